@@ -20,7 +20,7 @@ from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open_stream import OpenStream, check_budget
 from lightning_stocache.setup.request import BackendChoice, Layout, check_choice, check_count, check_flag
-from lightning_stocache.source.stream import check_stream
+from lightning_stocache.source.access import check_stream
 
 __all__ = ["CachedStream", "stream_source", "stream_with"]
 

@@ -44,8 +44,9 @@ from lightning_stocache.setup.first_samples import difference
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.open_stream import OpenStream, open_stream
 from lightning_stocache.setup.request import BackendChoice, CacheRequest, Layout
+from lightning_stocache.source.access import draws_shards
+from lightning_stocache.source.guards import StreamReader
 from lightning_stocache.source.samples import mark_of
-from lightning_stocache.source.stream import DrawsWatch, draws_shards, iterate
 
 __all__ = ["StreamSource"]
 
@@ -280,45 +281,40 @@ class StreamPass:
 
     def __init__(self, serving: StreamSource, store: StreamStore | None, shard: Shard, epoch: int) -> None:
         self._serving, self._store, self._shard, self._epoch = serving, store, shard, epoch
-        self._watch = None if store is None or serving.allow_random else DrawsWatch(serving.source)
+        self._reader = StreamReader(serving.source, watched=store is not None and not serving.allow_random)
         self._failed = False
-        self._stream = iterate(serving.source)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         """The next sample of the stream."""
-        watch, start = self._watch, time.perf_counter_ns()
-        if watch is not None:
-            watch.before()
         try:
-            sample = next(self._stream)
+            sample = next(self._reader)
         except StopIteration:
             self._end()
             raise
         except BaseException:
             self._failed = True
             raise
-        ended = time.perf_counter_ns()
-        source_ns = ended - start if watch is None else watch.after()
+        source_ns, begin = self._reader.source_ns, time.perf_counter_ns()
         nbytes = self._kept(sample)
         if nbytes is None:
             self._serving.count(bypasses=1, source_ns=source_ns)
         else:
-            fill_ns = time.perf_counter_ns() - ended
+            fill_ns = time.perf_counter_ns() - begin
             self._serving.count(misses=1, fills=1, bytes_from_source=nbytes, source_ns=source_ns, fill_ns=fill_ns)
         return self._serving.finished(sample)
 
     def _kept(self, sample: Any) -> int | None:
-        store, watch = self._store, self._watch
+        store, moved = self._store, self._reader.moved
         if store is None:
             return None
-        if not store.closed and (watch is None or watch.moved is None):
+        if not store.closed and moved is None:
             return self._serving.keep(store, self._shard, self._epoch, sample, mark_of(sample))
-        self._store = self._watch = None
-        if watch is not None and not store.closed:
-            reason = f"it moves the generators of {watch.moved} while samples are read: it is random.\n{BY_HAND}"
+        self._store = None
+        if not store.closed:
+            reason = f"it moves the generators of {moved} while samples are read: it is random.\n{BY_HAND}"
             self._serving.pass_by(store, reason)
         return None
 

@@ -38,8 +38,7 @@ from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, warn_of_odd
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.probe import Recheck
-from lightning_stocache.source.state import SourceState
+from lightning_stocache.source.guards import Recheck, SourceState
 
 __all__ = ["CachedSource", "Misses"]
 

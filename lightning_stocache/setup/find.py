@@ -25,8 +25,7 @@ from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators, reachable
-from lightning_stocache.source.probe import Probe, sign
-from lightning_stocache.source.random_split import split, spread
+from lightning_stocache.source.random_split import Probe, sign, split, spread
 from lightning_stocache.source.transform_split import Cut
 
 __all__ = ["Finding", "SourceReader", "parts_of"]
@@ -214,7 +213,7 @@ class Reading:
         if not indices:
             return samples
         source, _ = parts_of(self.request.source, found)
-        with Probe(source, (), told) as probe:
+        with Probe(source, told) as probe:
             for index in indices:
                 try:
                     read = probe.read(source, index, 2 * index + again)

@@ -29,7 +29,7 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.encoded import EncodedSource, access_to
-from lightning_stocache.source.probe import Probe
+from lightning_stocache.source.random_split import Probe
 from lightning_stocache.source.samples import bits, difference, part_at, walk
 from lightning_stocache.source.transform_split import Cut
 
@@ -229,7 +229,7 @@ def look_at_files(
             "returns what is to be kept (bytes), and decode(content, index), which makes the sample of it"
         )
     files = EncodedSource(source)
-    with Probe(source, tuple(indices), told) as probe:
+    with Probe(source, told) as probe:
         try:
             for index in indices[:_PROVEN]:
                 original = probe.read(source, index, 2 * index)

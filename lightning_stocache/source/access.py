@@ -1,21 +1,41 @@
 """What can be a source, and how it is read.
 
-A source is a map-style dataset, with samples, that is not cached already. A sample unlike the others is `Odd`.
+A source is a map-style dataset that is not cached already, or a stream: an IterableDataset, a WebDataset, a
+`datasets.IterableDataset`, any object with `__iter__`, or a function that makes an iterator. A stream is read once per
+epoch, from its beginning. A sample unlike the others is `Odd`.
 """
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
-from torch.utils.data import ConcatDataset, IterableDataset, Subset
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, IterableDataset, IterDataPipe, Subset
 
-__all__ = ["Odd", "batch_reader", "check_source", "one_per_index", "position_of", "unwrap", "warn_of_odd"]
+from lightning_stocache.source.generators import reachable
+
+__all__ = [
+    "Odd",
+    "batch_reader",
+    "check_source",
+    "check_stream",
+    "draws_shards",
+    "iterate",
+    "one_per_index",
+    "position_of",
+    "unwrap",
+    "warn_of_odd",
+]
 
 log = logging.getLogger(__name__)
+
+
+# ---- map-style sources ----
 
 
 def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
@@ -36,21 +56,22 @@ def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
             ...
         ValueError: source must have at least one sample, got an empty list
     """
+    kind = type(source).__name__
     if _holds(source, cached):
-        raise TypeError(f"source must be the dataset itself, got a {type(source).__name__} that is cached already")
+        raise TypeError(f"source must be the dataset itself, got a {kind} that is cached already")
     if isinstance(source, type):
         raise TypeError(f"source must be a dataset, got the class {source.__name__}: call it first")
     if isinstance(source, str | bytes):
         raise TypeError(f"source must be a dataset, got {source!r}: make the dataset of what lies there first")
     if isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
         raise TypeError(
-            f"source must be a map-style dataset with __getitem__ and __len__, got {type(source).__name__}. What has "
-            "no index can be given to CachedStream"
+            f"source must be a map-style dataset with __getitem__ and __len__, got {kind}. What has no index can be "
+            "given to CachedStream"
         )
     if len(source) == 0:
         if strict:
-            raise ValueError(f"source must have at least one sample, got an empty {type(source).__name__}")
-        log.warning("%s is empty: there is nothing to cache", type(source).__name__)
+            raise ValueError(f"source must have at least one sample, got an empty {kind}")
+        log.warning("%s is empty: there is nothing to cache", kind)
 
 
 def _holds(dataset: Any, kind: type) -> bool:
@@ -61,26 +82,16 @@ def _holds(dataset: Any, kind: type) -> bool:
     return isinstance(dataset, kind)
 
 
-def batch_reader(source: Any) -> Callable[[list[int]], Any] | None:
-    """The source's own way to load a batch, if it has one: a Subset has none that its dataset has not.
-
-    Example:
-        >>> batch_reader(Subset([1, 2, 3], [0, 1])) is None
-        True
-    """
-    return getattr(source, "__getitems__", None) if getattr(unwrap(source), "__getitems__", None) else None
-
-
 def unwrap(source: Any) -> Any:
-    """The dataset inside a Subset, through any depth of them.
-
-    Example:
-        >>> unwrap(Subset(Subset("abc", [0, 1]), [1]))
-        'abc'
-    """
+    """The dataset inside a Subset, through any depth of them."""
     while type(source) is Subset:
         source = source.dataset
     return source
+
+
+def batch_reader(source: Any) -> Callable[[list[int]], Any] | None:
+    """The source's own way to load a batch, if it has one: a Subset has none that its dataset has not."""
+    return getattr(source, "__getitems__", None) if getattr(unwrap(source), "__getitems__", None) else None
 
 
 def one_per_index(samples: Any, count: int, source: Any) -> list[Any]:
@@ -139,4 +150,63 @@ def warn_of_odd(source: Any, words: str) -> None:
         "%s: some samples are not cached, but loaded every time. %s (strict=True makes it an error)",
         type(source).__name__,
         words,
+    )
+
+
+# ---- streams ----
+
+
+def check_stream(source: Any, cached: type) -> None:
+    """Refuse what is no stream. Nothing is read.
+
+    Args:
+        source: what the user gave.
+        cached: the class of streams that are cached already.
+
+    Raises:
+        TypeError: it is an iterator, which ends after one epoch, or has an index, or is no iterable at all.
+
+    Example:
+        >>> check_stream("text", cached=dict)
+        Traceback (most recent call last):
+            ...
+        TypeError: iterable must be a stream of samples, got a str
+    """
+    kind = type(source).__name__
+    if isinstance(source, cached):
+        raise TypeError(f"iterable must be the stream itself, got a {kind} that is cached already")
+    if isinstance(source, type):
+        raise TypeError(f"iterable must be a stream, got the class {source.__name__}: call it first")
+    if isinstance(source, Iterator):
+        raise TypeError(
+            f"iterable must give its samples anew in every epoch, got a {kind}, which can be read once: give the "
+            "function that makes it"
+        )
+    if isinstance(source, str | bytes | torch.Tensor | np.ndarray | Mapping):
+        raise TypeError(f"iterable must be a stream of samples, got a {kind}")
+    if isinstance(source, IterDataPipe):
+        raise TypeError(
+            f"iterable must be divided among workers by itself, got the IterDataPipe {kind}, which DataLoader divides"
+        )
+    if hasattr(source, "__getitem__") and not hasattr(source, "__iter__"):
+        raise TypeError(f"iterable must have __iter__, got the map-style {kind}: give it to CachedDataset")
+    if not (hasattr(source, "__iter__") or callable(source)):
+        raise TypeError(f"iterable must have __iter__, or be a function that makes an iterator; got a {kind}")
+
+
+def iterate(source: Any) -> Iterator[Any]:
+    """A stream from its beginning.
+
+    Example:
+        >>> list(iterate(lambda: iter("ab"))), list(iterate([1, 2]))
+        (['a', 'b'], [1, 2])
+    """
+    return iter(source if hasattr(source, "__iter__") else source())
+
+
+def draws_shards(source: Any) -> bool:
+    """Whether a stream draws what it reads next, and never ends: WebDataset's `resampled=True`."""
+    return any(
+        type(node).__module__.partition(".")[0] == "webdataset" and "Resampled" in type(node).__name__
+        for _, node in reachable(source)
     )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from lightning_stocache.source.stream import iterate
+from lightning_stocache.source.access import iterate
 
 __all__ = ["Draw", "Draws", "EndOfStreamError", "is_stream"]
 

@@ -1,11 +1,9 @@
 """Random number generators: the process-wide ones, and those that belong to a source.
 
-Their states are plain values, which `==` compares (`states_of`, `restore`); for a checkpoint they are text (`as_text`,
-`put_back`), because one may be read where nothing but plain values is let in (`torch.load(weights_only=True)`). Nothing
-in it is ever unpickled: the state of each is JSON, with bytes and arrays as hexadecimal digits.
+A state consists of plain values: `==` compares it (`states_of`, `restore`), and JSON writes it, with bytes and arrays
+as hexadecimal digits. So a checkpoint holds text, which is never unpickled (`as_text`, `put_back`).
 
-`Generators` seeds them, says which have moved, and puts them back. It also counts who asks the system for entropy, as
-`np.random.default_rng()` does: a generator that is made anew in every read has no state that could be seen to move.
+`Generators` says which generators draw while something happens (`watch`), seeds them, and puts them back.
 
 `reachable` walks from a source to the objects that its code can come to: attributes, containers, closures and defaults
 of functions, and what of their modules' globals those functions name. `owned_generators` picks the generators among
@@ -54,23 +52,12 @@ PROCESS_WIDE: Mapping[str, Any] = {"torch": torch.default_generator, "numpy.rand
 
 KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 """The classes of generators."""
-_MOST = 20_000  # objects that are looked at
-_FIRST = 256  # items of a container that are: a list of a million paths has no generator
-# Packages whose functions draw from the process-wide generators, or from one that an object or a class of theirs has:
-# their code is not followed, which would take a quarter of a second in albumentations alone.
-_KNOWN = sys.stdlib_module_names | {
-    *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "kornia", "lightning", "lightning_stocache"),
-    *("lmdb", "monai", "numpy", "omegaconf", "pandas", "pyarrow", "pydantic", "pytorch_lightning", "scipy", "skimage"),
-    *("sklearn", "tensordict", "timm", "torch", "torch_geometric", "torchaudio", "torchvision", "transformers"),
-    *("webdataset", "zarr"),
-}
-_LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
 
 
 # ---- states ----
 
 
-def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
+def states_of(generators: Mapping[str, Any]) -> State:
     """The state of each generator, by its name; None for one that has none, as the system's.
 
     Args:
@@ -140,11 +127,6 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _as_tuples(state: Any) -> Any:
-    """What was a tuple before it was text, which has lists alone."""
-    return tuple(map(_as_tuples, state)) if isinstance(state, list | tuple) else state
-
-
 def _with_arrays(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
@@ -153,33 +135,39 @@ def _with_arrays(state: Any) -> Any:
     return {key: _with_arrays(item) for key, item in state.items()}
 
 
+def _as_tuples(state: Any) -> Any:
+    """Tuples again, where text has lists."""
+    return tuple(map(_as_tuples, state)) if isinstance(state, list | tuple) else state
+
+
 # ---- of a process and of a source ----
 
 
 class Generators:
-    """The process-wide generators, and those of a source. A state is a dict of values that `==` compares.
+    """The process-wide generators, and those of a source.
 
-    At the end of a `with` they are where they were at its beginning.
+    A `with` puts all of them back at its end.
 
     Args:
-        source: whose own generators count, too; None: the process-wide ones alone.
+        source: its own generators count, too; None: the process-wide ones alone.
 
     Example:
         >>> generators = Generators()
-        >>> before = generators.state()
-        >>> drawn = torch.rand(2)
-        >>> generators.moved(before)
+        >>> with generators.watch() as moved:
+        ...     drawn = torch.rand(2)
+        >>> moved
         ['torch']
     """
 
     def __init__(self, source: Any = None) -> None:
         cuda = cast(Any, torch.cuda)
-        # Looked at once: a generator that is born during the probe has no state to return to.
+        # Looked at once: a generator that is born later has no state to return to.
         self._cuda = cuda.default_generators if cuda.is_initialized() else ()
         named = {f"torch.cuda:{device}": generator for device, generator in enumerate(self._cuda)}
         self._process_wide = {**PROCESS_WIDE, **named}
         self._source = source
         self._owned = {} if source is None else owned_generators(source)
+        self._started: dict[int, State] = {}  # states of the source's generators, by seed
         self._begun: State = {}
 
     def __enter__(self) -> Generators:
@@ -187,15 +175,14 @@ class Generators:
         return self
 
     def __exit__(self, *_: object) -> None:
-        restore(self._process_wide, self._begun)
-        self.restore_owned(self._begun)
+        restore(self._process_wide | self._owned, self._begun)
 
     def find_new(self) -> None:
-        """From now on, also those count that the source has made meanwhile."""
+        """Count the generators that the source has made meanwhile, too."""
         self._owned = owned_generators(self._source) | self._owned
 
     def state(self) -> State:
-        """The state of every generator, by name."""
+        """The state of every generator, by name; `==` compares it."""
         return {**states_of(self._process_wide), ENTROPY: _Entropy.asked, **states_of(self._owned)}
 
     def moved(self, before: State, after: State | None = None) -> list[str]:
@@ -203,47 +190,73 @@ class Generators:
         now = self.state() if after is None else after
         return [name for name in before if before[name] != now.get(name)]
 
-    def restore_owned(self, state: State) -> None:
-        """Put the source's generators back to a state, those that it has."""
-        restore(self._owned, state)
+    @contextmanager
+    def watch(self) -> Iterator[list[str]]:
+        """Give a list that gets the names of the generators which draw inside the `with`, at its end."""
+        moved: list[str] = []
+        before = self.state()
+        try:
+            yield moved
+        finally:
+            moved += self.moved(before)
 
     def seed(self, seed: int) -> None:
-        """Seed the process-wide generators."""
+        """Seed the process-wide generators. Those of the source go on, but start a seed again where they started it."""
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue the seed for a CUDA that starts later
         np.random.seed(seed)
         random.seed(seed)
         for generator in self._cuda:
             generator.manual_seed(seed)
+        restore(self._owned, self._started.get(seed, {}))
+        self._started[seed] = states_of(self._owned)
 
 
 class _Entropy:
-    """How often the system has been asked for entropy while `watched`."""
-
     asked = 0
 
     @classmethod
-    @contextmanager
-    def watched(cls) -> Iterator[None]:
-        modules = [(os, "urandom"), (random, "_urandom")]  # NumPy asks through the second, by `secrets`
-        originals = [getattr(module, name) for module, name in modules]
-
-        def counted(original: Callable[[int], bytes], size: int) -> bytes:
-            cls.asked += 1
-            return original(size)
-
-        for (module, name), original in zip(modules, originals, strict=True):
-            setattr(module, name, partial(counted, original))
-        try:
-            yield
-        finally:
-            for (module, name), original in zip(modules, originals, strict=True):
-                setattr(module, name, original)
+    def ask(cls, original: Callable[[int], bytes], size: int) -> bytes:
+        cls.asked += 1
+        return original(size)
 
 
-watch_entropy = _Entropy.watched
+@contextmanager
+def watch_entropy() -> Iterator[None]:
+    """Count questions to the system for entropy as draws, as `np.random.default_rng()` asks them.
+
+    A generator that is made anew in every read has no state that could be seen to move.
+    """
+    modules = (os, "urandom"), (random, "_urandom")  # NumPy asks through the second, by `secrets`
+    originals = [(module, name, getattr(module, name)) for module, name in modules]
+    for module, name, original in originals:
+        setattr(module, name, partial(_Entropy.ask, original))
+    try:
+        yield
+    finally:
+        for module, name, original in originals:
+            setattr(module, name, original)
 
 
 # ---- that belong to a source ----
+
+_MOST = 20_000  # objects that are looked at
+_FIRST = 256  # items of a container that are: a list of a million paths has no generator
+# Packages whose functions draw from the process-wide generators, or from one that an object or a class of theirs has:
+# their code is not followed, which would take a quarter of a second in albumentations alone.
+_KNOWN = sys.stdlib_module_names | {
+    *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "kornia", "lightning", "lightning_stocache"),
+    *("lmdb", "monai", "numpy", "omegaconf", "pandas", "pyarrow", "pydantic", "pytorch_lightning", "scipy", "skimage"),
+    *("sklearn", "tensordict", "timm", "torch", "torch_geometric", "torchaudio", "torchvision", "transformers"),
+    *("webdataset", "zarr"),
+}
+_LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
+_WRAPPED: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__self__", "__func__"),
+    partial: ("func", "args", "keywords"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+}
 
 
 def owned_generators(source: Any) -> dict[str, Any]:
@@ -287,60 +300,56 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
     kind = type(node)  # never isinstance: a proxy may load what it stands for to answer
     if issubclass(kind, (*KINDS, types.ModuleType)):
         return
+    if issubclass(kind, type):
+        yield from _of_class(node)
+        return
     if issubclass(kind, dict):
         yield from ((f"[{key!r}]", child) for key, child in islice(dict.items(node), _FIRST))
     elif issubclass(kind, list | tuple | set | frozenset | deque):
         yield from ((f"[{number}]", child) for number, child in enumerate(islice(kind.__iter__(node), _FIRST)))
     elif kind is types.FunctionType:
         yield from _of_function(node)
-    elif kind is types.MethodType:
-        yield from ((".__self__", node.__self__), (".__func__", node.__func__))
-    elif kind is partial:
-        yield from ((".func", node.func), (".args", node.args), (".keywords", node.keywords))
-    elif issubclass(kind, type):
-        for base in node.__mro__:
-            known = _top(base.__module__) in _KNOWN
-            for name, value in list(vars(base).items()):
-                if not known or issubclass(type(value), KINDS):
-                    yield f".{name}", _function(value)
-        return
-    # A subclass of a container has attributes, too.
-    if kind.__module__ != "builtins" and kind not in (types.FunctionType, types.MethodType, partial):
-        yield from ((f".{name}", value) for name, value in _attributes(node))
-        yield f".{kind.__name__}", kind
+    elif kind in _WRAPPED:
+        yield from ((f".{name}", getattr(node, name)) for name in _WRAPPED[kind])
+    if kind.__module__ != "builtins":  # also of a subclass of a container
+        yield from _attributes(node)
+
+
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    for base in kind.__mro__:
+        known = _top(base.__module__) in _KNOWN
+        for name, value in list(vars(base).items()):
+            if not known or issubclass(type(value), KINDS):
+                yield f".{name}", value
 
 
 def _attributes(node: Any) -> Iterator[tuple[str, Any]]:
     with suppress(AttributeError):
-        yield from list(object.__getattribute__(node, "__dict__").items())
+        yield from ((f".{name}", value) for name, value in list(object.__getattribute__(node, "__dict__").items()))
     for kind in type(node).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            try:
-                yield name, object.__getattribute__(node, name)
-            except AttributeError:
-                continue
+            with suppress(AttributeError):
+                yield f".{name}", object.__getattribute__(node, name)
+    yield f".{type(node).__name__}", type(node)
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """What a function keeps, and what of its module it names."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
+        with suppress(ValueError):  # not filled yet
             yield name, cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-    yield from ((f".{name}", value) for name, value in (function.__kwdefaults__ or {}).items())
-    yield from ((f".defaults[{number}]", value) for number, value in enumerate(function.__defaults__ or ()))
+    yield ".__kwdefaults__", function.__kwdefaults__
+    yield ".__defaults__", function.__defaults__
     if _top(function.__module__) in _KNOWN:
         return
     names = list(_names(function.__code__))
     for name in names:
         value = function.__globals__.get(name)
-        if isinstance(value, types.ModuleType):
-            if _top(value.__name__) not in _KNOWN:
-                yield from ((f"{value.__name__}.{inner}", vars(value).get(inner)) for inner in names)
-        else:
+        if not isinstance(value, types.ModuleType):
             yield f"{function.__module__}.{name}", value
+        elif _top(value.__name__) not in _KNOWN:
+            yield from ((f"{value.__name__}.{inner}", vars(value).get(inner)) for inner in names)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -348,13 +357,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):  # a lambda, a comprehension
             yield from _names(constant)
-
-
-def _function(value: Any) -> Any:
-    """The function behind a static method, a class method, a property."""
-    if isinstance(value, staticmethod | classmethod):
-        return value.__func__
-    return value.fget if isinstance(value, property) else value
 
 
 def _top(module: str | None) -> str:

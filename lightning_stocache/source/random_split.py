@@ -4,12 +4,12 @@ A cache freezes what it stores, and most random augmentation sits inside the use
 
 1. A few indices are read twice, under different seeds of every process-wide generator (torch, CUDA if it runs, NumPy,
    Python). The source is deterministic if the bits are equal and no generator has moved, neither these nor one that can
-   be reached from the source (RandomErasing(p=0.1) seldom changes bits, but always draws).
+   be reached from the source (RandomErasing(p=0.1) seldom changes bits, but always draws). Those of the source cannot
+   be seeded: they go on from read to read, which does as well.
 2. Otherwise a shallow copy of the dataset, through any depth of Subset, gets a `transform` that runs its steps one by
    one and notes each one's bits and draws. The earliest random step over all probed samples is the cut.
 3. A second copy runs only the steps before the cut. Where their output lies in the sample is found by identity; the
-   tail applies the other steps there, in the order of the calls. Position and places are the `Cut`: small, so that
-   ranks which read nothing cut their own source in the same way.
+   tail applies the other steps there, in the order of the calls. Position and places are the `Cut`.
 4. Nothing is believed unproven: under one seed, `tail(copy[i])` must give the bits of `source[i]` and leave the
    generators in the same state, and the copy must be deterministic by the test of step 1.
 
@@ -21,17 +21,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stocache.cache.placement import Domain
-from lightning_stocache.source.generators import Generators, watch_entropy
-from lightning_stocache.source.probe import Probe, Read, sign
-from lightning_stocache.source.samples import Bits, Path, bits, walk
+from lightning_stocache.source.generators import ENTROPY, Generators, State, watch_entropy
+from lightning_stocache.source.samples import Bits, Path, bits, difference, walk
 from lightning_stocache.source.transform_split import (
     Cut,
+    Head,
     Part,
     Places,
     Tail,
@@ -44,10 +45,11 @@ from lightning_stocache.source.transform_split import (
     with_transform,
 )
 
-__all__ = ["Split", "split", "spread"]
+__all__ = ["Probe", "Read", "Split", "sign", "split", "spread"]
 
 QUICK_SECONDS = 0.2
 _SLOW_SECONDS = 20.0  # after which two indices have to do
+_NOT_HELD = "the sample does not hold what its transform returns, but something made of it"
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,15 @@ class Split:
     """A source and what `split` found in it.
 
     Args:
-        source: What is cached: the user's own object if it is deterministic or cannot be split, else a shallow copy
+        source: what is cached: the user's own object if it is deterministic or cannot be split, else a shallow copy
             whose transform ends before its first random step.
-        tail: The random rest, applied to a sample after the cache; None if nothing is random.
-        cut: Where it was cut, for other processes; None if it was not.
-        indices: The probed indices, 0 first.
-        samples: What `source` returned for them.
-        reads: How many times the user's dataset was read.
+        tail: the random rest, applied to a sample after the cache; None if nothing is random.
+        cut: where it was cut, for other processes; None if it was not.
+        indices: the probed indices, 0 first.
+        samples: what `source` returned for them.
+        reads: how many times the user's dataset was read.
         reason: None, or why a random source cannot be cached: what moved, and why it is not split.
-        bits: Those of the samples when they were read.
+        bits: those of the samples when they were read.
     """
 
     source: Dataset[Any]
@@ -93,16 +95,16 @@ def split(
     """Split a source into what is the same on every read and the random rest.
 
     Args:
-        source: A map-style dataset with at least one sample.
-        samples: How many indices to probe, spread evenly from index 0 to the last. A deterministic source is read twice
+        source: a map-style dataset with at least one sample.
+        samples: how many indices to probe, spread evenly from index 0 to the last. A deterministic source is read twice
             per index, a random one up to six times. Raise it for sources that are random in few samples only. Where
             two take more than 20 s, they have to do.
-        quick: How many more to probe, as long as all of it takes less than 0.2 s; what raises is left out.
-        told: Called with each index before it is read.
-        domain: Which indices may be read; by default all.
+        quick: how many more to probe, as long as all of it takes less than 0.2 s; what raises is left out.
+        told: called with each index before it is read.
+        domain: which indices may be read; by default all.
 
     Raises:
-        ValueError: If `source` is empty or `samples` is below 1. What the source itself raises comes through unchanged.
+        ValueError: `source` is empty or `samples` is below 1. What the source itself raises comes through unchanged.
 
     Example:
         >>> import torch
@@ -124,8 +126,26 @@ def split(
     length = len(cast(Sized, source))
     if length < 1 or samples < 1:
         raise ValueError(f"split needs a source with samples and samples >= 1, got {length} samples and {samples=}")
-    with Probe(source, spread(length, samples, domain), told) as probe, watch_entropy():
-        return _split(source, probe, spread(length, quick + 2, domain)[1:-1] if quick else ())
+    indices = spread(length, samples, domain)
+    more = spread(length, quick + 2, domain)[1:-1] if quick else ()
+    with Probe(source, told) as probe, watch_entropy():
+        pairs = list(_pairs(source, probe, indices, more))
+        originals, again = [first for first, _ in pairs], [second for _, second in pairs]
+        whole = _split_of(source, again, probe.reads)
+        moved = next(filter(None, map(sign, originals, again)), None)
+        if moved is None:
+            return whole
+        try:
+            cut, heads = _cut(source, originals, probe)
+            if cut is None:
+                return replace(whole, reads=probe.reads)
+            head, tail = cut.apply(source)
+            return replace(_split_of(head, heads, probe.reads), tail=tail, cut=cut)
+        except UncuttableError as error:
+            why = str(error)
+        except Exception as error:  # user code on a changed dataset may raise anything; the source as it is did not
+            why = f"without its random steps it raised {error!r}"
+        return replace(whole, reads=probe.reads, reason=f"it is random ({moved}) and cannot be split: {why}")
 
 
 def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, ...]:
@@ -135,46 +155,22 @@ def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, 
     return tuple(int(among[k * (len(among) - 1) // max(count - 1, 1)]) for k in range(count))
 
 
-def _split(source: Dataset[Any], probe: Probe, quick: tuple[int, ...]) -> Split:
-    pairs = list(_pairs(source, probe, quick))
-    probe.indices = tuple(first.index for first, _ in pairs)
-    found, as_read = tuple(second.sample for _, second in pairs), tuple(second.bits for _, second in pairs)
-    moved = next(filter(None, (sign(*pair) for pair in pairs)), None)
-    if moved is None:
-        return Split(source, None, None, probe.indices, found, probe.reads, None, as_read)
-    originals = [first for first, _ in pairs]
-    try:
-        transform = transform_of(source)
-        position = min(_first_random(source, transform, index, probe) for index in probe.indices)
-        if position == len(steps_of(transform)):
-            if not draws_by_itself(transform):
-                raise UncuttableError("no step of its transform is random by itself")
-            for original, once, *_ in _heads(source, transform, position, originals, probe):
-                if once.bits != original.bits:
-                    raise UncuttableError("its steps do not give its samples again, run one by one")
-            return Split(source, None, None, probe.indices, found, probe.reads, None, as_read)
-        cut, heads = _cut(source, transform, position, originals, probe)
-        part, tail = cut.apply(source)
-    except UncuttableError as error:
-        why = str(error)
-    except Exception as error:  # user code on a changed dataset may raise anything; the source as it is did not
-        why = f"without its random steps it raised {error!r}"
-    else:
-        samples = tuple(head.sample for head in heads)
-        return Split(part, tail, cut, probe.indices, samples, probe.reads, None, tuple(head.bits for head in heads))
-    reason = f"it is random ({moved}) and cannot be split: {why}"
-    return Split(source, None, None, probe.indices, found, probe.reads, reason)
+def _split_of(source: Dataset[Any], reads: list[Read], count: int) -> Split:
+    indices, samples = tuple(read.index for read in reads), tuple(read.sample for read in reads)
+    return Split(source, None, None, indices, samples, count, None, tuple(read.bits for read in reads))
 
 
-def _pairs(source: Dataset[Any], probe: Probe, quick: tuple[int, ...]) -> Iterator[tuple[Read, Read]]:
-    """Two reads of each index that is to be probed, and of more as long as that is quick and nothing is random.
+def _pairs(
+    source: Dataset[Any], probe: Probe, indices: tuple[int, ...], more: tuple[int, ...]
+) -> Iterator[tuple[Read, Read]]:
+    """Two reads of each index, and of more as long as that is quick and nothing is random.
 
     An index that raises is passed over, unless all do: it may be one that no sampler asks for.
     """
     begin, seen, failure = time.perf_counter(), 0, None
-    for index in (*probe.indices, *(index for index in quick if index not in probe.indices)):
-        first = index in probe.indices
-        if failure is not None and not (first or seen):
+    for index in dict.fromkeys((*indices, *more)):
+        first = index in indices
+        if not (first or seen):
             break
         if seen >= 2 and time.perf_counter() - begin > (_SLOW_SECONDS if first else QUICK_SECONDS):
             break
@@ -191,25 +187,96 @@ def _pairs(source: Dataset[Any], probe: Probe, quick: tuple[int, ...]) -> Iterat
         raise failure
 
 
-class _Recorder(Part):
-    """The first steps of a transform, which notes per call the values and each step's bits and whether it drew."""
+# ---- reads ----
 
-    def __init__(self, transform: Callable[..., Any], end: int, generators: Generators) -> None:
-        super().__init__(transform, 0, end)
-        self.parts = [Part(transform, position, position + 1) for position in range(end)]
-        self.generators = generators
-        self.calls: list[_Call] = []
 
-    def run(self, values: Values) -> Values:
-        if len(set(map(type, values))) != 1:
-            raise UncuttableError("its transform is called with values and keywords at once")
-        notes = []
-        for part in self.parts:
-            before = self.generators.state()
-            values = part.run(values)
-            notes.append((bits(values), bool(self.generators.moved(before))))
-        self.calls.append(_Call(values, notes))
-        return values
+@dataclass(frozen=True)
+class Read:
+    """One read of an index.
+
+    Args:
+        index: that was read.
+        sample: what came.
+        bits: of the sample.
+        moved: names of the generators that it drew from.
+        after: the state of all generators after it.
+    """
+
+    index: int
+    sample: Any
+    bits: Bits
+    moved: list[str]
+    after: State
+
+
+class Probe:
+    """Reads of one source under given seeds, counted. At the end of a `with` all generators are where they were.
+
+    Args:
+        source: its own generators are watched, too.
+        told: called with each index before it is read.
+    """
+
+    def __init__(self, source: Dataset[Any], told: Callable[[int], None] | None = None) -> None:
+        self.generators, self.reads, self._told = Generators(source), 0, told
+
+    def __enter__(self) -> Probe:
+        self.generators.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.generators.__exit__()
+
+    def read(self, source: Dataset[Any], index: int, seed: int) -> Read:
+        """Read an index of the source, or of a copy with another transform, under a seed; what it raises comes through.
+
+        A generator that the first read has made is watched from then on.
+        """
+        self.generators.seed(seed)
+        self.reads += 1
+        if self._told is not None:
+            self._told(index)
+        with self.generators.watch() as moved, _worker_of(seed):
+            sample = source[index]
+        read = Read(index, sample, bits(sample), moved, self.generators.state())
+        if self.reads == 1:
+            self.generators.find_new()
+        return read
+
+    def read_twice(self, source: Dataset[Any], index: int) -> tuple[Read, Read]:
+        """Read an index under two seeds, which no other index has."""
+        return self.read(source, index, 2 * index), self.read(source, index, 2 * index + 1)
+
+
+@contextmanager
+def _worker_of(seed: int) -> Iterator[None]:
+    """In a worker: have another seed and number for a while, because what is drawn from them is random."""
+    info: Any = get_worker_info()
+    if info is None:
+        yield
+        return
+    before = {"seed": info.seed, "id": info.id}
+    try:
+        for name, value in {"seed": seed, "id": seed % 2}.items():
+            object.__setattr__(info, name, value)  # it refuses to be changed
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(info, name, value)
+
+
+def sign(first: Read, second: Read) -> str | None:
+    """What shows that two reads of an index are random, in words; None if nothing does."""
+    for read in (first, second):
+        if read.moved == [ENTROPY]:
+            return f"reading index {read.index} makes a generator with a seed of the system's"
+        if read.moved:
+            return f"reading index {read.index} moves the generator of {' and '.join(read.moved)}"
+    where = difference(first.bits, second.bits)
+    return None if where is None else f"two reads of index {first.index} differ in sample{where}"
+
+
+# ---- the cut ----
 
 
 @dataclass(frozen=True)
@@ -217,62 +284,78 @@ class _Call:
     """A call of a transform: what it returned, by position or keyword, and each step's bits and whether it drew."""
 
     values: Values
-    notes: list[tuple[Bits, bool]]
+    steps: list[tuple[Bits, bool]]
 
 
-def _cut(
-    source: Dataset[Any], transform: Callable[..., Any], position: int, originals: list[Read], probe: Probe
-) -> tuple[Cut, tuple[Read, ...]]:
-    """The cut before a step, and the reads of the deterministic part; UncuttableError if it is not sound."""
-    first = step_name(steps_of(transform)[position])
-    heads, cuts = [], set()
-    for original, once, kept, calls in _heads(source, transform, position, originals, probe):
-        free = list(walk(once.sample))
-        cuts.add(Cut(position, tuple(_places(call, free) for call in calls)))
-        if len(cuts) > 1:
-            raise UncuttableError("its transform is not called in the same way for every sample")
-        whole = Tail(transform, position, next(iter(cuts)).places)(once.sample)
-        if probe.generators.moved(original.after) or bits(whole) != original.bits:
-            raise UncuttableError(
-                f"the steps from {first} on, run after the dataset, do not give its sample again under "
-                "the same seed (does a sample need their result?)"
-            )
-        heads.append(kept)
-    return cuts.pop(), tuple(heads)
+class _Recorder(Head):
+    """Reads a source with the first steps of its transform alone, and notes each call of them."""
+
+    def __init__(self, source: Dataset[Any], transform: Callable[..., Any], end: int, probe: Probe) -> None:
+        super().__init__(transform, end)
+        self._parts = [Part(transform, position, position + 1) for position in range(end)]
+        self._source, self._probe = with_transform(source, self), probe
+        self._calls: list[_Call] = []
+
+    def read(self, index: int, seed: int) -> tuple[Read, list[_Call]]:
+        self._calls = []
+        return self._probe.read(self._source, index, seed), self._calls
+
+    def run(self, values: Values) -> Values:
+        if len(set(map(type, values))) != 1:
+            raise UncuttableError("its transform is called with values and keywords at once")
+        steps = []
+        for part in self._parts:
+            with self._probe.generators.watch() as moved:
+                values = part.run(values)
+            steps.append((bits(values), bool(moved)))
+        self._calls.append(_Call(values, steps))
+        return values
 
 
-def _heads(
-    source: Dataset[Any], transform: Callable[..., Any], position: int, originals: list[Read], probe: Probe
-) -> Iterator[tuple[Read, Read, Read, list[_Call]]]:
-    """Each original, a read under its seed without the random steps, one whose sample is kept, and the calls."""
-    recorder = _Recorder(transform, position, probe.generators)
-    part = with_transform(source, recorder)
+def _cut(source: Dataset[Any], originals: list[Read], probe: Probe) -> tuple[Cut | None, list[Read]]:
+    """The cut before the first random step, None if all are deterministic; and the reads of the deterministic part.
+
+    Raises:
+        UncuttableError: the cut would not be sound.
+    """
+    transform = transform_of(source)
+    steps = steps_of(transform)
+    recorder = _Recorder(source, transform, len(steps), probe)
+    position = min(_first_random(recorder, original.index) for original in originals)
+    if position == len(steps) and not draws_by_itself(transform):
+        raise UncuttableError("no step of its transform is random by itself")
+    recorder, heads, cuts = _Recorder(source, transform, position, probe), [], set()
     for original in originals:
-        kept = probe.read(part, original.index, 2 * original.index + 1)  # the tail may work on the other one in place
-        recorder.calls.clear()
-        once = probe.read(part, original.index, 2 * original.index)  # the seed under which `original` was read
+        kept, _ = recorder.read(original.index, 2 * original.index + 1)  # the tail may work on the other one in place
+        once, calls = recorder.read(original.index, 2 * original.index)  # the seed under which `original` was read
         if found := sign(once, kept):
             raise UncuttableError(f"its dataset is random outside the transform ({found})")
-        yield original, once, kept, recorder.calls.copy()
+        heads.append(kept)
+        if position == len(steps):
+            if once.bits != original.bits:
+                raise UncuttableError("its steps do not give its samples again, run one by one")
+            continue
+        free = list(walk(once.sample))
+        cuts.add(cut := Cut(position, tuple(_places(call, free) for call in calls)))
+        if len(cuts) > 1:
+            raise UncuttableError("its transform is not called in the same way for every sample")
+        whole = Tail(transform, position, cut.places)(once.sample)
+        if probe.generators.moved(original.after) or bits(whole) != original.bits:
+            raise UncuttableError(
+                f"the steps from {step_name(steps[position])} on, run after the dataset, do not give its sample again "
+                "under the same seed (does a sample need their result?)"
+            )
+    return next(iter(cuts), None), heads
 
 
-def _first_random(source: Dataset[Any], transform: Callable[..., Any], index: int, probe: Probe) -> int:
+def _first_random(recorder: _Recorder, index: int) -> int:
     """The position of the first random step for one sample, the number of steps if none is."""
-    steps = len(steps_of(transform))
-    recorder = _Recorder(transform, steps, probe.generators)
-    probe.read(with_transform(source, recorder), index, 2 * index)
-    once = recorder.calls.copy()
-    recorder.calls.clear()
-    probe.read(with_transform(source, recorder), index, 2 * index + 1)
+    (_, once), (_, again) = (recorder.read(index, 2 * index + number) for number in (0, 1))
     if not once:
         raise UncuttableError("its transform is not called when a sample is read")
-    firsts = [steps]
-    for left, right in zip(once, recorder.calls, strict=False):
-        for position, (a, b) in enumerate(zip(left.notes, right.notes, strict=True)):
-            if a != b or a[1]:
-                firsts.append(position)
-                break
-    return min(firsts)
+    pairs = (enumerate(zip(left.steps, right.steps, strict=True)) for left, right in zip(once, again, strict=False))
+    random = (position for steps in pairs for position, (a, b) in steps if a != b or a[1])
+    return min(random, default=len(recorder.steps))
 
 
 def _places(call: _Call, free: list[tuple[Path, Any]]) -> Places:
@@ -283,7 +366,7 @@ def _places(call: _Call, free: list[tuple[Path, Any]]) -> Places:
         if number is not None:
             places.append((key, free.pop(number)[0]))
         elif isinstance(key, int):
-            raise UncuttableError("the sample does not hold what its transform returns, but something made of it")
+            raise UncuttableError(_NOT_HELD)
     if not places:
-        raise UncuttableError("the sample does not hold what its transform returns, but something made of it")
+        raise UncuttableError(_NOT_HELD)
     return tuple(places)

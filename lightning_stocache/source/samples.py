@@ -1,14 +1,12 @@
 """A sample as a tree: dicts, lists and tuples, and the leaves in them.
 
-`walk` gives every container and leaf with its path. Samples are compared and told apart in three ways:
+`walk` gives every container and leaf with its path; `rebuilt` makes the same containers around other leaves. Samples
+are compared in three ways:
 
 - `bits`: values by path that `==` compares bit for bit; `difference` says where two of them differ.
-- `same_sample`: as a user has them, never as pickles, for another job, on another machine perhaps, has read one. Sets
-  and dicts have no order, and floating-point numbers may differ in their last bits: another processor or decoder may
-  have computed them.
+- `same_sample`: as a user has them, for another job, on another machine perhaps. Sets and dicts have no order, and
+  floating-point numbers may differ in their last bits: another processor or decoder may have computed them.
 - `mark_of`: 64 bits made of the sums and the ends of the leaves, to find a sample among many.
-
-`rebuilt` makes the same containers again around other leaves.
 """
 
 from __future__ import annotations
@@ -57,13 +55,9 @@ _DICTS = (dict, UserDict)  # other mappings may not be iterated, or make their v
 _SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
 _NUMBERS = (int, float, bool, type(None))
 _DEEP = 16  # containers or objects inside each other that are looked into
-_ENDS = 64  # bytes of either end of a leaf
-_LAST_BITS = 16  # differences that count for nothing, as multiples of what the last bit of the largest number is worth
-_LAST_BITS_OF_HALF = 2
-_LAST_BIT = 2**-23  # of 1.0 in 32 bits: a number of 64 bits may have been computed from such
 
 
-# ---- places ----
+# ---- the tree ----
 
 
 def walk(node: Any, path: Path = (), above: tuple[int, ...] = ()) -> Iterator[tuple[Path, Any]]:
@@ -98,14 +92,6 @@ def with_part(node: Any, path: Path, part: Any) -> Any:
     return node
 
 
-def _refilled(node: list[Any] | tuple[Any, ...], items: Iterable[Any]) -> Any:
-    """A list or tuple of the same class with other items."""
-    return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
-
-
-# ---- rebuilt ----
-
-
 def is_plain(node: Any) -> bool:
     """Whether a sample, and so the batch that is collated from it, can be walked by `rebuilt`."""
     kind = type(node)
@@ -119,11 +105,6 @@ def is_plain(node: Any) -> bool:
     return walked and kind not in default_collate_fn_map and all(map(is_plain, node))
 
 
-def _is_flat(node: Any) -> bool:
-    """Whether a list or tuple holds numbers and strings alone: there is nothing to be done with each of them."""
-    return _SCALARS.issuperset(map(type, node))
-
-
 def rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:
     """A sample or batch with what `leaf` makes of each of its leaves, in containers of the same types."""
     if type(node) in (dict, OrderedDict):
@@ -133,6 +114,16 @@ def rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:
             return node
         return _refilled(node, [rebuilt(value, leaf) for value in node])
     return leaf(node)
+
+
+def _is_flat(node: Any) -> bool:
+    """Whether a list or tuple holds numbers and strings alone: there is nothing to be done with each of them."""
+    return _SCALARS.issuperset(map(type, node))
+
+
+def _refilled(node: list[Any] | tuple[Any, ...], items: Iterable[Any]) -> Any:
+    """A list or tuple of the same class with other items."""
+    return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
 
 
 # ---- bits ----
@@ -147,27 +138,39 @@ def _leaf_bits(node: Any) -> Any:
     kind: Any = type(node)
     if isinstance(node, _DICTS):
         return kind, tuple(node)
-    if isinstance(node, (list, tuple)):
+    if isinstance(node, list | tuple):
         return kind, len(node)
-    if isinstance(node, torch.Tensor):
-        if node.layout is not torch.strided or node.is_meta or node.is_nested or node.is_quantized:
-            return kind, node.dtype, node.layout  # no plain bytes; a cache refuses these anyway
-        plain = node.as_subclass(torch.Tensor).detach().cpu()
-        return kind, plain.dtype, tuple(plain.shape), _bytes_of(plain).tobytes(), _attribute_bits(node)
-    if isinstance(node, (np.ndarray, np.generic, float, complex)):  # by bits: NaN equals itself, 0.0 is not -0.0
-        array = np.asarray(node)
-        return kind, array.dtype, array.shape, bits(array.tolist()) if array.dtype.hasobject else array.tobytes()
+    if (array := _array_of(node)) is not None:  # by bits: NaN equals itself, 0.0 is not -0.0
+        what, content = array
+        return kind, what, content.tobytes(), _attribute_bits(node) if isinstance(node, torch.Tensor) else None
     if is_pil(node):
         return kind, node.mode, node.size, node.getpalette(), node.tobytes()
     if kind in _PLAIN:
         return kind, node
+    if isinstance(node, np.ndarray | np.generic):  # of objects
+        return kind, node.dtype, node.shape, bits(node.tolist())
     if isinstance(node, set | frozenset):  # in no order: that of strings is another one in each process
         with suppress(TypeError):  # of what has no hash
             return kind, frozenset(tuple(bits(item).items()) for item in node)
-    if (content := canonical_bytes(node)) is not None:
-        return kind, content
+    if (pickled := canonical_bytes(node)) is not None:
+        return kind, pickled
     # What cannot be pickled by its own ==, if it has one and is safe to keep; of the rest only the type counts.
     return (kind, node) if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None else kind
+
+
+def _array_of(node: Any) -> tuple[tuple[Any, ...], npt.NDArray[np.uint8]] | None:
+    """What a tensor, array or floating-point number is, and its bytes in row order, uint8 `[nbytes]`."""
+    if isinstance(node, torch.Tensor):
+        if node.layout is not torch.strided or node.is_meta or node.is_nested or node.is_quantized:
+            return (node.dtype, node.layout), np.empty(0, np.uint8)
+        plain = node.as_subclass(torch.Tensor).detach().cpu().resolve_conj().resolve_neg()
+        return (plain.dtype, tuple(plain.shape)), plain.contiguous().reshape(-1).view(torch.uint8).numpy()
+    if isinstance(node, np.ndarray | np.generic | float | complex):
+        array = np.asarray(node)
+        if not array.dtype.hasobject:
+            rows = array if array.nbytes else np.empty(0, np.uint8)
+            return (array.dtype, array.shape), np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+    return None
 
 
 def _attribute_bits(tensor: torch.Tensor) -> Bits:
@@ -177,12 +180,6 @@ def _attribute_bits(tensor: torch.Tensor) -> Bits:
         for path, content in bits(vars(tensor)).items()
         if path[:1] != ("_applied_operations",) or path[-1] != "id"
     }
-
-
-def _bytes_of(plain: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The bytes of a dense tensor of the CPU in row order, uint8 `[nbytes]`."""
-    flat = plain.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy()
 
 
 def is_pil(node: Any) -> bool:
@@ -200,6 +197,10 @@ def difference(left: Bits, right: Bits) -> str | None:
 
 
 # ---- the same ----
+
+_LAST_BITS = 16  # differences that count for nothing, as multiples of what the last bit of the largest number is worth
+_LAST_BITS_OF_HALF = 2
+_LAST_BIT = 2**-23  # of 1.0 in 32 bits: a number of 64 bits may have been computed from such
 
 
 def same_sample(left: Any, right: Any) -> bool:
@@ -262,6 +263,8 @@ def _is_near(left: Any, right: Any) -> bool:
 
 # ---- marks ----
 
+_ENDS = 64  # bytes of either end of a leaf
+
 
 def mark_of(sample: Any) -> int:
     """64 bits of a sample, which are equal for samples of the same content.
@@ -288,20 +291,14 @@ def _feed(digest: Any, node: Any, deep: int) -> None:
         else:
             for item in node:
                 _feed(digest, item, deep - 1)
-    elif isinstance(node, torch.Tensor):
-        digest.update(str((node.dtype, tuple(node.shape))).encode())
-        if node.layout is torch.strided and node.is_cpu and not node.is_quantized and not node.is_nested:
-            digest.update(_digested(_bytes_of(node.as_subclass(torch.Tensor).detach())))
-    elif isinstance(node, np.ndarray):
-        digest.update(str((node.dtype, node.shape)).encode())
-        if not node.dtype.hasobject and node.size:
-            digest.update(_digested(np.ascontiguousarray(node).reshape(-1).view(np.uint8)))
     elif isinstance(node, bytes | bytearray | str):
-        text = node if isinstance(node, bytes | bytearray) else node.encode(errors="replace")
+        text = node.encode(errors="replace") if isinstance(node, str) else node
         digest.update(_digested(np.frombuffer(text, dtype=np.uint8)))
-    elif kind in _NUMBERS or isinstance(node, complex | np.generic):
+    elif kind in _NUMBERS:
         digest.update(repr(node).encode())
-    elif is_pil(node):
+    elif (array := _array_of(node)) is not None:
+        digest.update(repr(array[0]).encode() + _digested(array[1]))
+    elif is_pil(node):  # a row of it: the bytes of all would take half a millisecond
         middle = node.crop((0, node.height // 2, node.width, node.height // 2 + 1))
         digest.update(f"{node.mode}{node.size}".encode() + middle.tobytes())
 

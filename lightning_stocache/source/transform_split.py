@@ -2,16 +2,12 @@
 
 A source is cut by its `transform` (or the joint `transforms` of a VisionDataset), through any depth of Subset. Nested
 Composes and Sequentials of torchvision are one flat list of steps; a Compose of albumentations or MONAI has the steps
-that it holds itself. `Part` runs some of the steps, called as the whole transform is: with one value, with several, or
-by keywords.
+that it holds itself. Some of the steps are called as the whole transform is: with one value, with several, or by
+keywords.
 
-A `Cut` says how many steps stay in the source and where in a sample the values of each call lie; it holds nothing but
-numbers and keys, so a process that has read nothing cuts its own source in the same way. `apply` gives a shallow copy
-of the source that runs the steps before the cut, and the `Tail`, which runs the others on the sample. The user's
-objects are not modified, and the tail works with them: who seeds the transform's generators anew, as `worker_init_fn`
-may, seeds the tail's.
-
-Whether a cut is sound is not known here: `split` finds it and proves it.
+A `Cut` holds nothing but numbers and keys, so a process that has read nothing cuts its own source in the same way. The
+user's objects are not modified, and the tail works with them: a `worker_init_fn` that seeds the transform's generators
+seeds the tail's. Whether a cut is sound is not known here: `split` finds it and proves it.
 """
 
 from __future__ import annotations
@@ -29,6 +25,7 @@ from lightning_stocache.source.samples import Path, part_at, with_part
 
 __all__ = [
     "Cut",
+    "Head",
     "Part",
     "Places",
     "Tail",
@@ -48,13 +45,17 @@ Places: TypeAlias = tuple[tuple[int | str, Path], ...]
 """Where the values of one call lie in a sample."""
 
 
+class UncuttableError(ValueError):
+    """The source cannot be split; the message says why."""
+
+
 @dataclass(frozen=True)
 class Cut:
     """Where a source is cut. Found by `split` in one process, it can be applied to the same source in another.
 
     Args:
-        position: How many steps of the transform stay in the source.
-        places: Per call of the transform for a sample, where its values lie.
+        position: how many steps of the transform stay in the source.
+        places: per call of the transform for a sample, where its values lie.
     """
 
     position: int
@@ -64,20 +65,14 @@ class Cut:
         """The deterministic copy of `source` and the tail, without a read.
 
         Raises:
-            ValueError: If `source` has no transform that could be cut: it is not the one that this was found in.
+            ValueError: `source` has no transform that could be cut: it is not the one that this was found in.
         """
         transform = transform_of(source)
-        return with_transform(source, Part(transform, 0, self.position)), Tail(transform, self.position, self.places)
+        return with_transform(source, Head(transform, self.position)), Tail(transform, self.position, self.places)
 
 
 class Part:
-    """Some consecutive steps of a transform, called as the transform is.
-
-    Args:
-        transform: The whole.
-        begin: The first step.
-        end: The one after the last; None for all that follow.
-    """
+    """Some consecutive steps of a transform, from `begin` on; to the last one if there is no `end`."""
 
     def __init__(self, transform: Callable[..., Any], begin: int, end: int | None = None) -> None:
         self.transform: Any = transform
@@ -87,17 +82,9 @@ class Part:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(step_name, self.steps))})"
 
-    def __call__(self, *values: Any, **named: Any) -> Any:
-        """Run the steps. Several values come back as a tuple, named ones as a dict."""
-        call: dict[Any, Any] = {**dict(enumerate(values)), **named}
-        result = self.run(call)
-        if named:
-            return result
-        return tuple(result.values()) if len(result) > 1 else result[0]
-
     def run(self, values: Values) -> Values:
         """Run the steps on the values of a call."""
-        # A copy for each call: who has given the whole transform new generators has given them to it.
+        # A copy for each call: who gives new generators to the whole transform gives them to the copy.
         if _is_monai(self.transform) or (draws_by_itself(self.transform) and self.end is None):
             section: Any = copy.copy(self.transform)
             section.transforms = self.transform.transforms[self.begin : self.end]
@@ -107,37 +94,46 @@ class Part:
         return values
 
 
-class Tail:
+class Head(Part):
+    """The first steps of a transform, called as the transform is.
+
+    Args:
+        transform: the whole.
+        end: how many steps.
+    """
+
+    def __init__(self, transform: Callable[..., Any], end: int) -> None:
+        super().__init__(transform, 0, end)
+
+    def __call__(self, *values: Any, **named: Any) -> Any:
+        """Run the steps. Several values come back as a tuple, named ones as a dict."""
+        call: dict[Any, Any] = {**dict(enumerate(values)), **named}
+        result = self.run(call)
+        if named:
+            return result
+        return tuple(result.values()) if len(result) > 1 else result[0]
+
+
+class Tail(Part):
     """The random steps, applied to those objects of a sample that the head made. The given sample keeps its containers.
 
     Args:
-        transform: The whole transform.
-        position: Its first random step.
-        places: Where they work, as `Cut` has it.
+        transform: the whole transform.
+        position: its first random step.
+        places: where they work, as `Cut` has it.
     """
 
     def __init__(self, transform: Callable[..., Any], position: int, places: Sequence[Places]) -> None:
-        self.part, self.places = Part(transform, position), places
-
-    def __repr__(self) -> str:
-        return repr(self.part).replace("Part", "Tail", 1)
-
-    @property
-    def steps(self) -> list[Callable[..., Any]]:
-        """The steps that it runs."""
-        return self.part.steps
+        super().__init__(transform, position)
+        self.places = places
 
     def __call__(self, sample: Any) -> Any:
         """Finish a sample of the split source."""
         for places in self.places:
-            values = self.part.run({key: part_at(sample, path) for key, path in places})
+            values = self.run({key: part_at(sample, path) for key, path in places})
             for key, path in places:
                 sample = with_part(sample, path, values[key])
         return sample
-
-
-class UncuttableError(ValueError):
-    """The source cannot be split; the message says why."""
 
 
 def _called(step: Callable[..., Any], values: Values) -> Values:
@@ -153,9 +149,7 @@ def _called(step: Callable[..., Any], values: Values) -> Values:
     return came
 
 
-def _attribute(dataset: Dataset[Any]) -> str | None:
-    """The attribute that holds the dataset's own transform; `transforms` is a joint one of image and target."""
-    return next((name for name in ("transform", "transforms") if callable(getattr(dataset, name, None))), None)
+# ---- the transform of a dataset ----
 
 
 def transform_of(dataset: Dataset[Any]) -> Callable[..., Any]:
@@ -183,17 +177,31 @@ def with_transform(dataset: Dataset[Any], transform: Callable[..., Any]) -> Data
     return cast(Dataset[Any], clone)
 
 
-def steps_of(transform: Any) -> list[Callable[..., Any]]:
-    """The steps of a transform. A subclass that runs its steps in its own way is one step."""
-    if _is_monai(transform) or _has_steps(transform):
-        return list(transform.transforms)
+def _attribute(dataset: Dataset[Any]) -> str | None:
+    """The attribute that holds the dataset's own transform; `transforms` is a joint one of image and target."""
+    return next((name for name in ("transform", "transforms") if callable(getattr(dataset, name, None))), None)
+
+
+# ---- its steps ----
+
+
+def steps_of(transform: Any, *, inside: bool = False) -> list[Callable[..., Any]]:
+    """The steps of a transform. A subclass that runs its steps in its own way is one step.
+
+    Args:
+        transform: any callable.
+        inside: whether it is a step itself: a Compose of albumentations or MONAI then stays whole.
+    """
+    if _is_monai(transform) or draws_by_itself(transform):
+        prepares = getattr(transform, "processors", None)  # boxes and key points, before albumentations' first step
+        return [transform] if inside or prepares else list(transform.transforms)
     modules = (sys.modules.get(name) for name in ("torchvision.transforms", "torchvision.transforms.v2"))
     kinds = [nn.Sequential, *(module.Compose for module in modules if module is not None)]
     for kind in kinds:
         same = (getattr(type(transform), way, 0) is getattr(kind, way, 0) for way in ("__call__", "forward"))
         if isinstance(transform, kind) and all(same):
             steps = transform if isinstance(transform, nn.Sequential) else transform.transforms
-            return [inner for step in steps for inner in _flat(step)]
+            return [inner for step in steps for inner in steps_of(step, inside=True)]
     return [transform]
 
 
@@ -205,15 +213,6 @@ def draws_by_itself(transform: Any) -> bool:
 def step_name(step: Any) -> str:
     """A step as its user knows it, for messages."""
     return str(getattr(step, "__name__", type(step).__name__))
-
-
-def _flat(step: Any) -> list[Callable[..., Any]]:
-    return [step] if _is_monai(step) or draws_by_itself(step) else steps_of(step)
-
-
-def _has_steps(transform: Any) -> bool:
-    """Whether it is a Compose of albumentations whose steps can be run one by one: boxes and key points it prepares."""
-    return draws_by_itself(transform) and not transform.processors
 
 
 def _is_monai(transform: Any) -> bool:

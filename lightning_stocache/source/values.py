@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,7 +37,10 @@ def decoder_of(kind: str | None, dtype: torch.dtype | str | None, shape: Sequenc
     if dtype is not None or shape is not None or kind == "tensor":
         if kind not in (None, "tensor") or dtype is None:
             raise ValueError(f"a tensor needs dtype= (and shape=, if it has one), got {kind=}, {dtype=}, {shape=}")
-        return _TensorOf(dtype, shape)
+        named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(named, torch.dtype):
+            raise ValueError(f"dtype must be one of torch's, such as 'uint8' or torch.float32, got {dtype!r}")
+        return partial(tensor_of, dtype=named, shape=None if shape is None else tuple(map(int, shape)))
     if (decode := _DECODERS.get(kind or "image")) is None:
         raise ValueError(f"kind must be one of {', '.join((*_DECODERS, 'tensor'))}, got {kind!r}")
     if kind == "safetensors" and find_spec("safetensors") is None:
@@ -44,29 +48,15 @@ def decoder_of(kind: str | None, dtype: torch.dtype | str | None, shape: Sequenc
     return decode
 
 
-class _TensorOf:
-    """A tensor of the bytes of a value."""
-
-    def __init__(self, dtype: torch.dtype | str, shape: Sequence[int] | None) -> None:
-        named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if not isinstance(named, torch.dtype):
-            raise ValueError(f"dtype must be one of torch's, such as 'uint8' or torch.float32, got {dtype!r}")
-        self.dtype, self.shape = named, None if shape is None else tuple(int(size) for size in shape)
-
-    def __call__(self, content: bytes) -> torch.Tensor:
-        shape = (len(content) // self.dtype.itemsize,) if self.shape is None else self.shape
-        return tensor_of(content, self.dtype, shape)
-
-
-def tensor_of(content: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor with a copy of those bytes.
+def tensor_of(content: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int] | None) -> torch.Tensor:
+    """A tensor with a copy of those bytes; without a shape it has one dimension, as long as they are.
 
     Raises:
-        ValueError: it takes more, or fewer.
+        ValueError: it takes more bytes, or fewer.
     """
-    tensor = torch.empty(tuple(shape), dtype=dtype)
+    tensor = torch.empty((len(content) // dtype.itemsize,) if shape is None else tuple(shape), dtype=dtype)
     if tensor.nbytes != len(content):
-        raise ValueError(f"a tensor of {dtype} and shape {tuple(shape)} takes {tensor.nbytes} bytes")
+        raise ValueError(f"a tensor of {dtype} and shape {tuple(tensor.shape)} takes {tensor.nbytes} bytes")
     if content:
         np.copyto(tensor.reshape(-1).view(torch.uint8).numpy(), np.frombuffer(content, np.uint8))
     return tensor

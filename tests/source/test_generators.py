@@ -1,8 +1,12 @@
-"""Generators that belong to a source are found wherever its code can come to them, and saved and restored."""
+"""Generators that belong to a source are found wherever its code can come to them; states are plain values.
+
+They are equal where nothing was drawn, and put back from text, never by a pickle.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -11,8 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lightning_stocache.source.generators import Generators, owned_generators, reachable, watch_entropy
+from lightning_stocache.source.generators import (
+    PROCESS_WIDE,
+    Generators,
+    as_text,
+    owned_generators,
+    put_back,
+    reachable,
+    restore,
+    states_of,
+    watch_entropy,
+)
 
 GLOBAL = np.random.default_rng(1)
 Pair = namedtuple("Pair", "left right")
@@ -139,3 +155,113 @@ def test_entropy_is_seen(ask: Callable[[], Any]) -> None:
     after = generators.state()
     ask()
     assert generators.state() == after
+
+
+# ---- states ----
+
+BIT_GENERATORS = (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+MAKERS: dict[str, Callable[[int], Any]] = {
+    **{kind.__name__: lambda seed, kind=kind: np.random.Generator(kind(seed)) for kind in BIT_GENERATORS},
+    "RandomState": np.random.RandomState,
+    "Random": random.Random,
+    "torch": lambda seed: torch.Generator().manual_seed(seed),
+}
+
+
+def draws(generator: Any, count: int) -> list[float]:
+    """Normal numbers, of which some generators keep every second."""
+    if isinstance(generator, torch.Generator):
+        return torch.randn(count, generator=generator).tolist()
+    normal = generator.gauss if isinstance(generator, random.Random) else generator.normal
+    return [normal(0.0, 1.0) for _ in range(count)]
+
+
+@given(name=st.sampled_from(sorted(MAKERS)), seed=st.integers(0, 2**32 - 2), drawn=st.integers(0, 9))
+def test_a_generator_goes_on_where_its_text_was_taken(name: str, seed: int, drawn: int) -> None:
+    """After any number of draws, in the same generator and in another one of its kind."""
+    generator, other = MAKERS[name](seed), MAKERS[name](seed + 1)
+    draws(generator, drawn)
+    text = json.loads(json.dumps(as_text(states_of({"mine": generator}))))
+    following = draws(generator, 5)
+    for each in (generator, other):
+        put_back({"mine": each}, text)
+        assert draws(each, 5) == following
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_states_are_compared_as_values(name: str) -> None:
+    """A state is equal to itself, to none after a draw, and to itself again once it is restored."""
+    generators = {"mine": MAKERS[name](0)}
+    state = states_of(generators)
+    assert states_of(generators) == state
+    draws(generators["mine"], 1)
+    assert states_of(generators) != state
+    restore(generators, state)
+    assert states_of(generators) == state
+
+
+def test_the_process_wide_generators_are_put_back() -> None:
+    """Those of torch, of NumPy's module and of Python's."""
+    state = as_text(states_of(PROCESS_WIDE))
+    following = torch.rand(()).item(), np.random.rand(), random.random()
+    put_back(PROCESS_WIDE, state)
+    assert (torch.rand(()).item(), np.random.rand(), random.random()) == following
+
+
+def test_names_of_one_side_change_nothing() -> None:
+    """A generator without a state stays as it is, and so does a state without a generator."""
+    kept = random.Random(1)
+    before = kept.getstate()
+    put_back({"kept": kept}, as_text(states_of({"gone": random.Random(2)})))
+    assert kept.getstate() == before
+
+
+def test_the_systems_generator_has_no_state() -> None:
+    """It is None, and put back by leaving it alone."""
+    system = {"system": random.SystemRandom()}
+    assert states_of(system) == {"system": None}
+    put_back(system, as_text(states_of(system)))
+
+
+class Counting(random.Random):
+    """A generator of the user's own, with a state of its own."""
+
+    def seed(self, *given: Any) -> None:
+        self.drawn = 0
+
+    def random(self) -> float:
+        self.drawn += 1
+        return self.drawn / 100
+
+    def getstate(self) -> Any:
+        return ("drawn", (self.drawn,))
+
+    def setstate(self, state: Any) -> None:
+        kind, (self.drawn,) = state
+        assert (kind, type(state)) == ("drawn", tuple)
+
+
+class Stateless(random.Random):
+    """Another one, which does not show its state."""
+
+    def getstate(self) -> Any:
+        raise NotImplementedError
+
+
+def test_a_generator_of_the_users_own_keeps_its_own_state() -> None:
+    """Whatever a subclass of `random.Random` calls its state is what it gets back, by text, too."""
+    generators = {"mine": Counting(), "closed": Stateless()}
+    state = states_of(generators)
+    for back in (lambda: restore(generators, state), lambda: put_back(generators, as_text(state))):
+        assert generators["mine"].random() == 0.01
+        back()
+        assert states_of(generators) == state
+    assert state == {"mine": ("drawn", (0,)), "closed": None}
+
+
+@pytest.mark.parametrize("text", ['"no digits"', "7", "{}", "[1, 2]"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_is_no_state_is_refused(name: str, text: str) -> None:
+    """By an error of those that are documented."""
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        put_back({"mine": MAKERS[name](0)}, {"mine": text})

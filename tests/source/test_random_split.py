@@ -23,8 +23,7 @@ from torchvision import tv_tensors
 from torchvision.datasets import FakeData, ImageFolder, VisionDataset
 from torchvision.transforms import v2
 
-from lightning_stocache.source.probe import Probe
-from lightning_stocache.source.random_split import Split, split
+from lightning_stocache.source.random_split import Probe, Split, split
 from lightning_stocache.source.transform_split import Cut, Tail
 from lightning_stocache.torch_internals import become_worker
 from tests.loading.twins import copied, same
@@ -544,7 +543,7 @@ def test_a_worker_keeps_its_seed_and_number(monkeypatch: pytest.MonkeyPatch) -> 
             return info.seed, info.id
 
     source = Told()
-    first, second = Probe(source, (1,)).read_twice(source, 1)
+    first, second = Probe(source).read_twice(source, 1)
     assert first.sample != second.sample
     info: Any = get_worker_info()
     assert (info.id, info.seed) == (3, 7)

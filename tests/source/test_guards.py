@@ -1,19 +1,23 @@
-"""What counts as a change of a source, and what does not."""
+"""What counts as a change of a source, and how random samples are found while it is served."""
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, get_worker_info
 from torchvision.transforms import v2
 
-from lightning_stocache.source.state import SourceState
+from lightning_stocache.source.guards import Recheck, SourceState, StreamReader
 from tests.processes import context
+
+# ---- changed ----
 
 
 class Scale:
@@ -87,15 +91,14 @@ UNCHANGED: dict[str, Callable[[Images], Any]] = {
     "an equal list": lambda images: setattr(images, "files", ["a", "b"]),
     "a file that is opened": lambda images: setattr(images, "handle", io.BytesIO()),
     "more samples": lambda images: setattr(images, "length", 9),
-    "a name that is ignored": lambda images: setattr(images, "told", True),
 }
 
 
 @pytest.mark.parametrize("move", UNCHANGED.values(), ids=UNCHANGED)
 def test_what_does_not_change_samples_is_no_change(move: Callable[[Images], Any]) -> None:
-    """Equal values, handles, growth, and what others know to move."""
+    """Equal values, handles and growth."""
     images = Images()
-    state = SourceState(images, ignored=["told"])
+    state = SourceState(images)
     move(images)
     assert state.look() is None
 
@@ -172,3 +175,118 @@ def test_a_worker_may_be_told_who_it_is(method: str, name: str, seen: str | None
         Telling(name), None, num_workers=1, worker_init_fn=assign, multiprocessing_context=context(method)
     )
     assert list(loader) == [seen]
+
+
+# ---- random: read again ----
+
+LOADS = 40_000
+
+
+class Seldom(Dataset[Any]):
+    """Draws for some samples; each time it is asked it adds the index to `asked`."""
+
+    def __init__(self, is_random: Any) -> None:
+        self.is_random, self.asked = is_random, list[int]()
+
+    def __len__(self) -> int:
+        return LOADS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.asked.append(index)
+        return torch.rand(2) if self.is_random(index) else torch.tensor([index, 0.5])
+
+
+def states() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
+def test_few_are_read_again_and_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
+    """Eight at most, none before the 64th load; no generator has moved, and there is no warning."""
+    source = Seldom(lambda index: False)
+    recheck = Recheck(source, lambda: True)
+    before = states()
+    again = [recheck.after(index, torch.tensor([index, 0.5])) for index in range(LOADS)]
+    assert states() == before
+    assert sum(again) == len(source.asked) == 8
+    assert not any(again[:63])
+    assert source.asked == [index for index, read in enumerate(again) if read]
+    assert not caplog.messages
+
+
+def test_a_sample_that_differs_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The warning names index and source, says what to do, and comes once."""
+    source = Seldom(lambda index: index > 200)
+    recheck = Recheck(source, lambda: True)
+    for index in range(LOADS):
+        recheck.after(index, source[index])
+    [warning] = caplog.messages
+    assert warning.startswith("sample ")
+    assert int(warning.split()[1]) > 200
+    assert "of Seldom is another one when it is read again" in warning
+    assert "transform=" in warning
+
+
+def test_only_one_process_of_a_node_tells(caplog: pytest.LogCaptureFixture) -> None:
+    """Who is told that somebody else has warned is silent."""
+    source = Seldom(lambda index: True)
+    recheck = Recheck(source, lambda: False)
+    assert sum(recheck.after(index, source[index]) for index in range(LOADS)) == 1
+    assert not caplog.messages
+
+
+def test_an_error_of_the_second_read_is_nobodys() -> None:
+    """The sample has been served; what the user's code raises when it is asked twice ends nothing."""
+
+    def raises(index: int) -> bool:
+        raise OSError("gone")
+
+    recheck = Recheck(Seldom(raises), lambda: True)
+    assert sum(recheck.after(index, torch.zeros(2)) for index in range(LOADS)) == 8
+
+
+# ---- random: streams ----
+
+
+@pytest.mark.parametrize("draw", [torch.rand, lambda _: np.random.rand(), lambda _: random.random()])
+def test_draws_are_seen_but_of_the_first_sample(draw: Callable[[int], Any]) -> None:
+    """The first may draw the order of all; what the others draw is random."""
+
+    def stream() -> Iterator[int]:
+        for number in range(3):
+            if number != 1:
+                draw(1)
+            yield number
+
+    reader = StreamReader(stream)
+    for number in range(3):
+        assert next(reader) == number
+        assert reader.source_ns > 0
+        assert (reader.moved is not None) == (number == 2)
+    assert reader.moved in ("torch", "numpy.random", "random")
+    with pytest.raises(StopIteration):
+        next(reader)
+
+
+class Noisy:
+    draws = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[float]:
+        while True:
+            yield self.draws.random()
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_generators_of_a_stream_are_watched(watched: bool) -> None:
+    """One that belongs to the stream counts as the process-wide ones do; where draws do not matter, none does."""
+    reader = StreamReader(Noisy(), watched)
+    next(reader), next(reader)
+    assert ("draws" in str(reader.moved)) == watched
+
+
+def test_draws_between_samples_are_nobodys() -> None:
+    """What a training draws while it has the sample is not the stream's."""
+    reader = StreamReader(range(5))
+    for _ in range(5):
+        torch.rand(1)
+        next(reader)
+    assert reader.moved is None

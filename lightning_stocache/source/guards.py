@@ -1,0 +1,303 @@
+"""What is noticed of a source while it is served: that it has changed, or that it is random.
+
+What is cached is what the source gave. Users change a dataset while it is trained on: a curriculum sets
+`dataset.strength`, a callback swaps `dataset.transform` for the last epochs. `SourceState` sees that.
+
+The look at set-up reads a handful of samples. A source that is random in few others, and draws from what no look can
+find, gets its first draw frozen. `Recheck` reads a sample of a map-style source again now and then; `StreamReader`
+watches the generators while a stream is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from itertools import accumulate
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+from torch.utils.data import Dataset, get_worker_info
+
+from lightning_stocache.source.access import iterate
+from lightning_stocache.source.generators import KINDS, Generators
+from lightning_stocache.source.samples import bits
+
+__all__ = ["Recheck", "SourceState", "StreamReader"]
+
+log = logging.getLogger(__name__)
+
+_MOST_PARTS = 64  # of a source with a whole network inside, for instance: each costs about 0.1 us per look
+_MOST_STEPS = 64  # in a list that may hold transforms: a longer one holds data
+_FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType)
+_MISSING = object()
+_FIRST_GAP = 64  # loads before the first second read may come
+_MOST_RECHECKS = 8
+_WATCHED = 32  # samples of a stream that are watched in any case
+_SHARE = 20  # at most this part of the stream's time is for watching the others
+_CHANGED = (
+    "%s: its `%s` has changed since it was cached. Epochs that begin now load all samples uncached, as changed.\n"
+    "To keep the cache, change what comes after it: transform= of CachedDataset or StocacheDataModule, or the model's "
+    "on_after_batch_transfer"
+)
+_RANDOM = (
+    "sample %d of %s is another one when it is read again: its source is random, and the cache freezes its first "
+    "draw.\nGive its deterministic part to CachedDataset, and the random rest as transform=; or leave it uncached "
+    "(budget=0)"
+)
+
+
+# ---- changed ----
+
+
+@dataclass
+class _Part:
+    """The attributes of a dataset or transform, or the entries of a list of them.
+
+    Args:
+        path: where it lies in the source, for messages.
+        live: the `__dict__`, or the list itself.
+        seen: a copy of what that held.
+        kind: class of the object, whose attributes stand for those that it has not; None for a list.
+    """
+
+    path: str
+    live: Any
+    seen: Any
+    kind: type | None
+
+
+class SourceState:
+    """The attributes of a source as they were, to be compared with what they are.
+
+    Compared are the source, the datasets inside it (Subset, ConcatDataset, wrappers) and their transforms, down to the
+    lists of steps. An attribute has changed if it holds another object that is not equal to the one before. Not counted
+    are what is opened and closed (files, databases), generators, the length of a source that grows, and attributes that
+    move when the source is read (a counter, a memo): every read of this process stands in a `with`, which learns them.
+    Not seen is what changes inside an object that is no transform: a list of files that is sorted, a tensor that is
+    written to.
+
+    A copy, in another process or in this one, is compared with what it was when it was made. In a loader's worker a
+    name that the source did not have is no change: `worker_init_fn` tells the worker's copy who it is.
+
+    Args:
+        source: the user's dataset.
+        tail: transforms that run after the cache, where what changes inside them takes effect at once.
+
+    Example:
+        >>> class Noise(Dataset):
+        ...     strength = 1
+        ...
+        ...     def __len__(self):
+        ...         return 8
+        >>> source = Noise()
+        >>> state = SourceState(source)
+        >>> state.look()
+        >>> source.strength = 2
+        >>> state.look()
+        'strength'
+    """
+
+    def __init__(self, source: Any, tail: Collection[Callable[..., Any]] = ()) -> None:
+        self._source, self._tail = source, tail
+        self._length = len(source)
+        self._moves = set[str]()  # where reading the source moves something
+        self._parts = self._remember()
+        self._change: str | None = None
+        self._told = False
+
+    def look(self, first_to_tell: Callable[[], bool] | None = None) -> str | None:
+        """Where the source has changed, for instance `transform.p`; None while it has not. What was found stays.
+
+        Args:
+            first_to_tell: says whether this process is to warn of a change that is found; None: it is not.
+        """
+        if self._change is None and (found := self._differences()):
+            self._change, self._parts = found[0], []  # they hold what may have been replaced to be rid of it
+        if self._change is not None and first_to_tell is not None and not self._told:
+            self._told = True
+            if first_to_tell():
+                log.warning(_CHANGED, type(self._source).__name__, self._change)
+        return self._change
+
+    def __enter__(self) -> None:
+        """Before a read of the source by this process."""
+
+    def __exit__(self, *_: object) -> None:
+        """After it: what has moved meanwhile, reading moves."""
+        self._moves.update(self._differences())
+
+    def _differences(self) -> list[str]:
+        """Where attributes hold something else than at the last look."""
+        found: list[str] = []
+        for part in self._parts:
+            if _same(part.live, part.seen):  # of identical objects a glance is enough
+                continue
+            live, seen = _entries(part.live), _entries(part.seen)
+            for name in {**seen, **live}:
+                default = _MISSING if part.kind is None else getattr(part.kind, name, _MISSING)
+                if self._counts(seen.get(name, default), live.get(name, default)):
+                    found.append(_inside(part.path, name, part.kind))
+            part.seen = part.live.copy()
+        return [path for path in found if path not in self._moves]
+
+    def _counts(self, old: Any, new: Any) -> bool:
+        """Whether an attribute that holds something else has changed the source."""
+        if _same(old, new) or (_is_handle(old) and _is_handle(new)):
+            return False
+        if old is _MISSING and get_worker_info() is not None:
+            return False
+        if self._tail or not _same((old, new), (self._length, len(self._source))):
+            return True  # a source that was cut cannot tell its copy that it has grown
+        self._length = new
+        return False
+
+    def _remember(self) -> list[_Part]:
+        parts: list[_Part] = []
+        known, waiting = set(map(id, self._tail)), deque([("", self._source)])
+        while waiting and len(parts) < _MOST_PARTS:
+            path, node = waiting.popleft()
+            if id(node) in known:
+                continue
+            known.add(id(node))
+            live, kind = node, None
+            if _has_state(node) or (node is self._source and hasattr(node, "__dict__")):
+                live, kind = vars(node), type(node)
+            elif not (isinstance(node, list | tuple | dict) and _holds_states(node)):
+                continue
+            if not isinstance(live, tuple):
+                parts.append(_Part(path, live, live.copy(), kind))
+            waiting += [(_inside(path, name, kind), value) for name, value in _entries(live).items()]
+        return parts
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.look()
+        return self.__dict__ | {"_parts": []}  # they hold what the source itself may not be able to send
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._parts = self._remember() if self._change is None else []
+
+
+def _has_state(node: Any) -> bool:
+    """Whether it is a dataset or a transform: an object whose attributes decide what samples are."""
+    decides = isinstance(node, Dataset) or (callable(node) and not isinstance(node, _FUNCTIONS))
+    return decides and hasattr(node, "__dict__")
+
+
+def _holds_states(container: Any) -> bool:
+    return len(container) <= _MOST_STEPS and any(map(_has_state, _entries(container).values()))
+
+
+def _is_handle(value: Any) -> bool:
+    """Whether it is something that was opened, a generator that may be seeded anew, or nothing yet."""
+    if value is None or value is _MISSING or isinstance(value, KINDS):
+        return True
+    return hasattr(value, "close") and not isinstance(value, Dataset)
+
+
+def _entries(container: Any) -> dict[Any, Any]:
+    return container if isinstance(container, dict) else dict(enumerate(container))
+
+
+def _inside(path: str, name: Any, kind: type | None) -> str:
+    if kind is None:
+        return f"{path}[{name!r}]"
+    return f"{path}.{name}" if path else name
+
+
+def _same(old: Any, new: Any) -> bool:
+    if old is new:
+        return True
+    try:
+        return bool(old == new)
+    except Exception:  # arrays and tensors have no such answer, and what users compare may raise anything
+        return False
+
+
+# ---- random ----
+
+
+class Recheck:
+    """Reads a sample again now and then while a cache fills, under another seed, and warns if it is another one.
+
+    The first comes after about a hundred loads of this process, the next ever more rarely, eight at most. All
+    generators are put back, so nothing else changes; that batch waits for one more read.
+
+    Args:
+        source: what is read.
+        first_to_tell: says whether nobody on this node has warned of it yet.
+    """
+
+    def __init__(self, source: Dataset[Any], first_to_tell: Callable[[], bool]) -> None:
+        self._source, self._first_to_tell = source, first_to_tell
+        self._dice = random.Random()  # not a process-wide one, whose draws are the user's
+        gaps = (_FIRST_GAP << number for number in range(_MOST_RECHECKS))
+        self._due = list(accumulate(gap + self._dice.randrange(gap) for gap in gaps))
+        self._loads = 0
+
+    def after(self, index: int, sample: Any) -> bool:
+        """Note that a sample was loaded. Returns whether it was read again."""
+        self._loads += 1
+        if not self._due or self._loads < self._due[0]:
+            return False
+        self._due.pop(0)
+        before = bits(sample)
+        with Generators(self._source) as generators:
+            generators.seed(self._dice.getrandbits(31))
+            try:
+                differs = bits(self._source[index]) != before
+            except Exception:  # whatever the user's code raises when it is asked twice: the sample has been served
+                return True
+        if differs:
+            self._due.clear()
+            if self._first_to_tell():
+                log.warning(_RANDOM, index, type(self._source).__name__)
+        return True
+
+
+class StreamReader:
+    """Reads a stream from its beginning, and watches whether it draws random numbers for its samples.
+
+    The first sample is left out, because many streams draw their order there. Watching takes at most a twentieth of the
+    stream's own time, besides that of the first samples: of a fast stream some samples only are watched.
+
+    Not seen are the generators of WebDataset's and `datasets`' shuffling, which nobody can reach. What shuffles by the
+    process-wide generators with every sample cannot be told from augmentation.
+
+    Args:
+        source: the stream, whose own generators are watched, too.
+        watched: whether draws matter.
+    """
+
+    def __init__(self, source: Any, watched: bool = True) -> None:
+        self._generators = Generators(source) if watched else None
+        self._stream = iterate(source)
+        self._samples = self._watch_ns = self._all_ns = 0
+        self.moved: str | None = None
+        """The generators that moved while a sample was read, in words; None as long as none has."""
+        self.source_ns = 0
+        """Nanoseconds that the last sample took."""
+
+    def __next__(self) -> Any:
+        """The next sample; what the stream raises comes through."""
+        start, before = time.perf_counter_ns(), None
+        if self._generators is not None and self._is_worthwhile():
+            before = self._generators.state()
+        begin = time.perf_counter_ns()
+        sample = next(self._stream)
+        end = time.perf_counter_ns()
+        if self._generators is not None and before is not None:
+            if moved := self._generators.moved(before):
+                self.moved, self._generators = " and ".join(moved), None
+            self._watch_ns += time.perf_counter_ns() - end + begin - start
+        self.source_ns = end - begin
+        self._all_ns += self.source_ns
+        self._samples += 1
+        return sample
+
+    def _is_worthwhile(self) -> bool:
+        return self._samples > 0 and (self._samples < _WATCHED or self._watch_ns * _SHARE < self._all_ns)
