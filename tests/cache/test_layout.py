@@ -38,9 +38,9 @@ def codec(row_bytes: list[int]) -> Any:
     return SimpleNamespace(row_bytes=tuple(row_bytes))
 
 
-def read(slots: Rows, slot: int) -> list[torch.Tensor]:
+def read(slots: Rows, slot: int) -> list[bytes]:
     """A copy of one sample."""
-    return [torch.from_numpy(rows[slot].copy()) if rows.size else torch.empty(0).byte() for rows in slots.fields]
+    return [rows[slot].tobytes() for rows in slots.fields]
 
 
 @contextmanager
@@ -52,59 +52,47 @@ def opened(row_bytes: list[int], count: int) -> Iterator[tuple[Rows, Segment]]:
     segment.close()
 
 
-def sample(row_bytes: list[int], seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator) for nbytes in row_bytes]
+def sample(row_bytes: list[int], seed: int) -> list[bytes]:
+    return list(map(random.Random(seed).randbytes, row_bytes))
 
 
-def contents(leaves: list[torch.Tensor]) -> list[memoryview]:
-    return [leaf.numpy().data for leaf in leaves]
-
-
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, one, other)) and len(one) == len(other)
+def write(slots: Rows, slot: int, content: list[bytes]) -> None:
+    slots.write(slot, list(map(memoryview, content)))
 
 
 @settings(deadline=None)
-@given(row_bytes=row_sizes, count=counts)
-def test_every_slot_keeps_its_own_sample(row_bytes: list[int], count: int) -> None:
-    """After all slots are written, backwards, each reads as its own sample: no two overlap, whatever the sizes."""
+@given(row_bytes=row_sizes, count=counts, data=st.data())
+def test_every_slot_keeps_its_own_sample(row_bytes: list[int], count: int, data: st.DataObject) -> None:
+    """After all slots are written, backwards, each reads as its own sample: no two overlap, whatever the sizes.
+
+    A gather, in any order and with repetitions, gives what single reads give, and copies of it.
+    """
+    wanted = data.draw(st.lists(st.integers(0, count - 1), max_size=30)) if count else []
+    memory = [np.empty(len(wanted) * nbytes, dtype=np.uint8) for nbytes in row_bytes]
     with opened(row_bytes, count) as (slots, _):
         for slot in reversed(range(count)):
-            slots.write(slot, contents(sample(row_bytes, slot)))
+            write(slots, slot, sample(row_bytes, slot))
         assert not slots.state.any()
-        assert all(equal(read(slots, slot), sample(row_bytes, slot)) for slot in range(count))
-
-
-@settings(deadline=None)
-@given(row_bytes=row_sizes, count=st.integers(1, 20), data=st.data())
-def test_a_gather_is_many_reads(row_bytes: list[int], count: int, data: st.DataObject) -> None:
-    """Gathered rows, in any order and with repetitions, are those that single reads give, and copies of them."""
-    wanted = data.draw(st.lists(st.integers(0, count - 1), max_size=30))
-    with opened(row_bytes, count) as (slots, _):
-        for slot in range(count):
-            slots.write(slot, contents(sample(row_bytes, slot)))
-        expected = [[read(slots, slot)[field] for slot in wanted] for field in range(len(row_bytes))]
-        memory = [np.empty(len(wanted) * nbytes, dtype=np.uint8) for nbytes in row_bytes]
-        indices = np.array(wanted, dtype=np.int64)
-        slots.gather(indices, memory)
-    for own, nbytes, rows in zip(memory, row_bytes, expected, strict=True):
-        assert equal(list(torch.from_numpy(own).view(len(wanted), nbytes)), rows)
+        assert all(read(slots, slot) == sample(row_bytes, slot) for slot in range(count))
+        slots.gather(np.array(wanted, dtype=np.int64), memory)
+    expected = [sample(row_bytes, slot) for slot in wanted]
+    for field, rows in enumerate(memory):
+        assert rows.tobytes() == b"".join(each[field] for each in expected)
 
 
 @given(row_bytes=row_sizes, count=counts)
 def test_arrays_are_aligned_and_follow_each_other(row_bytes: list[int], count: int) -> None:
     """Every field's array begins at a multiple of 64 bytes, after the one before it, within the bytes asked for."""
     with opened(row_bytes, count) as (slots, _):
-        tables = [torch.from_numpy(rows).view(-1) for rows in slots.fields]
+        tables = [rows.reshape(-1) for rows in slots.fields]
         begin = slots.state.ctypes.data if count else 0
         end = begin + count
         for table, nbytes in zip(tables, row_bytes, strict=True):
-            assert table.numel() == count * nbytes
-            if table.numel():
-                assert table.data_ptr() % 64 == 0
-                assert table.data_ptr() >= end
-                end = table.data_ptr() + table.numel()
+            assert table.size == count * nbytes
+            if table.size:
+                assert table.ctypes.data % 64 == 0
+                assert table.ctypes.data >= end
+                end = table.ctypes.data + table.size
         assert end - begin < Rows.bytes_for(codec(row_bytes), count)
         assert Rows.bytes_for(codec(row_bytes), count) <= count * (sum(row_bytes) + 1) + 64 * (len(row_bytes) + 3)
 
@@ -115,13 +103,13 @@ def test_only_slots_that_are_used_hold_memory(row_bytes: list[int], taken: str) 
     """Reserving a slot, or storing into it, takes its own pages, of every field, and no others."""
     with opened(row_bytes, 100) as (slots, segment):
         assert segment.allocated_bytes == HEADER_BYTES
-        slots.reserve_rows(50) if taken == "reserved" else slots.write(50, contents(sample(row_bytes, 1)))
+        slots.reserve_rows(50) if taken == "reserved" else write(slots, 50, sample(row_bytes, 1))
         pages = (1 << 16) // mmap.PAGESIZE + 1 + sum(nbytes > 0 for nbytes in row_bytes[1:])
         assert segment.allocated_bytes <= HEADER_BYTES + pages * mmap.PAGESIZE
         before = segment.allocated_bytes
-        slots.write(50, contents(sample(row_bytes, 0)))
+        write(slots, 50, sample(row_bytes, 0))
         assert segment.allocated_bytes == before
-        assert equal(read(slots, 50), sample(row_bytes, 0))
+        assert read(slots, 50) == sample(row_bytes, 0)
 
 
 def test_clear_empties_all_and_gives_memory_back() -> None:
