@@ -174,9 +174,9 @@ class _Blobs(Dataset[Any]):
         self._left -= 1
         if self._generators is None:
             self._generators = Generators(self.source)
-        before = self._generators.state()
-        sample = self._read(index)
-        if moved := self._generators.moved(before):
+        with self._generators.watch() as moved:
+            sample = self._read(index)
+        if moved:
             raise PackError(
                 f"reading it moves the generator of {' and '.join(moved)}: one draw would be frozen for all epochs. "
                 "Pack the deterministic part, and give the rest to LMDBSource as transform=; of image folders, "
