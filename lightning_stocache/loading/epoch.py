@@ -138,7 +138,7 @@ class Resources:
         drawn = sampler_domain(batches_of(loader), self.cache.length) if self.cache.filled else None
         if drawn is None or len(drawn) > self.cache.filled:
             return False
-        return not bool((self.cache.lookup(drawn.indices) == NO_PLACE).any())
+        return bool((self.cache.lookup(drawn.indices) != NO_PLACE).all())
 
     def end_epoch(self, prefetcher: Prefetcher) -> None:
         """Stop the epoch's thread, and the workers, unless they are persistent and may still have something to load."""
@@ -278,7 +278,7 @@ class Epoch:
         self._finalizer()
 
     def _break_off(self) -> None:
-        """End the epoch, its workers and its memory, whatever they are being used for."""
+        """End the epoch, its workers and its memory."""
         self.close()
         self._resources.end()
 
@@ -286,9 +286,7 @@ class Epoch:
 
     def _plan(self) -> bool:
         """Draw and plan what comes next; whether there was something."""
-        if not self._open:
-            return False
-        return self._plan_blocks() if self._warm else self._plan_batch()
+        return self._open and (self._plan_blocks() if self._warm else self._plan_batch())
 
     def _plan_blocks(self) -> bool:
         size, resources = self._size, self._resources
@@ -441,8 +439,6 @@ class Epoch:
         indices = plan.indices.tolist() if isinstance(plan.indices, np.ndarray) else plan.indices
         samples = self._cached.samples(indices)
         return default_collate(list(samples) if self._cached.transforms else samples), 0
-
-    # ---- what may have happened meanwhile ----
 
     @property
     def _closed(self) -> bool:

@@ -102,10 +102,11 @@ class Responder(Dataset[Any]):
         dataset = cached_in(self.dataset)
         assert dataset is not None  # else the loader is a plain DataLoader
         cached, segment = cached_source(dataset), self.attached.segment(request.memory)
-        cached.refresh()
-        if request.missing is None or segment is None or (cache := cached.cache) is None:
-            return self._whole(cached, request.indices, segment)
-        return self._missing(cached, cache, request.indices, request.missing, segment)
+        if request.missing is not None and segment is not None:
+            cached.refresh()
+            if (cache := cached.cache) is not None:
+                return self._missing(cached, cache, request.indices, request.missing, segment)
+        return self._whole(cached, request.indices, segment)
 
     def _missing(
         self, cached: CachedSource, cache: Store, indices: list[Any], missing: list[int], segment: Segment
