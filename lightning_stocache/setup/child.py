@@ -141,9 +141,9 @@ class Child:
         self._process = process
 
     def _receive(self) -> Any:
-        """Wait for the answer, and say so every ten seconds."""
+        """Wait for the answer, and say so after ten seconds; again and again where nothing is given up."""
         assert self._process is not None
-        sample, last = "sample 0", time.monotonic()
+        sample, last, told = "sample 0", time.monotonic(), False
         due = last + REPORT_SECONDS
         while True:
             if wait([self._pipe, self._process.sentinel], max(due - time.monotonic(), 0)):
@@ -160,9 +160,10 @@ class Child:
             due += REPORT_SECONDS
             if self._gives_up and time.monotonic() - last > PATIENCE_SECONDS:
                 raise TimeoutError(f"reading {sample} has not ended in {PATIENCE_SECONDS:.0f} s")
-            log.warning(
-                "set-up waits for %s: it reads a few samples to learn what they are, now %s", self._title, sample
-            )
+            if not told or not self._gives_up:
+                words = "set-up waits for %s: it reads a few samples to learn what they are, now %s"
+                log.warning(words, self._title, sample)
+            told = True
 
     def _message(self) -> tuple[str, Any]:
         assert self._process is not None

@@ -20,8 +20,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.setup import child
+from lightning_stocache.setup import child, first_samples
 from lightning_stocache.setup.find import Finding, SourceReader
+from lightning_stocache.setup.first_samples import difference
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from tests.logs import Log
 from tests.processes import call, context
@@ -437,3 +438,28 @@ def test_one_process_reads_all_of_a_source(tmp_path: Path) -> None:
         [pid] = set((tmp_path / "pids").read_text().split())
         assert int(pid) != os.getpid()
     assert not os.path.exists(f"/proc/{pid}")
+
+
+# ---- the first samples of a stream, read again ----
+
+
+@pytest.fixture
+def reads_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a worker, which may have no process of its own."""
+    monkeypatch.setattr(first_samples, "start_method", lambda chosen: None)
+
+
+def test_reading_again_leaves_nothing_behind(reads_here: None) -> None:
+    """The generators go on where they were."""
+    state = torch.get_rng_state()
+    assert difference(lambda: iter([torch.rand(2)]), lambda mark: []) is not None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_stream_that_cannot_be_read_again_has_changed(reads_here: None) -> None:
+    """What it raises is told."""
+
+    def failing() -> Any:
+        raise OSError("gone")
+
+    assert "gone" in str(difference(failing, lambda mark: []))
