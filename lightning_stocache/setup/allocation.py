@@ -151,9 +151,10 @@ def allocate_pool(
     holds_all = length is not None and slots >= length * spare
     least = 1 if holds_all else writers + 2
     if slots < least:
+        gives = " ".join(allocation.warnings) or f"budget={str(budget)!r} gives {format_bytes(granted)}"
         raise ValueError(
             f"a rolling cache needs room for {least} samples of {format_bytes(each)} at least, so that one can be read "
-            f"while others are written; budget={str(budget)!r} gives {format_bytes(granted)}"
+            f"while others are written; {gives}"
         )
     return allocation, holds_all
 

@@ -85,7 +85,7 @@ class OpenCache:
 
     @property
     def known_ring(self) -> Ring | None:
-        """The ring with as many slots as will find room: on one node that is known better from one to the next."""
+        """The ring with as many slots as will find room. On one node the estimate improves with every sample."""
         cache, ring = self.live_cache, self.ring
         if cache is None or ring is None or len(ring.arcs) > 1:
             return self.expected_ring or ring
@@ -108,9 +108,11 @@ class OpenCache:
         if len(group.nodes) > 1:
             where = f" on node{group.node} (ranks {', '.join(map(str, group.nodes[group.node]))})"
             arc = "" if self.ring is None else f" in an arc that starts at {self.ring.arcs[group.node].start:,}"
+        on_disk = self.request.dir is not None
+        used = f"{format_bytes(cache.disk_bytes)} on the disk" if on_disk else format_bytes(cache.memory_bytes)
         return (
             f"{name}{where}: {cache.capacity:,} of {samples} samples have a slot{arc}, {cache.filled:,} are filled, "
-            f"{self._used(cache)} in use of {format_bytes(self.budget_bytes)}"
+            f"{used} in use of {format_bytes(self.budget_bytes)}"
         )
 
     def state(self) -> dict[str, Any]:
@@ -124,11 +126,6 @@ class OpenCache:
             "name": request.name,
             "dir": request.dir,
         }
-
-    def _used(self, cache: Store) -> str:
-        if self.request.dir is None:
-            return format_bytes(cache.memory_bytes)
-        return f"{format_bytes(cache.disk_bytes)} on the disk"
 
     def tell(self) -> None:
         """Describe it once per node: in the log, or on stderr where a script has not set logging up, which drops it.
