@@ -81,17 +81,13 @@ def choose_codec(
         'RecordCodec'
     """
     if layout != "records":
-        try:
-            choice = _rows(indices, samples)
-        except SampleMismatchError:
-            if layout == "rows":
-                raise
-        except UnsupportedSampleError as error:
-            if layout == "rows":
-                raise UnsupportedSampleError(f'{error}. layout="records" keeps what can be pickled') from error
-        else:
-            if layout == "rows" or choice.odd is None:
-                return choice
+        rows = _rows(indices, samples)
+        if isinstance(rows, Choice) and (layout == "rows" or rows.odd is None):
+            return rows
+        if layout == "rows" and isinstance(rows, UnsupportedSampleError):
+            raise UnsupportedSampleError(f'{rows}. layout="records" keeps what can be pickled')
+        if layout == "rows" and isinstance(rows, SampleMismatchError):
+            raise rows
     codec = RecordCodec(0, required=_required(samples, cut))
     failures = _failures(lambda sample, index: _check_record(codec, sample, index), indices, samples)
     if len(failures) > len(samples) * _ODD:
@@ -100,21 +96,21 @@ def choose_codec(
     return Choice(RecordCodec.infer(kept, codec.required), _told(failures))
 
 
-def _rows(indices: Sequence[int], samples: Sequence[Any]) -> Choice:
-    """Rows that are like the first sample, or like a later one where the first is odd itself."""
+def _rows(indices: Sequence[int], samples: Sequence[Any]) -> Choice | _Failure:
+    """Rows that are like the first sample, or like a later one where the first is odd itself; or why there are none."""
     first: _Failure | None = None
     for like in samples[: int(len(samples) * _ODD) + 1]:
         try:
             spec = SampleSpec.infer(like)
         except UnsupportedSampleError as error:
-            first = first or error
+            first = first or UnsupportedSampleError(str(error))
             continue
         failures = _failures(spec.encode, indices, samples)
         if len(failures) <= len(samples) * _ODD:
             return Choice(spec, _told(failures))
         first = first or next(iter(failures.values()))
     assert first is not None
-    raise first
+    return first
 
 
 def _failures(
@@ -126,7 +122,7 @@ def _failures(
         try:
             check(sample, index)
         except (UnsupportedSampleError, SampleMismatchError) as error:
-            failures[position] = error
+            failures[position] = type(error)(str(error))  # its traceback would keep all callers alive
     return failures
 
 
