@@ -17,6 +17,7 @@ __all__ = [
     "SampleMismatchError",
     "UnsupportedSampleError",
     "aligned",
+    "array_dtype",
     "memory_of",
     "module_name",
     "named",
@@ -81,16 +82,15 @@ def tensor_over(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torc
         dtype: of the tensor.
         shape: of the tensor.
     """
-    array_dtype = _array_dtype(dtype)
-    if array_dtype is not None:  # in half the time of torch's own way
-        return torch.from_numpy(np.ndarray(shape, array_dtype, memory))
+    if (known := array_dtype(dtype)) is not None:  # in half the time of torch's own way
+        return torch.from_numpy(np.ndarray(shape, known, memory))
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 @cache
-def _array_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
+def array_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
     """NumPy's dtype for one of torch's; None for bfloat16 and others that NumPy lacks."""
     try:
         return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype

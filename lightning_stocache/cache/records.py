@@ -41,6 +41,7 @@ from lightning_stocache.cache.codec import (
     SampleMismatchError,
     UnsupportedSampleError,
     aligned,
+    array_dtype,
     memory_of,
     named,
     tensor_over,
@@ -382,7 +383,10 @@ def _reduced_tensor(tensor: torch.Tensor) -> Any:
         order = _slowest_first(tensor.stride())
         if tensor.permute(order).is_contiguous():
             tensor, axes = tensor.permute(order), [_inverse(order)]
-    return _tensor, (str(tensor.dtype)[6:], tuple(tensor.shape), PickleBuffer(memory_of(tensor).data), *axes)
+    content, dtype = PickleBuffer(memory_of(tensor).data), array_dtype(tensor.dtype)
+    if dtype is None:
+        return _foreign_tensor, (str(tensor.dtype)[6:], tuple(tensor.shape), content, *axes)
+    return _tensor, (dtype.str, tuple(tensor.shape), content, *axes)
 
 
 def _reduced_array(array: npt.NDArray[Any]) -> Any:
@@ -410,6 +414,13 @@ def _inverse(order: list[int]) -> tuple[int, ...]:
 
 
 def _tensor(dtype: str, shape: tuple[int, ...], buffer: Any, axes: tuple[int, ...] | None = None) -> torch.Tensor:
+    return torch.from_numpy(_array(dtype, shape, buffer, axes))
+
+
+def _foreign_tensor(
+    dtype: str, shape: tuple[int, ...], buffer: Any, axes: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """A tensor of bfloat16, or another dtype that NumPy lacks."""
     tensor = tensor_over(buffer, getattr(torch, dtype), shape)
     return tensor if axes is None else tensor.permute(axes)
 
