@@ -414,7 +414,8 @@ def _inverse(order: list[int]) -> tuple[int, ...]:
 
 
 def _tensor(dtype: str, shape: tuple[int, ...], buffer: Any, axes: tuple[int, ...] | None = None) -> torch.Tensor:
-    return torch.from_numpy(_array(dtype, shape, buffer, axes))
+    tensor = torch.from_numpy(np.ndarray(shape, dtype, buffer))
+    return tensor if axes is None else tensor.permute(axes)
 
 
 def _foreign_tensor(
