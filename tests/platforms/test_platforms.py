@@ -96,9 +96,11 @@ def test_two_ranks_share_one_cache_on_macos(tmp_path):
 
 def test_the_commands_work_on_macos(tmp_path):
     """What cannot be known there is a sentence; a cache is listed, removed, and nothing else is left."""
-    doctor, listed, cleaned, empty = on_macos(tmp_path, "commands")["said"]
+    said = on_macos(tmp_path, "commands")["said"]
+    doctor, listed, cleaned, empty = (" ".join(text.split()) for text in said)
     assert "nothing to mend" in doctor
-    assert "tmpfile: there is none here; a named file is taken instead" in doctor
+    assert f"a cache is a file in {tmp_path}/tmp, in the page cache" in doctor
+    assert "memfd: cannot be made" in doctor
     assert listed.startswith("kept: CountedSource (24 samples)")
     assert "removed 1 cache" in cleaned
     assert "no caches" in empty
@@ -109,7 +111,7 @@ def test_the_commands_work_on_macos(tmp_path):
 def test_windows_trains_as_without(tmp_path):
     """All modules can be imported, each door passes samples through with one warning, commands say what is missing."""
     found = run(tmp_path, "tests.platforms.windows")
-    assert found["modules"] > 150
+    assert found["modules"] > 90
     for door in ("datamodule", "callback", "loop"):
         assert found[door] == [[-1, -1], True]
     assert found["loads"] == [2 * SAMPLES] * 3
