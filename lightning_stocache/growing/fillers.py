@@ -1,16 +1,15 @@
 """The processes that fill a rolling cache, and who looks after them.
 
-A filler draws its share (`draws`), loads each sample and appends it. What it has begun it notes in the store, beside
-the slots: number of draws (of a stream: since its beginning), of samples appended, of failures, and since when it has
-been loading. So whoever looks after the fillers sees one that hangs, and one that is started anew leaves out what the
-last one has drawn, the draw in which it died included. In a stream it has to read up to there, and past that sample.
-Its seeds are others.
+A filler draws its share (`draws`), loads each sample and appends it. Its notes lie in the store, beside the slots: how
+many samples it has drawn (of a stream: since its beginning), appended and failed to load, what it loads and since when.
+So a filler that hangs is seen, and one that is started anew leaves out what the last one has drawn, the sample that
+killed it included. Its seeds are others.
 
-A sample that cannot be loaded, or is not of the codec, is left out; the first error of a filler is sent with its
-traceback, and after `MOST_FAILURES` in a row the filler ends. One that dies is started anew, at most `MOST_RESTARTS`
-times; one that could not begin is not. All this is looked at (`Fillers.look`) on the trainer's own thread, when an
-epoch begins, while it waits for a minimum, and about once a second while indices are drawn: a process that is forked in
-the middle of another thread's work may inherit its locks.
+A sample that cannot be loaded, or is not of the codec, is left out. The first error of a filler is sent with its
+traceback; after `MOST_FAILURES` in a row the filler ends. A filler that dies is started anew, at most `MOST_RESTARTS`
+times; one that could not begin is not. `Fillers.look` does this on the trainer's own thread: when an epoch begins,
+while it waits for a minimum, and about once a second while indices are drawn. A process that is forked in the middle of
+another thread's work may inherit its locks.
 
 A filler ends with its parent, however that ends (`node.parent`).
 """
@@ -34,7 +33,7 @@ import torch
 
 from lightning_stocache.cache.rolling import FILLERS, RollingStore
 from lightning_stocache.node.parent import end_with_parent, not_sent, why_not_begun
-from lightning_stocache.source.draws import Draw, Draws, EndOfStreamError
+from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.torch_internals import become_worker
 
 __all__ = ["MOST_FAILURES", "MOST_RESTARTS", "Fillers"]
@@ -43,7 +42,7 @@ log = logging.getLogger(__name__)
 
 MOST_FAILURES = 20  # in a row
 MOST_RESTARTS = 3  # of one filler
-_DONE, _APPENDED, _FAILED, _SINCE, _INDEX, _STOP = range(6)  # the notes of a filler
+_DRAWN, _APPENDED, _FAILED, _SINCE, _INDEX, _STOP = range(6)  # the notes of a filler
 _END_SECONDS = 1.0  # for a filler to end by itself
 _LONGEST = 8000  # characters of a traceback, so that it fits in a pipe that nobody reads
 
@@ -69,76 +68,80 @@ class Fillers:
         self._context = multiprocessing.get_context(method)
         self._processes: dict[int, tuple[BaseProcess, Connection]] = {}
         self._pid = os.getpid()
-        self.restarts = 0
+        self._restarts = [0] * count
         self.last_error: str | None = None
-        self._restarted = [0] * count
         try:
             for number in range(count):
                 self._start(number)
-        except BaseException:  # what cannot be sent, or no process more
+        except BaseException:  # the source cannot be sent, or there is no process more
             self.stop()
             raise
-
-    def are_at_work(self) -> bool:
-        """Whether any is; after a look, so that those that have ended have said why."""
-        self.look()
-        if not all(process.is_alive() for process, _ in self._processes.values()):
-            self.look()  # it ended behind the look
-        return bool(self._processes)
 
     @property
     def failed(self) -> int:
         """Samples that could not be loaded or are of another kind, and were left out."""
         return int(self._notes[:, _FAILED].sum())
 
+    @property
+    def restarts(self) -> int:
+        """Fillers that died and were started anew."""
+        return sum(self._restarts)
+
+    def are_at_work(self) -> bool:
+        """Whether any filler is at work. Those that have ended have told their last errors."""
+        self.look()
+        if not all(process.is_alive() for process, _ in self._processes.values()):
+            self.look()  # it ended behind the look
+        return bool(self._processes)
+
     def look(self) -> None:
-        """Tell what fillers have said, and start those anew that have died."""
+        """Log the errors of fillers, and start those anew that have died."""
         if os.getpid() != self._pid:
             return
         for number, (process, reports) in list(self._processes.items()):
-            self._tell(reports)
-            if process.exitcode is None:
-                continue
-            self._tell(reports)
-            reports.close()
-            del self._processes[number]
-            if process.exitcode == 0:  # it has drawn all that there is, or has given up and said so
-                continue
-            code = process.exitcode
-            died = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            what = f"filler {number} died ({died}) after it had appended {self._notes[number, _APPENDED]} samples"
-            if self._notes[number, _SINCE]:
-                what += f", loading {_named(int(self._notes[number, _INDEX]))}"
-            why = why_not_begun(self._context.get_start_method()) if code > 0 else ""
-            if why and not self._notes[number, : _FAILED + 1].any():
-                self.last_error = f"{what}. {why}"
-                log.warning(self.last_error)
-            elif self._restarted[number] < MOST_RESTARTS:
-                log.warning("%s; it is started anew, behind that sample", what)
-                self._restarted[number] += 1
-                self.restarts += 1
-                self._start(number)
-            else:
-                self.last_error = f"{what}, as it has {MOST_RESTARTS} times before; it is not started again"
-                log.warning(self.last_error)
+            code = process.exitcode  # before its last words are read
+            try:
+                while reports.poll():
+                    self._tell(reports.recv())
+            except (EOFError, OSError):  # it has ended
+                pass
+            if code is not None:
+                reports.close()
+                del self._processes[number]
+                if code != 0:  # else it has drawn all that there is, or has given up and said so
+                    self._replace(number, code)
+
+    def _replace(self, number: int, code: int) -> None:
+        """Start a filler anew that has died, unless that makes no sense."""
+        notes = self._notes[number]
+        died = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        words = f"filler {number} died ({died}) after it had appended {notes[_APPENDED]} samples"
+        if notes[_SINCE]:
+            words += f", loading {_named(int(notes[_INDEX]))}"
+        why = why_not_begun(self._context.get_start_method()) if code > 0 else ""
+        if why and not notes[: _FAILED + 1].any():
+            self._tell(f"{words}. {why}")
+        elif self._restarts[number] < MOST_RESTARTS:
+            log.warning("%s; it is started anew, behind that sample", words)
+            self._restarts[number] += 1
+            self._start(number)
+        else:
+            self._tell(f"{words}, as it has {MOST_RESTARTS} times before; it is not started again")
 
     def describe(self) -> str:
-        """What they are doing, for people."""
-        now, doing = time.monotonic_ns(), []
+        """What the fillers are loading, and for how long, for people."""
+        now, loading = time.monotonic_ns(), []
         for number in self._processes:
-            _, appended, _, since, index, _ = self._notes[number, :6].tolist()
+            since, index = int(self._notes[number, _SINCE]), int(self._notes[number, _INDEX])
             if since:
-                doing.append(f"filler {number} has been loading {_named(index)} for {(now - since) / 1e9:.1f} s")
-            else:
-                doing.append(f"filler {number} has appended {appended} samples")
-        return "; ".join(doing) or "no filler is at work"
+                loading.append(f"filler {number} has been loading {_named(index)} for {(now - since) / 1e9:.1f} s")
+        return "; ".join(loading) or "no filler is loading a sample"
 
     def stop(self) -> None:
-        """End them."""
+        """End the fillers."""
         if os.getpid() != self._pid or not self._processes:
             return
-        for number in self._processes:
-            self._notes[number, _STOP] = 1
+        self._notes[:, _STOP] = 1
         end = time.monotonic() + _END_SECONDS
         for process, reports in self._processes.values():
             process.join(max(end - time.monotonic(), 0))
@@ -157,8 +160,8 @@ class Fillers:
         return self._store.notes[: self._count]
 
     def _start(self, number: int) -> None:
-        reports, told = self._context.Pipe(duplex=False)
-        work = (self._draws, self._store, self._count, number, self._restarted[number], told)
+        reports, theirs = self._context.Pipe(duplex=False)
+        work = (self._draws, self._store, self._count, number, self._restarts[number], theirs)
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
             target=_fill, args=work, daemon=True, name=f"filler {number}"
         )
@@ -167,16 +170,12 @@ class Fillers:
             process.start()
         except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
             raise TypeError(not_sent(self._context.get_start_method(), error)) from error
-        told.close()
+        theirs.close()
         self._processes[number] = process, reports
 
-    def _tell(self, reports: Connection) -> None:
-        try:
-            while reports.poll():
-                self.last_error = reports.recv()
-                log.warning(self.last_error)
-        except (EOFError, OSError):  # it has ended
-            return
+    def _tell(self, words: str) -> None:
+        self.last_error = words
+        log.warning(words)
 
 
 def _named(index: int) -> str:
@@ -192,11 +191,11 @@ def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: 
     random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
     become_worker(number, count, seed, draws.source)
     notes, in_a_row = store.notes[number], 0
-    for draw in draws.share(number, count, int(notes[_DONE])):
+    for draw in draws.share(number, count, int(notes[_DRAWN])):
         if notes[_STOP]:
             return
         notes[_INDEX], notes[_SINCE] = draw.index, time.monotonic_ns()
-        notes[_DONE] += 1
+        notes[_DRAWN] += 1
         try:
             sample = draw.load()
             notes[_SINCE] = 0
@@ -205,27 +204,19 @@ def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: 
                     return
                 time.sleep(0.001)  # all slots are being written
         except EndOfStreamError:
-            notes[_SINCE] = notes[_DONE] = 0
-            continue
+            notes[_SINCE] = notes[_DRAWN] = 0
         except Exception as error:  # the source is the user's, and may raise anything
             notes[_SINCE] = 0
             notes[_FAILED] += 1
             in_a_row += 1
-            if in_a_row >= MOST_FAILURES or int(notes[_FAILED]) == 1:
-                reports.send(_told(number, draw, error, in_a_row))
-            if in_a_row >= MOST_FAILURES:
+            ends = in_a_row >= MOST_FAILURES
+            if ends or int(notes[_FAILED]) == 1:
+                trace = "".join(traceback.format_exception(error))[-_LONGEST:]
+                outcome = f"after {in_a_row} failures in a row the filler ends" if ends else "others are only counted"
+                words = f"filler {number} could not load {_named(draw.index)}, which is left out; {outcome}:\n{trace}"
+                reports.send(words)
+            if ends:
                 return
-            continue
-        notes[_APPENDED] += 1
-        in_a_row = 0
-
-
-def _told(number: int, draw: Draw, error: Exception, in_a_row: int) -> str:
-    """An error of the source, in words."""
-    outcome = (
-        f"That is the last of {in_a_row} failures in a row: the filler ends"
-        if in_a_row >= MOST_FAILURES
-        else "The sample is left out; others like it are counted and not told"
-    )
-    trace = "".join(traceback.format_exception(error))[-_LONGEST:]
-    return f"filler {number} could not load {_named(draw.index)}:\n{trace}{outcome}"
+        else:
+            notes[_APPENDED] += 1
+            in_a_row = 0

@@ -1,39 +1,84 @@
 """A pool of samples in memory that other processes append to while training runs.
 
 Fillers, or any process of the user's, append; when the budget is full, the oldest sample leaves. An epoch trains on
-what is resident when it begins, shuffled: nothing but hits. `begin_epoch` says what that is, the same for all ranks of
-a node; the sampler calls it. A sample that leaves in the middle of an epoch that wanted it is replaced by the newer one
-of its slot, so the number of batches stays; `stats().renewed` counts those.
+what is resident when it begins, shuffled: nothing but hits. The sampler calls `begin_epoch`, which tells all ranks of a
+node the same. A sample that leaves during an epoch is replaced by the newer one of its slot, so the number of batches
+stays; `stats().renewed` counts those.
 
-A loader sees a map-style dataset, whose length is what was resident when the epoch began. Behind it stands a
-CachedDataset whose store is the pool, so a CachedLoader puts batches together as from any cache that is full.
+The leader of a node takes the memory, starts the fillers and waits for samples; the other ranks attach. A loader sees
+a map-style dataset whose length is what was resident when the epoch began. Behind it stands a CachedDataset whose store
+is the pool, so a CachedLoader makes batches as from any cache that is full.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Arc, Integers, Ring
+from lightning_stocache.cache.records import SampleCodec
+from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import StoreHandle
-from lightning_stocache.growing.rolling_pool import RollingPool, RollingRequest, RollingStats
+from lightning_stocache.growing.fillers import Fillers
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.waiting import poll
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
+from lightning_stocache.setup.allocation import Allocation, allocate_pool
+from lightning_stocache.setup.first_samples import codec_of
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.request import CacheRequest, Layout, check_count
+from lightning_stocache.setup.request import CacheRequest, Layout, check_choice, check_count
+from lightning_stocache.setup.segments import OpenMemory, make_and_attach
+from lightning_stocache.source.draws import Draws, is_stream
 
-__all__ = ["RollingCache", "Slots", "share_pools"]
+__all__ = ["RollingCache", "RollingStats", "dataset_in", "share_pools"]
 
 log = logging.getLogger(__name__)
+
+_NODE_SEEDS = 1_000_003  # between the seeds of two nodes, whose fillers draw different permutations
+
+
+@dataclass(frozen=True)
+class RollingStats:
+    """What a rolling cache holds on this node, and has done since it was opened.
+
+    Args:
+        resident: samples that can be read now.
+        capacity: samples for which there is room.
+        appended: samples that came.
+        evicted: samples that left for newer ones.
+        oldest_seconds: age of the oldest that is resident.
+        times_seen: how often a sample that came was served, on average.
+        renewed: samples served by this process that had come after the epoch had begun, for one that had left.
+        substituted: samples served by this process for one that was being replaced at that moment.
+        failed: samples that the fillers could not load, or that were of another kind.
+        restarts: fillers that died and were started anew.
+        memory_bytes: memory in use.
+    """
+
+    resident: int
+    capacity: int
+    appended: int
+    evicted: int
+    oldest_seconds: float
+    times_seen: float
+    renewed: int
+    substituted: int
+    failed: int
+    restarts: int
+    memory_bytes: int
 
 
 class RollingCache(Dataset[Any]):
@@ -98,18 +143,29 @@ class RollingCache(Dataset[Any]):
     ) -> None:
         if isinstance(source, CachedDataset | RollingCache):
             raise TypeError(f"source must be the dataset itself, got a {type(source).__name__} that is cached already")
+        check_count("fillers", fillers, 0)
+        check_count("minimum", minimum, 1)
         if epoch_samples is not None:
             check_count("epoch_samples", epoch_samples, 1)
-        rolls = (spec, layout, shuffle, seed, multiprocessing_context)
-        self.request = RollingRequest(source, Budget.parse(budget), fillers, minimum, indices, *rolls)
+        check_choice("layout", layout, Layout)
+        if source is None and spec is None:
+            raise ValueError("without a source a rolling cache needs spec=SampleSpec.infer(sample), of one to come")
+        if indices is not None and (source is None or is_stream(source)):
+            raise ValueError("indices needs a map-style source to load them from")
+        self.source, self.budget = source, Budget.parse(budget)
         self.transform, self.epoch_samples = transform, epoch_samples
-        self.group = NodeGroup()
-        self._pool: RollingPool | None = None
+        self._draws = Draws(source, indices, seed, shuffle)
+        self._filler_count, self._minimum, self._method = fillers, minimum, multiprocessing_context
+        self._spec, self._layout = spec, layout
+        self._memory: OpenMemory[RollingStore] = OpenMemory()
+        self._fillers: Fillers | None = None  # of the leader of a node
         self._dataset: CachedDataset | None = None
         self._end: weakref.finalize[[], RollingCache] | None = None
         self._length: int | None = None
-        self._borrowed = self._told_alone = False
+        self._borrowed = self._told_alone = self._told_short = False
         self._of: RollingCache | None = None  # the pool that this is a view of: its fillers end with it
+
+    # ---- opening ----
 
     def share(self, group: NodeGroup | None = None) -> None:
         """Open the pool, one for all ranks of the node. Collective: every rank calls it, before anything else is asked.
@@ -119,50 +175,65 @@ class RollingCache(Dataset[Any]):
         """
         self.close()
         group = NodeGroup.discover() if group is None else group
-        pool = RollingPool.open(self.request, group)
-        self._pool, self._end = pool, weakref.finalize(self, pool.stop)
-        self._dataset, self.group = self._dataset_over(pool), group
+        codec, given, holds_all = group.lead(lambda: self._plan(group))
+        [memory] = make_and_attach(lambda kind: [self._make(group, codec, given, kind)], given.backend, group)
+        assert memory.store is not None
+        self._memory, store = memory, memory.store
+        self._dataset = dataset_in(memory, store.length, self.transform)
+        try:
+            group.lead(lambda: self._start(store, holds_all=holds_all))
+        except BaseException:  # nobody fills the pool of some node
+            self.close()
+            raise
 
-    def begin_epoch(self) -> Integers:
-        """What is resident now, int64, the same on all ranks of the node; this dataset's length until the next call.
+    def _plan(self, group: NodeGroup) -> tuple[SampleCodec, Allocation, bool]:
+        """What samples look like, what memory there is for them, and whether all have room."""
+        if sys.platform == "win32":
+            raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
+        draws = self._draws_of(group)
+        codec = self._spec or codec_of(draws, self._layout, self._method)
+        writers = 1 if self.source is None else max(self._filler_count, 1)
+        return codec, *allocate_pool(self.budget, codec, draws.length, writers, len(group.nodes[group.node]))
 
-        Waits for the minimum. The sampler of `sampler` calls it; with another one, call it before each epoch.
-        Collective.
-        """
-        pool = self.pool
-        if self.group.world == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            if not self._told_alone and not self._borrowed:
-                log.warning("each rank has a rolling cache of its own: call share() on all ranks to have one per node")
-            self._told_alone = True
-        return self._agreed(pool.begin_epoch)
+    def _make(
+        self, group: NodeGroup, codec: SampleCodec, given: Allocation, backend: Backend | None
+    ) -> OpenMemory[RollingStore]:
+        whose = {"dataset": f"rolling: {type(self.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
+        [slots], [granted], [keep_free] = given.slots, given.granted, given.keep_free
+        store = RollingStore.empty(codec, slots, backend, whose, granted=granted)
+        store.keep_free(keep_free)
+        try:
+            return OpenMemory(store, Counters.create(group.rank, backend), group, store.granted_bytes)
+        except OSError:
+            store.close()
+            raise
 
-    def resident(self) -> Integers:
-        """What is resident now, without a new epoch. Collective, as `begin_epoch`."""
-        return self._agreed(self.pool.resident)
+    def _start(self, store: RollingStore, *, holds_all: bool) -> None:
+        if self.source is not None and self._filler_count:
+            draws = replace(self._draws_of(self.group), passes=1 if holds_all else None)
+            self._fillers = Fillers(draws, store, self._filler_count, self._method)
+            self._end = weakref.finalize(self, self._fillers.stop)
 
-    def sampler(self, *, shuffle: bool = True) -> RollingSampler:
-        """What draws the resident samples of each epoch for this rank; CachedLoader makes one by itself. Collective."""
-        self.resident()  # opens the pool, and with it its group
-        return RollingSampler(self, shuffle=shuffle, seed=self.request.seed, epoch_samples=self.epoch_samples)
-
-    def __loader_sampler__(self, *, shuffle: bool) -> RollingSampler:
-        return self.sampler(shuffle=shuffle)
-
-    def __cached__(self) -> CachedDataset:
-        return self.dataset
+    def _draws_of(self, group: NodeGroup) -> Draws:
+        return replace(self._draws, seed=self._draws.seed + _NODE_SEEDS * group.node)
 
     @property
     def is_open(self) -> bool:
         """Whether there is a pool by now."""
-        return self._pool is not None
+        return self._memory.store is not None
 
     @property
-    def pool(self) -> RollingPool:
-        """The memory, and who fills it."""
-        if self._pool is None:
+    def group(self) -> NodeGroup:
+        """The ranks that share the pool."""
+        return self._memory.group
+
+    @property
+    def store(self) -> RollingStore:
+        """The memory of the pool, which is opened if need be."""
+        if self._memory.store is None:
             self.share(NodeGroup())
-        assert self._pool is not None
-        return self._pool
+        assert self._memory.store is not None
+        return self._memory.store
 
     @property
     def dataset(self) -> CachedDataset:
@@ -175,15 +246,7 @@ class RollingCache(Dataset[Any]):
     @property
     def handle(self) -> StoreHandle:
         """What a `RollingWriter` in another process needs to append here: plain values, to be sent as you like."""
-        return self.pool.store.handle
-
-    def stats(self) -> RollingStats:
-        """What is resident on this node, and what has been done since the pool was opened."""
-        return self.pool.stats()
-
-    def look_after(self) -> None:
-        """Tell what fillers have said, and start those anew that have died."""
-        self.pool.look_after()
+        return self.store.handle
 
     def view(self, transform: Callable[[Any], Any] | None) -> RollingCache:
         """The same pool with another transform; it does not close the pool."""
@@ -201,8 +264,113 @@ class RollingCache(Dataset[Any]):
             self._end()
         if self._dataset is not None:
             self._dataset.close()
-        self._pool = self._dataset = self._end = self._length = None
-        self.group = NodeGroup()
+        self._memory.close()
+        self._memory = OpenMemory()
+        self._fillers = self._dataset = self._end = self._length = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process reads the same memory, and looks after no filler.
+        return self.__dict__ | {"_fillers": None, "_end": None, "_of": None, "_borrowed": self.is_open}
+
+    # ---- epochs ----
+
+    def begin_epoch(self) -> Integers:
+        """What is resident now, int64, the same on all ranks of the node; this dataset's length until the next call.
+
+        Waits for the minimum. The sampler of `sampler` calls it; with another one, call it before each epoch.
+        Collective.
+        """
+        store = self.store
+        if self.group.world == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            if not self._told_alone and not self._borrowed:
+                log.warning("each rank has a rolling cache of its own: call share() on all ranks to have one per node")
+            self._told_alone = True
+
+        def begin() -> Integers:
+            self.look_after()
+            resident = self._wait(store)
+            store.begin_epoch()
+            return resident
+
+        return self._agreed(begin)
+
+    def resident(self) -> Integers:
+        """What is resident now, without a new epoch. Collective, as `begin_epoch`."""
+        store = self.store
+        return self._agreed(lambda: self._wait(store))
+
+    def sampler(self, *, shuffle: bool = True) -> RollingSampler:
+        """What draws the resident samples of each epoch for this rank; CachedLoader makes one by itself. Collective."""
+        self.resident()  # opens the pool, and with it its group
+        return RollingSampler(self, shuffle=shuffle, seed=self._draws.seed, epoch_samples=self.epoch_samples)
+
+    def look_after(self) -> None:
+        """Tell what fillers have said, and start those anew that have died."""
+        if self._fillers is not None:
+            self._fillers.look()
+
+    def stats(self) -> RollingStats:
+        """What is resident on this node, and what has been done since the pool was opened."""
+        store, fillers, counters = self.store, self._fillers, self._memory.counters
+        assert counters is not None
+        return RollingStats(
+            resident=store.filled,
+            capacity=store.capacity,
+            appended=store.appended,
+            evicted=store.evicted,
+            oldest_seconds=store.oldest_seconds,
+            times_seen=counters.totals().hits / max(store.appended, 1),
+            renewed=store.renewed,
+            substituted=store.substituted,
+            failed=0 if fillers is None else fillers.failed,
+            restarts=0 if fillers is None else fillers.restarts,
+            memory_bytes=store.memory_bytes,
+        )
+
+    def _agreed(self, look: Callable[[], Integers]) -> Integers:
+        resident = self.group.lead(look)
+        self._length = len(resident)
+        return resident
+
+    def _wait(self, store: RollingStore) -> Integers:
+        """What is resident, once the minimum has come. Where no more can come, what there is will do.
+
+        Raises:
+            RuntimeError: nothing is resident, and no filler is left.
+        """
+        fillers, minimum = self._fillers, max(self._minimum, self._memory.ranks)
+        for seconds in poll(pause=0.005):
+            is_over = fillers is not None and not fillers.are_at_work()
+            # Memory may end, and larger records come, while it is waited: once samples leave, no more have room.
+            count, least = store.filled, 1 if store.evicted else min(minimum, store.capacity)
+            if count >= least:
+                break
+            # Else the only sample is being replaced.
+            if fillers is not None and is_over and (count or seconds or not store.appended):
+                self._no_more(count, least, fillers)
+                break
+            if seconds:
+                doing = "Only RollingWriters append to this cache" if fillers is None else fillers.describe()
+                words = "training waits for samples: %d of %d have come in %.0f s. %s"
+                log.warning(words, count, least, seconds, doing)
+        return store.resident()
+
+    def _no_more(self, count: int, least: int, fillers: Fillers) -> None:
+        if not count:
+            raise RuntimeError(
+                "the rolling cache is empty and none of its fillers is left: "
+                f"{fillers.last_error or 'the source has given no samples'}"
+            )
+        if not self._told_short:
+            self._told_short = True
+            log.warning(
+                "the last filler of the rolling cache has ended, and %d of %d samples have come: training goes on with "
+                "what is resident",
+                count,
+                least,
+            )
+
+    # ---- samples ----
 
     def __len__(self) -> int:
         return len(self.resident()) if self._length is None else self._length
@@ -210,7 +378,7 @@ class RollingCache(Dataset[Any]):
     def __getitem__(self, index: SupportsIndex) -> Any:
         """Whatever sample lies in a slot now; of one that is being replaced, another resident one."""
         number, length = index.__index__(), len(self)
-        if not -length <= number < self.pool.store.length:
+        if not -length <= number < self.store.length:
             raise IndexError(f"index {number} is out of range: {length} samples are resident in this epoch")
         return cached_source(self.dataset).sample(number if number >= 0 else number + length)
 
@@ -218,32 +386,11 @@ class RollingCache(Dataset[Any]):
         """The samples of a batch."""
         return list(cached_source(self.dataset).samples(indices))
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process reads the same memory, and looks after no filler.
-        pool = None if self._pool is None else self._pool.memory
-        return self.__dict__ | {"_pool": pool, "_end": None, "_of": None, "_borrowed": self._pool is not None}
+    def __loader_sampler__(self, *, shuffle: bool) -> RollingSampler:
+        return self.sampler(shuffle=shuffle)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        pool = state["_pool"]
-        self.__dict__.update(state | {"_pool": None if pool is None else RollingPool(pool)})
-
-    def _agreed(self, look: Callable[[], Integers]) -> Integers:
-        resident = self.group.lead(look)
-        self._length = len(resident)
-        return resident
-
-    def _dataset_over(self, pool: RollingPool) -> CachedDataset:
-        store, memory, slots = pool.store, pool.memory, Slots(pool.store.length)
-        opened = OpenCache(
-            CacheRequest(slots, budget=self.request.budget, spec=store.codec),
-            slots,
-            cache=store,
-            counters=pool.counters,
-            ring=Ring((Arc(store.length, store.length),) * len(memory.group.nodes)),
-            group=memory.group,
-            budget_bytes=memory.budget_bytes,
-        )
-        return dataset_over(CachedSource(opened, self.transform))
+    def __cached__(self) -> CachedDataset:
+        return self.dataset
 
 
 def share_pools(datasets: Iterable[Any], group: NodeGroup | None = None) -> None:
@@ -255,7 +402,7 @@ def share_pools(datasets: Iterable[Any], group: NodeGroup | None = None) -> None
                 dataset.share(group)
 
 
-class Slots(Dataset[Any]):
+class _Slots(Dataset[Any]):
     """Stands for the source of what is in memory alone: samples cannot be loaded again by their number."""
 
     def __init__(self, length: int) -> None:
@@ -265,4 +412,20 @@ class Slots(Dataset[Any]):
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        raise IndexError(f"sample {index} cannot be read: what has it was closed, or has {self.length} samples")
+        raise IndexError(f"sample {index} cannot be read: its memory was closed, or has {self.length} samples")
+
+
+def dataset_in(memory: OpenMemory[Any], length: int, transform: Callable[[Any], Any] | None) -> CachedDataset:
+    """So many samples of a pool or a stream as a map-style dataset, by their numbers; it does not close the memory."""
+    slots, group = _Slots(length), memory.group
+    opened = OpenCache(
+        CacheRequest(slots),
+        slots,
+        cache=memory.store,
+        counters=memory.counters,
+        ring=Ring((Arc(length, length),) * len(group.nodes)),
+        group=group,
+        budget_bytes=memory.budget_bytes,
+        borrowed=True,
+    )
+    return dataset_over(CachedSource(opened, transform))

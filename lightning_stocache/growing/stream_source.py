@@ -33,17 +33,15 @@ from torch.utils.data import get_worker_info
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.stream import MOST_WORKERS, Mode, Shard, StreamStore
-from lightning_stocache.growing.rolling_cache import Slots
-from lightning_stocache.loading.dataset import CachedDataset, dataset_over
+from lightning_stocache.growing.rolling_cache import dataset_in
+from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.grows import Kept
-from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.stream_deal import StreamBatches, batches_in_turn, batches_of, deal, permutation
 from lightning_stocache.setup.first_samples import difference
-from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.open_stream import OpenStream, open_stream
-from lightning_stocache.setup.request import BackendChoice, CacheRequest, Layout
+from lightning_stocache.setup.request import BackendChoice, Layout
 from lightning_stocache.source.access import draws_shards
 from lightning_stocache.source.guards import StreamReader
 from lightning_stocache.source.samples import mark_of
@@ -137,9 +135,7 @@ class StreamSource:
             return None
         shards = store.in_order()
         if self._kept is None or self._kept.cache is not store:
-            request = CacheRequest(Slots(len(shards)))
-            cache = OpenCache(request, request.source, None, store, opened.counters, group=opened.group, borrowed=True)
-            self._kept = dataset_over(CachedSource(cache, self.transform))
+            self._kept = dataset_in(opened, len(shards), self.transform)
         size, last = batch_size, drop_last
         batches = StreamBatches(lambda epoch: self._batches(epoch, shards, size, last), batch_size, drop_last)
         batches.epoch = epoch

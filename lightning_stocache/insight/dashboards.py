@@ -163,7 +163,7 @@ def _of_dataset(dataset: Cached, pool: RollingCache | None) -> dict[str, Any]:
         if isinstance(opened.source, EncodedSource):
             row["store"] = "encoded"
     if pool is not None:
-        row |= {"dataset": type(pool.request.source).__name__, "budget": str(pool.request.budget)}
+        row |= {"dataset": type(pool.source).__name__, "budget": str(pool.budget)}
     return row
 
 

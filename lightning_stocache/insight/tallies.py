@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from lightning_stocache.cache.counters import Counters, Counts
-from lightning_stocache.growing.rolling_cache import RollingCache
-from lightning_stocache.growing.rolling_pool import RollingStats
+from lightning_stocache.growing.rolling_cache import RollingCache, RollingStats
 from lightning_stocache.insight.expectation import Expectation
 from lightning_stocache.insight.metrics import LIVE, LIVE_METRICS, Tally, rates, summarise
 from lightning_stocache.loading.dataset import CachedDataset, cached_source

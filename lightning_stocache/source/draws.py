@@ -1,14 +1,13 @@
 """Which samples the fillers of a rolling cache draw, each its own share, for ever.
 
-Of all draws, filler k of n has number k, k + n, k + 2n and so on. One that is started anew leaves out what has begun.
-The draws are:
+Of all draws, filler k of n has those numbered k, k + n, k + 2n and so on. A filler that is started anew leaves out what
+the last one has drawn. The draws are:
 
-- of a map-style source, permutation after permutation of its indices, without replacement;
-- of a stream of indices, the index that comes there, until it ends;
-- of a stream of samples, the next that a filler gets out of it, again and again from the beginning. Nobody can jump in
-  a stream: what is left out is read, and dropped. An IterableDataset
-  is told its filler as it is told its DataLoader worker (`get_worker_info`), and divides itself; of other iterables
-  each filler takes every n-th sample.
+- of a map-style source, permutation after permutation of its indices;
+- of a stream of indices, the next index, until it ends;
+- of a stream of samples, its next sample, again and again from the beginning. Nobody can jump in a stream: what is left
+  out is read, and dropped. An IterableDataset finds its filler in `get_worker_info`, as in a DataLoader's worker, and
+  divides itself; of other iterables each filler takes every n-th sample.
 """
 
 from __future__ import annotations
@@ -69,6 +68,12 @@ class Draws:
     passes: int | None = None
     as_stream: bool = False
 
+    @property
+    def length(self) -> int | None:
+        """Number of samples that are drawn before one comes again; None where that is not known."""
+        is_known = self.source is not None and self.indices is None and not self.as_stream
+        return len(self.source) if is_known and not is_stream(self.source) else None
+
     def share(self, filler: int, fillers: int, done: int = 0) -> Iterator[Draw]:
         """The draws of one filler of so many, but the first `done`; of a stream, those of its first pass."""
         if self.as_stream or (self.indices is None and is_stream(self.source)):
@@ -88,21 +93,21 @@ class Draws:
 
     def _of_stream(self, filler: int, fillers: int, done: int) -> Iterator[Draw]:
         for _ in count() if self.passes is None else range(self.passes):
-            stream = _Pass(self.source, filler, fillers, done)
+            stream = _Pass(partial(_begun, self.source, filler, fillers, done), has_samples=done > 0)
             while not stream.over:
                 yield Draw(-1, stream.load)
-            if not stream.tried or isinstance(self.source, Iterator):
+            if not stream.has_samples or isinstance(self.source, Iterator):
                 return  # it is empty, or a generator that will give nothing again
             done = 0
 
 
 class _Pass:
-    """A stream once from beginning to end, as one filler gets it, but the first `done` samples."""
+    """A stream once from beginning to end, as one filler gets it."""
 
-    def __init__(self, source: Any, filler: int, fillers: int, done: int) -> None:
-        self._begin = partial(_begun, source, filler, fillers, done)
+    def __init__(self, begin: Callable[[], Iterator[Any]], has_samples: bool) -> None:
+        self._begin = begin
         self._iterator: Iterator[Any] | None = None
-        self.tried, self.over = done > 0, False
+        self.has_samples, self.over = has_samples, False
 
     def load(self) -> Any:
         """The next sample."""
@@ -114,9 +119,9 @@ class _Pass:
             self.over = True
             raise EndOfStreamError from None
         except Exception:
-            self.tried, self.over = True, self._iterator is None
+            self.has_samples, self.over = True, self._iterator is None
             raise
-        self.tried = True
+        self.has_samples = True
         return sample
 
 

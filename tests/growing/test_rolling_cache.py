@@ -10,6 +10,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,10 @@ def opened() -> Iterator[Callable[..., RollingCache]]:
 
 def all_resident(pool: RollingCache, count: int) -> None:
     wait_until(lambda: pool.stats().resident == count)
+
+
+def fillers_end() -> None:
+    wait_until(lambda: not [child for child in active_children() if child.name.startswith("filler")])
 
 
 # ---- what an epoch is ----
@@ -168,7 +173,7 @@ def test_fillers_load_the_whole_source_once_where_it_fits(opened, method):
     pool = opened(Numbers(), "100%", fillers=3, minimum=1, multiprocessing_context=method)
     all_resident(pool, 40)
     assert sorted(labels(CachedLoader(pool, 8, shuffle=True))) == list(range(40))
-    wait_until(lambda: not pool.pool.fillers.are_at_work())
+    fillers_end()
     assert (pool.stats().appended, pool.stats().evicted) == (40, 0)
 
 
@@ -257,7 +262,7 @@ def test_records_are_loaded_once_where_all_have_room(opened):
     """The fillers end, and every sample is there."""
     pool = opened([texts(number) for number in range(30)], "1MiB", fillers=2, minimum=30)
     assert sorted(int(pool[number]["numbers"][0]) for number in range(len(pool))) == list(range(30))
-    wait_until(lambda: not pool.pool.fillers.are_at_work())
+    fillers_end()
     with RollingWriter.attach(pool.handle) as writer:
         writer.append(texts(30))
     assert sorted(len(sample["numbers"]) for sample in DataLoader(pool, None, sampler=pool.sampler())) == [
@@ -293,7 +298,8 @@ def raises_at(index: int) -> None:
 def test_samples_that_cannot_be_loaded_are_left_out(opened, caplog):
     """The first error is told with its traceback, the others are counted."""
     pool = opened(Numbers(trouble=raises_at), "100%", fillers=1, minimum=1, shuffle=False)
-    wait_until(lambda: not pool.pool.fillers.are_at_work())
+    wait_until(lambda: pool.stats().failed == 20)
+    fillers_end()
     assert sorted(labels(CachedLoader(pool, 8))) == list(range(0, 40, 2))
     assert pool.stats().failed == 20
     assert caplog.text.count("OSError: no answer for 1") == 1
@@ -412,9 +418,9 @@ def test_a_filler_that_hangs_is_told_while_training_waits(opened, caplog, monkey
     source = Numbers(trouble=HangsAfter(6))
     pool = opened(source, "100%", spec=SPEC, fillers=1, minimum=8, shuffle=False)
     writer = RollingWriter.attach(pool.handle)
-    wait_until(lambda: "loading sample 6" in pool.pool.fillers.describe())
+    all_resident(pool, 6)
     monkeypatch.setattr(time, "time", lambda: -1e9)  # the clock on the wall is nobody's business
-    log = logging.getLogger("lightning_stocache.growing.rolling_pool")
+    log = logging.getLogger("lightning_stocache.growing.rolling_cache")
 
     def answer(record: logging.LogRecord) -> bool:
         """When the message has come, what is missing comes from somebody else."""
@@ -524,7 +530,7 @@ def train_on(rank: int, by_name: bool) -> tuple[list[list[int]], int, int]:
         epochs.append(labels(loader))
     appended = pool.stats().appended
     pool.close()
-    return epochs, appended, len(pool.request.source)
+    return epochs, appended, len(pool.source)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
