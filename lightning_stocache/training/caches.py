@@ -4,15 +4,16 @@ The datasets of a call (train and val for `fit`) share the budget. Those that op
 that opens later gets what is left of a budget in bytes, and of the free memory. A val set that opens before the
 training set takes at most half.
 
-A dataset is known by its object. The same object is never opened twice within a call, for a second `setup` or for
-reloaded loaders, but where a stage that comes later draws what has no slot there: it gets a cache of its own. So does a
-later call for which a cache was kept, if that had no room for more than was drawn then; the kept one goes. Another
-object that comes in its place within the call goes on in the same cache, if the samples that are compared are equal
-(`same_data`); it may be longer, and what is new passes through. Else its cache starts empty, and that of the one
-before is closed; when that has happened twice, and nothing was hit, the stage is not cached any more.
+A dataset is known by its object, and has one cache for the call. A later stage that draws indices without a slot gets a
+cache of its own. So does a later call for which a cache was kept, if that had no room for more than was drawn then; the
+kept one is closed.
 
-Caches that were opened by other ranks than those of now (by hand, before the Trainer had started its processes) are
-closed and opened again for all. A copy in another process (pickled for ddp_spawn) has the options and nothing open.
+Another object may come in place of a dataset within the call. If the samples that are compared are equal (`same_data`),
+it goes on in the same cache; it may be longer, and its new samples pass through. Else that cache is closed, and the new
+one is empty. When that has happened twice, and nothing was hit, the stage is not cached any more.
+
+Caches that were opened by other ranks than those of now (by hand, before the Trainer started its processes) are closed
+and opened again for all. A copy in another process (pickled for ddp_spawn) has the options and nothing open.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MOST_FRUITLESS = 2
 
 @dataclass(eq=False)
 class _Open:
-    """A source whose cache is open, the pot that it drew on, what of it has a slot, and the stages that read it."""
+    """A source whose cache is open, its pot, the indices with a slot (None: all), and the stages that read it."""
 
     source: Dataset[Any]
     dataset: CachedDataset | CachedStream
@@ -60,7 +61,7 @@ class _Open:
     kept: bool = False  # from an earlier call, and not asked for in this one
 
     def serves(self, request: CacheRequest) -> bool:
-        """Whether what is open is for that loader, too."""
+        """Whether this cache is for the loader of a request, too."""
         if self.source is not request.source:
             return False
         known = _stage(request) in self.stages and not self.kept
@@ -94,7 +95,7 @@ class CallCaches:
         self._fruitless = Counter[str]()  # datasets of a stage that were replaced before a sample was hit
 
     def of(self, stage: str, source: Dataset[Any]) -> Any:
-        """The cached dataset, or stream, around one that has been opened for a stage."""
+        """The cached dataset, or stream, around a source that is open for a stage."""
         found = [opened for opened in self._open if opened.source is source]
         return max(found, key=lambda opened: stage in opened.stages).dataset
 
@@ -102,7 +103,7 @@ class CallCaches:
         return any(opened.source is source for opened in self._open)
 
     def pass_by(self, stage: str, title: str, reason: str) -> None:
-        """Say, once and on one rank, that something is not cached."""
+        """Say, once and on one rank, that a loader is not cached."""
         message = f"{stage} loader: {title} passes through uncached: {reason}"
         if message not in self._said and NodeGroup.discover().rank == 0:
             log.warning(message)
@@ -111,11 +112,10 @@ class CallCaches:
     def open(
         self, requests: Iterable[CacheRequest], group: NodeGroup, *, later_bytes: int = 0, train_to_come: bool = False
     ) -> None:
-        """Open what is asked for and not open yet. Collective: every rank asks for the same, in the same order.
+        """Open the caches that are not open yet. Collective: every rank asks for the same, in the same order.
 
         Args:
-            requests: one for each dataset or stream that a loader will read, with that loader and its stage; what is
-                open for these stages and not among them is closed.
+            requests: one for each dataset or stream of these stages' loaders; other caches of these stages are closed.
             group: which ranks share memory.
             later_bytes: memory that the training will take, and does not hold yet.
             train_to_come: whether the training set will open later, so that half of its pot is kept for it.
@@ -133,32 +133,27 @@ class CallCaches:
         drawn = drawn_by_any(known, group)
         requests = [replace(request, domain=domain) for request, domain in zip(requests, drawn, strict=True)]
         self._go_on(requests)
-        self._let_go(requests)
-        new, streams, left = dict[int, CacheRequest](), dict[int, CacheRequest](), dict[str, Budget]()
+        self._close_unread(requests)
+        new: dict[int, CacheRequest] = {}
         for request in requests:  # what is in several stages has pot and name of the first, and slots for all
-            key = id(request.source)
-            if self._serving(request) is not None or key in new or key in streams:
-                continue
-            pot = self.options.pot(_stage(request))  # as it is now: `_let_go` may have given a stage up
-            asked = replace(request, pot=pot, budget=self.options.budgets[pot])
-            if isinstance(request.source, IterableDataset):
-                streams[key] = asked
-            else:
-                drawn = [other.domain for other in requests if other.source is request.source]
-                new[key] = replace(asked, domain=united(drawn))
-                left[pot] = self._left(asked)
-        opened = open_caches(
-            list(new.values()),
+            if self._serving(request) is None and id(request.source) not in new:
+                pot = self.options.pot(_stage(request))  # as it is now: `_close_unread` may have given a stage up
+                domain = united([other.domain for other in requests if other.source is request.source])
+                asked = replace(request, pot=pot, budget=self.options.budgets[pot], domain=domain)
+                new[id(request.source)] = asked
+        datasets = [request for request in new.values() if not isinstance(request.source, IterableDataset)]
+        left = {request.pot: self._left(request) for request in datasets}
+        for cache in open_caches(
+            datasets,
             {pot: left[pot] for pot in self.options.budgets if pot in left},
             group,
             later_bytes=later_bytes,
             kept_back=self._kept_back(left),
-        )
-        for cache in opened:
+        ):
             request, dataset = cache.request, dataset_over(CachedSource(cache))
             self._open.append(_Open(request.source, dataset, request.pot, request.domain))
             cache.tell()
-        self._open_streams(list(streams.values()))
+        self._open_streams([request for request in new.values() if isinstance(request.source, IterableDataset)])
         for request in requests:
             serving = self._serving(request)
             assert serving is not None
@@ -168,8 +163,8 @@ class CallCaches:
     def state(self) -> list[dict[str, Any]]:
         """What is held on this node now, one entry for each dataset whose cache is open, as plain values.
 
-        Its keys: `dataset` (class), `stages`, `slots`, `filled`, `memory_bytes`, `disk_bytes`, `budget_bytes`, and of
-        what is no stream `samples`, `name` and `dir` (None where it has none).
+        Its keys: `dataset` (class), `stages`, `slots`, `filled`, `memory_bytes`, `disk_bytes`, `budget_bytes`, and
+        unless it is a stream `samples`, `name` and `dir` (None where it has none).
         """
         return [opened.state() for opened in self._open]
 
@@ -180,7 +175,7 @@ class CallCaches:
         self._open.clear()
 
     def end_call(self) -> None:
-        """End of a Trainer call: close, unless the caches are to be kept for the next one."""
+        """End a Trainer call: close the caches, or keep them for the next call."""
         if not self.options.keep_cache:
             self.close()
         for opened in self._open:
@@ -188,75 +183,69 @@ class CallCaches:
         end_call(opened.dataset for opened in self._open)
 
     def _serving(self, request: CacheRequest) -> _Open | None:
-        """What is open for a loader: for its stage if there is such a one, else the first that will do."""
+        """The open cache for a loader; of several, that of its stage."""
         serving = [opened for opened in self._open if opened.serves(request)]
         return max(serving, key=lambda opened: _stage(request) in opened.stages, default=None)
 
     def _go_on(self, requests: Sequence[CacheRequest]) -> None:
         """Have an open cache serve the object that comes in place of its dataset, if it has the same samples."""
+        asked = {id(request.source) for request in requests}
         for new in requests:
-            stages = [opened for opened in self._open if _stage(new) in opened.stages]
-            if new.source in self or len(stages) != 1 or stages[0].kept or new.domain is not None:
+            caches = [opened for opened in self._open if _stage(new) in opened.stages]
+            if new.source in self or new.domain is not None or len(caches) != 1:
                 continue
-            [opened] = stages
-            wanted = any(request.source is opened.source for request in requests)
-            if wanted or not isinstance(opened.dataset, CachedDataset):
+            [opened] = caches
+            if opened.kept or id(opened.source) in asked or not isinstance(opened.dataset, CachedDataset):
                 continue
             before = cached_source(opened.dataset).opened
             if all(self._group.exchange(is_continued(before, new.source))):
                 cache = replace(before, request=replace(before.request, source=new.source), source=new.source)
                 opened.source, opened.dataset = new.source, dataset_over(CachedSource(cache))
 
-    def _let_go(self, requests: Sequence[CacheRequest]) -> None:
-        """Close what no loader of its stages reads any more: its memory is that of what comes in its place."""
+    def _close_unread(self, requests: Sequence[CacheRequest]) -> None:
+        """Close caches that no loader of their stages reads any more: their successors get the memory."""
         new = [request for request in requests if self._serving(request) is None]
         stages = set(map(_stage, requests))
         if new and self._train_to_come and not self.options.keep_cache:
             stages.add("train")  # what is open for it was opened by hand, before the call
         for before in list(self._open):
-            for stage in sorted(before.stages & stages):  # tells all ranks in one order
+            for stage in sorted(before.stages & stages):  # in one order on all ranks
                 if any(_stage(request) == stage and before.serves(request) for request in requests):
                     continue
                 before.stages.remove(stage)
                 if any(_stage(request) == stage and request.source is not before.source for request in new):
-                    self._tell_of_another(stage, before)
+                    self._warn_of_another(stage, before)
             if not before.stages:
                 before.dataset.close()
                 self._open.remove(before)
 
-    def _tell_of_another(self, stage: str, before: _Open) -> None:
-        """Warn of a dataset that was replaced; cache its stage no more when the second goes of which nothing was hit.
-
-        Collective.
-        """
-        counters = before.dataset.counters
+    def _warn_of_another(self, stage: str, before: _Open) -> None:
+        """Warn of a replaced dataset; stop caching its stage when nothing of the second one was hit. Collective."""
+        counters, kind = before.dataset.counters, type(before.source).__name__
         counts = Counts() if counters is None else counters.totals()
         hit = any(self._group.exchange(counts.hits > counts.setup_fills))  # those are hit in the first epoch already
         self._fruitless[stage] += not hit
-        ended = not hit and self._fruitless[stage] == _MOST_FRUITLESS
-        if ended:
-            self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
-        if self._group.rank == 0 and not self._warned:
+        if not self._warned and self._group.rank == 0:
             log.warning(
-                "the %s loader came with a new %s: the cache of the one before is closed, and this one starts empty.\n"
-                "Make the dataset once, outside of the loader hook (with keep_cache: outside of setup)",
-                stage,
-                type(before.source).__name__,
-            )
-        if self._group.rank == 0 and ended:
-            log.warning(
-                "the %s loader is not cached any more: nothing of its last two %s was hit before another one came.\n"
-                "Make the dataset once; for one that grows there is RollingCache",
-                stage,
-                type(before.source).__name__,
+                f"the {stage} loader came with a new {kind}: the cache of the one before is closed, and this one "
+                "starts empty.\nMake the dataset once, outside of the loader hook (with keep_cache: outside of setup)"
             )
         self._warned = True
+        if hit or self._fruitless[stage] != _MOST_FRUITLESS:
+            return
+        self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
+        if self._group.rank == 0:
+            log.warning(
+                f"the {stage} loader is not cached any more: nothing of its last two {kind} was hit before another one "
+                "came.\nMake the dataset once; for one that grows there is RollingCache"
+            )
 
     def _open_streams(self, requests: Sequence[CacheRequest]) -> None:
-        """Open the memory of streams, which divide what the datasets leave of their pot evenly."""
+        """Open the memory of streams, which divide evenly what the datasets leave of their pot."""
         for number, request in enumerate(requests):
             waiting, budget = len(requests) - number, self._left(request)
-            budget = Budget.parse(int(budget.amount) // waiting) if budget.unit == "bytes" else budget
+            if budget.unit == "bytes":
+                budget = Budget.parse(int(budget.amount) // waiting)
             back = self._kept_back([request.pot])
             back += max(_free_bytes() - back, 0) * (waiting - 1) // waiting
             parts = {"allow_random": request.allow_random, "shuffle": _stage(request) == "train"}
@@ -265,7 +254,7 @@ class CallCaches:
             self._open.append(_Open(request.source, stream, request.pot))
 
     def _left(self, request: CacheRequest) -> Budget:
-        """What a new dataset may take of its pot: of bytes, what the open caches leave, or half if train is to come."""
+        """The share of its pot that a new dataset may take: what open caches leave, or half if train is to come."""
         stage, pot, budget = _stage(request), request.pot, request.budget
         if budget.unit != "bytes" or budget.off:
             return budget

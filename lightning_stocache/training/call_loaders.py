@@ -1,26 +1,27 @@
-"""Where a Trainer call gets its loaders: those of the user, with cached datasets. All doors go through it.
+"""The installer of all doors: the user's loaders of a Trainer call, with cached datasets.
 
-The doors differ in where loaders come from: `StocacheDataModule` makes them, `cache_datamodule` finds them in the hooks
-of a DataModule, `StochasticCache` in Lightning's data sources.
+The doors differ in where loaders come from: in the loader hooks of a DataModule (`DataHooks`, for `StocacheDataModule`
+and `cache_datamodule`), or in Lightning's data sources (`StochasticCache`).
 
-A loader hook runs when Lightning runs it, and as often: nothing is asked for early. So the budget is divided as the
-loaders come. Loaders that were given to the Trainer directly, and those of a StocacheDataModule, are at hand from the
-start, and share it by the size of their datasets. Where train and val come from hooks, Lightning asks for val first
-(for its sanity check): val takes what it needs, but at most half, and train has the rest. Without a sanity check train
-comes first and takes what it needs, and val, after the first epoch or later, has what is left; `stage_budgets` keeps a
-share for it.
+A loader hook runs when Lightning runs it, and as often. So the budget is divided as the loaders come. Loaders that were
+given to the Trainer directly, and those of a StocacheDataModule, are at hand from the start, and share it by the size
+of their datasets. Where train and val come from hooks, Lightning asks for val first (for its sanity check): val takes
+what it needs, but at most half, and train has the rest. Without a sanity check train takes what it needs, and val has
+what is left; `stage_budgets` keeps a share for it.
 
-Each loader stands alone: what cannot be cached is handed on as the user gave it, with one warning, and the others are
-cached. The ranks agree on each.
+Each loader stands alone: one that cannot be cached is handed on as the user gave it, with one warning, and the others
+are cached. The ranks agree on each.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -30,6 +31,7 @@ from lightning_stocache.loading.dataset import StandIn, cached_source, dataset_o
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.training.caches import CallCaches
+from lightning_stocache.training.lightning_internals import say
 from lightning_stocache.training.loaders import (
     TrainerLoader,
     TransformedSet,
@@ -39,32 +41,22 @@ from lightning_stocache.training.loaders import (
     source_of,
     with_dataset,
 )
-from lightning_stocache.training.obstacles import cacheable_length, check_sweep, title
+from lightning_stocache.training.obstacles import cacheable_length, title
+from lightning_stocache.training.options import STAGES, CacheOptions
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import follow_pools, loader_domain, locality_for, replicas
 
-__all__ = ["CallLoaders", "begin_call", "training_bytes"]
+__all__ = ["CallLoaders", "DataHooks", "training_bytes"]
 
 # Bytes to come per byte of a parameter that is trained on the CPU: its gradient and Adam's two moments, and all four
 # once more, because workers that are started for a later epoch hold the pages that a step then writes to.
 _PER_PARAMETER = 7
 
 
-def begin_call(trainer: Any) -> None:
-    """Begin a call of a Trainer, if it is one, before any of its loaders is asked for: check it, keep its position.
-
-    Raises:
-        ValueError: it is a sweep that a strategy would run in several processes at once, see `check_sweep`.
-    """
-    if trainer is not None:
-        check_sweep(trainer)
-        ResumePoint.of(trainer)
-
-
 def training_bytes(trainer: Any) -> int:
-    """Memory that a fit will take and does not hold when its caches open: gradients, and what the optimiser keeps.
+    """Memory of this machine that a fit will take after its caches open: gradients, and the optimiser's state.
 
-    On a device they are in its memory, not in this one. Without a trainer nothing is known.
+    0 on another device, and without a trainer.
     """
     if trainer is None or trainer.state.fn != "fit" or trainer.strategy.root_device.type != "cpu":
         return 0
@@ -73,13 +65,28 @@ def training_bytes(trainer: Any) -> int:
     return _PER_PARAMETER * int(sum(parameter.numel() * parameter.element_size() for parameter in known))
 
 
+class _Copy(NamedTuple):
+    """The copy of a user's loader around a cached dataset, and the attributes that the user's loader had then."""
+
+    loader: DataLoader[Any]
+    attributes: dict[str, Any]
+    dataset: Cached
+    renewed: DataLoader[Any]
+
+    def is_of(self, loader: DataLoader[Any], dataset: Cached) -> bool:
+        """Whether it reads this dataset, and nobody has changed the user's loader since."""
+        now = vars(loader)
+        same = all(now.get(name, self) is value for name, value in self.attributes.items())
+        return self.dataset is dataset and len(now) == len(self.attributes) and same
+
+
 class CallLoaders:
     """The loaders of one Trainer call: those of the user's functions, with cached datasets.
 
     Args:
         caches: where the datasets are opened.
         getters: the user's function for every stage that may be asked for.
-        trainer: whose call it is, if any.
+        trainer: whose call it is, if any; it keeps the position to resume from.
         at_hand: loaders that are known without running a hook, by stage.
     """
 
@@ -96,10 +103,8 @@ class CallLoaders:
         self._at_hand = dict(at_hand or {})
         self._shared: WeakSet[Cached] = WeakSet()
         # By stage and the id of the user's loader, of the last call: what a hook makes anew takes its workers with it.
-        self._made: dict[str, dict[int, _Made]] = {}
-
-    def __contains__(self, stage: str) -> bool:
-        return stage in self._getters
+        self._copies: dict[str, dict[int, _Copy]] = {}
+        self._sets_reload = False
 
     def __call__(self, stage: str) -> Any:
         """The loaders of a stage. Collective: every rank asks for the same stages in the same order.
@@ -110,13 +115,11 @@ class CallLoaders:
         """
         loaders = self._getters[stage]()
         share_pools(getattr(leaf, "dataset", None) for leaf in leaves_in(loaders))
-        if stage == "train":
-            follow_pools(self._trainer, leaves_in(loaders))
+        if stage == "train" and follow_pools(leaves_in(loaders)):
+            self._reload_each_epoch()
         chosen = self.open({**self._at_hand, stage: loaders})
-        before, self._made[stage] = self._made.get(stage, {}), {}
-        renewed = rewrap(
-            loaders, lambda loader: self._renewed(stage, loader, before) if id(loader) in chosen else loader
-        )
+        before, self._copies[stage] = self._copies.get(stage, {}), {}
+        renewed = rewrap(loaders, lambda loader: self._copy(stage, loader, before) if id(loader) in chosen else loader)
         if stage == "train" and self._fits:
             ResumePoint.of(self._trainer).go_on(renewed)
         return renewed
@@ -148,8 +151,24 @@ class CallLoaders:
                 self._shared.add(dataset)
         return {id(loader) for _, loader in cacheable}
 
+    def end(self) -> None:
+        """End the call: the Trainer is as its user made it."""
+        if self._sets_reload:
+            self._trainer.reload_dataloaders_every_n_epochs = 0
+        self._sets_reload = False
+
+    def _reload_each_epoch(self) -> None:
+        """Have the Trainer ask for its loaders before each epoch: it asks a loader for its length only then."""
+        if self._trainer is None or self._trainer.reload_dataloaders_every_n_epochs:
+            return
+        self._trainer.reload_dataloaders_every_n_epochs, self._sets_reload = 1, True
+        say(
+            "a rolling cache grows, so the Trainer asks for its loaders before each epoch: "
+            "reload_dataloaders_every_n_epochs=1 was set. RollingCache(epoch_samples=...) gives all epochs one length"
+        )
+
     def _cacheable(self, asked: Mapping[str, Any], group: NodeGroup) -> list[tuple[str, DataLoader[Any]]]:
-        """The loaders that can be cached on every rank, each with its stage; what is to be said of the others."""
+        """The loaders that can be cached on every rank, each with its stage; a warning for each of the others."""
         leaves = [(stage, leaf) for stage in self._getters if stage in asked for leaf in leaves_in(asked[stage])]
         findings = group.exchange(group.together(lambda: [self._finding(stage, leaf) for stage, leaf in leaves]))
         cacheable = []
@@ -165,7 +184,7 @@ class CallLoaders:
         return cacheable
 
     def _finding(self, stage: str, leaf: Any) -> int | str | None:
-        """The length of a dataset that can be cached, why one cannot, or None where there is nothing to be cached."""
+        """The length of a dataset that can be cached, the reason why one cannot, or None where there is none."""
         options = self._caches.options
         try:
             return cacheable_length(leaf, stage, options, replicas(self._trainer)[0])
@@ -176,16 +195,16 @@ class CallLoaders:
                 raise type(error)(f"the {stage} loader cannot be cached, {title(leaf)}: {error}") from error
             return str(error)
 
-    def _renewed(self, stage: str, loader: DataLoader[Any], before: Mapping[int, _Made]) -> DataLoader[Any]:
-        """The loader around its cached dataset, made once for a loader that comes again: its workers may persist."""
+    def _copy(self, stage: str, loader: DataLoader[Any], before: Mapping[int, _Copy]) -> DataLoader[Any]:
+        """A copy of a loader around its cached dataset; of a loader that comes again the same: its workers persist."""
         dataset: Any = self._caches.of(stage, source_of(loader))
         if dataset.counters is None:  # its cache could not be opened
             return loader
-        made = self._made[stage].get(id(loader), before.get(id(loader)))
-        if made is None or not made.is_of(loader, dataset):
-            made = _Made(loader, dict(vars(loader)), dataset, self._around(stage, loader, dataset))
-        self._made[stage][id(loader)] = made
-        return made.renewed
+        copy = self._copies[stage].get(id(loader), before.get(id(loader)))
+        if copy is None or not copy.is_of(loader, dataset):
+            copy = _Copy(loader, dict(vars(loader)), dataset, self._around(stage, loader, dataset))
+        self._copies[stage][id(loader)] = copy
+        return copy.renewed
 
     def _around(self, stage: str, loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
         """A copy of a loader around a cached dataset, with the loader's own transform after the cache."""
@@ -205,16 +224,67 @@ class CallLoaders:
         return with_dataset(loader, dataset, sampler)
 
 
-class _Made(NamedTuple):
-    """A loader that was made of the user's around a dataset, and what attributes the user's had then."""
+class DataHooks:
+    """The hooks that cache the loaders of a DataModule, installed on the object, not on its class.
 
-    loader: DataLoader[Any]
-    attributes: dict[str, Any]
-    dataset: Cached
-    renewed: DataLoader[Any]
+    Each hook is a method of this object, or a partial of one: they can be pickled (ddp_spawn), and Lightning looks
+    through them when it asks whether a hook is overridden. Loader hooks that the user does not define stay undefined.
+    `setup` begins a call, `teardown` and `on_exception` end it; the user's own run first.
 
-    def is_of(self, loader: DataLoader[Any], dataset: Cached) -> bool:
-        """Whether it is around this dataset, and nobody has changed the user's loader since."""
-        now = vars(loader)
-        same = all(now.get(name, self) is value for name, value in self.attributes.items())
-        return self.dataset is dataset and len(now) == len(self.attributes) and same
+    Args:
+        datamodule: the object, which gets the attribute `caches` as well.
+        options: budgets and the rest.
+        at_hand: called like `setup`; the loaders of the call by stage, where they can be had without a hook.
+    """
+
+    def __init__(
+        self, datamodule: Any, options: CacheOptions, at_hand: Callable[..., Mapping[str, Any]] | None = None
+    ) -> None:
+        self.datamodule, self.caches, self.at_hand = datamodule, CallCaches(options), at_hand
+        self._call: CallLoaders | None = None
+        kind, on_object = type(datamodule), vars(datamodule)  # the latter by from_datasets
+        base = next(parent for parent in kind.__mro__ if parent.__name__ == "LightningDataModule")
+        hooks = {stage: f"{stage}_dataloader" for stage in STAGES}
+        # Bound methods would be pickled by their names, under which a copy finds these hooks.
+        self._users = {
+            name: on_object.get(name, partial(getattr(kind, name), datamodule))
+            for name in (*hooks.values(), "setup", "teardown", "on_exception")
+        }
+        defined = {stage: name for stage, name in hooks.items() if is_overridden(name, datamodule, base)}
+        self._getters = {stage: self._users[name] for stage, name in defined.items()}
+        datamodule.caches, datamodule.setup = self.caches, self.setup
+        for stage, name in defined.items():
+            setattr(datamodule, name, partial(self.loaders, stage))
+        for name in ("teardown", "on_exception"):
+            setattr(datamodule, name, partial(self.end_call, name))
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        """Begin a call: the user's own `setup`, and the caches of loaders at hand."""
+        self._call = None
+        if (trainer := getattr(self.datamodule, "trainer", None)) is not None:
+            ResumePoint.of(trainer)  # before a checkpoint is loaded
+        self._users["setup"](*args, **kwargs)
+        if self.at_hand is not None:
+            self._loaders_of_call().open(self.at_hand(*args, **kwargs))
+
+    def loaders(self, stage: str) -> Any:
+        """The user's loaders of a stage, with cached datasets."""
+        return self._loaders_of_call()(stage)
+
+    def _loaders_of_call(self) -> CallLoaders:
+        if self._call is None:
+            self._call = CallLoaders(self.caches, self._getters, getattr(self.datamodule, "trainer", None))
+        return self._call
+
+    def end_call(self, hook: str, *args: Any, **kwargs: Any) -> None:
+        """End a call: the user's own hook, then the caches unless they are kept."""
+        try:
+            self._users[hook](*args, **kwargs)
+        finally:
+            if self._call is not None:
+                self._call.end()
+            self._call = None
+            self.caches.end_call()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_call": None}

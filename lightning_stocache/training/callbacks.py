@@ -19,11 +19,12 @@ from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import Form, check_count, check_flag
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.call_loaders import CallLoaders, begin_call
-from lightning_stocache.training.lightning_internals import data_sources, forget_loaders, say, warn
+from lightning_stocache.training.call_loaders import CallLoaders
+from lightning_stocache.training.lightning_internals import data_sources, say, warn
 from lightning_stocache.training.loaders import running_datasets
 from lightning_stocache.training.monitor import CacheMonitor, log_every
 from lightning_stocache.training.options import CacheOptions, with_options
+from lightning_stocache.training.resume import ResumePoint
 
 __all__ = ["FillProgress", "StochasticCache"]
 
@@ -147,10 +148,12 @@ class StochasticCache(CacheMonitor):
         options = CacheOptions.among(locals())
         super().__init__(live=live, hyperparameters=hyperparameters, verbose=verbose)
         self.caches = CallCaches(options)
+        self._call: CallLoaders | None = None
+        self._sources: list[Any] = []  # Lightning's, whose loaders are replaced
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stand before the loaders of the call."""
-        begin_call(trainer)
+        ResumePoint.of(trainer)  # before a checkpoint is loaded
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if next((other for other in callbacks if isinstance(other, StochasticCache)), self) is not self:
             self._monitors = False
@@ -164,20 +167,19 @@ class StochasticCache(CacheMonitor):
         }
         getters = {name: source.dataloader for name, source in sources.items()}
         at_hand = {name: source.instance for name, source in sources.items() if not source.is_module()}
-        call_loaders = CallLoaders(self.caches, getters, trainer, at_hand)
+        self._call = CallLoaders(self.caches, getters, trainer, at_hand)
+        self._sources = list(sources.values())
         for name, source in sources.items():
-            source.dataloader = partial(call_loaders, name)
+            source.dataloader = partial(self._call, name)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the caches of the call, unless they are kept."""
         super().teardown(trainer, pl_module, stage)
-        forget_loaders(trainer)
-        self.caches.end_call()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Close the caches of the call, unless they are kept; Lightning skips `teardown` after an exception."""
-        super().on_exception(trainer, pl_module, exception)
-        forget_loaders(trainer)
+        for source in self._sources:
+            vars(source).pop("dataloader", None)
+        if self._call is not None:
+            self._call.end()
+        self._sources, self._call = [], None
         self.caches.end_call()
 
     def cache_state(self) -> list[dict[str, Any]]:

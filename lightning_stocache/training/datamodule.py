@@ -1,13 +1,9 @@
 """The first door: a DataModule around datasets, or the one that the user already has.
 
-`StocacheDataModule` makes plain loaders, to which `CallLoaders` does what it does to anybody's. `setup` opens the
-caches of a call, on every rank, with the process group up and no worker started. `teardown` closes them; after an
-exception Lightning calls `on_exception` instead. Between two Trainer calls nothing is open, unless `keep_cache=True`.
-
-`cache_datamodule` replaces the loader hooks of a DataModule on the object, not on its class, so that the object stays
-what it is. Each becomes a method of a `CachedHooks`, or a partial of one: they can be pickled (ddp_spawn), and
-Lightning looks through them when it asks whether a hook is overridden. Loader hooks that the user does not define stay
-undefined. `setup` begins a call, `teardown` and `on_exception` end it; the user's own run first.
+Both get their hooks by `DataHooks`, which caches whatever loaders a DataModule's own hooks return; those of
+StocacheDataModule return plain loaders. `setup` opens the caches of a call, on every rank, with the process group up
+and no worker started. `teardown` closes them; after an exception Lightning calls `on_exception` instead. Between two
+Trainer calls nothing is open, unless `keep_cache=True`.
 """
 
 from __future__ import annotations
@@ -26,19 +22,17 @@ from lightning_stocache.loading.loader_sampler import locality_sampler
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import Form, check_count
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.call_loaders import CallLoaders, begin_call
+from lightning_stocache.training.call_loaders import DataHooks
 from lightning_stocache.training.loaders import TrainerLoader, TransformedSet, TransformedStream
-from lightning_stocache.training.obstacles import check_sweep
-from lightning_stocache.training.options import STAGES, CacheOptions, Source, is_plain, made, with_options
+from lightning_stocache.training.options import STAGES, CacheOptions, Source, with_options
 from lightning_stocache.training.sampling import check_sampler, replicas
 
-__all__ = ["CachedHooks", "StocacheDataModule", "cache_datamodule"]
+__all__ = ["StocacheDataModule", "cache_datamodule"]
 
 M = TypeVar("M", bound=LightningDataModule)
 Transform: TypeAlias = Callable[[Any], Any]
 
 _LOADER_ARGUMENTS = {*inspect.signature(DataLoader).parameters, "gather"} - {"dataset", "batch_size", "num_workers"}
-
 _ORDER = ("shuffle", "sampler", "batch_sampler")
 _SAID_BY_BATCH_SAMPLER = ("batch_size", "shuffle", "drop_last", "sampler")
 _STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
@@ -131,13 +125,12 @@ class StocacheDataModule(LightningDataModule):
         options = CacheOptions.among(locals())
         if train is val is test is predict is None and type(self) is StocacheDataModule:
             raise ValueError("StocacheDataModule needs a dataset: give train, val, test or predict")
-        self.caches = CallCaches(options)
         # For checkpoints. Not by `save_hyperparameters`, which would keep the arguments of a subclass, datasets too.
-        self._plain = options.plain() | {"batch_size": batch_size, "num_workers": num_workers}
-        self._plain["loader"] = {name: value for name, value in self.loader.items() if is_plain(value)}
+        plain = {name: value for name, value in self.loader.items() if isinstance(value, bool | int | float | str)}
+        self._plain = options.plain() | {"batch_size": batch_size, "num_workers": num_workers, "loader": plain}
         self.hparams.update(self._plain)
         self._datasets: dict[str, list[Dataset[Any]]] = {}
-        self._call_loaders: CallLoaders | None = None
+        self._ready: set[str] = set()  # stages that have been set up
         for hook in (f"{stage}_dataloader" for stage in STAGES if getattr(self, stage) is None):
             # Lightning is to see that it is undefined, unless a subclass defines it.
             if getattr(type(self), hook) is getattr(StocacheDataModule, hook):
@@ -145,6 +138,7 @@ class StocacheDataModule(LightningDataModule):
         if self.batch_transform is not None or self.eval_batch_transform is not None:
             # Only then, and on the object: a hook of the DataModule hides that of the user's LightningModule.
             self.on_after_batch_transfer = self._transform_batch  # type: ignore[method-assign]
+        self.caches = DataHooks(self, options, self._at_hand).caches
 
     @property
     def hparams_initial(self) -> Any:
@@ -161,47 +155,42 @@ class StocacheDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Call `prepare`, once per node. Lightning keeps the other ranks waiting meanwhile."""
-        check_sweep(self.trainer)  # before anything is prepared that no job will use
         if self.prepare is not None:
             self.prepare()
 
     def setup(self, stage: str) -> None:
         """Make the datasets of a Trainer call and open their caches. Collective over the ranks."""
-        begin_call(self.trainer)
-        stages = [name for name in _STAGES_OF_CALL[stage] if getattr(self, name) is not None]
-        for name in stages:
-            if name not in self._datasets:
-                self._datasets[name] = made(name, getattr(self, name))
-            share_pools(self._datasets[name])
-        getters = {name: partial(self._loaders_of, name) for name in self._datasets}
-        self._call_loaders = CallLoaders(self.caches, getters, self.trainer)
-        self._call_loaders.open({name: self._loaders_of(name) for name in stages})
+        for name in _STAGES_OF_CALL[stage]:
+            if (given := getattr(self, name)) is not None:
+                if name not in self._datasets:
+                    self._datasets[name] = _made(name, given)
+                share_pools(self._datasets[name])
+                self._ready.add(name)
+
+    def _at_hand(self, stage: str) -> dict[str, Any]:
+        return {name: self._loaders(name) for name in _STAGES_OF_CALL[stage] if name in self._ready}
 
     def train_dataloader(self) -> Any:
         """The training loader, shuffled unless `loader` says otherwise."""
-        return self._cached("train")[0]
+        return self._loaders("train")[0]
 
     def val_dataloader(self) -> Any:
         """One loader per set."""
-        return self._cached("val")
+        return self._loaders("val")
 
     def test_dataloader(self) -> Any:
         """One loader per test set."""
-        return self._cached("test")
+        return self._loaders("test")
 
     def predict_dataloader(self) -> Any:
         """One loader per set to predict on."""
-        return self._cached("predict")
+        return self._loaders("predict")
 
-    def _cached(self, stage: str) -> Any:
-        """The loaders of a stage, around cached datasets."""
-        if self._call_loaders is None or stage not in self._call_loaders:
+    def _loaders(self, stage: str) -> list[DataLoader[Any]]:
+        """Loaders as anybody would make them: they serve the datasets of a stage uncached."""
+        if stage not in self._ready:
             call = next(call for call, stages in _STAGES_OF_CALL.items() if stage in stages)
             raise RuntimeError(f"the {stage} loader needs open caches: call setup({call!r}) first")
-        return self._call_loaders(stage)
-
-    def _loaders_of(self, stage: str) -> list[DataLoader[Any]]:
-        """Loaders as anybody would make them: they serve the datasets of a stage uncached."""
         transform = self.transform if stage == "train" else self.eval_transform
         loaders: list[DataLoader[Any]] = []
         for source in self._datasets[stage]:
@@ -246,17 +235,12 @@ class StocacheDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Close the caches of the call, unless they are kept."""
-        self._end_call()
+        if not self.caches.options.keep_cache:
+            self._release()
 
     def on_exception(self, exception: BaseException) -> None:
         """Close the caches of the call, unless they are kept; Lightning skips `teardown` after an exception."""
-        self._end_call()
-
-    def _end_call(self) -> None:
-        if not self.caches.options.keep_cache:
-            self._close_pools()
-            self._call_loaders = None
-        self.caches.end_call()
+        self.teardown("")
 
     def cache_state(self) -> list[dict[str, Any]]:
         """What is held on this node now, one entry for each dataset, as plain values; see `CallCaches.state`."""
@@ -265,17 +249,14 @@ class StocacheDataModule(LightningDataModule):
     def close(self) -> None:
         """Close all caches, kept ones too."""
         self.caches.close()
-        self._close_pools()
-        self._call_loaders = None
+        self._release()
         self._datasets.clear()
 
-    def _close_pools(self) -> None:
+    def _release(self) -> None:
+        self._ready.clear()
         for dataset in (dataset for datasets in self._datasets.values() for dataset in datasets):
             if isinstance(dataset, RollingCache):
                 dataset.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_call_loaders": None}
 
 
 @with_options
@@ -332,9 +313,7 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
         raise TypeError(f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}")
     if isinstance(getattr(datamodule, "caches", None), CallCaches):
         raise TypeError(f"datamodule must not be cached yet, got a {type(datamodule).__name__} that is")
-    caches = CallCaches(CacheOptions.among(locals()))
-    datamodule.caches = caches  # type: ignore[attr-defined]
-    CachedHooks(datamodule, caches).install()
+    DataHooks(datamodule, CacheOptions.among(locals()))
     return datamodule
 
 
@@ -342,58 +321,28 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
 cache_datamodule.__annotations__.update({"datamodule": LightningDataModule, "return": LightningDataModule})
 
 
-class CachedHooks:
-    """What `cache_datamodule` puts on a DataModule: its loader hooks with cached datasets, and a call's two ends.
+def _made(stage: str, sources: Source | Sequence[Source]) -> list[Dataset[Any]]:
+    """The datasets of a stage; functions are called. A list of samples is one dataset.
 
-    Args:
-        datamodule: the user's object; `install` changes its hooks.
-        caches: where the datasets of its loaders are opened.
+    Raises:
+        TypeError: one of them is no dataset, or there are several to train on.
+
+    Example:
+        >>> samples = [(0.5, 1), (0.25, 0)]
+        >>> _made("val", samples) == [samples], _made("val", [lambda: samples, lambda: samples]) == [samples] * 2
+        (True, True)
     """
-
-    def __init__(self, datamodule: Any, caches: CallCaches) -> None:
-        self.datamodule, self.caches = datamodule, caches
-        self._loaders: CallLoaders | None = None
-        kind, on_object = type(datamodule), vars(datamodule)  # the latter by from_datasets
-        base = next(parent for parent in kind.__mro__ if parent.__name__ == "LightningDataModule")
-        hooks = {stage: f"{stage}_dataloader" for stage in STAGES}
-        # Bound methods would be pickled by their names, under which a copy finds these hooks.
-        self._users = {
-            name: on_object.get(name, partial(getattr(kind, name), datamodule))
-            for name in (*hooks.values(), "setup", "teardown", "on_exception")
-        }
-        self._getters = {
-            stage: self._users[name]
-            for stage, name in hooks.items()
-            if name in on_object or getattr(kind, name) is not getattr(base, name)
-        }
-
-    def install(self) -> None:
-        """Put the hooks on the object."""
-        for stage in self._getters:
-            setattr(self.datamodule, f"{stage}_dataloader", partial(self.loaders, stage))
-        self.datamodule.setup = self.setup
-        for hook in ("teardown", "on_exception"):
-            setattr(self.datamodule, hook, partial(self.end_call, hook))
-
-    def setup(self, *args: Any, **kwargs: Any) -> None:
-        """The user's own `setup`, at the beginning of a call."""
-        self._loaders = None
-        begin_call(getattr(self.datamodule, "trainer", None))
-        self._users["setup"](*args, **kwargs)
-
-    def loaders(self, stage: str) -> Any:
-        """The user's loaders of a stage, with cached datasets."""
-        if self._loaders is None:
-            self._loaders = CallLoaders(self.caches, self._getters, getattr(self.datamodule, "trainer", None))
-        return self._loaders(stage)
-
-    def end_call(self, hook: str, *args: Any, **kwargs: Any) -> None:
-        """The user's own hook, then the end of the call."""
-        try:
-            self._users[hook](*args, **kwargs)
-        finally:
-            self._loaders = None
-            self.caches.end_call()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_loaders": None}
+    given: list[Any] = [sources]
+    if isinstance(sources, list | tuple) and sources and all(isinstance(s, Dataset) or callable(s) for s in sources):
+        given = list(sources)
+    if stage == "train" and len(given) > 1:
+        raise TypeError(f"train must be one dataset, got {len(given)}: join them with torch's ConcatDataset")
+    datasets = [source() if callable(source) and not hasattr(source, "__getitem__") else source for source in given]
+    for dataset in datasets:
+        sized = hasattr(dataset, "__len__") and not isinstance(dataset, str | bytes)
+        if not sized and not isinstance(dataset, IterableDataset):
+            raise TypeError(
+                f"{stage} must be a dataset with __getitem__ and __len__, an IterableDataset, or a function that makes "
+                f"one, got {dataset!r}"
+            )
+    return datasets

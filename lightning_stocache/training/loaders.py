@@ -1,12 +1,12 @@
-"""The Trainer's loaders: have one read another dataset, wherever it stands. `loader_tree` walks them.
+"""Copies of the user's loaders around other datasets, in whatever nesting they stand.
 
-Users hand Lightning a loader, or any nesting of dicts, lists and tuples of them, or a CombinedLoader. `rewrap` keeps
-that nesting and its types.
+Users hand Lightning a loader, or dicts, lists and tuples of them, or a CombinedLoader. `rewrap` keeps that nesting and
+its types.
 
-A loader that reads another dataset is a copy, attribute by attribute, which no constructor has seen: constructors draw
-random numbers (MONAI's), take arguments away (torch_geometric's `collate_fn`) or keep none of them. Sampler, generator
-and whatever a user has set are the same objects. Lightning itself re-creates loaders, to inject a sampler, from the
-arguments that it has caught in a loader hook, so the dataset is replaced among those, too.
+A copy is made attribute by attribute, without a constructor: constructors draw random numbers (MONAI's), take arguments
+away (torch_geometric's `collate_fn`) or keep none of them. Sampler, generator and the user's own attributes are the
+same objects. Lightning itself makes loaders anew, to inject a sampler, from the arguments that it has caught in a
+loader hook, so the copy has the new dataset among those, too.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = [
 
 
 class TrainerLoader(CachedLoader):
-    """A CachedLoader of a door, which keeps its position itself (`resume`), and hands it on to a loader made anew.
+    """A CachedLoader of a door. Its position is kept by `resume`, and goes to a loader that is made anew.
 
-    Lightning is to see no state: it would store one in the checkpoint, and refuse that wherever another number of
-    loaders has one, as without the cache.
+    Lightning must see no state: it would store one in the checkpoint, and refuse to load it into another number of
+    loaders.
     """
 
     state_dict = None  # type: ignore[assignment]  # None: not there, as Python's protocols have it
@@ -56,7 +56,7 @@ class TrainerLoader(CachedLoader):
 
 
 class TransformedSet(Dataset[Any]):
-    """A map-style dataset with a transform per sample; what caches `source` applies `transform` after the cache."""
+    """A map-style dataset with a transform per sample; its cache holds `source`, and `transform` runs after it."""
 
     def __init__(self, source: Any, transform: Callable[[Any], Any]) -> None:
         self.source, self.transform = source, transform
@@ -100,20 +100,19 @@ def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> 
         renewed = copy.copy(loaders)  # an OrderedDict stays one
         renewed.update({name: rewrap(inner, wrap) for name, inner in loaders.items()})
         return renewed
-    if isinstance(loaders, tuple) and hasattr(loaders, "_fields"):
-        return type(loaders)(*(rewrap(inner, wrap) for inner in loaders))
     if isinstance(loaders, list | tuple):
-        return type(loaders)([rewrap(inner, wrap) for inner in loaders])
+        inside = [rewrap(inner, wrap) for inner in loaders]
+        return type(loaders)(*inside) if hasattr(loaders, "_fields") else type(loaders)(inside)
     return loaders
 
 
 def running_loaders(trainer: Any, stage: str) -> Any:
-    """The loaders of a running stage, as its user gave them to the Trainer."""
+    """The loaders of a running stage, nested as the user gave them to the Trainer."""
     return getattr(trainer, "train_dataloader" if stage == "train" else f"{stage}_dataloaders")
 
 
 def running_datasets(trainer: Any, stage: str) -> list[Cached]:
-    """The cached datasets and streams that the loaders of a running stage read."""
+    """The cached datasets and streams of a running stage's loaders."""
     return cached_in_leaves(running_loaders(trainer, stage))
 
 
@@ -141,11 +140,13 @@ def with_dataset(
 ) -> DataLoader[Any]:
     """A copy of a loader that reads another dataset of the same length; a DataLoader's copy is a CachedLoader.
 
-    With a `sampler`, which needs a loader with `batch_size`, it draws from that, not from the loader's own.
+    With a `sampler`, which needs a loader with `batch_size`, the copy draws from that.
     """
     renewed: DataLoader[Any] = object.__new__(TrainerLoader if type(loader) is DataLoader else type(loader))
-    state = {name: _bound_to(renewed, loader, value) for name, value in vars(loader).items()}
-    state |= {"dataset": dataset, "_iterator": None}
+    state = dict(vars(loader)) | {"dataset": dataset, "_iterator": None}
+    for name, value in state.items():
+        if inspect.ismethod(value) and value.__self__ is loader:  # `collate_fn=self.collate`
+            state[name] = MethodType(value.__func__, renewed)
     if ARGS in state:
         state |= _replaced_arguments(loader, dataset)
     if isinstance(renewed, TrainerLoader):
@@ -159,11 +160,6 @@ def with_dataset(
     # Past DataLoader's __setattr__, which refuses a dataset, and Lightning's, which notes it.
     vars(renewed).update(state)
     return renewed
-
-
-def _bound_to(renewed: DataLoader[Any], loader: DataLoader[Any], value: Any) -> Any:
-    """A method of the loader's that it keeps as an attribute (`collate_fn=self.collate`) becomes the copy's."""
-    return MethodType(value.__func__, renewed) if inspect.ismethod(value) and value.__self__ is loader else value
 
 
 def _replaced_arguments(loader: DataLoader[Any], dataset: Dataset[Any]) -> dict[str, Any]:

@@ -217,8 +217,8 @@ class CacheMonitor(Callback):
         self._tallies, self._live_step = Tallies(), -1
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Forget the caches of the call; Lightning skips `teardown` after an exception."""
-        self._tallies, self._live_step = Tallies(), -1
+        """End the call: Lightning skips `teardown` after an exception."""
+        self.teardown(trainer, pl_module, "")
 
     def _seconds(self, trainer: Trainer) -> Seconds:
         """What this rank's training has waited, computed and looped in the epoch so far."""

@@ -1,39 +1,40 @@
-"""What a user may give to the doors of Lightning: options of the caches, and the data of a stage.
+"""The options of the caches that every door of Lightning takes.
 
-They are described in `CacheOptions`. A door's docstring has one line for them, in place of which `with_options` puts
-the descriptions, for `help` and for LightningCLI's `--help`. The signatures repeat them: of `**options: Unpack[...]`
-LightningCLI's `--print_config` and the configs that it saves have neither the options nor their defaults.
+`CacheOptions` describes them. A door's docstring has one line for them, which `with_options` replaces by the
+descriptions, for `help` and for LightningCLI's `--help`. The signatures repeat them: with `**options: Unpack[...]`
+LightningCLI's `--print_config` would show neither the options nor their defaults.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import CacheRequest, Form, LoaderSettings, check_choice, check_flag
 
-__all__ = ["STAGES", "CacheOptions", "Source", "is_plain", "made", "with_options"]
+__all__ = ["STAGES", "CacheOptions", "Source", "with_options"]
 
 Door = TypeVar("Door")
-
 
 if TYPE_CHECKING:
     Source: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
 else:
     # Of a class with a parameter, jsonargparse makes the class itself: LightningCLI's --data.train=my.Photos would be a
-    # bare Dataset.
+    # bare Dataset. Nor may this stand beside the class: jsonargparse reads its module's TYPE_CHECKING.
     Source = Dataset | Callable[[], Dataset]
 
 STAGES = ("train", "val", "test", "predict")
+
+_OF_REQUEST = ("allow_random", "fingerprint", "strict", "store", "prefill", "dir")
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,8 @@ class CacheOptions:
         keep_cache: keep the caches when the Trainer call ends, for the next call with the same door and datasets, until
             they are closed: by `close` of the door, or `datamodule.caches.close()`. Where there is no memory for all of
             a dataset, its cache is for what is drawn now, and goes when a later call draws something else.
-        sampling: how what a training loader's sampler gives is dealt to several nodes: "locality" (samples go to nodes
-            that have them), "global" or "sticky"; see `LocalitySampler`.
+        sampling: how the indices of a training loader are dealt to several nodes: "locality" (samples go to nodes that
+            have them), "global" or "sticky"; see `LocalitySampler`.
         name: under which the caches stay in memory when the job ends, so that the next one starts warm, and which jobs
             that run at the same time share. That of the n-th dataset of a stage is `<name>-<stage><n>`. They lie in
             /dev/shm until `python -m lightning_stocache clean NAME`.
@@ -69,7 +70,7 @@ class CacheOptions:
             them.
 
     Raises:
-        ValueError: an option that is none of these, or (`among`) a key `cache.<option>` of a Hydra app is none.
+        ValueError: an option has no such value, or (`among`) `cache.<option>` of a Hydra app is no option.
     """
 
     budget: int | float | str = "auto"
@@ -96,51 +97,47 @@ class CacheOptions:
         check_flag("streams", self.streams)
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
-        self.request(cast(Any, None), LoaderSettings(1, 0), self.name or "", None)  # it refuses what else is wrong
+        self.request(cast(Any, None), LoaderSettings(1, 0), self.name or "", None)  # it checks the other options
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Self:
-        """The options that are among the arguments of a door, which may have others."""
-        _check_overrides({option.name for option in fields(cls) if option.init})
-        return cls(**{option.name: arguments[option.name] for option in fields(cls) if option.init})
+        """The options among the arguments of a door, which may have others."""
+        names = [option.name for option in fields(cls) if option.init]
+        _check_overrides(names)
+        return cls(**{name: arguments[name] for name in names})
 
     def plain(self) -> dict[str, Any]:
         """The options as they were given, as plain values by name."""
         given = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
         return given | {"stage_budgets": None if self.stage_budgets is None else dict(self.stage_budgets)}
 
-    def is_for_all(self, stage: str) -> bool:
-        """Whether a stage's cache is for the whole of its datasets, whatever is drawn of them now."""
-        budget = self.budgets[self.pot(stage)]
-        part = budget.unit == "% of dataset" and budget.amount < 100
-        return self.name is not None or (self.keep_cache and part)
-
     def pot(self, stage: str) -> str:
         """The pot that a stage's datasets draw on."""
         return stage if stage in self.budgets else ""
 
+    def is_off(self, stage: str) -> bool:
+        """Whether the budget of a stage is 0."""
+        return self.budgets[self.pot(stage)].off
+
+    def is_for_all(self, stage: str) -> bool:
+        """Whether the caches of a stage hold any index of their datasets, whatever this call draws."""
+        budget = self.budgets[self.pot(stage)]
+        part = budget.unit == "% of dataset" and budget.amount < 100
+        return self.name is not None or (self.keep_cache and part)
+
     def request(self, source: Dataset[Any], reader: LoaderSettings, name: str, domain: Domain | None) -> CacheRequest:
-        """What is asked for a dataset that a loader of a stage reads; `name`: of its cache, where that is to stay."""
+        """The request for the cache of a dataset; `name` is the cache's, where it outlives the job."""
         pot = self.pot(reader.stage)
         return CacheRequest(
             source,
             pot,
             self.budgets[pot],
-            allow_random=self.allow_random,
             reader=reader,
             name=None if self.name is None else name,
-            fingerprint=self.fingerprint,
-            strict=self.strict,
-            store=self.store,
-            prefill=self.prefill,
-            dir=self.dir,
             domain=domain,
             whole_if_room=self.keep_cache,
+            **{option: getattr(self, option) for option in _OF_REQUEST},
         )
-
-    def is_off(self, stage: str) -> bool:
-        """Whether the budget of a stage is 0."""
-        return self.budgets[self.pot(stage)].off
 
 
 def _check_overrides(known: Collection[str]) -> None:
@@ -152,25 +149,12 @@ def _check_overrides(known: Collection[str]) -> None:
     hydra: Any = sys.modules.get("hydra.core.hydra_config")  # never imported: then this is no job of Hydra's
     if hydra is None or not hydra.HydraConfig.initialized():
         return
-    keys = (override.lstrip("+~").partition("=")[0].split(".") for override in hydra.HydraConfig.get().overrides.task)
-    for option in (key[1] for key in keys if key[0] == "cache" and len(key) > 1):
-        if option not in known:
+    for override in hydra.HydraConfig.get().overrides.task:
+        group, _, option = override.lstrip("+~").partition("=")[0].partition(".")
+        option = option.partition(".")[0]
+        if group == "cache" and option and option not in known:
             meant = "".join(f"; did you mean cache.{name}?" for name in get_close_matches(option, known, n=1, cutoff=0))
             raise ValueError(f"cache.{option} is no option of the cache{meant}")
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a string, a boolean, None, or a list or dict of such: what a checkpoint may hold.
-
-    Example:
-        >>> is_plain({"a": [1, "b", None]}), is_plain(len)
-        (True, False)
-    """
-    if isinstance(value, Mapping):
-        return type(value) is dict and all(map(is_plain, (*value, *value.values())))
-    if isinstance(value, list | tuple):
-        return all(map(is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
 
 
 def with_options(door: Door) -> Door:
@@ -179,34 +163,3 @@ def with_options(door: Door) -> Door:
     line = "    options: those of `CacheOptions`, each an argument."
     door.__doc__ = cleandoc(door.__doc__ or "").replace(line, described)
     return door
-
-
-def made(stage: str, sources: Source | Sequence[Source]) -> list[Dataset[Any]]:
-    """The datasets of a stage; functions are called.
-
-    Args:
-        stage: of which `train` has one dataset alone.
-        sources: what was given. A list of samples is a dataset, not a list of datasets.
-
-    Raises:
-        TypeError: one of them is no dataset, or there are several to train on.
-
-    Example:
-        >>> samples = [(0.5, 1), (0.25, 0)]
-        >>> made("val", samples) == [samples], made("val", [lambda: samples, lambda: samples]) == [samples] * 2
-        (True, True)
-    """
-    given: list[Any] = [sources]
-    if isinstance(sources, list | tuple) and sources and all(isinstance(s, Dataset) or callable(s) for s in sources):
-        given = list(sources)
-    if stage == "train" and len(given) > 1:
-        raise TypeError(f"train must be one dataset, got {len(given)}: join them with torch's ConcatDataset")
-    datasets = [source() if callable(source) and not hasattr(source, "__getitem__") else source for source in given]
-    for dataset in datasets:
-        sized = hasattr(dataset, "__len__") and not isinstance(dataset, str | bytes)
-        if not sized and not isinstance(dataset, IterableDataset):
-            raise TypeError(
-                f"{stage} must be a dataset with __getitem__ and __len__, an IterableDataset, or a function that makes "
-                f"one, got {dataset!r}"
-            )
-    return datasets

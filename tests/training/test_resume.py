@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import signal
 import warnings
 from collections.abc import Iterator
@@ -226,12 +227,12 @@ def saved_after_eight(tmp_path: Path, name: str) -> tuple[Path, dict[Any, Any]]:
 
 
 @pytest.mark.parametrize(("name", "batch_size"), [("own", 3), ("own", 8), ("datamodule", 2), ("callback", 5)])
-def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, name, batch_size):
+def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, caplog, name, batch_size):
     """With another batch size there is a warning, every sample of the epoch comes once, and the next epoch is whole."""
     checkpoint, whole = saved_after_eight(tmp_path, name)
     data, more = door(name, batch_size=batch_size)
-    with pytest.warns(UserWarning, match=f"batch size has changed from 4 to {batch_size}: .* after the same samples"):
-        seen = fit(tmp_path, data, Model(), *more, ckpt=checkpoint)
+    seen = fit(tmp_path, data, Model(), *more, ckpt=checkpoint)
+    assert re.search(f"batch size has changed from 4 to {batch_size}: .* after the same samples", caplog.text)
     assert epoch(seen, 1) == epoch(whole, 1)[8:]
     assert sorted(epoch(seen, 2)) == list(range(SAMPLES))
 
@@ -240,14 +241,14 @@ def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, name, batch
     "state",
     [{"sampler": [1, 2]}, {"epoch": 1, "loaders": "2"}, {"epoch": 1, "loaders": [{"version": 9, "batches": 2}]}],
 )
-def test_a_foreign_state_is_no_error(tmp_path, state):
+def test_a_foreign_state_is_no_error(tmp_path, caplog, state):
     """A checkpoint whose state is of another kind is trained from, with a warning."""
     path, _ = saved_after_eight(tmp_path, "own")
     checkpoint = torch.load(path, weights_only=False)
     checkpoint["callbacks"]["lightning_stocache"] = state
     torch.save(checkpoint, path)
-    with pytest.warns(UserWarning, match="does not say where in an epoch"):
-        assert fit(tmp_path, ours(), Model(), ckpt=path)
+    assert fit(tmp_path, ours(), Model(), ckpt=path)
+    assert "does not say where in an epoch" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["datamodule", "callback"])
@@ -275,11 +276,11 @@ def test_doors_understand_each_other(tmp_path, begun, other):
     assert seen == {at: batch for at, batch in whole.items() if 6 * at[0] + at[1] >= 8}
 
 
-def test_an_order_of_another_kind_is_said(tmp_path):
+def test_an_order_of_another_kind_is_said(tmp_path, caplog):
     """Where the order of now does not follow from what the checkpoint says, a warning says so."""
     checkpoint, _ = saved_after_eight(tmp_path, "callback")
-    with pytest.warns(UserWarning, match="the sampler is of another kind: .* in another order"):
-        assert fit(tmp_path, ours(), Model(), ckpt=checkpoint)
+    assert fit(tmp_path, ours(), Model(), ckpt=checkpoint)
+    assert re.search("the sampler is of another kind: .* in another order", caplog.text)
 
 
 def test_the_next_fit_begins_anew(tmp_path):

@@ -1,67 +1,29 @@
-"""Sweeps: trials of one process and of several, by Hydra and by Optuna, and Lightning's Tuner.
-
-A Hydra sweep under ddp is refused in every door, for any app.
-"""
+"""Sweeps: trials of one process and of several, by Hydra and by Optuna, and Lightning's Tuner."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import hydra
 import pytest
 import torch
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from lightning.pytorch import Callback, LightningDataModule, seed_everything
 from lightning.pytorch.tuner import Tuner
-from omegaconf import OmegaConf
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.node.named import clean
-from lightning_stocache.training.obstacles import check_sweep
 from tests import names
 from tests.sources import CountedSource
 from tests.training.sweep_job import SAMPLES, main
 from tests.training.tiny import Model, make_trainer, plain_loader, source
 
 ROOT = Path(__file__).parents[2]
-
-
-class _SubprocessScriptLauncher:
-    """Of the name by which Lightning's is known."""
-
-
-@pytest.mark.parametrize(
-    ("mode", "launcher", "devices"),
-    [
-        ("MULTIRUN", _SubprocessScriptLauncher(), 2),
-        (None, _SubprocessScriptLauncher(), 2),
-        ("RUN", _SubprocessScriptLauncher(), 2),
-        ("MULTIRUN", None, 2),
-        ("MULTIRUN", _SubprocessScriptLauncher(), 1),
-    ],
-)
-def test_only_a_sweep_of_ranks_that_sweep_is_refused(
-    monkeypatch: pytest.MonkeyPatch, mode: str | None, launcher: Any, devices: int
-) -> None:
-    """The error says why, and what to use instead. Outside of Hydra, in a single job, with ranks that are not started
-    anew, on one device and without a Trainer all goes on."""
-    config = None if mode is None else OmegaConf.create({"hydra": {"mode": RunMode[mode]}})
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", config)
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher), num_devices=devices)
-    refused = mode == "MULTIRUN" and launcher is not None and devices > 1
-    why = r"a sweep \(-m\) on 2 devices(.|\n)*ddp_spawn"
-    with pytest.raises(ValueError, match=why) if refused else contextlib.nullcontext():
-        check_sweep(trainer)
-    check_sweep(None)
 
 
 # --- Hydra
