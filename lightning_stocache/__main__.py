@@ -59,20 +59,16 @@ def plan(parser: argparse.ArgumentParser) -> Action:
     parser.add_argument("--batch-sizes", type=_numbers, default=[], metavar="N,N,..", help="and these batch sizes")
     threads = "threads of torch, if not those that the app beside your configs sets (torch.set_num_threads)"
     parser.add_argument("--threads", type=int, metavar="N", help=threads)
-    parser.add_argument("--json", action="store_true", help="plain values instead of the table")
     drawn = "seconds per epoch over the budget, and the curves, as a picture; by default plan.png"
     _add_png(parser, Path("plan.png"), drawn)
 
     def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.plan import as_json, as_text, curves_as_text, save
+        from lightning_stocache.insight.plan import as_text, curves_as_text, save
 
         with _refusing(parser, Exception):  # configs, data and model are the user's, and may raise anything
             with _measuring() as folder:
                 plan, curves = _planned(arguments, folder)
-            if arguments.json:
-                _say(as_json(plan, curves))
-            else:  # the last line stays the plan's, for the config
-                _say(("" if curves is None else curves_as_text(curves) + "\n\n") + as_text(plan))
+            _say(("" if curves is None else curves_as_text(curves) + "\n\n") + as_text(plan))
             if arguments.png is not None:
                 save(plan, arguments.png, curves)
                 sys.stderr.write(f"{arguments.png}\n")

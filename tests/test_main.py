@@ -1,7 +1,6 @@
 """The command line: what it costs, what it writes, and what it says of input that is no good."""
 
 import io
-import json
 import logging
 import os
 import subprocess
@@ -184,20 +183,19 @@ def test_plan_of_data_alone(configs, capsys, monkeypatch):
     assert err == ""
 
 
-def test_plan_with_a_model_as_json_and_picture(configs, tmp_path, capsys):
-    """Overrides may stand between options; JSON has the rows, and the picture is written."""
+def test_plan_with_a_model_and_a_picture(configs, tmp_path, capsys):
+    """Overrides may stand between options; the table has the step, and the picture is written."""
     png = tmp_path / "plan.png"
-    overrides = ["data=squares", "--json", "model=line", "--png", str(png), "++trainer.accelerator=cpu"]
+    overrides = ["data=squares", "--threads", "1", "model=line", "--png", str(png), "++trainer.accelerator=cpu"]
     main(["plan", "--config-dir", configs, *overrides, "data.train.length=32"])
-    values = json.loads(capsys.readouterr().out)
-    assert {0, 8, 16, 24, 32} <= {row["samples"] for row in values["rows"]}
-    assert values["step"]["seconds"]["low"] > 0
-    assert all(row["later_epoch"]["low"] > 0 for row in values["rows"])
+    out = capsys.readouterr().out
+    assert out.startswith("32 samples of 40 B")
+    assert {"step", "0%", "25%", "50%", "75%", "100%"} <= {line.partition(" ")[0] for line in out.splitlines()}
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_plan_with_curves(configs, tmp_path, capsys, monkeypatch):
-    """Numbers of workers and batch sizes are measured besides; the tables, JSON and the picture have them."""
+    """Numbers of workers and batch sizes are measured besides; the tables and the picture have them."""
     quick = partial(measurement.measure_curves, seconds=0.2, limit=1e9)
     monkeypatch.setattr(measurement, "measure_curves", quick)
     png = tmp_path / "plan.png"
@@ -208,13 +206,6 @@ def test_plan_with_curves(configs, tmp_path, capsys, monkeypatch):
     assert out.splitlines()[-1].startswith("cache.budget=")
     assert err.count("batches from the cache: ") == 9
     assert png.read_bytes().startswith(b"\x89PNG")
-    main(["plan", "--config-dir", configs, *overrides, "--json", "--batch-sizes=2,8"])
-    lines = json.loads(capsys.readouterr().out)["curves"]["lines"]["batch_size"]
-    assert {source: [number for number, _ in line] for source, line in lines.items()} == {
-        "source": [2, 8],
-        "cache": [2, 8],
-    }
-    assert all(min(rates["values"]) > 0 for line in lines.values() for _, rates in line)
 
 
 @pytest.mark.parametrize(
@@ -245,10 +236,10 @@ def test_numbers_of_workers_have_commas(capsys):
 
 def test_plan_with_a_primary_config_of_the_users(configs, capsys):
     """--config-name takes the user's own app: its choices, its trainer, its two nodes."""
-    main(["plan", "--config-dir", configs, "--config-name", "mine", "--json"])
-    values = json.loads(capsys.readouterr().out)
-    assert values["job"]["nodes"] == 2
-    assert values["step"] is None
+    main(["plan", "--config-dir", configs, "--config-name", "mine"])
+    out = capsys.readouterr().out
+    assert "2 nodes x 1 rank" in out
+    assert "no model was given" in out
 
 
 @pytest.mark.parametrize(

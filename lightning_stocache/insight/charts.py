@@ -1,8 +1,7 @@
 """Charts by matplotlib: lines over numbers and stacked bars, as SVG for a page or several in one PNG.
 
-Rates have a fixed axis from 0 to 100 %: on an axis that follows the data, 0.698 and 0.700 look like nothing and
-everything. Names stand at the ends of the lines and beside the last bar, in their colours, which are those of Okabe and
-Ito, darkened until they can be read as text. pyplot is not used: no window, no display, no global state.
+Rates have a fixed axis from 0 to 100 %. Names stand at the ends of the lines and beside the last bar, in their colours:
+those of Okabe and Ito, darkened until they can be read as text. pyplot is not used: no window, no global state.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Chart(NamedTuple):
     """A drawing, with what stands above it."""
 
     title: str
-    caption: str  # a sentence or two on how to read it
+    caption: str
     draw: Callable[[Axes], bool]  # false if there is nothing to draw
     nothing: str = ""  # what to say then
 
@@ -74,14 +73,19 @@ def draw_lines(axes: Axes, lines: Sequence[Line], unit: Unit, x: str = "epoch") 
     lines = [line for line in lines if line.points]
     if not lines:
         return False
-    tops = [y for line in lines for _, y in (*line.points, *line.ranges)]
-    end = _scale(axes, max(tops), unit)
+    end = _scale(axes, max(y for line in lines for _, y in (*line.points, *line.ranges)), unit)
     names = []
     for line in lines[::-1]:  # the first ones lie above
         xs, ys = [x for x, _ in line.points], [min(max(y, 0.0), end) for _, y in line.points]
-        errors = [(y - low, high - y) for y, (low, high) in zip(ys, line.ranges, strict=True)] if line.ranges else None
+        errors = [(y - low, high - y) for y, (low, high) in zip(ys, line.ranges, strict=False)]
         axes.errorbar(
-            xs, ys, errors and np.transpose(errors), fmt=line.style, color=line.colour, capsize=3, clip_on=False
+            xs,
+            ys,
+            np.transpose(errors) if errors else None,
+            fmt=line.style,
+            color=line.colour,
+            capsize=3,
+            clip_on=False,
         )
         names.append((ys[-1] / end, f"{write(line.points[-1][1], unit)} {line.name}", line.colour))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
@@ -110,9 +114,8 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str], unit:
         name = group if len(bars) <= _FEW else f"{group}\n{shares[members[-1]]}"
         middle = (places[members[0]] + places[members[-1]]) / 2
         _write(axes, name, (middle, 1), (0, 12), xycoords=axes.get_xaxis_transform(), ha="center")
-    if len(bars) <= _FEW:
-        for share, place, top in zip(shares, places, tops, strict=True):
-            _write(axes, share, (place, top), (0, 2), ha="center", fontweight="bold")
+    for share, place, top in zip(shares, places, tops, strict=True) if len(bars) <= _FEW else ():
+        _write(axes, share, (place, top), (0, 2), ha="center", fontweight="bold")
     every = math.ceil(len(bars) / 24)
     axes.set_xticks(places[::every], [bar.label for bar in bars[::every]])
     axes.set(xlabel=x, xlim=(-0.6, max(places[-1] + 0.6, 3.4)))
@@ -142,9 +145,8 @@ def save(charts: Sequence[Chart], table: Mapping[str, Sequence[str]], path: Path
         figure = Figure(figsize=(2 * _WIDTH + 0.6, sum(heights)), layout="constrained")
         halves: Any = figure.subfigures(2, 1, height_ratios=heights)
         _draw_table(halves[0].subplots(), table)
-        for chart, part in zip(
-            charts, halves[1].subfigures(rows, columns, squeeze=False, wspace=0.03, hspace=0.03).flat, strict=False
-        ):
+        parts = halves[1].subfigures(rows, columns, squeeze=False, wspace=0.03, hspace=0.03)
+        for chart, part in zip(charts, parts.flat, strict=False):
             part.text(0.02, 0.97, chart.title, va="top", fontsize=10, fontweight="bold")
             part.suptitle("\n\n" + fill(chart.caption, 85), x=0.02, ha="left", fontsize=7, color=_DIM)
             _draw(chart, part.subplots())
@@ -186,15 +188,13 @@ def _draw(chart: Chart, axes: Axes) -> None:
 def _draw_table(axes: Axes, columns: Mapping[str, Sequence[str]]) -> None:
     cells = [[shorten(cell, 40, placeholder="...") for cell in row] for row in zip(*columns.values(), strict=True)]
     head = [fill(name, 9) for name in columns]
-    lines = [[*heading.split("\n"), *column] for heading, *column in zip(head, *cells, strict=True)]
-    widths = [max(map(len, column)) for column in lines]
+    widths = [max(map(len, "\n".join(column).split("\n"))) for column in zip(head, *cells, strict=True)]
     axes.set_axis_off()
     drawn = axes.table(
         cells, None, "right", widths, colLabels=head, colLoc="right", bbox=Bbox.unit(), edges="horizontal"
     )
     drawn.auto_set_font_size(False)
     for (row, column), cell in drawn.get_celld().items():
-        cell.set(edgecolor=_RULE, fontsize=7)
-        cell.set_height(1 if row else 2)
+        cell.set(edgecolor=_RULE, fontsize=7, height=1 if row else 2)
         if row and not column and "run" in columns:
             cell.get_text().set(color=COLOURS[(row - 1) % len(COLOURS)], fontweight="bold")

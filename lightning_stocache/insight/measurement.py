@@ -1,10 +1,9 @@
 """The measurements of `plan`: seconds a sample that the loader takes uncached, with misses and with hits.
 
-The user's kind of loader, with its workers and its transport, runs over a few batches without a cache, over a few in
-which every sample is a miss that is stored, and over hits in a full cache. All that is measured takes turns in three
-rounds; the differences between rounds are the noise of the machine. A loader delivers in waves of one batch per worker.
-What counts begins after the first wave, when the workers are there. Samples of the source are new in each round as long
-as there are enough, so that a round does not find in the page cache what the round before has read.
+The user's kind of loader runs over a few batches without a cache, over a few in which every sample is a miss that is
+stored, and over hits in a full cache. They take turns in three rounds; the differences between rounds are the noise of
+the machine. A loader delivers in waves of one batch per worker; what counts begins after the first wave. Samples are
+new in each round as long as there are enough, so that no round finds in the page cache what another has read.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from traceback import clear_frames
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
 import torch
 from torch.utils.data import Dataset, Subset
@@ -37,7 +35,7 @@ from lightning_stocache.source.random_split import split
 
 __all__ = ["Curves", "Data", "Paces", "PlanError", "Spread", "Trial", "cached_bytes", "measure", "measure_curves"]
 
-_Kind: TypeAlias = Literal["uncached", "missed", "hit"]
+Kind: TypeAlias = Literal["uncached", "missed", "hit"]
 _LARGE = 256 * 2**20  # bytes of the cache that hits are measured in: more than the processor's caches hold
 _ROUNDS = 3
 _READING = 1.0  # seconds in which samples are read, at least one
@@ -48,37 +46,19 @@ class PlanError(Exception):
     """Nothing can be planned, and the message says why in one sentence."""
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Several measurements of one quantity.
+class Spread(NamedTuple):
+    """Several measurements of one quantity."""
 
-    Example:
-        >>> spread = Spread((3.0, 1.0, 2.0))
-        >>> spread.low, spread.median, spread.high, spread.deviation
-        (1.0, 2.0, 3.0, 1.0)
-    """
+    low: float
+    median: float
+    high: float
+    deviation: float = 0.0
 
-    values: tuple[float, ...]
-
-    @property
-    def low(self) -> float:
-        """The lowest value."""
-        return min(self.values)
-
-    @property
-    def median(self) -> float:
-        """The median."""
-        return statistics.median(self.values)
-
-    @property
-    def high(self) -> float:
-        """The highest value."""
-        return max(self.values)
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation; 0 for a single value."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """The spread of these measurements; of a single one the standard deviation is 0."""
+        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+        return cls(min(values), statistics.median(values), max(values), deviation)
 
 
 @dataclass(frozen=True)
@@ -95,7 +75,7 @@ class Data:
     mode: Mode = "locality"  # how samples are dealt to nodes
 
     def safe_bytes(self, codec: SampleCodec | None, ranks: int) -> int:
-        """The largest safe cache here, in /dev/shm or in a memfd, beside the batches of so many ranks."""
+        """The largest safe cache here, beside the batches of so many ranks."""
         reader = LoaderSettings(self.batch_size, self.num_workers, self.settings.get("prefetch_factor"))
         return largest_grant(codec, reader, ranks)[0]
 
@@ -109,7 +89,6 @@ class Paces:
     hit: Spread  # every sample comes from the cache
     codec: SampleCodec | None  # how a sample lies in the cache; None if it cannot be cached
     reason: str | None = None  # why it cannot be cached
-    disk_bytes: int = 0  # read from a disk for the samples of the uncached rounds
 
 
 @dataclass(frozen=True)
@@ -126,29 +105,22 @@ def measure(data: Data, *, ranks: int = 1, seconds: float = 3.0) -> Paces:
     Args:
         data: the training data, and how one rank loads it.
         ranks: of this node, beside whose batches the cache must fit.
-        seconds: that each pace may take, about; where a batch of a slow source takes longer, smaller ones are loaded.
+        seconds: that each pace may take, about; of a slow source smaller batches are loaded.
 
     Raises:
         PlanError: a dataset is empty, iterable-style or raises, or there is no memory for a sample.
-
-    Example:
-        >>> paces = measure(Data([torch.zeros(100)] * 64, batch_size=8), seconds=0.01)
-        >>> paces.codec.nbytes, paces.hit.low > 0
-        (400, True)
     """
     with Trial.of(data, ranks) as trial:
-        kinds: tuple[_Kind, ...] = ("uncached",) if trial.codec is None else ("uncached", "missed", "hit")
-        found: dict[_Kind, list[float]] = {kind: [] for kind in kinds}
-        each, disk = seconds / _ROUNDS, 0
-        small = int(each / max(trial.read_seconds, 1e-9)), len(trial.order) // (3 * max(data.num_workers, 1))
+        kinds: tuple[Kind, ...] = ("uncached",) if trial.full is None else ("uncached", "missed", "hit")
+        found: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+        quick = int(seconds / _ROUNDS / max(trial.read_seconds, 1e-9))
+        few = max(min(data.batch_size, quick, len(trial.order) // (3 * max(data.num_workers, 1))), 1)
         for _, kind in itertools.product(range(_ROUNDS), kinds):
-            before = _read_from_disk()
-            size = data.batch_size if kind == "hit" else max(min(data.batch_size, *small), 1)
-            found[kind].append(trial.pace(kind, size, data.num_workers, each))
-            disk += _read_from_disk() - before if kind == "uncached" else 0
-        spreads = {kind: Spread(tuple(values)) for kind, values in found.items()}
-        missed, hit = spreads.get("missed", spreads["uncached"]), spreads.get("hit", spreads["uncached"])
-        return Paces(spreads["uncached"], missed, hit, trial.codec, trial.reason, disk)
+            size = data.batch_size if kind == "hit" else few
+            found[kind].append(trial.pace(kind, size, data.num_workers, seconds / _ROUNDS))
+        uncached, *cached = map(Spread.of, found.values())
+        missed, hit = cached or (uncached, uncached)
+        return Paces(uncached, missed, hit, trial.codec, trial.reason)
 
 
 def measure_curves(
@@ -172,26 +144,19 @@ def measure_curves(
 
     Raises:
         PlanError: the dataset raises, or there is no memory for a sample.
-
-    Example:
-        >>> curves = measure_curves(Data([1.5] * 64, batch_size=8), batch_sizes=[4, 16], seconds=0.5)
-        >>> [number for number, _ in curves.lines["batch_size"]["cache"]]
-        [4, 16]
     """
-    asked = {"num_workers": sorted(set(workers)), "batch_size": sorted(set(batch_sizes))}
-    sizes = {(data.batch_size, number) for number in workers} | {(size, data.num_workers) for size in batch_sizes}
+    lines = {
+        "num_workers": [(number, data.batch_size, number) for number in sorted(set(workers))],
+        "batch_size": [(size, size, data.num_workers) for size in sorted(set(batch_sizes))],
+    }
     rates = dict[tuple[int, int, str], list[float]]()
     with Trial.of(data) as trial:
         left_out = [] if trial.full is not None else [f"Nothing can be cached: {trial.reason}"]
-        for size, number in sorted(sizes):
-            took = trial.read_seconds * size
-            if size > max(len(trial.order), data.batch_size):
-                left_out.append(f"There are no batches of {size}: the dataset has fewer samples.")
-                continue
-            if took <= limit / 16:
-                rates[size, number, "source"] = []
-            else:
+        for size, number in sorted({arm[1:] for line in lines.values() for arm in line}):
+            if (took := trial.read_seconds * size) > limit / 16:
                 left_out.append(f"Batches of {size} from the source take {took:.0f} s each: left out.")
+            else:
+                rates[size, number, "source"] = []
             if trial.full is not None:
                 rates[size, number, "cache"] = []
         begin, count = time.perf_counter(), _ROUNDS * len(rates)
@@ -203,13 +168,12 @@ def measure_curves(
             rates[size, number, whence].append(rate)
             arm = f"num_workers={number}, batch_size={size}, batches from the {whence}"
             progress(f"{done + 1} of {count}: {arm}: {rate:,.0f} samples/s")
-    lines: dict[str, dict[str, list[tuple[int, Spread]]]] = {"num_workers": {}, "batch_size": {}}
-    for name, numbers in asked.items():
-        for number, whence in itertools.product(numbers, ("source", "cache")):
-            arm_of = (data.batch_size, number) if name == "num_workers" else (number, data.num_workers)
-            if found := rates.get((*arm_of, whence)):
-                lines[name].setdefault(whence, []).append((number, Spread(tuple(found))))
-    return Curves(lines, left_out)
+    measured: dict[str, dict[str, list[tuple[int, Spread]]]] = {name: {} for name in lines}
+    for name, whence in itertools.product(lines, ("source", "cache")):
+        found = [(x, rates.get((size, number, whence))) for x, size, number in lines[name]]
+        if points := [(x, Spread.of(values)) for x, values in found if values]:
+            measured[name][whence] = points
+    return Curves(measured, left_out)
 
 
 class Trial:
@@ -236,8 +200,8 @@ class Trial:
             self.codec = choose_codec(indices, samples, cut=cut).codec if self.reason is None else None
         except (UnsupportedSampleError, SampleMismatchError) as error:
             self.reason = str(error)
-        length, generator = len(cast(Sized, data.source)), torch.Generator().manual_seed(0)
-        self.order: list[int] = torch.randperm(length, generator=generator).tolist()
+        generator = torch.Generator().manual_seed(0)
+        self.order: list[int] = torch.randperm(len(cast(Sized, data.source)), generator=generator).tolist()
         begin, read = time.perf_counter(), list[Any]()
         for index in self.order[: 2 * data.batch_size]:
             read.append(self.source[index])
@@ -249,7 +213,7 @@ class Trial:
 
     @classmethod
     @contextmanager
-    def of(cls, data: Data, ranks: int = 1) -> Iterator[Trial]:
+    def of(cls, data: Data, ranks: int = 1) -> Iterator[Self]:
         """A trial, whose cache is closed at the end; what the dataset raises is one sentence.
 
         Raises:
@@ -267,7 +231,7 @@ class Trial:
                 if trial.full is not None:
                     trial.full.close()
 
-    def pace(self, kind: _Kind, batch_size: int, num_workers: int, seconds: float) -> float:
+    def pace(self, kind: Kind, batch_size: int, num_workers: int, seconds: float) -> float:
         """Run a loader for so many seconds, and for two waves at least: seconds a sample after the first wave.
 
         Misses end with the dataset, whose samples would be hits then.
@@ -275,8 +239,8 @@ class Trial:
         moved = len(self.order) // (2 * _ROUNDS + 1)
         order = self.order = self.order[moved:] + self.order[:moved]
         if kind == "hit":
-            assert self.full is not None
-            dataset, order = self.full, torch.randperm(len(self.full)).tolist()
+            dataset = cast(CachedDataset, self.full)
+            order = torch.randperm(len(dataset)).tolist()
         else:
             budget = self.room if kind == "missed" else 0
             dataset = CachedDataset(self.source, budget, spec=self.codec, transform=self.transform)
@@ -309,9 +273,8 @@ class Trial:
         length = min(len(self.order), max(self.data.batch_size, _LARGE // slot_bytes), self.room // slot_bytes)
         repeated = Subset(cast(Any, samples), [number % len(samples) for number in range(length)])
         dataset = CachedDataset(repeated, spec=self.codec, transform=self.transform)
-        assert dataset.cache is not None
         for index in range(length):
-            dataset.cache.fill(index, repeated[index])
+            cast(Any, dataset.cache).fill(index, repeated[index])
         return dataset
 
 
@@ -364,11 +327,3 @@ def _reading(what: str) -> Iterator[None]:
 
 def _both(tail: Callable[[Any], Any], transform: Callable[[Any], Any], sample: Any) -> Any:
     return transform(tail(sample))
-
-
-def _read_from_disk() -> int:
-    """Bytes that this process and its workers that have ended fetched from disks; 0 where the system does not say."""
-    try:
-        return int(Path("/proc/self/io").read_text().partition("\nread_bytes:")[2].split()[0])
-    except (OSError, IndexError):
-        return 0

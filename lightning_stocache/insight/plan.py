@@ -5,24 +5,22 @@ The law is linear. Of the n samples of a rank the share h comes from the cache:
     loading = n * ((1 - h) * missed + h * hit)
 
 In epoch one h is 0; later it is the share of the samples that have a slot on some node. Without a cache a sample takes
-`uncached`. The training steps are added to that where the main process loads, and hide it where workers do, or where
-all samples are hits: then an epoch takes the longer of the two.
+`uncached`. The training steps are added where the main process loads. Where workers load, or all samples are hits, an
+epoch takes the longer of the two.
 
 Advice follows from ranges. A cache gains if it is faster with the lowest uncached pace and its own highest paces; it
-gains nothing if it is no faster the other way round. In between the ranges overlap: it cannot be told, and the advice
-is `auto`, which does no harm.
+gains nothing if it is no faster the other way round. In between it cannot be told, and the advice is `auto`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -34,10 +32,13 @@ from lightning_stocache.sampling.locality_sampler import Mode
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Job", "Plan", "Row", "aligned", "as_json", "as_text", "curves_as_text", "plan", "save"]
+__all__ = ["Job", "Plan", "Row", "aligned", "as_text", "curves_as_text", "plan", "save"]
+
+Points = Sequence[tuple[int, Spread]]
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _NOTHING = 0.02  # of an epoch's time: less is no gain
+_HEAD = ("budget", "per node", "hit rate", "epoch one", "later", "faster", "pays in")
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,14 @@ class Job:
     threads: str = ""  # how many torch has in each rank, and who says so
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """The effect of one budget. Seconds are those of training, or of the loader alone if there is no model."""
 
     budget: str  # as it is written into a config
     budget_bytes: int  # per node
     safe: bool  # this node has room for it
-    samples: int  # that have a slot somewhere in the job
     hit_rate: float  # of later epochs
-    first_epoch: Spread  # seconds; lowest, median, highest, as the next two
+    first_epoch: Spread  # seconds
     later_epoch: Spread  # seconds
     faster: Spread  # how many times as fast a later epoch is as an uncached one
     pays_in: int | None  # the epoch, from 1, at whose end training is ahead of uncached; None: never, or cannot tell
@@ -89,13 +88,6 @@ def plan(job: Job, paces: Paces, step: Spread | None = None) -> Plan:
         job: the training.
         paces: what its loader was measured to take.
         step: seconds of a training step, if there is a model.
-
-    Example:
-        >>> from lightning_stocache.cache.rows import SampleSpec
-        >>> slow, quick = Spread((0.009, 0.01, 0.012)), Spread((1e-5,))
-        >>> paces = Paces(slow, slow, quick, SampleSpec.infer(1.5))
-        >>> plan(Job(samples=1000, batch_size=10, safe_bytes=2**20), paces).budget
-        'auto'
     """
     law = _Law(job, paces, step)
     pot = law.pot_bytes
@@ -112,8 +104,8 @@ class _Law:
 
     def __init__(self, job: Job, paces: Paces, step: Spread | None) -> None:
         self.job, self.paces = job, paces
-        spreads = (paces.uncached, paces.missed, paces.hit, step or Spread((0.0,)))
-        self.uncached, self.missed, self.hit, self.step = (np.array(_ends(spread)) for spread in spreads)
+        spreads = (paces.uncached, paces.missed, paces.hit, step or Spread(0.0, 0.0, 0.0))
+        self.uncached, self.missed, self.hit, self.step = (np.array(spread[:3]) for spread in spreads)
         self.samples = job.samples / (job.nodes * job.ranks)  # of one rank in an epoch
         self.batches = math.ceil(self.samples / job.batch_size)
         slot_bytes = paces.codec.slot_bytes if paces.codec is not None else 0
@@ -138,22 +130,14 @@ class _Law:
         later = self.epoch(rate, missed, self.hit, self.step)
         # The least gain is that of the lowest uncached pace over the highest of all others.
         slowest = self.epoch(rate, missed[::-1], self.hit[::-1], self.step[::-1])
-        faster = self.epoch(0.0, self.uncached, self.hit, self.step[::-1]) / slowest
+        faster = Spread(*(self.epoch(0.0, self.uncached, self.hit, self.step[::-1]) / slowest).tolist())
         pays_in = None
-        if share and faster[0] > 1:
+        if share and faster.low > 1:
             pays_in = max(math.floor((first[1] - without[1]) / (without[1] - later[1])) + 2, 2)
         percent, budget_bytes = round(100 * share, 7), math.floor(share * self.pot_bytes)
-        return Row(
-            budget=f"{percent:.0f}%" if percent == int(percent) else f"{percent:.1f}%",
-            budget_bytes=budget_bytes,
-            safe=budget_bytes <= self.job.safe_bytes,
-            samples=round(min(self.job.nodes * share, 1.0) * self.job.samples),
-            hit_rate=rate,
-            first_epoch=Spread(tuple(first.tolist())),
-            later_epoch=Spread(tuple(later.tolist())),
-            faster=Spread(tuple(faster.tolist())),
-            pays_in=pays_in,
-        )
+        budget = f"{percent:.0f}%" if percent == int(percent) else f"{percent:.1f}%"
+        safe, seconds = budget_bytes <= self.job.safe_bytes, (Spread(*first.tolist()), Spread(*later.tolist()))
+        return Row(budget, budget_bytes, safe, rate, *seconds, faster, pays_in)
 
     def enough(self, safe: float) -> float:
         """The smallest share, in whole percents, that is as good as the largest safe one.
@@ -173,11 +157,6 @@ def _advice(law: _Law, safe: float, has_step: bool) -> tuple[float, list[str]]:
     sentences = []
     if safe < 1:
         sentences.append(f"This node has room for {100 * safe:.1f} % of it: see python -m lightning_stocache doctor.")
-    if law.paces.disk_bytes:
-        sentences.append(
-            "The source was read from a disk. Later epochs may find it in the page cache, and be faster without a "
-            "cache, too: run this again to see."
-        )
     faster = law.row(safe).faster
     if faster.high <= 1 + _NOTHING:
         why = "training waits for its steps, not for data" if has_step else "the source is as fast as the cache"
@@ -196,15 +175,15 @@ def as_text(plan: Plan) -> str:
     """The measurements, the table and the advice; the last line is the budget, as it is written into a config."""
     job, paces = plan.job, plan.paces
     size = f" of {format_bytes(paces.codec.nbytes)}" if paces.codec is not None else ""
-    measured = [("uncached", paces.uncached, "sample")]
+    measured = [_pace("uncached", paces.uncached, "sample")]
     if paces.codec is not None:
-        measured += [("missed", paces.missed, "sample"), ("hit", paces.hit, "sample")]
-    measured += [("step", plan.step, "batch")] if plan.step else []
+        measured += [_pace("missed", paces.missed, "sample"), _pace("hit", paces.hit, "sample")]
+    measured += [_pace("step", plan.step, "batch")] if plan.step else []
     lines = [
         f"{job.samples:,} samples{size}, batches of {job.batch_size}, num_workers={job.num_workers}",
         f"{job.nodes} node{'s' * (job.nodes > 1)} x {job.ranks} rank{'s' * (job.ranks > 1)}, {job.threads}",
         "",
-        *aligned([["", "median", "lowest..highest", "deviation", ""], *(_pace(*pace) for pace in measured)], left=1),
+        *aligned([("", "median", "lowest..highest", "deviation", ""), *measured], left=1),
         "",
         *aligned([_HEAD, *map(_cells, plan.rows)], left=1),
     ]
@@ -220,32 +199,17 @@ def curves_as_text(curves: Curves) -> str:
     """The curves as tables, and a sentence on each. Ranges that overlap are no difference."""
     lines, sentences = list[str](), list(curves.left_out)
     for name, sources in curves.lines.items():
-        if not sources:
-            continue
         rows = [[name, *(f"from the {source}" for source in sources)]]
-        for number in _numbers(sources.values()):
-            rows.append([str(number), *(_rate(dict(line).get(number)) for line in sources.values())])
-        lines += [*aligned(rows), "Samples per second; median +- standard deviation of the rounds.", ""]
-        for source, line in sources.items():
-            if len(line) > 1:
-                judged = _fewest_workers if name == "num_workers" else _larger_batches
-                sentences.append(f"Batches from the {source}: {judged(line)}")
+        for number in _numbers(sources):
+            spreads = [dict(points).get(number) for points in sources.values()]
+            rows.append([str(number), *(f"{s.median:,.0f} +- {s.deviation:,.0f}" if s else "" for s in spreads)])
+        if sources:
+            lines += [*aligned(rows), "Samples per second; median +- standard deviation of the rounds.", ""]
+        judged = _fewest_workers if name == "num_workers" else _larger_batches
+        sentences += [
+            f"Batches from the {source}: {judged(points)}" for source, points in sources.items() if len(points) > 1
+        ]
     return "\n".join([*lines, *chain.from_iterable(map(wrapped, sentences))])
-
-
-def as_json(plan: Plan, curves: Curves | None = None) -> str:
-    """A plan and its curves as plain values: seconds, bytes, rates from 0 to 1, samples per second."""
-    paces = plan.paces
-    values = {
-        "budget": plan.budget,
-        "sentences": plan.sentences,
-        "rows": plan.rows,
-        "job": plan.job,
-        "sample_bytes": None if paces.codec is None else paces.codec.nbytes,
-        "seconds_per_sample": {"uncached": paces.uncached, "missed": paces.missed, "hit": paces.hit},
-        "step": None if plan.step is None else {"seconds": plan.step},
-    }
-    return json.dumps(values if curves is None else values | {"curves": curves}, default=_plain)
 
 
 def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
@@ -266,17 +230,18 @@ def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
 
     def draw_budgets(axes: Axes) -> bool:
         rows = [(float(row.budget.rstrip("%")), row) for row in plan.rows]
-        first = [(percent, row.first_epoch.median) for percent, row in rows]
+        first = Line("epoch one", [(percent, row.first_epoch.median) for percent, row in rows], grey, "--")
         later = [(percent, row.later_epoch) for percent, row in rows]
         if not all(row.safe for row in plan.rows):
             axes.axvline(100 * plan.job.safe_bytes / plan.rows[-1].budget_bytes, color=uncached, linestyle=":")
-        lines = [line("later", later, cached), Line("epoch one", first, grey, "--")]
-        return draw_lines(axes, lines, "s", "budget, % of the dataset (dotted: what is safely free)")
+        return draw_lines(
+            axes, [line("later", later, cached), first], "s", "budget, % of the dataset (dotted: what is safely free)"
+        )
 
-    def draw_curve(axes: Axes, name: str, sources: Mapping[str, Sequence[tuple[int, Spread]]]) -> bool:
-        numbers, lines = _numbers(sources.values()), []
+    def draw_curve(axes: Axes, name: str, sources: Mapping[str, Points]) -> bool:
+        numbers, lines = _numbers(sources), []
         for source, rates in sources.items():
-            seconds = [(numbers.index(n), Spread(tuple(1000 / rate for rate in found.values))) for n, found in rates]
+            seconds = [(numbers.index(n), Spread(*(1000 / rate for rate in found[2::-1]))) for n, found in rates]
             lines.append(line(f"from the {source}", seconds, cached if source == "cache" else uncached))
         drawn = draw_lines(axes, lines, "s", name)
         axes.set_xticks(range(len(numbers)), [str(number) for number in numbers])
@@ -293,18 +258,7 @@ def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    r"""Rows of a table as lines, with two spaces between columns; numbers stand to the right.
-
-    Args:
-        rows: all with as many cells.
-        left: how many columns, from the first on, stand to the left.
-
-    Example:
-        >>> print("\n".join(aligned([["part", "ms"], ["forward", "4.00"], ["rest", "12.50"]], left=1)))
-        part        ms
-        forward   4.00
-        rest     12.50
-    """
+    """Rows of a table as lines, with two spaces between columns; all but the first `left` columns end at one place."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -314,11 +268,8 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
     return lines
 
 
-_HEAD = ["budget", "per node", "hit rate", "epoch one", "later", "faster", "pays in"]
-
-
 def _cells(row: Row) -> list[str]:
-    low, median, high = (f"{value:.1f}" if value < 999 else ">999" for value in _ends(row.faster))
+    low, median, high = (f"{value:.1f}" if value < 999 else ">999" for value in row.faster[:3])
     return [
         row.budget + "*" * (not row.safe),
         format_bytes(row.budget_bytes),
@@ -334,12 +285,8 @@ def _pace(name: str, seconds: Spread, what: str) -> list[str]:
     """Seconds at a scale at which they can be read."""
     scales = (("s", 1.0, 2), ("ms", 1e3, 2), ("us", 1e6, 1))
     unit, factor, digits = next((scale for scale in scales if scale[1] * seconds.median >= 1), scales[-1])
-    low, median, high = (f"{factor * value:,.{digits}f}" for value in _ends(seconds))
-    return [name, median, f"{low}..{high}", f"{factor * seconds.deviation:,.{digits}f}", f"{unit} a {what}"]
-
-
-def _ends(spread: Spread) -> tuple[float, float, float]:
-    return spread.low, spread.median, spread.high
+    low, median, high, deviation = (f"{factor * value:,.{digits}f}" for value in seconds)
+    return [name, median, f"{low}..{high}", deviation, f"{unit} a {what}"]
 
 
 def _seconds(value: float) -> str:
@@ -348,30 +295,19 @@ def _seconds(value: float) -> str:
     return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
 
 
-def _rate(rates: Spread | None) -> str:
-    return "" if rates is None else f"{rates.median:,.0f} +- {rates.deviation:,.0f}"
-
-
-def _fewest_workers(line: Sequence[tuple[int, Spread]]) -> str:
-    best = max((rates for _, rates in line), key=lambda rates: rates.median)
-    number, rates = next((number, rates) for number, rates in line if rates.high >= best.low)
+def _fewest_workers(points: Points) -> str:
+    best = max((rates for _, rates in points), key=lambda rates: rates.median)
+    number, rates = next((number, rates) for number, rates in points if rates.high >= best.low)
     return f"num_workers={number} is as fast as any of these ({rates.median:,.0f} samples/s)."
 
 
-def _larger_batches(line: Sequence[tuple[int, Spread]]) -> str:
-    (small, before), (large, after) = line[0], line[-1]
+def _larger_batches(points: Points) -> str:
+    (small, before), (large, after) = points[0], points[-1]
     same = before.high >= after.low and after.high >= before.low
     change = "no faster, nor slower," if same else f"{after.median / before.median:.1f} times as fast"
     return f"from {small} to {large} samples they are {change} per sample."
 
 
-def _numbers(lines: Iterable[Sequence[tuple[int, Spread]]]) -> list[int]:
+def _numbers(sources: Mapping[str, Points]) -> list[int]:
     """The numbers of workers, or of samples in a batch, for which anything was measured."""
-    return sorted({number for line in lines for number, _ in line})
-
-
-def _plain(value: Any) -> Any:
-    """A spread as its bounds, any other record as its fields."""
-    if not isinstance(value, Spread):
-        return vars(value)
-    return {name: getattr(value, name) for name in ("low", "median", "high", "deviation", "values")}
+    return sorted({number for points in sources.values() for number, _ in points})

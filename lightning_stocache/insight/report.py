@@ -1,7 +1,7 @@
-"""The dashboard without a server: from the folders of runs to one page that can be opened, mailed and kept.
+"""The dashboard without a server: one page of the runs in some folders, that can be opened, mailed and kept.
 
 The page is `report.html`, a template of jinja2, and stands by itself: style and pictures inside, no script, nothing
-loaded, and it forbids itself both. Names of runs were written by others: jinja2 and matplotlib escape them.
+loaded. Names of runs were written by others: jinja2 and matplotlib escape them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Runs = Mapping[str, Run]
 
 
 def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> list[str]:
-    r"""Write the dashboard of the runs in these folders.
+    """Write the dashboard of the runs in these folders.
 
     Args:
         folders: Run folders, or folders above them: of CSVLogger, of TensorBoardLogger (needs the extra
@@ -42,14 +42,6 @@ def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> li
     Raises:
         LogError: There is no run that could be read.
         OSError: A file cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> text = "epoch,step,stocache/hit_rate,stocache/hits\n0,9,0.5,5\n"
-        >>> _ = (folder / "metrics.csv").write_text(text)
-        >>> report([folder], folder / "report.html"), (folder / "report.html").stat().st_size > 0
-        ([], True)
     """
     runs, left_out = find_runs(folders)
     drawn = dict(zip(labels(runs[: len(COLOURS)]), runs, strict=False))
@@ -84,6 +76,13 @@ def charts(runs: Runs) -> list[Chart]:
     ]
 
 
+def _epochs(run: Run) -> str:
+    count = len(run.epochs("hits") or run.epochs("step/wait_seconds"))
+    if not count:
+        return "first epoch not over yet"
+    return "1 epoch; a cache helps from the second epoch on" if count == 1 else f"{count} epochs"
+
+
 def _of_runs(runs: Runs, points: Callable[[Run], Points], alone: str = "") -> list[Line]:
     """A line for each run, with marks of its own; a run that is alone has the name that it is given here."""
     drawn = enumerate(zip(runs.items(), COLOURS, strict=False))
@@ -103,12 +102,22 @@ def _hit_rate(runs: Runs, axes: Axes) -> bool:
 
 
 def _fill(runs: Runs, axes: Axes) -> bool:
-    lines = _of_runs(runs, lambda run: run.live("fill_fraction", first_epoch=True), "filled")
+    lines = _of_runs(runs, lambda run: run.first_epoch("fill_fraction"), "filled")
     return draw_lines(axes, lines, "%", "step")
 
 
 def _speed(runs: Runs, axes: Axes) -> bool:
     return draw_lines(axes, _of_runs(runs, lambda run: run.epochs("samples_per_second")), "samples/s")
+
+
+def _memory(runs: Runs, axes: Axes) -> bool:
+    bars = []
+    for name, run in runs.items():
+        for stage in ("train",) if len(runs) > 1 else ("train", "val", "test", "predict"):
+            used, budget = run.last("memory_bytes", stage), run.last("budget_bytes", stage) or 0
+            label = name or stage.replace("train", "training")
+            bars += [] if used is None else [Bar("", label, [used, max(budget - used, 0)])]
+    return draw_bars(axes, bars, {"in use": _BLUE, "granted": _PALE}, "bytes", "")
 
 
 def _epoch_bars(colours: Mapping[str, str], metrics: Sequence[str], unit: Unit) -> Callable[[Runs, Axes], bool]:
@@ -125,31 +134,10 @@ def _epoch_bars(colours: Mapping[str, str], metrics: Sequence[str], unit: Unit) 
     return draw
 
 
-def _memory(runs: Runs, axes: Axes) -> bool:
-    bars = []
-    for name, run in runs.items():
-        pairs = [(name or "training", run.last("memory_bytes"), run.last("budget_bytes"))]
-        if len(runs) == 1:
-            others = [stage for stage in run.stages if stage != "train"]
-            pairs += [(stage, run.last("memory_bytes", stage), run.last("budget_bytes", stage)) for stage in others]
-            share = (run.last("budget_bytes") or 0) / max(len(run.nodes), 1)
-            pairs += [(f"node {node}", run.last(f"node{node}/memory_bytes"), share) for node in run.nodes[:_NODES]]
-        bars += [
-            Bar("", part, [used, max((budget or 0) - used, 0)]) for part, used, budget in pairs if used is not None
-        ]
-    return draw_bars(axes, bars, {"in use": _BLUE, "granted": _PALE}, "bytes", "")
-
-
-def _epochs(run: Run) -> str:
-    count = len(run.ends["train"])
-    if not count:
-        return "first epoch not over yet"
-    return "1 epoch; a cache helps from the second epoch on" if count == 1 else f"{count} epochs"
-
-
-_WHENCE = ("bytes_from_cache", "bytes_from_source")
-_SPENT = ("data_wait_seconds", "compute_seconds")
+_BYTES = ("bytes_from_cache", "bytes_from_source")
+_SECONDS = ("data_wait_seconds", "compute_seconds")
 _STEP = tuple(f"step/{part}_seconds" for part in PARTS)
+_OF_PARTS = dict(zip(PARTS, (_ORANGE, _SKY, _GREEN, _BLUE, _PURPLE, _GREY), strict=True))
 _CHARTS = (  # title, caption, the metrics that must have been logged, and what draws them
     (
         "Hit rate",
@@ -166,14 +154,14 @@ _CHARTS = (  # title, caption, the metrics that must have been logged, and what 
     (
         "Where the bytes came from",
         "Bytes per epoch; above them the share that came from the cache.",
-        _WHENCE,
-        _epoch_bars({"cache": _BLUE, "source": _ORANGE}, _WHENCE, "bytes"),
+        _BYTES,
+        _epoch_bars({"cache": _BLUE, "source": _ORANGE}, _BYTES, "bytes"),
     ),
     (
         "Waiting for data",
         "Seconds of waiting and computing per epoch; above them the share spent waiting.",
-        _SPENT,
-        _epoch_bars({"waiting": _ORANGE, "computing": _BLUE}, _SPENT, "s"),
+        _SECONDS,
+        _epoch_bars({"waiting": _ORANGE, "computing": _BLUE}, _SECONDS, "s"),
     ),
     ("Samples per second", "Of training, per epoch, over all ranks.", ("samples_per_second",), _speed),
     ("Memory against budget", "In use, of what was granted; summed over nodes.", ("memory_bytes",), _memory),
@@ -181,6 +169,6 @@ _CHARTS = (  # title, caption, the metrics that must have been logged, and what 
         "What a step is made of",
         "Mean seconds of a step, per epoch; above them the share spent waiting.",
         ("step/wait_seconds",),
-        _epoch_bars(dict(zip(PARTS, (_ORANGE, _SKY, _GREEN, _BLUE, _PURPLE, _GREY), strict=True)), _STEP, "s"),
+        _epoch_bars(_OF_PARTS, _STEP, "s"),
     ),
 )

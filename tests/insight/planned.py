@@ -14,7 +14,7 @@ JOB = Job(samples=1000, batch_size=10, safe_bytes=10**9)
 
 def spread(value: float | list[float]) -> Spread:
     """What is known exactly, or was measured several times."""
-    return Spread(tuple(value) if isinstance(value, list) else (value,))
+    return Spread.of(value if isinstance(value, list) else [value])
 
 
 def paces(*, uncached=0.011, missed=0.01, hit=0.001, codec=SPEC, **more) -> Paces:

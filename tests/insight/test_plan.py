@@ -1,13 +1,9 @@
-"""The plan: its arithmetic and its advice, from given paces; its table, JSON and picture."""
-
-import json
+"""The plan: its arithmetic and its advice, from given paces; its table and picture."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_stocache.insight.measurement import Curves
-from lightning_stocache.insight.plan import aligned, as_json, as_text, curves_as_text, save
+from lightning_stocache.insight.plan import aligned, as_text, curves_as_text, save
 from tests.insight.planned import paces, planned, row, spread
 
 QUICK = paces(hit=1e-6)
@@ -22,7 +18,7 @@ def test_the_law_is_linear():
     quarter = row(planned(), "25%")
     assert quarter.first_epoch.median == pytest.approx(10.0)
     assert quarter.later_epoch.median == pytest.approx(7.5 + 0.25)
-    assert (quarter.hit_rate, quarter.samples, quarter.budget_bytes) == (0.25, 250, 25_000)
+    assert (quarter.hit_rate, quarter.budget_bytes) == (0.25, 25_000)
     assert [later(f"{percent}%") for percent in (50, 75, 100)] == pytest.approx([5.5, 3.25, 1.0])
 
 
@@ -44,7 +40,7 @@ def test_the_step_hides_loading_only_where_workers_load():
 def test_several_nodes_add_up():
     """Four nodes with a quarter each hit everything; samples that are dealt at random hit a quarter."""
     four = row(planned(nodes=4, samples=4000), "25%")
-    assert (four.samples, four.hit_rate) == (4000, 1)
+    assert four.hit_rate == 1
     assert four.later_epoch.median == pytest.approx(1.0)
     assert row(planned(nodes=4, samples=4000, mode="global"), "25%").hit_rate == 0.25
     assert planned(nodes=4, samples=4000).budget == "25%"
@@ -53,7 +49,7 @@ def test_several_nodes_add_up():
 def test_validation_shares_the_budget():
     """Bytes of a row are for all sets that draw on the budget; the samples are the training set's."""
     half = row(planned(other_bytes=100_000), "50%")
-    assert (half.budget_bytes, half.samples) == (100_000, 500)
+    assert (half.budget_bytes, half.hit_rate) == (100_000, 0.5)
 
 
 def test_it_pays_when_the_sum_of_epochs_is_smaller():
@@ -67,8 +63,8 @@ def test_it_pays_when_the_sum_of_epochs_is_smaller():
 def test_what_was_measured_several_times_has_a_range():
     """Seconds and gains reach from the lowest to the highest of what was measured, not only the medians."""
     whole = row(planned(paces(uncached=[0.008, 0.011, 0.02], hit=[0.001, 0.002, 0.004])), "100%")
-    assert whole.later_epoch.values == pytest.approx((1, 2, 4))
-    assert whole.faster.values == pytest.approx((8 / 4, 11 / 2, 20 / 1))
+    assert whole.later_epoch[:3] == pytest.approx((1, 2, 4))
+    assert whole.faster[:3] == pytest.approx((8 / 4, 11 / 2, 20 / 1))
 
 
 def test_the_budget_that_is_enough_is_where_the_step_takes_over():
@@ -135,11 +131,6 @@ def test_what_cannot_be_cached_is_said():
     assert "Samples hold strings." in plan.sentences[0]
 
 
-def test_a_source_that_came_from_a_disk_may_be_faster_later():
-    """It is said that the page cache may serve later epochs."""
-    assert any("page cache" in sentence for sentence in planned(paces(disk_bytes=10**6)).sentences)
-
-
 TABLE = paces(hit=1e-6, uncached=[0.0105, 0.011, 0.0125])
 SLOW = {0: [90, 110], 1: [190, 210], 2: [380, 420], 4: [390, 425]}
 FAST = spread([1000, 1200])
@@ -149,31 +140,23 @@ CURVES = Curves({"num_workers": WORKERS, "batch_size": SIZES}, ["One batch was l
 
 
 def test_the_last_line_is_for_the_config():
-    """The table ends with cache.budget=..., alone on its line, and JSON has the same."""
-    plan = planned(TABLE, step=0.045, num_workers=1)
-    assert as_text(plan).splitlines()[-1] == "cache.budget=55%"
-    values = json.loads(as_json(plan))
-    assert values["budget"] == "55%"
-    assert [row["samples"] for row in values["rows"]] == [0, 250, 500, 550, 750, 1000]
-    assert "curves" not in values
+    """The table ends with cache.budget=..., alone on its line."""
+    assert as_text(planned(TABLE, step=0.045, num_workers=1)).splitlines()[-1] == "cache.budget=55%"
 
 
 def test_ranges_and_deviations_are_shown():
-    """The lowest and the highest stand beside each median, with the standard deviation, in the table and in JSON."""
+    """The lowest and the highest stand beside each median, with the standard deviation."""
     plan = planned(TABLE)
     lines = {line.split()[0]: line.split()[1:] for line in as_text(plan).splitlines() if line}
     assert lines["uncached"] == ["11.00", "10.50..12.50", "1.04", "ms", "a", "sample"]
     assert lines["hit"] == ["1.0", "1.0..1.0", "0.0", "us", "a", "sample"]
     assert lines["25%"][-4:] == ["1.5x", "[1.4..1.7]", "epoch", "2"]
-    uncached = json.loads(as_json(plan))["seconds_per_sample"]["uncached"]
-    assert uncached.pop("values") == [0.0105, 0.011, 0.0125]
-    assert uncached == pytest.approx({"low": 0.0105, "median": 0.011, "high": 0.0125, "deviation": 0.0010408}, rel=1e-3)
 
 
 @pytest.mark.parametrize("safe_bytes", [10**12, 60_000 * 10**6])
 def test_the_table_fits_a_terminal(safe_bytes):
     """No line of a plan is wider than 80 characters, also of a large dataset whose measurements vary."""
-    wild = paces(uncached=[0.0002, 0.011, 9.5], hit=[1e-6, 2e-5], missed=[0.01, 12.5], disk_bytes=1)
+    wild = paces(uncached=[0.0002, 0.011, 9.5], hit=[1e-6, 2e-5], missed=[0.01, 12.5])
     many = {"samples": 10**9, "batch_size": 10**4, "num_workers": 128, "nodes": 16, "ranks": 8}
     text = as_text(planned(wild, step=[0.002, 0.2, 7.0], safe_bytes=safe_bytes, **many))
     assert max(map(len, text.splitlines())) <= 80
@@ -204,17 +187,10 @@ def test_curves_have_tables_and_sentences():
     assert "One batch was left out." in told
 
 
-CELLS = st.lists(st.tuples(*[st.text("ab0.%", min_size=1, max_size=6)] * 3), min_size=1, max_size=5)
-
-
-@given(CELLS, st.integers(0, 3))
-def test_cells_of_a_column_begin_or_end_at_one_place(rows, left):
+def test_columns_begin_or_end_at_one_place():
     """Columns to the left begin at the same place in every line, the others end at the same place."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for cells, line in zip(rows, aligned(rows, left), strict=True):
-        begin = 0
-        for number, (cell, width) in enumerate(zip(cells, widths, strict=True)):
-            place = begin if number < left else begin + width - len(cell)
-            assert line[begin : begin + width].strip() == cell
-            assert line[place : place + len(cell)] == cell
-            begin += width + 2
+    assert aligned([["part", "ms"], ["forward", "4.00"], ["rest", "12.50"]], left=1) == [
+        "part        ms",
+        "forward   4.00",
+        "rest     12.50",
+    ]

@@ -12,7 +12,7 @@ def test_live_values_are_told_from_those_of_epochs(tmp_path):
     """The fill of the first epoch ends with the epoch's own value, and no epoch's value is among the live ones."""
     folder = write_csv(tmp_path / "run", rows_of_a_run(0.5, epochs=2))
     [run] = find_runs([folder])[0]
-    assert run.live("fill_fraction", first_epoch=True) == [(4, 0.5), (9, 1.0)]
+    assert run.first_epoch("fill_fraction") == [(4, 0.5), (9, 1.0)]
     assert run.live("hit_rate") == [(4, 0), (9, 0), (14, 0.5), (19, 0.5)]
     assert run.epochs("hit_rate") == [(0, 0), (1, 0.5)]
     assert run.last("fill_fraction") == 1
@@ -25,18 +25,13 @@ def test_a_live_value_and_an_epochs_end_may_have_one_step(tmp_path):
         for name, value in (("live/fill_fraction", 0.75), ("fill_fraction", 1.0), ("hits", 5)):
             writer.add_scalar(f"stocache/{name}", value, 9)
     [run] = find_runs([tmp_path])[0]
-    assert run.live("fill_fraction", first_epoch=True) == [(9, 1.0)]
+    assert run.first_epoch("fill_fraction") == [(9, 1.0)]
     assert run.live("fill_fraction") == [(9, 0.75)]
 
 
-@pytest.fixture
-def multirun(tmp_path):
-    return write_multirun(tmp_path / "sweep")
-
-
-def test_runs_of_a_multirun_are_named_by_what_differs(multirun):
+def test_runs_of_a_multirun_are_named_by_what_differs(tmp_path):
     """Overrides that all runs have are left out of their names; the order is that of the job numbers."""
-    runs, left_out = find_runs([multirun])
+    runs, left_out = find_runs([write_multirun(tmp_path)])
     assert [run.name for run in runs] == ["cache.budget=0%", "cache.budget=50%", "cache.budget=100%"]
     assert left_out == []
 
@@ -68,7 +63,7 @@ def test_tensorboard_says_the_same_as_csv(tmp_path):
     assert (events.stages, events.nodes) == (lines.stages, lines.nodes) == (["train", "val"], [0, 1])
     for metric in ("hit_rate", "bytes_from_cache", "samples_per_second", "node1/hit_rate", "step/wait_seconds"):
         assert dict(events.epochs(metric)) == pytest.approx(dict(lines.epochs(metric)))
-    assert events.live("fill_fraction", first_epoch=True) == lines.live("fill_fraction", first_epoch=True)
+    assert events.first_epoch("fill_fraction") == lines.first_epoch("fill_fraction")
 
 
 def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
@@ -79,11 +74,10 @@ def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
         find_runs([tmp_path])
 
 
-@pytest.mark.parametrize("overrides", ["{a: 1}", "[1, [2]]", "- [", "!!python/object/apply:os.getpid []", "\x00", ""])
-def test_overrides_that_are_no_list_of_texts_are_no_name(tmp_path, overrides):
-    """A run whose overrides cannot be read is called by its path."""
+def test_overrides_that_cannot_be_read_are_no_name(tmp_path):
+    """The run is called by its path."""
     folder = write_hydra(tmp_path / "run", [], rows_of_a_run())
-    (folder / ".hydra" / "overrides.yaml").write_text(overrides)
+    (folder / ".hydra" / "overrides.yaml").write_text("- [")
     assert [run.name for run in find_runs([tmp_path])[0]] == ["run"]
 
 
@@ -91,12 +85,8 @@ def test_overrides_that_are_no_list_of_texts_are_no_name(tmp_path, overrides):
     ("text", "says"),
     [
         ("", "no stocache/ value"),
-        ("a,b\n1,2\n", "no stocache/ value"),
-        ("stocache/hits\n1\n", "no stocache/ value"),
         ("epoch,step,train/loss\n0,9,0.5\n", "no stocache/ value"),
-        ("epoch,step,stoc", "no stocache/ value"),
-        ("epoch,step,stocache/hits\n0,9", "no stocache/ value"),
-        ("epoch,step,stocache/hits\n0,9,nan\n", "no stocache/ value"),
+        ("epoch,step,stocache/hits\n0,9", "no stocache/ value"),  # cut off
         ("\x00\x01\x02", "no stocache/ value"),
         ("step," + "x" * 200_000, "cannot be read"),
     ],
@@ -113,6 +103,6 @@ def test_folders_that_are_none_are_refused(tmp_path):
     """A folder that is missing, a file instead of one, and a folder without a run, each in a sentence."""
     file = write_csv(tmp_path / "run", rows_of_a_run()) / "metrics.csv"
     (tmp_path / "empty").mkdir()
-    for path, says in ((tmp_path / "no", "does not exist"), (file, "is a file"), (tmp_path / "empty", "holds no run")):
+    for path, says in ((tmp_path / "no", "is no folder"), (file, "is no folder"), (tmp_path / "empty", "holds no run")):
         with pytest.raises(LogError, match=says):
             find_runs([path])
