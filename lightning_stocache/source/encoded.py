@@ -24,8 +24,7 @@ from typing import Any, NamedTuple, Protocol
 from torch.utils.data import Dataset, Subset
 
 from lightning_stocache.source.access import unwrap
-from lightning_stocache.source.blob import EncodedFile
-from lightning_stocache.source.values import image_of
+from lightning_stocache.source.blob import EncodedFile, image_of
 
 __all__ = ["EncodedAccess", "EncodedSource", "access_to", "packed_reader"]
 

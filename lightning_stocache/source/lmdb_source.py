@@ -1,17 +1,27 @@
-"""LMDBSource: a dataset over an LMDB, as `pack` writes it or as others do.
+"""LMDBSource: a dataset over an LMDB, as `pack` or anybody else has written it.
 
-How values are to be read stands in the manifest of an LMDB that this package has packed, and in the arguments of any
-other. A sample is read in two steps, `read(index)` (the bytes that lie there, a copy) and `decode(content, index)`
-(what is made of them, transforms included), so a cache may keep either: `store="encoded"` keeps the bytes.
+In a packed LMDB a sample is a blob (`blob`) under its index in twelve digits; a manifest in JSON has a key of its own.
+Every commit has the manifest, with `complete: false` until the last sample is there. The number of the other keys is
+the number of samples.
 
-Nothing is ever unpickled. Batches are read sample by sample: a transaction takes 0.4 us, and without `__getitems__`
-workers write samples into their batch as they come.
+A sample is read in two steps: `read(index)` gives the bytes, `decode(content, index)` makes the sample, so that a cache
+may keep either. Nothing is unpickled. There is no `__getitems__`: a transaction takes 0.4 us, and workers write samples
+into their batch as they come.
+
+LMDB forbids using an environment across a fork and opening a file twice in a process. So each process opens a file on
+first use, shares it among all who read it, and opens it anew after a fork. It is opened without locks, which shared or
+read-only filesystems lack: nobody may write to it meanwhile. A page that is missing from the file is a SIGBUS, so its
+length is checked when it is opened and before each read.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -19,11 +29,138 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_stocache.source.access import position_of
-from lightning_stocache.source.blob import BlobError, decode_blob
-from lightning_stocache.source.lmdb_file import MANIFEST_KEY, LMDBError, LMDBFile, PackManifest, key_of
-from lightning_stocache.source.values import decoder_of
+from lightning_stocache.source.blob import BlobError, decode_blob, image_of, tensor_of
 
-__all__ = ["LMDBSource"]
+__all__ = ["MANIFEST_KEY", "VERSION", "LMDBError", "LMDBFile", "LMDBSource", "bytes_needed", "import_lmdb", "key_of"]
+
+MANIFEST_KEY = b"#lightning_stocache"  # sorts before the digits
+VERSION = 2
+
+
+class LMDBError(RuntimeError):
+    """An LMDB cannot be read or written; the message says which, why, and what to do."""
+
+
+def import_lmdb() -> Any:
+    """The package lmdb.
+
+    Raises:
+        ModuleNotFoundError: it is not installed; the message names the extra.
+    """
+    try:
+        import lmdb
+    except ModuleNotFoundError as error:
+        words = 'LMDB needs the package lmdb: pip install "lightning-stocache[lmdb]"'
+        raise ModuleNotFoundError(words, name="lmdb") from error
+    return lmdb
+
+
+def bytes_needed(environment: Any) -> int:
+    """The length that the file of an environment must have for its last commit."""
+    return int((environment.info()["last_pgno"] + 1) * environment.stat()["psize"])
+
+
+def key_of(index: int) -> bytes:
+    """The key of a packed sample."""
+    return b"%012d" % index
+
+
+class LMDBFile:
+    """An LMDB that this process has open for reading, until its last reference goes.
+
+    Raises:
+        LMDBError: it cannot be opened, or is truncated.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.pid, self.file = os.getpid(), file
+        lmdb = import_lmdb()
+        try:
+            # No readahead: samples are read in random order.
+            self._environment = lmdb.open(
+                file, subdir=False, readonly=True, lock=False, readahead=False, create=False, max_spare_txns=4
+            )
+        except lmdb.Error as error:
+            raise LMDBError(
+                f"{file} is not an LMDB, is damaged, or is open in this process by other code ({error})"
+            ) from error
+        self._needed = bytes_needed(self._environment)
+        self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        status = os.fstat(self._descriptor)
+        self.version = status.st_size, status.st_mtime_ns
+        """What changes when the file is written to or replaced."""
+
+    @classmethod
+    def of(cls, path: str) -> LMDBFile:
+        """The LMDB of this path (a file, or a folder with a `data.mdb`) as this process has it open.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        file = os.path.join(path, "data.mdb") if os.path.isdir(path) else path
+        if not os.path.exists(file):
+            raise FileNotFoundError(
+                f"there is no LMDB {path}: give the path of its file, or the folder of its data.mdb"
+            )
+        status = os.stat(file)
+        with _opening:
+            known = _files.get((status.st_dev, status.st_ino))
+            if known is None or known.pid != os.getpid():
+                if known is not None:
+                    known._environment.close()
+                known = _files[status.st_dev, status.st_ino] = cls(file)
+        known.check()
+        return known
+
+    def check(self) -> None:
+        """Raise LMDBError if the file is shorter than its last commit needs."""
+        if (size := os.fstat(self._descriptor).st_size) < self._needed:
+            raise LMDBError(
+                f"{self.file} is truncated: it has {size:,} bytes, and its last commit needs {self._needed:,}. Copy or "
+                "pack it again (of a file that was never copied, `mdb_copy -c` writes the free pages at its end)"
+            )
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value of a key, or None.
+
+        Raises:
+            LMDBError: it cannot be read.
+        """
+        self.check()
+        try:
+            with self._environment.begin() as transaction:
+                value: bytes | None = transaction.get(key)
+                return value
+        except import_lmdb().Error as error:
+            raise LMDBError(f"{self.file}: key {key!r} cannot be read: {error}") from error
+
+    def keys(self) -> list[bytes]:
+        """All keys, in the order of their bytes."""
+        with self._environment.begin() as transaction, transaction.cursor() as cursor:
+            return list(cursor.iternext(keys=True, values=False))
+
+    def manifest(self) -> tuple[dict[str, Any] | None, int]:
+        """What `pack` has noted of the source, None if another program wrote the file; and the number of samples."""
+        entries = int(self._environment.stat()["entries"])
+        if (content := self.get(MANIFEST_KEY)) is None:
+            return None, entries
+        try:
+            manifest: dict[str, Any] = json.loads(content)
+            version = manifest["version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise LMDBError(f"{self.file} has a damaged manifest: pack it again") from error
+        if version != VERSION:
+            raise LMDBError(
+                f"{self.file} is of version {version} of `pack`, this package reads {VERSION}: pack it again"
+            )
+        return manifest, entries - 1
+
+
+_files: weakref.WeakValueDictionary[tuple[int, int], LMDBFile] = weakref.WeakValueDictionary()
+_opening = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a thread that opens a file is missing in the child, and would keep the lock
+    os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_opening.release)
 
 
 class LMDBSource(Dataset[Any]):
@@ -83,31 +220,35 @@ class LMDBSource(Dataset[Any]):
         self.path = os.fspath(path)
         """As it was given."""
         self._location = os.path.abspath(self.path)
-        self._opened: LMDBFile | None = LMDBFile.of(self._location)
-        self._version = self._opened.version
-        self._opened.warn_of_writer()
-        self.manifest = self._find_manifest()
-        self._keys: _Keys | None = None  # those of a packed one follow from the index
-        if self.manifest is None:
+        self._opened: LMDBFile | None = None
+        file = LMDBFile.of(self._location)
+        self._version = file.version
+        manifest, samples = file.manifest()
+        self._manifest = manifest
+        self._keys: _Keys | None = None  # those of a packed LMDB follow from the index
+        if manifest is None:
             if decode is not None and (kind, dtype, shape) != (None, None, None):
                 raise ValueError("decode= says how values are read: leave kind, dtype and shape out")
             if isinstance(keys, str | bytes):
                 raise ValueError(f"keys must be a list of keys, got {keys!r}")
-            self._decode = decode or decoder_of(kind, dtype, shape)
-            self._keys = _Keys(_sample_keys(self._opened.keys()) if keys is None else keys)
-            self._length = len(self._keys)
-        else:
-            if any(value is not None for value in (kind, dtype, shape, keys, decode)):
-                raise ValueError(f"{self.path} is read by its manifest: leave kind, dtype, shape, keys and decode out")
-            self._length = self.manifest.samples
-        self._opened = None  # a fork brings nothing along that has not been read in this process
-        if not self._length:
+            self._decode = decode or _decoder_of(kind, dtype, shape)
+            self._keys = _Keys(_sample_keys(file.keys()) if keys is None else keys)
+            samples = len(self._keys)
+        elif any(value is not None for value in (kind, dtype, shape, keys, decode)):
+            raise ValueError(f"{self.path} is read by its manifest: leave kind, dtype, shape, keys and decode out")
+        elif not manifest["complete"] or samples != manifest["samples"]:
+            raise LMDBError(
+                f"{self.path} has {samples:,} of the {manifest['samples']:,} samples of {manifest['source']}: wait for "
+                "`pack` to end, or run the same command again, which goes on there"
+            )
+        if not samples:
             raise LMDBError(f"{self.path} is empty: it has no key that could be a sample")
+        self._length = samples
 
     @property
     def classes(self) -> list[str]:
         """Names of the classes that the packed source had; empty where it had none."""
-        return [] if self.manifest is None else list(self.manifest.classes)
+        return [] if self._manifest is None else list(self._manifest["classes"])
 
     def __len__(self) -> int:
         return self._length
@@ -119,16 +260,21 @@ class LMDBSource(Dataset[Any]):
         return self.decode(self.read(index), index)
 
     def read(self, index: SupportsIndex) -> bytes:
-        """The bytes that lie there for an index.
+        """The bytes of an index.
 
         Raises:
             IndexError: it is outside of the dataset.
             LMDBError: there are none.
         """
         position = self._position(index)
-        if (content := self._file().get(self._key(position))) is None:
-            why = "it is damaged: pack it again" if self._keys is None else "give keys= that are there"
-            raise LMDBError(f"{self.path} has no key {self._key(position)!r}, of sample {position}: {why}")
+        if (opened := self._opened) is None or opened.pid != os.getpid():
+            opened = self._opened = LMDBFile.of(self._location)
+            if opened.version != self._version:
+                raise LMDBError(f"{self.path} has changed since it was opened by another process: open it anew")
+        if (content := opened.get(self._key(position))) is None:
+            raise LMDBError(
+                f"{self.path} has no key {self._key(position)!r}, of sample {position}: pack it again, or give keys="
+            )
         return content
 
     def decode(self, content: bytes, index: SupportsIndex) -> Any:
@@ -149,26 +295,15 @@ class LMDBSource(Dataset[Any]):
                 "unpickled here, unless by a function of yours"
             ) from error
         transform, target_transform = self.transform, self.target_transform
-        if transform is None and target_transform is None:
-            return sample
-        if type(sample) in (tuple, list) and len(sample) == 2:
-            first, second = sample
-            first = first if transform is None else transform(first)
-            return type(sample)((first, second if target_transform is None else target_transform(second)))
-        return sample if transform is None else transform(sample)
+        if type(sample) not in (tuple, list) or len(sample) != 2:
+            return sample if transform is None else transform(sample)
+        first, second = sample
+        first = first if transform is None else transform(first)
+        return type(sample)((first, second if target_transform is None else target_transform(second)))
 
     def __repr__(self) -> str:
-        packed = "" if self.manifest is None else f", packed from {self.manifest.source}"
+        packed = "" if self._manifest is None else f", packed from {self._manifest['source']}"
         return f"{type(self).__name__}({self.path!r}, {self._length} samples{packed})"
-
-    def _file(self) -> LMDBFile:
-        """The LMDB, as this process has it open."""
-        if (opened := self._opened) is None or opened.pid != os.getpid():
-            opened = LMDBFile.of(self._location)
-            if opened.version != self._version:
-                raise LMDBError(f"{self.path} has changed since it was opened by another process: open it anew")
-            self._opened = opened
-        return opened
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None}
@@ -181,22 +316,6 @@ class LMDBSource(Dataset[Any]):
 
     def _key(self, position: int) -> bytes:
         return key_of(position) if self._keys is None else self._keys[position]
-
-    def _find_manifest(self) -> PackManifest | None:
-        content = self._file().get(MANIFEST_KEY)
-        if content is None:
-            return None
-        try:
-            manifest = PackManifest.parse(content)
-        except LMDBError as error:
-            raise LMDBError(f"{self.path} cannot be read: {error}") from None
-        samples = self._file().entries - 1
-        if not manifest.complete or samples != manifest.samples:
-            raise LMDBError(
-                f"{self.path} has {samples:,} of the {manifest.samples:,} samples of {manifest.source}: wait for "
-                "`pack` to end, or run the same command again, which goes on there"
-            )
-        return manifest
 
 
 class _Keys:
@@ -218,3 +337,34 @@ def _sample_keys(keys: list[bytes]) -> list[bytes]:
     """The keys of the samples of an LMDB that others have written."""
     keys = [key for key in keys if not (key.startswith(b"__") and key.endswith(b"__"))]
     return sorted(keys, key=int) if keys and all(map(bytes.isdigit, keys)) else keys
+
+
+def _safetensors(content: bytes) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load
+
+    return load(content)
+
+
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
+    "image": image_of,
+    "bytes": bytes,
+    "text": bytes.decode,
+    "json": json.loads,
+    "safetensors": _safetensors,
+}
+
+
+def _decoder_of(
+    kind: str | None, dtype: torch.dtype | str | None, shape: Sequence[int] | None
+) -> Callable[[bytes], Any]:
+    """The function that makes a sample of the bytes of a value."""
+    if dtype is not None or shape is not None or kind == "tensor":
+        if kind not in (None, "tensor") or dtype is None:
+            raise ValueError(f"a tensor needs dtype= (and shape=, if it has one), got {kind=}, {dtype=}, {shape=}")
+        named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(named, torch.dtype):
+            raise ValueError(f"dtype must be one of torch's, such as 'uint8' or torch.float32, got {dtype!r}")
+        return partial(tensor_of, dtype=named, shape=shape)
+    if kind not in (None, *_DECODERS):
+        raise ValueError(f"kind must be one of {', '.join((*_DECODERS, 'tensor'))}, got {kind!r}")
+    return _DECODERS[kind or "image"]

@@ -1,8 +1,7 @@
-"""A sample as one blob: it comes back as it was, is read by safetensors, and is never wrong when damaged."""
+"""A sample as one blob: it comes back as it was, and is never wrong when damaged."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import struct
@@ -85,16 +84,6 @@ def test_any_structure_comes_back(sample: Any, index: int) -> None:
     assert bits(decode_blob(encode_blob(sample, index), index)) == bits(sample)
 
 
-def test_safetensors_reads_it() -> None:
-    """Each leaf with bytes is a tensor under its number."""
-    load = pytest.importorskip("safetensors.torch").load
-    sample = {"image": torch.arange(6, dtype=torch.int16).reshape(2, 3), "name": "x", "half": np.ones(3, np.float16)}
-    read = load(encode_blob(sample, 0))
-    assert read.keys() == {"0", "1"}
-    assert torch.equal(read["0"], sample["image"])
-    assert read["1"].dtype == torch.float16
-
-
 def test_what_is_read_is_the_samples_own() -> None:
     """Writing to it changes neither the blob nor a later read."""
     blob = encode_blob((torch.zeros(2), np.zeros(2)), 0)
@@ -114,10 +103,13 @@ class Pair(NamedTuple):
         ({"a": [1, {2}]}, r"sample\['a'\]\[1\] is a set"),
         (Pair(1), "Pair"),
         (torch.nn.Parameter(torch.zeros(1)), "Parameter"),
-        ((0, torch.zeros(1, requires_grad=True)), r"sample\[1\] requires a gradient"),
-        ({"x": torch.eye(2).to_sparse()}, r"sample\['x'\] must be a dense tensor"),
-        (np.array([object()]), "dtype object"),
-        ({(1, 2): 3}, r"key \(1, 2\)"),
+        (
+            (0, torch.zeros(1, requires_grad=True)),
+            r"sample\[1\] is a .*Tensor of torch.float32, which cannot be packed",
+        ),
+        ({"x": torch.eye(2).to_sparse()}, r"sample\['x'\] is a .*What can be packed: dense tensors"),
+        (np.array([object()]), "of object"),
+        ([{(1, 2): 3}], r"sample\[0\] is a dict.*strings or ints as keys"),
         (tv_tensors.BoundingBoxes(torch.zeros(1, 4), format="XYXY", canvas_size=(2, 2)), "BoundingBoxes"),
         (lambda: 0, "function"),
     ],
@@ -126,14 +118,6 @@ def test_what_cannot_be_packed_is_named(sample: Any, words: str) -> None:
     """The place in the sample, and what lies there."""
     with pytest.raises(UnsupportedSampleError, match=words):
         encode_blob(sample, 0)
-
-
-def test_a_list_inside_itself_is_refused() -> None:
-    """It has no end."""
-    endless: list[Any] = []
-    endless.append(endless)
-    with pytest.raises(UnsupportedSampleError, match="levels deep"):
-        encode_blob(endless, 0)
 
 
 def test_no_flipped_bit_gives_a_sample() -> None:
@@ -166,7 +150,7 @@ def test_no_part_of_a_blob_gives_a_sample() -> None:
         '{"tensor":0,"dtype":"load","shape":[8]}',
         '{"tensor":0,"dtype":"uint8","shape":[-8]}',
         '{"tensor":3,"dtype":"uint8","shape":[8]}',
-        '{"image":0,"mode":"none","size":[2,4]}',
+        '{"image":["none",[2,4],null,null,{"bytes":0}]}',
         '{"set":0}',
         "{}",
         "[" * 100_000,
@@ -174,14 +158,10 @@ def test_no_part_of_a_blob_gives_a_sample() -> None:
 )
 def test_a_blob_that_others_have_made_is_no_crash(tree: str) -> None:
     """Its checksum is right, and what it says makes no sample: bytes are never taken for addresses of objects."""
-    parts = {"0": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]}}
-    header = {"__metadata__": {"crc32": "0" * 8, "index": "7", "sample": tree}} | parts
-    text = json.dumps(header, separators=(",", ":")).encode()
-    blob = bytearray(struct.pack("<Q", len(text)) + text + b"\1" * 8)
-    place = blob.index(b"0" * 8)
-    blob[place : place + 8] = b"%08x" % zlib.crc32(blob[place + 8 :], zlib.crc32(blob[:8]))
+    header = f"[7,{tree},[8]]".encode()
+    blob = struct.pack("<I", len(header)) + header + b"\1" * 8
     with pytest.raises(BlobError, match="no sample of this package"):
-        decode_blob(bytes(blob), 7)
+        decode_blob(struct.pack("<I", zlib.crc32(blob)) + blob, 7)
 
 
 def test_a_blob_of_another_index_is_refused() -> None:

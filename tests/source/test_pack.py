@@ -5,14 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, Subset
@@ -22,7 +20,7 @@ from torchvision.transforms import v2
 
 from lightning_stocache import LMDBSource
 from lightning_stocache.source import pack as packing
-from lightning_stocache.source.lmdb_file import LMDBError
+from lightning_stocache.source.lmdb_source import LMDBError
 from lightning_stocache.source.pack import PackError, pack
 from lightning_stocache.source.samples import bits
 from tests.processes import Child, call, wait_until, without_room
@@ -146,7 +144,7 @@ def test_ctrl_c_keeps_what_is_loaded(tmp_path: Path) -> None:
 
 
 def slowly(path: str, folder: str, workers: int) -> None:
-    packing.BATCH_SECONDS, packing.CHUNK_SECONDS = 0.005, 0.02
+    packing.BATCH_SECONDS = 0.005
     pack(Source(Path(folder) / "reads", seconds=0.02), path, workers=workers)
 
 
@@ -195,9 +193,8 @@ def test_one_that_was_killed_before_the_manifest_says_all_is_completed(tmp_path:
     assert packed(path) == expected()
 
 
-def test_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has to guess its size, not even for a sample that is larger than all before it."""
-    monkeypatch.setattr(packing, "FIRST_MAP_BYTES", 1 << 16)
+def test_samples_of_any_size_are_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has to guess the size of the map, not even for a sample that is larger than all before it."""
     monkeypatch.setattr(packing, "BATCH_BYTES", 1 << 14)
     samples = [os.urandom(size) for size in (10, 10**5, 10**3, 3 * 10**6, 10, 10**4)]
     pack(samples, tmp_path / "x")
@@ -212,7 +209,7 @@ def fill_the_disk() -> Any:
     ballast.write_bytes(bytes(60 << 20))
     try:
         pack(Source(reads, size=10**6), path)
-    except OSError as error:
+    except LMDBError as error:
         said = str(error)
     kept = len(values(path)) - 1
     ballast.unlink()
@@ -224,10 +221,10 @@ def fill_the_disk() -> Any:
 
 @pytest.mark.processes
 def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
-    """It says how much is missing, and once there is room the same call goes on."""
+    """It says how much is free, and once there is room the same call goes on."""
     said, kept, written, same = without_room(fill_the_disk, mib=150)
-    assert "the disk of /dev/shm/x.lmdb is full" in said
-    assert "run the same command again" in said
+    assert "/dev/shm/x.lmdb cannot be written" in said
+    assert "make room, and run the same command again" in said
     assert 0 < kept < LENGTH
     assert written == LENGTH - kept
     assert same
@@ -237,23 +234,17 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
-    """A file, an LMDB of others, a folder, a pack of another source, length or fingerprint: all stay as they are."""
+    """A file, an LMDB of others, a pack of another source, length or fingerprint: all stay as they are."""
     (tmp_path / "text").write_text("precious" * 1000)
-    (tmp_path / "folder").mkdir()
     with lmdb.open(str(tmp_path / "foreign"), subdir=False, lock=False) as environment:
         with environment.begin(write=True) as transaction:
             transaction.put(b"a", b"precious")
     pack([1, 2, 3], tmp_path / "mine")
-    for name, words, arguments in (
-        ("text", "is not an LMDB", {}),
-        ("folder", "is a folder", {}),
-        ("foreign", "has not packed", {}),
-        ("mine", "samples 3, here 60", {}),
-    ):
-        before = (tmp_path / name).read_bytes() if name != "folder" else b""
+    for name, words in (("text", "is not an LMDB"), ("foreign", "has not packed"), ("mine", "samples 3, here 60")):
+        before = (tmp_path / name).read_bytes()
         with pytest.raises(LMDBError, match=words):
-            pack(Source(tmp_path / "reads"), tmp_path / name, **arguments)
-        assert before == ((tmp_path / name).read_bytes() if name != "folder" else b"")
+            pack(Source(tmp_path / "reads"), tmp_path / name)
+        assert (tmp_path / name).read_bytes() == before
     with pytest.raises(LMDBError, match="fingerprint '', here 'v2'"):
         pack([1, 2, 3], tmp_path / "mine", fingerprint="v2")
     assert not (tmp_path / "reads").exists()
@@ -291,7 +282,7 @@ def test_two_processes_do_not_pack_into_one_file(tmp_path: Path) -> None:
     """The second is refused at once."""
     path = tmp_path / "x"
     child = Child(hold, str(path), tmp_path / "held")
-    # It makes the file with its first sample, and then locks it: who only sees the file may be the first to lock it.
+    # It locks the file before it reads: who only sees the file may be the first to lock it.
     wait_until(lambda: (tmp_path / "held").exists() and len(reads_of(tmp_path / "held")) == 2)
     try:
         with pytest.raises(LMDBError, match="another process is packing into"):
@@ -310,17 +301,22 @@ def test_the_lock_ends_with_the_process(tmp_path: Path, workers: int) -> None:
     with pytest.raises(PackError):
         pack(Source(tmp_path / "reads", at=1, odd=broken), path)
     child = Child(_go_on, str(path), workers)
-    maps = Path(f"/proc/{child.process.pid}/maps")
-    wait_until(lambda: _loads_with(child) >= workers and str(path) in maps.read_text())
+    wait_until(lambda: len(_let_go(child, path)) >= workers and _times_open(child.process.pid, path) > 1)
     os.kill(child.process.pid, signal.SIGKILL)  # type: ignore[arg-type]
     child.process.join()
     assert pack(Source(tmp_path / "reads"), path) > 0
     child.kill()
 
 
-def _loads_with(child: Child) -> int:
+def _times_open(pid: Any, path: Path) -> int:
+    return sum(link.resolve() == path for link in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _let_go(child: Child, path: Path) -> list[str]:
+    """The workers that have closed what they were forked with: the descriptor of the lock."""
     pid = child.process.pid
-    return len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    workers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [worker for worker in workers if _times_open(worker, path) < _times_open(pid, path)]
 
 
 def _go_on(path: str, workers: int) -> None:
@@ -375,23 +371,16 @@ def die() -> Any:
 
 @pytest.mark.processes
 def test_a_worker_that_dies_is_told_of(tmp_path: Path) -> None:
-    """With what to do; what was packed is kept."""
-    with pytest.raises(PackError, match="a worker that loads Source has died"):
+    """What was packed is kept."""
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
         pack(Source(tmp_path / "reads", at=50, odd=die, seconds=0.01), tmp_path / "x", workers=2)
     pack(Source(tmp_path / "reads"), tmp_path / "x", workers=2)
     assert packed(tmp_path / "x") == expected()
 
 
-@pytest.mark.parametrize("source", [[], iter([1]), list])
-def test_what_is_no_dataset_is_refused(tmp_path: Path, source: Any) -> None:
-    """Empty, without an index, a class."""
-    with pytest.raises((TypeError, ValueError), match="source must"):
-        pack(source, tmp_path / "x")
-
-
 def test_a_folder_that_is_missing_is_said(tmp_path: Path) -> None:
     """Before anything is read."""
-    with pytest.raises(FileNotFoundError, match="does not exist"):
+    with pytest.raises(FileNotFoundError, match="nope"):
         pack(Source(tmp_path / "reads"), tmp_path / "nope" / "x")
     assert not (tmp_path / "reads").exists()
 
@@ -471,16 +460,3 @@ def without_lmdb(folder: str) -> list[str]:
         except ModuleNotFoundError as error:
             said.append(str(error).partition(": ")[2])
     return said
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_samples_of_many_sizes_go_through_workers(tmp_path: Path) -> None:
-    """From nothing to many megabytes, in messages of a megabyte or one sample."""
-    chance = random.Random(0)
-    sizes = [chance.choice([0, 10, 1000, 10**5, 5 * 10**6]) for _ in range(150)]
-    source = [np.full(size, number % 251, np.uint8) for number, size in enumerate(sizes)]
-    pack(source, tmp_path / "x", workers=2)  # type: ignore[arg-type]
-    read = LMDBSource(tmp_path / "x")
-    assert all(np.array_equal(read[number], array) for number, array in enumerate(source))
-    shutil.rmtree(tmp_path)
