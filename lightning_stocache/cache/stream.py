@@ -329,6 +329,7 @@ class StreamStore(Store):
     def __init__(self, segment: Segment, codec: SampleCodec, arc: Arc, beside: Segment) -> None:
         super().__init__(segment, codec, arc, beside)
         self.ledger = StreamLedger(beside)
+        self.stream_length: int | None = None  # of one rank, if the stream has a length, at which loaders stop
 
     @classmethod
     def empty(
@@ -449,7 +450,7 @@ class StreamStore(Store):
     @property
     def fill_fraction(self) -> float:
         """1 when a whole epoch is stored; before, the share of the memory that samples take."""
-        if self.full or self.ledger.passed(self.ledger.epoch) == self.filled:
+        if self.full or self.ledger.passed(self.ledger.epoch, self.stream_length) == self.filled:
             return 1.0
         return min(self.memory_bytes / self.segment.size, 1.0)
 

@@ -1,28 +1,58 @@
 """A stream that remembers: `CachedStream` stands between a loader and what can only be read from its beginning.
 
-Epoch one is the user's stream, sample for sample, and each is kept as it passes. Later epochs are a dataset in memory:
-`stream_source` has the protocol, and when it does not come to that.
+Epoch one is the stream: each process reads what it would read without a cache, at the same moments, hands it on as it
+is, and stores a copy. A sample that is stored is a miss and a fill, one that is not a bypass, one from memory a hit.
+
+When an epoch has ended in every shard of every rank of the node, and all of it was stored, later epochs come from
+memory: a permutation of all samples by `seed` and the number of the epoch, dealt to the ranks, and to the workers of
+each. What an epoch comes from is decided before it begins:
+
+    stream   it is read, and stored
+      -> stream   the epoch was broken off, or raised: from nothing, for no sample may come twice
+      -> cache    all of it was stored, and its first samples, read again, are among them
+      -> pass     anything else
+    cache    all comes from memory
+    pass     it is read, and nothing is stored
+
+A stream passes for good when it does not fit, is random, another one in every epoch, or never read to its end: three
+epochs that were broken off one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import IterableDataset
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
 
+from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.cache.stream import StreamStore
-from lightning_stocache.growing.stream_source import StreamSource
-from lightning_stocache.loading.dataset import Forwarding
-from lightning_stocache.loading.grows import Kept
+from lightning_stocache.cache.placement import Integers
+from lightning_stocache.cache.stream import MOST_WORKERS, Mode, Shard, StreamStore
+from lightning_stocache.growing.rolling_cache import dataset_in
+from lightning_stocache.loading.dataset import CachedDataset, Forwarding
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.open_stream import OpenStream, check_budget
+from lightning_stocache.sampling.stream_deal import StreamBatches, batches_in_turn, batches_of, deal, permutation
+from lightning_stocache.setup.first_samples import difference
+from lightning_stocache.setup.open_stream import OpenStream, check_budget, open_stream
 from lightning_stocache.setup.request import BackendChoice, Layout, check_choice, check_count, check_flag
-from lightning_stocache.source.access import check_stream
+from lightning_stocache.source.access import check_stream, draws_shards
+from lightning_stocache.source.guards import StreamReader
+from lightning_stocache.source.samples import mark_of
 
 __all__ = ["CachedStream", "stream_source", "stream_with"]
+
+log = logging.getLogger(__name__)
+
+_BY_HAND = "Give its deterministic part to CachedStream, and the random rest as transform=; or allow_random=True"
+_MOST_BROKEN = 3
+_AT_ONCE, _AT_ONCE_BYTES = 64, 4 << 20  # samples that are read from memory together
 
 
 class CachedStream(Forwarding, IterableDataset[Any]):
@@ -104,7 +134,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         check_budget(parsed)
         super().__init__(iterable)
         self.__budget, self.__backend, self.__strict = parsed, backend, strict
-        self.__serving = StreamSource(iterable, OpenStream(), transform, layout, allow_random, seed, shuffle)
+        self.__serving__ = StreamSource(iterable, transform, layout, allow_random, seed, shuffle)
         if not defer:
             self.share(NodeGroup())
 
@@ -117,36 +147,36 @@ class CachedStream(Forwarding, IterableDataset[Any]):
             group: which ranks share memory; by default it is found out from the running process group.
         """
         group = NodeGroup.discover() if group is None else group
-        self.__serving.open(self.__budget, group, self.__backend, strict=self.__strict)
+        self.__serving__.open(self.__budget, group, self.__backend, strict=self.__strict)
 
     @property
     def source(self) -> Any:
         """The user's stream."""
-        return self.__serving.source
+        return self.__serving__.source
 
     @property
     def cache(self) -> StreamStore | None:
         """What is kept; None while samples pass through."""
-        return self.__serving.opened.live
+        return self.__serving__.opened.live
 
     @property
     def counters(self) -> Counters | None:
         """What has been served and kept, by all processes of the node."""
-        return self.__serving.opened.counters
+        return self.__serving__.opened.counters
 
     @property
     def group(self) -> NodeGroup:
         """The ranks that share the memory."""
-        return self.__serving.opened.group
+        return self.__serving__.opened.group
 
     @property
     def budget_bytes(self) -> int:
         """Memory that was granted on this node."""
-        return self.__serving.opened.budget_bytes
+        return self.__serving__.opened.budget_bytes
 
     def close(self) -> None:
         """Give the memory up in this process; from then on the stream passes through."""
-        self.__serving.close()
+        self.__serving__.close()
 
     def describe(self) -> str:
         """One line on what is kept, for people."""
@@ -158,33 +188,260 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         return f"{name}: {cache.filled:,} samples of a stream are kept, {used}; {state}"
 
     def __iter__(self) -> Iterator[Any]:
-        return self.__serving.begin()
+        return self.__serving__.begin()
 
     def __len__(self) -> int:
         """The length of the stream, if it has one."""
         return len(self.source)
 
-    def __kept__(self, workers: int, batch_size: int, drop_last: bool) -> Kept | None:
-        return self.__serving.announce(workers, batch_size, drop_last)
-
-    @staticmethod
-    def __stream_source__(stream: CachedStream) -> StreamSource:
-        return stream.__serving
-
-    @staticmethod
-    def __over_source__(stream: CachedStream, serving: StreamSource) -> CachedStream:
-        stream.__serving = serving
-        return stream
-
-
-def stream_with(stream: CachedStream, transform: Callable[[Any], Any] | None) -> CachedStream:
-    """The same stream, with another transform after the cache: for the package."""
-    serving = stream_source(stream)
-    other = CachedStream(serving.source, 0, defer=True)
-    parts = (transform, serving.layout, serving.allow_random, serving.seed, serving.shuffle)
-    return CachedStream.__over_source__(other, StreamSource(serving.source, serving.opened, *parts))
+    def __kept__(self, batch_size: int, drop_last: bool) -> tuple[CachedDataset, StreamBatches] | None:
+        return self.__serving__.announce(batch_size, drop_last)
 
 
 def stream_source(stream: CachedStream) -> StreamSource:
     """What serves a stream: for the package, whose names for it are none of the user's."""
-    return CachedStream.__stream_source__(stream)
+    return stream.__serving__
+
+
+def stream_with(stream: CachedStream, transform: Callable[[Any], Any] | None) -> CachedStream:
+    """The same stream, with another transform after the cache: for the package."""
+    other = CachedStream(stream.source, 0, defer=True)
+    other.__serving__ = copy.copy(stream.__serving__)
+    other.__serving__.transform = transform
+    return other
+
+
+class StreamSource:
+    """Serves the samples of a stream in one process; the arguments are those of `CachedStream`."""
+
+    def __init__(
+        self,
+        source: Any,
+        transform: Callable[[Any], Any] | None,
+        layout: Layout,
+        allow_random: bool,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self.source, self.transform = source, transform
+        self.layout, self.allow_random, self.seed, self.shuffle = layout, allow_random, seed, shuffle
+        self.opened = OpenStream()
+        self._kept: CachedDataset | None = None  # the samples in the order of their shards, once all are stored
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_kept": None}
+
+    def open(
+        self,
+        budget: Budget,
+        group: NodeGroup,
+        backend: BackendChoice = "auto",
+        *,
+        strict: bool = False,
+        kept_back: int = 0,
+    ) -> None:
+        """Open the memory, in place of what was open before; arguments and errors are those of `open_stream`."""
+        self.close()
+        if not budget.off and not self.allow_random and draws_shards(self.source):
+            budget = Budget.parse(0)
+            self._tell(
+                "it draws its shards anew in every epoch (resampled=True), and what is kept would be one draw of them. "
+                "resampled=False reads each once; allow_random=True keeps the first draw"
+            )
+        self.opened = open_stream(self.source, budget, group, self.layout, backend, strict=strict, kept_back=kept_back)
+        if self.opened.store is not None:
+            self.opened.store.stream_length = self._length()
+
+    def close(self) -> None:
+        """Give the memory up in this process."""
+        self.opened.close()
+        self.opened, self._kept = OpenStream(group=self.opened.group), None
+
+    # ---- epochs ----
+
+    def begin(self) -> Iterator[Any]:
+        """The next epoch of this process."""
+        store, shard = self.opened.live, self._shard()
+        if store is None:
+            return _Reading(self, None, shard, 0)
+        if shard.workers > MOST_WORKERS:
+            self.pass_by(store, f"its loader has {shard.workers} workers, more than {MOST_WORKERS}")
+            return _Reading(self, None, shard, 0)
+        epoch = store.ledger.begin(shard)
+        mode = self._mode(store, epoch)
+        if mode == "cache":
+            return self._from_memory(store, self._share(store.in_order(), shard, epoch))
+        return _Reading(self, None if mode == "pass" else store, shard, epoch)
+
+    def announce(self, batch_size: int, drop_last: bool) -> tuple[CachedDataset, StreamBatches] | None:
+        """Begin the next epoch in the process of a loader.
+
+        Returns:
+            The samples in memory, the same object in each epoch, and this rank's batches of them; None where the stream
+            is to be read.
+        """
+        store, opened = self.opened.live, self.opened
+        if store is None:
+            return None
+        epoch = store.ledger.announce(opened.rank)
+        if self._mode(store, epoch) != "cache":
+            return None
+        shards = store.in_order()
+        if self._kept is None or self._kept.cache is not store:
+            self._kept = dataset_in(opened, len(shards), self.transform)
+        if self.shuffle:
+            order = permutation(len(shards), self.seed, epoch)
+            batches = batches_of(order, opened.rank, opened.ranks, batch_size, drop_last=drop_last)
+        else:
+            of_workers = [np.flatnonzero(shards == number) for number in self._numbers(shards)]
+            batches = batches_in_turn(of_workers, batch_size, drop_last=drop_last)
+        return self._kept, StreamBatches(batches, batch_size, drop_last)
+
+    def _mode(self, store: StreamStore, epoch: int) -> Mode:
+        return store.ledger.decide(epoch, lambda late: self._choose(store, epoch, late))
+
+    def _choose(self, store: StreamStore, epoch: int, late: Sequence[int]) -> Mode:
+        """What an epoch comes from that all ranks have begun but those that are late."""
+        ledger, reason = store.ledger, None
+        passed, filled = ledger.passed(epoch - 1, self._length()), store.filled
+        if late:
+            reason = (
+                f"rank(s) {', '.join(map(str, late))} of the node did not begin epoch {epoch} within "
+                f"{ledger.patience:.0f} s. Every rank must read the stream as often"
+            )
+        elif epoch == 1:
+            return "stream"
+        elif passed is None:
+            if ledger.count_broken() < _MOST_BROKEN:
+                store.clear()
+                return "stream"
+            reason = (
+                f"{_MOST_BROKEN} epochs were broken off before its end (limit_train_batches, break, an error), so "
+                "nobody knows what is in it. Read it to its end once"
+            )
+        elif filled < passed:
+            size = store.memory_bytes * passed // max(filled, 1)
+            reason = (
+                f"its {passed:,} samples take about {format_bytes(size)}, and its budget is "
+                f"{format_bytes(self.opened.budget_bytes)}. A stream is kept whole or not at all"
+            )
+        elif not self.allow_random and (found := difference(self.source, store.marked)) is not None:
+            reason = (
+                f"{found}: it is random, or another one in every epoch, as batches are that it makes of shuffled "
+                f"samples (make them in the loader).\n{_BY_HAND}"
+            )
+        if reason is None:
+            return "cache"
+        self._tell(reason)
+        store.clear()
+        return "pass"
+
+    def pass_by(self, store: StreamStore, reason: str) -> None:
+        """Store nothing from now on, and say so once. What others are reading from memory stays where it is."""
+        before = store.ledger.pass_by()
+        if before != "pass":
+            self._tell(reason)
+        if before == "stream":
+            store.clear()
+
+    def _tell(self, reason: str) -> None:
+        name = getattr(self.source, "__name__", type(self.source).__name__)
+        log.warning("%s passes through uncached: %s", name, reason)
+
+    def _length(self) -> int | None:
+        try:
+            return len(self.source)
+        except Exception:  # whatever the user's code raises: most streams have none
+            return None
+
+    # ---- shards ----
+
+    def _shard(self) -> Shard:
+        info: Any = get_worker_info()
+        if info is None:
+            return Shard(self.opened.rank, key=os.getpid())
+        return Shard(self.opened.rank, info.id, info.num_workers, (info.seed - info.id) % 2**62 + 1)
+
+    def _numbers(self, shards: Integers) -> list[int]:
+        """The numbers of those shards that are of this rank."""
+        ours = range(Shard(self.opened.rank).number, Shard(self.opened.rank + 1).number)
+        return [number for number in np.unique(shards).tolist() if number in ours]
+
+    def _share(self, shards: Integers, shard: Shard, epoch: int) -> Integers:
+        """The samples in memory that a shard serves; unshuffled those that it has read, if shards are the same."""
+        if self.shuffle:
+            mine = deal(permutation(len(shards), self.seed, epoch), self.opened.rank, self.opened.ranks)
+            return mine[shard.worker :: shard.workers]
+        ours = self._numbers(shards)
+        if all(number - Shard(self.opened.rank).number < shard.workers for number in ours):
+            return np.flatnonzero(shards == shard.number)
+        return np.flatnonzero(np.isin(shards, ours))[shard.worker :: shard.workers]
+
+    # ---- samples ----
+
+    def _from_memory(self, store: StreamStore, mine: Integers) -> Iterator[Any]:
+        step = max(min(_AT_ONCE_BYTES // max(store.codec.nbytes, 1), _AT_ONCE), 1)
+        for first in range(0, len(mine), step):
+            if store.closed:
+                raise RuntimeError("the stream was closed while an epoch was served from what is kept of it")
+            start = time.perf_counter_ns()
+            places = store.lookup(mine[first : first + step])
+            samples, nbytes = list(store.read(places)), store.stored_bytes(places)
+            gather_ns = time.perf_counter_ns() - start
+            for number, sample in enumerate(samples, 1):  # one by one: who stops in between has been served no more
+                share = nbytes * number // len(samples) - nbytes * (number - 1) // len(samples)
+                self.count(hits=1, bytes_from_cache=share, gather_ns=gather_ns // len(samples))
+                yield self.finished(sample)
+
+    def count(self, **counts: int) -> None:
+        """Count what has been served or filled, by the names of `Counts`."""
+        if self.opened.counters is not None:
+            self.opened.counters.add(**counts)
+
+    def finished(self, sample: Any) -> Any:
+        """A sample as it is handed out."""
+        return sample if self.transform is None else self.transform(sample)
+
+
+class _Reading(Iterator[Any]):
+    """One epoch of a stream that is read, in one process: handed on as it is, and stored unless `store` is None.
+
+    What the stream raises comes through, and a stream that goes on after an error may be asked again, as without a
+    cache; nothing more is stored in that epoch.
+    """
+
+    def __init__(self, serving: StreamSource, store: StreamStore | None, shard: Shard, epoch: int) -> None:
+        self._serving, self._store, self._shard, self._epoch = serving, store, shard, epoch
+        self._reader = StreamReader(serving.source, watched=store is not None and not serving.allow_random)
+
+    def __next__(self) -> Any:
+        store = self._store
+        try:
+            sample = next(self._reader)
+        except BaseException as error:
+            self._store = None
+            if isinstance(error, StopIteration) and store is not None and not store.closed:
+                store.ledger.end(self._shard, self._epoch)
+            raise
+        source_ns, begin = self._reader.source_ns, time.perf_counter_ns()
+        nbytes = None if store is None or store.closed else self._stored(store, sample)
+        if nbytes is None:
+            self._serving.count(bypasses=1, source_ns=source_ns)
+        else:
+            fill_ns = time.perf_counter_ns() - begin
+            self._serving.count(misses=1, fills=1, bytes_from_source=nbytes, source_ns=source_ns, fill_ns=fill_ns)
+        return self._serving.finished(sample)
+
+    def _stored(self, store: StreamStore, sample: Any) -> int | None:
+        """Store a copy of a sample, if that is possible; its bytes."""
+        moved = self._reader.moved
+        if moved is not None:
+            self._store = None
+            reason = f"it moves the generators of {moved} while samples are read: it is random.\n{_BY_HAND}"
+            self._serving.pass_by(store, reason)
+        elif store.ledger.mode == "stream":
+            try:
+                return store.append(self._shard, self._epoch, sample, mark_of(sample))
+            except (SampleMismatchError, UnsupportedSampleError) as error:
+                self._serving.pass_by(store, str(error))
+        return None

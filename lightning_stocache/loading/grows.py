@@ -5,7 +5,6 @@ The names of the questions are dunder names of classes, which no dataset of a us
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 from torch.utils.data import Sampler
@@ -15,7 +14,7 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.stream_deal import StreamBatches
 
-__all__ = ["Kept", "Rolling", "Stream", "is_rolling", "is_stream"]
+__all__ = ["Rolling", "Stream", "is_rolling", "is_stream"]
 
 
 class Rolling(Protocol):
@@ -25,26 +24,11 @@ class Rolling(Protocol):
         """What a loader draws from that was given no sampler."""
 
 
-@dataclass(frozen=True)
-class Kept:
-    """An epoch of a stream that comes from memory.
-
-    Args:
-        dataset: the samples, in the order of their shards; the same object in each epoch from the same memory.
-        batches: which of them come together, for this epoch.
-        source: the user's stream.
-    """
-
-    dataset: CachedDataset
-    batches: StreamBatches
-    source: Any
-
-
 class Stream(Protocol):
     """An iterable-style dataset that is kept as it passes: `CachedStream`."""
 
-    def __kept__(self, workers: int, batch_size: int, drop_last: bool) -> Kept | None:
-        """Begin the next epoch of a loader; None where it is to be read as the stream is."""
+    def __kept__(self, batch_size: int, drop_last: bool) -> tuple[CachedDataset, StreamBatches] | None:
+        """Begin the next epoch: the samples in memory and this rank's batches, or None where the stream is read."""
 
     @property
     def source(self) -> Any:

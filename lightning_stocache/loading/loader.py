@@ -37,9 +37,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from lightning_stocache.cache.store import gathers
-from lightning_stocache.loading.dataset import cached_in, cached_source
+from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.epoch import Epoch, Resources, Route
-from lightning_stocache.loading.grows import Kept, Stream, is_rolling, is_stream
+from lightning_stocache.loading.grows import Stream, is_rolling, is_stream
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader_sampler import (
     batches_of,
@@ -183,27 +183,28 @@ class CachedLoader(DataLoader[Any]):
     def _iter_stream(self, stream: Stream) -> Any:
         """An epoch of a stream: as DataLoader makes it, or as of a dataset in memory, once all of it is kept."""
         size = self.batch_size
-        kept = None if size is None else stream.__kept__(self.num_workers, size, self.drop_last)
+        kept = None if size is None else stream.__kept__(size, self.drop_last)
         if kept is None:
             return self._iter_plainly(seeded=False)
+        dataset, batches = kept
         if self._plain is not None:
             shut_down(self._plain)  # persistent workers, which had the stream to read
             self._plain = None
-        if self._kept is not None and self._kept.dataset is not kept.dataset:
+        if self._kept is not None and self._kept.dataset is not dataset:
             self._kept.close()  # its memory was given up: the stream was shared again
             self._kept = None
         if self._kept is None:
-            self._kept = self._loader_of_kept(kept)
+            self._kept = self._loader_of_kept(dataset, batches, stream.source)
             self._kept.position.waiting = self.position.waiting
-        cast(StreamBatches, self._kept.batch_sampler).epoch = kept.batches.epoch
+        cast(StreamBatches, self._kept.batch_sampler).batches = batches.batches
         return iter(self._kept)
 
-    def _loader_of_kept(self, kept: Kept) -> CachedLoader:
+    def _loader_of_kept(self, dataset: CachedDataset, batches: StreamBatches, source: Any) -> CachedLoader:
         names = ["num_workers", "collate_fn", "pin_memory", "timeout", "generator", "prefetch_factor", "gather"]
         names += ["persistent_workers", "multiprocessing_context", "in_order"]  # the last since torch 2.6
         arguments = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        init = None if self.worker_init_fn is None else InitOnSource(self.worker_init_fn, kept.source)
-        return CachedLoader(kept.dataset, batch_sampler=kept.batches, worker_init_fn=init, **arguments)
+        init = None if self.worker_init_fn is None else InitOnSource(self.worker_init_fn, source)
+        return CachedLoader(dataset, batch_sampler=batches, worker_init_fn=init, **arguments)
 
     @property
     def route(self) -> Route | None:

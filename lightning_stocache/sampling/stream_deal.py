@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, zip_longest
 
 import numpy as np
@@ -85,33 +85,27 @@ def batches_of(order: Integers, rank: int, ranks: int, size: int, *, drop_last: 
 
 
 class StreamBatches(Sampler[list[int]]):
-    """The batches of a rank, by the number of the epoch.
+    """The batches of a rank in one epoch.
 
     Args:
-        of_epoch: gives all batches of an epoch; all but the last few have `batch_size`.
+        batches: all of them; all but the last few have `batch_size`.
         batch_size: samples per batch.
         drop_last: whether all batches have that size.
     """
 
-    def __init__(self, of_epoch: Callable[[int], Sequence[Integers]], batch_size: int, drop_last: bool) -> None:
-        self._of_epoch, self.batch_size, self.drop_last, self.epoch = of_epoch, batch_size, drop_last, 0
-        self._made: tuple[int, Sequence[Integers]] | None = None  # those of the epoch, which is asked for several times
+    def __init__(self, batches: Sequence[Integers], batch_size: int, drop_last: bool) -> None:
+        self.batches, self.batch_size, self.drop_last = batches, batch_size, drop_last
 
     def __iter__(self) -> Iterator[list[int]]:
-        return (batch.tolist() for batch in self._batches())
+        return (batch.tolist() for batch in self.batches)
 
     def __len__(self) -> int:
-        return len(self._batches())
+        return len(self.batches)
 
     def groups(self) -> Iterator[Integers]:
         """The indices of several batches at a time, all but the last of which have `batch_size`."""
-        batches = self._batches()
+        batches = self.batches
         whole = next((number for number, batch in enumerate(batches) if len(batch) < self.batch_size), len(batches))
         if whole:
             yield np.concatenate(batches[:whole])
         yield from batches[whole:]
-
-    def _batches(self) -> Sequence[Integers]:
-        if self._made is None or self._made[0] != self.epoch:
-            self._made = self.epoch, self._of_epoch(self.epoch)
-        return self._made[1]

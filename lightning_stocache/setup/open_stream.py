@@ -1,7 +1,7 @@
 """How the memory for a stream opens: granted, made by the leader of each node, reached by its other ranks.
 
-Of a stream neither its length nor its size is known before it is read, so the memory is granted in bytes. What its
-samples look like its first ones tell, which the leader of a node has read by a process that is thrown away.
+Neither the length nor the size of a stream is known before it is read, so memory is granted in bytes. What its samples
+look like its first ones tell, which the leader of a node has read by another process.
 """
 
 from __future__ import annotations
@@ -71,40 +71,37 @@ def open_stream(
     Raises:
         CacheMemoryError: the memory cannot be had or reached, on all ranks alike, and `strict`.
     """
+    trouble: object = None
+    codec: SampleCodec | None = None
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: the stream passes through uncached")
         return OpenMemory(group=group)
-    codec: SampleCodec | str | None = None
-    if not budget.off:
-        nodes = len(group.nodes)
-        codec = f"it is kept on one node only, and there are {nodes}" if nodes > 1 else _look(source, layout, group)
-    if isinstance(codec, str):
-        if group.rank == 0:
-            log.warning("the stream passes through uncached: %s", codec)
-        codec = None
+    if len(group.nodes) > 1 and not budget.off:
+        trouble = f"it is kept on one node only, and there are {len(group.nodes)}"
+    elif not budget.off:
+        codec, trouble = group.lead(lambda: _look(source, layout))
+
+    def make(kind: Backend | None) -> list[OpenStream]:
+        return [_made(codec, budget, group, kind, kept_back)]
+
+    opened: OpenStream = OpenMemory(group=group)
     try:
-        [opened] = make_and_attach(
-            lambda kind: [_made(codec, budget, group, kind, kept_back)], None if backend == "auto" else backend, group
-        )
-        return opened
+        [opened] = make_and_attach(make, None if backend == "auto" else backend, group)
     except CacheMemoryError as error:
         if strict:
             raise
-        if group.rank == 0:
-            log.warning("the stream passes through uncached: %s", error)
-        return OpenMemory(group=group)
+        trouble = error
+    if trouble is not None and group.rank == 0:
+        log.warning("the stream passes through uncached: %s", trouble)
+    return opened
 
 
-def _look(source: Any, layout: Layout, group: NodeGroup) -> SampleCodec | str:
-    """What samples look like, or why the stream cannot be kept, in words. Collective."""
-
-    def look() -> SampleCodec | str:
-        try:
-            return codec_of(Draws(source, shuffle=False, passes=1, as_stream=True), layout)
-        except FirstSampleError as error:
-            return str(error)
-
-    return group.lead(look)
+def _look(source: Any, layout: Layout) -> tuple[SampleCodec | None, str | None]:
+    """What samples look like, or why the stream cannot be kept."""
+    try:
+        return codec_of(Draws(source, shuffle=False, passes=1, as_stream=True), layout), None
+    except FirstSampleError as error:
+        return None, str(error)
 
 
 def _made(

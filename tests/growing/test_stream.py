@@ -313,6 +313,7 @@ def test_a_known_length_ends_an_epoch() -> None:
         for _ in range(3):
             samples = iter(stream)
             assert sorted(next(samples)[1] for _ in range(20)) == list(range(20))
+            assert stream.cache.fill_fraction == 1
         assert stream.counters.totals().hits == 40
 
 
