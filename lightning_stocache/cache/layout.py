@@ -41,7 +41,7 @@ from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Memory, aligned
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
-from lightning_stocache.node.header import HEADER_BYTES, Manifest, ManifestError, read_manifest, token_of
+from lightning_stocache.node.files import HEADER_BYTES, Manifest, ManifestError, read_manifest, token_of
 from lightning_stocache.node.segment import Segment
 
 __all__ = [

@@ -52,11 +52,9 @@ from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import refused
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.node.fence import fence
-from lightning_stocache.node.files import Backend
-from lightning_stocache.node.header import Geometry, Manifest
-from lightning_stocache.node.segment import Segment
-from lightning_stocache.node.waiting import poll
+from lightning_stocache.node.files import Backend, Geometry, Manifest
+from lightning_stocache.node.processes import poll
+from lightning_stocache.node.segment import Segment, fence
 
 __all__ = ["FILLERS", "RollingStore", "Taken"]
 
@@ -211,13 +209,6 @@ class RollingStore(Store):
     def drop(self, taken: Taken) -> None:
         """Give a slot up whose sample could not be written."""
         self._end(taken, -2 * taken.ticket - 2)
-
-    @property
-    def in_the_way(self) -> int | None:
-        """The process that other writers wait for; None if there is none, or if it cannot be known."""
-        next_slot = int(self._words[_NEXT]) % max(self.limit, 1)
-        slots = [self.count, next_slot, *np.flatnonzero(self.generations & 1).tolist()]
-        return next(filter(None, map(self.segment.lock_owner, slots)), None)
 
     def _end(self, taken: Taken, generation: int) -> None:
         fence()

@@ -46,10 +46,8 @@ from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Re
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import Shortage, refused
-from lightning_stocache.node.fence import fence
-from lightning_stocache.node.files import Backend
-from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest, read_manifest
-from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest, read_manifest
+from lightning_stocache.node.segment import Segment, SegmentHandle, fence
 
 __all__ = ["NO_PLACE", "UNREADABLE", "Store", "StoreHandle", "gathers", "slots_for"]
 
@@ -143,7 +141,7 @@ class Store:
             codec: what a sample looks like.
             arc: which indices have a slot, and where.
             backend: kind of segment, see `lightning_stocache.node.segment`.
-            whose: what the segment says about itself besides the arc, see `lightning_stocache.node.header`.
+            whose: what the segment says about itself besides the arc, see `lightning_stocache.node.files`.
             granted: bytes that a store of records may take.
             directory: on a disk, where the store lies; `check_directory` has accepted it.
         """

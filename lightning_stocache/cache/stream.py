@@ -43,8 +43,8 @@ from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.store import Store, slots_for
 from lightning_stocache.node.files import Backend
+from lightning_stocache.node.processes import poll
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.node.waiting import poll
 
 __all__ = ["MOST_WORKERS", "Mode", "Shard", "StreamLedger", "StreamStore"]
 

@@ -11,7 +11,7 @@ times; one that could not begin is not. `Fillers.look` does this on the trainer'
 while it waits for a minimum, and about once a second while indices are drawn. A process that is forked in the middle of
 another thread's work may inherit its locks.
 
-A filler ends with its parent, however that ends (`node.parent`).
+A filler ends with its parent, however that ends (`node.processes`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from lightning_stocache.cache.rolling import FILLERS, RollingStore
-from lightning_stocache.node.parent import end_with_parent, not_sent, why_not_begun
+from lightning_stocache.node.processes import end_with_parent, not_sent, why_not_begun
 from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.torch_internals import become_worker
 

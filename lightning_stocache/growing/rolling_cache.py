@@ -34,7 +34,7 @@ from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.waiting import poll
+from lightning_stocache.node.processes import poll
 from lightning_stocache.sampling.rolling_sampler import RollingSampler
 from lightning_stocache.setup.allocation import Allocation, allocate_pool
 from lightning_stocache.setup.first_samples import codec_of

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import StoreHandle
-from lightning_stocache.node.waiting import poll
+from lightning_stocache.node.processes import poll
 
 __all__ = ["RollingWriter"]
 
@@ -49,13 +49,9 @@ class RollingWriter:
         for seconds in poll(pause=0.001):
             if self._store.append(sample, index):
                 return
-            if seconds:  # every slot is being written to
-                writer = self._store.in_the_way
-                log.warning(
-                    "a RollingWriter has been waiting for a slot for %.0f s: %s",
-                    seconds,
-                    "all are being written" if writer is None else f"process {writer} writes, and does not get on",
-                )
+            if seconds:
+                words = "all are being written, or a process that writes is stopped"
+                log.warning("a RollingWriter has been waiting for a slot for %.0f s: %s", seconds, words)
 
     def close(self) -> None:
         """Give the cache up in this process."""

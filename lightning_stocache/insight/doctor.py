@@ -7,6 +7,7 @@ It changes nothing. What cannot be known here (no /proc, no cgroup: macOS) is a 
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shlex
@@ -26,9 +27,10 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.insight.inventory import count, held_lines, wrapped
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.disk import check_directory
-from lightning_stocache.node.files import Backend, make_file, memory_directory, reserve
+from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.named import named_segments
+from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.allocation import largest_grant
 
 __all__ = ["Finding", "as_text", "examine", "shared_memory"]
@@ -162,19 +164,10 @@ def _backends() -> Iterator[Finding]:
     """The kinds of segments without a name that do not work here, each tried with one page."""
     for kind in _KINDS:
         try:
-            file, path = make_file(kind)
+            Segment.create(0, kind).close()
         except OSError as error:
-            yield Finding(kind, f"cannot be made ({error}); a named file is taken instead.")
-            continue
-        try:
-            reserve(file, 0, 4096)
-        except OSError as error:
-            fix = "free memory, see below who holds it"
-            yield Finding(kind, f"has no room for a single page ({error.strerror}).", fix)
-        finally:
-            os.close(file)
-            if path is not None:  # macOS
-                os.unlink(path)
+            fix = "free memory, see below who holds it" if error.errno == errno.ENOSPC else ""
+            yield Finding(kind, f"cannot be made ({error.strerror}); a named file is taken instead.", fix)
 
 
 def _named() -> Finding:

@@ -17,7 +17,7 @@ from textwrap import shorten, wrap
 
 from lightning_stocache.cache.layout import Contents, contents_of
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.node.header import printable
+from lightning_stocache.node.files import printable
 from lightning_stocache.node.named import NamedSegment, clean_command, segments_of_others
 from lightning_stocache.node.open_files import Process, open_files
 

@@ -5,13 +5,14 @@ Network filesystems are refused: a mapping shows a machine only what it has writ
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import tempfile
 from pathlib import Path
 
-from lightning_stocache.node.header import printable
+from lightning_stocache.node.files import printable
 
 if sys.platform != "win32":
     import fcntl
@@ -25,8 +26,6 @@ _REMOTE = {
 }
 """Network filesystems, as /proc/self/mountinfo calls them."""
 
-_ELSEWHERE = "Give a directory on a disk of this machine, or leave dir= away for a cache in memory"
-
 
 class DiskError(OSError):
     """A directory cannot hold a cache."""
@@ -39,29 +38,20 @@ def check_directory(directory: str) -> str:
         DiskError: it can hold none; the message says why, and what to do.
     """
     path = os.path.abspath(os.path.expanduser(directory))
-    shown = printable(path)
     try:
-        if not os.path.isdir(path):
+        with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise DiskError(f"dir={shown!r} is not a directory. {_ELSEWHERE}") from None
-    except OSError as error:
-        raise DiskError(f"dir={shown!r} is not there and cannot be made ({error.strerror}). {_ELSEWHERE}") from error
-    kind = filesystem_of(path)
-    if kind in _REMOTE:
-        raise DiskError(
-            f"dir={shown!r} lies on another machine ({kind}), where a cache that is mapped would not see what others "
-            f"write. {_ELSEWHERE}"
-        )
-    try:
+        if (kind := filesystem_of(path)) in _REMOTE:
+            raise OSError(f"it lies on another machine ({kind}), where a mapping does not see what others write")
         with tempfile.TemporaryFile(dir=path) as file:  # segments take both kinds of lock
-            descriptor = file.fileno()
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # BSD and macOS: the two kinds exclude each other
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+            fcntl.flock(file, fcntl.LOCK_SH)
+            fcntl.flock(file, fcntl.LOCK_UN)  # BSD and macOS: the two kinds exclude each other
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
     except OSError as error:
-        raise DiskError(f"dir={shown!r} cannot hold a cache: {error.strerror or error}. {_ELSEWHERE}") from error
+        raise DiskError(
+            f"dir={printable(path)!r} cannot hold a cache: {error.strerror or error}. Give a directory on a disk of "
+            "this machine, or leave dir= away for a cache in memory"
+        ) from error
     return path
 
 

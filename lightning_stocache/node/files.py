@@ -1,40 +1,57 @@
-"""The files that segments are made of: where they lie, how their memory is reserved, who may open them.
+"""The files that segments are made of: where they lie, who may open them, and their header.
 
 Kinds: `tmpfile` (O_TMPFILE in /dev/shm) and `memfd` have no name, so nothing collides with them and nothing is left
-behind; `file` has a name, and a shared `flock` as long as a process uses it. A segment on a disk lies in a directory
-that the user gives; filesystems without O_TMPFILE get a `file` there.
+behind. A `file` has a name, and a shared `flock` as long as a process uses it. Where there is no O_TMPFILE (macOS, some
+disks), a `tmpfile` is a `file`.
 
-Any user may put anything into /dev/shm under a name that a cache is about to use: a link that leads elsewhere, a pipe
-that blocks, a file that stays locked for ever. `open_own` opens every file that has a name, lock files too, and refuses
-all of these. The content of a file that passes is trusted.
+A file begins with a header of 4096 bytes:
+
+    byte  0  magic number (8 bytes)
+    byte  8  random token, by which an attaching process recognizes the segment (16)
+    byte 24  number of this format (4)
+    byte 48  two int64 for the owner of the segment (16)
+    byte 64  length of the manifest (4), then the manifest as JSON
+
+A named segment needs a manifest. In others it tells people what takes their memory. `open_own` refuses what is not this
+user's own file, so what it opens is trusted.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import struct
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Literal
-
-from lightning_stocache.node.header import HEADER_BYTES, Manifest, new_header, printable
 
 if sys.platform != "win32":
     import fcntl
 
 __all__ = [
+    "FORMAT",
+    "HEADER_BYTES",
     "LOCKS",
+    "MANIFEST_OFFSET",
+    "NUMBERS_OFFSET",
     "Backend",
-    "default_backend",
+    "Geometry",
+    "Manifest",
+    "ManifestError",
     "get_shm_size",
-    "lock_owner",
     "make_file",
     "memory_directory",
     "open_own",
     "prefix",
+    "printable",
+    "read_manifest",
     "reserve",
+    "token_of",
     "write_header",
 ]
 
@@ -42,8 +59,56 @@ Backend = Literal["tmpfile", "memfd", "file"]
 LOCKS = ".locks"
 """The end of the name of a lock file."""
 
-_REFUSED = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
-_FLOCK = struct.Struct("@hhqqi4x")  # Linux: kind, whence, start, length, process
+HEADER_BYTES = 4096
+NUMBERS_OFFSET = 48
+MANIFEST_OFFSET = 64
+FORMAT = 6  # of header, manifest and payload; another one is refused, so change it with any of them
+_MAGIC = b"STOCACHE"
+_TOKEN_BYTES = 16
+_NUMBER = struct.Struct("<I")  # the format, and the manifest's length
+_MANIFEST_START = MANIFEST_OFFSET + _NUMBER.size
+_NOT_OURS = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
+
+
+class ManifestError(ValueError):
+    """A header has no manifest that this version can read."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where the samples lie: the numbers of a `cache.placement.Arc`."""
+
+    size: int
+    slots: int
+    start: int = 0
+    step: int = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a segment.
+
+    Args:
+        geometry: where its samples lie.
+        dataset: what is cached, for people.
+        node: number of the job's node whose part this is.
+        nodes: number of nodes of the job.
+        created: seconds since the epoch.
+        payload: bytes behind the header, which show whether a file was cut off.
+        budget: the budget of the job that made it, as text; empty if the segment is not shared between jobs.
+        fingerprint: what two jobs that share the segment must have in common; empty if it is not shared.
+        found: digest of what set-up found out about the samples; empty if unknown.
+    """
+
+    geometry: Geometry
+    dataset: str = ""
+    node: int = 0
+    nodes: int = 1
+    created: int = field(default_factory=lambda: int(time.time()))
+    payload: int = 0
+    budget: str = ""
+    fingerprint: Mapping[str, str | int] = field(default_factory=dict)
+    found: str = ""
 
 
 def memory_directory() -> str:
@@ -52,19 +117,11 @@ def memory_directory() -> str:
 
 
 def get_shm_size() -> int:
-    """Size of /dev/shm in whole GiB, 0 where there is none.
-
-    What is free of it may be much less: see the command `doctor`.
-    """
+    """Size of /dev/shm in whole GiB, 0 where there is none. The command `doctor` says how much of it is free."""
     if not os.path.isdir("/dev/shm"):
         return 0
     stats = os.statvfs("/dev/shm")
     return stats.f_frsize * stats.f_blocks // 1024**3
-
-
-def default_backend() -> Backend:
-    """The backend for this system: a file without a name in /dev/shm, if both exist."""
-    return "tmpfile" if hasattr(os, "O_TMPFILE") and os.path.isdir("/dev/shm") else "file"
 
 
 def prefix() -> str:
@@ -77,20 +134,20 @@ def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str 
 
     Args:
         backend: the kind of file.
-        directory: on a disk, where every kind without a name is a `tmpfile`; by default the file lies in memory.
+        directory: on a disk; by default the file lies in memory.
 
     Raises:
-        OSError: the system refuses it, or has no such kind.
+        OSError: the system refuses it, or has no memfd.
     """
     where = directory or memory_directory()
     if backend == "memfd" and directory is None:
         if not hasattr(os, "memfd_create"):
-            raise OSError(errno.ENOTSUP, "this system has no memfd: give backend='auto' or 'file'")
+            raise OSError(errno.ENOTSUP, "this system has no memfd")
         return os.memfd_create("lightning_stocache", os.MFD_CLOEXEC), None
     if backend != "file" and hasattr(os, "O_TMPFILE"):
         try:
             return os.open(where, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
-        except OSError as error:
+        except OSError as error:  # the filesystem of a disk may not have such files
             if directory is None or error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise
     data, path = tempfile.mkstemp(prefix=prefix(), dir=where)
@@ -101,7 +158,7 @@ def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str 
 def open_own(path: str, *, create: bool = False) -> int:
     """Open a regular file that only this user may open, for reading and writing. Returns its descriptor.
 
-    It follows no link, waits for nothing, and refuses a file with a second name.
+    Any user may put a link, a pipe or a file into /dev/shm under the name of a cache: none of these is opened.
 
     Args:
         path: the file.
@@ -109,8 +166,7 @@ def open_own(path: str, *, create: bool = False) -> int:
 
     Raises:
         FileNotFoundError: there is no such file.
-        PermissionError: the file is not trusted; the message says what to do.
-        OSError: the system has no room for it, or no descriptor left.
+        PermissionError: it is no file of this user alone; the message says what to do.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     refusal = PermissionError(
@@ -120,15 +176,24 @@ def open_own(path: str, *, create: bool = False) -> int:
     try:
         descriptor = os.open(path, flags, 0o600)
     except OSError as error:
-        if error.errno in _REFUSED:
+        if error.errno in _NOT_OURS:
             raise refusal from error
         raise
     facts = os.fstat(descriptor)
-    private = facts.st_uid == os.getuid() and not facts.st_mode & 0o077
-    if private and stat.S_ISREG(facts.st_mode) and facts.st_nlink <= 1:
+    if facts.st_uid == os.getuid() and stat.S_ISREG(facts.st_mode) and not facts.st_mode & 0o077:
         return descriptor
     os.close(descriptor)
     raise refusal
+
+
+def reserve(data: int, offset: int, length: int) -> None:
+    """Have the kernel promise the memory of a range, whose contents stay as they are; macOS has no such call.
+
+    Raises:
+        OSError: there is no memory left (ENOSPC); nothing has changed.
+    """
+    if length and hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(data, offset, length)
 
 
 def write_header(data: int, size: int, manifest: Manifest | None = None, reserved: int = 0) -> None:
@@ -144,26 +209,66 @@ def write_header(data: int, size: int, manifest: Manifest | None = None, reserve
         ManifestError: the manifest is too large.
         OSError: there is no room for the header and the reserved bytes.
     """
-    header = new_header(manifest)
+    header = _MAGIC + os.urandom(_TOKEN_BYTES) + _NUMBER.pack(FORMAT)
+    if manifest is not None:
+        text = json.dumps(asdict(manifest), ensure_ascii=False).encode()
+        if len(text) > HEADER_BYTES - _MANIFEST_START:
+            raise ManifestError(f"manifest must fit in {HEADER_BYTES - _MANIFEST_START} bytes, got {len(text)}")
+        header = header.ljust(MANIFEST_OFFSET, b"\0") + _NUMBER.pack(len(text)) + text
     os.ftruncate(data, HEADER_BYTES + size)
     reserve(data, 0, HEADER_BYTES + reserved)
     os.pwrite(data, header, 0)
 
 
-def reserve(data: int, offset: int, length: int) -> None:
-    """Have the kernel promise the memory of a range, whose contents stay as they are; macOS has no such call.
+def token_of(data: int) -> bytes:
+    """The token of a segment's file.
 
     Raises:
-        OSError: there is no memory left (ENOSPC); nothing has changed.
+        ValueError: the file is not a segment.
     """
-    if length and hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(data, offset, length)
+    header = os.pread(data, len(_MAGIC) + _TOKEN_BYTES, 0)
+    if not header.startswith(_MAGIC):
+        raise ValueError("the file is not a segment of lightning_stocache: its header has another magic number")
+    return header[len(_MAGIC) :]
 
 
-def lock_owner(descriptor: int, byte: int) -> int | None:
-    """The other process that has locked a byte of a file; None if there is none, or it cannot be known."""
-    if sys.platform != "linux":
-        return None
-    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, request))
-    return None if kind == fcntl.F_UNLCK or pid <= 0 else int(pid)  # 0: of another pid namespace
+def read_manifest(header: bytes, payload: int) -> Manifest:
+    """The manifest in the header of a segment.
+
+    Args:
+        header: the first bytes of the file.
+        payload: number of bytes behind the header.
+
+    Raises:
+        ManifestError: there is none, or it is damaged or of another version. The message continues "the cache ...".
+    """
+    if len(header) < HEADER_BYTES:
+        raise ManifestError("is damaged: its header is cut off")
+    (version,) = _NUMBER.unpack_from(header, len(_MAGIC) + _TOKEN_BYTES)
+    if version != FORMAT:
+        raise ManifestError(f"is of another version of lightning_stocache (format {version}, this one has {FORMAT})")
+    (length,) = _NUMBER.unpack_from(header, MANIFEST_OFFSET)
+    if not length:
+        raise ManifestError("does not say what it holds")
+    try:
+        values = json.loads(header[_MANIFEST_START : _MANIFEST_START + length])
+        manifest = Manifest(**values | {"geometry": Geometry(**values["geometry"])})
+        fits = manifest.geometry.slots <= payload  # a slot has a byte at least, its state
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ManifestError("is damaged: what it says of itself cannot be read") from error
+    if not fits:
+        raise ManifestError(f"is damaged: {manifest.geometry.slots} slots do not fit in its {payload} bytes")
+    return manifest
+
+
+def printable(text: str, longest: int | None = None) -> str:
+    r"""The text with every unprintable character escaped, cut to at most `longest` characters.
+
+    File names and command lines can hold terminal codes, or halves of characters that cannot be written at all.
+
+    Example:
+        >>> printable("photos\x1b[2J"), printable("a long name", longest=8)
+        ('photos\\x1b[2J', 'a lon...')
+    """
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return shown if longest is None or len(shown) <= longest else f"{shown[: longest - 3]}..."

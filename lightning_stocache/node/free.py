@@ -13,12 +13,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from lightning_stocache.node.open_files import promised_to_others
+from lightning_stocache.node.open_files import Promised, promised_to_others
 
 __all__ = ["FreeMemory"]
 
@@ -37,8 +37,6 @@ class FreeMemory:
         cgroup_limit: The limit itself of that cgroup.
         own: This process's anonymous memory; 0 if unknown.
         promised: What caches of this user's other jobs were granted and have not taken yet.
-        promised_in_cgroup: The same, of processes in this process's cgroup.
-        promised_in_filesystem: The same, of caches that lie in `filesystem`.
 
     Example:
         >>> free = FreeMemory(filesystem=64 * 2**20, available=8 * 2**30, cgroup=None, directory="/dev/shm")
@@ -52,9 +50,7 @@ class FreeMemory:
     directory: str | None = None
     cgroup_limit: int | None = None
     own: int = 0
-    promised: int = 0
-    promised_in_cgroup: int = 0
-    promised_in_filesystem: int = 0
+    promised: Promised = field(default_factory=Promised)
 
     @classmethod
     def now(cls, directory: str | None = None, root: Path = Path("/")) -> FreeMemory:
@@ -71,16 +67,9 @@ class FreeMemory:
     @classmethod
     def measure(cls, directory: str | None, root: Path = Path("/")) -> FreeMemory:
         """What is free when a cache opens; arguments as in `now`."""
-        own = _bytes(root / "proc/self/status", "RssAnon") or 0
         _limited_cgroups.cache_clear()
-        memory, in_cgroup, in_filesystem = promised_to_others(directory, root)
-        return replace(
-            cls.now(directory, root),
-            own=own,
-            promised=memory,
-            promised_in_cgroup=in_cgroup,
-            promised_in_filesystem=in_filesystem,
-        )
+        own = _bytes(root / "proc/self/status", "RssAnon") or 0
+        return replace(cls.now(directory, root), own=own, promised=promised_to_others(directory, root))
 
     @property
     def bytes(self) -> int:
@@ -100,17 +89,16 @@ class FreeMemory:
     @property
     def limits_of_memory(self) -> list[tuple[int, str, int]]:
         """The known limits of memory: the bytes, the name, and how many of them are promised to other jobs."""
-        cgroup = (self.cgroup, "the cgroup's memory limit", self.promised_in_cgroup)
-        machine = (self.available, "MemAvailable", self.promised)
+        cgroup = (self.cgroup, "the cgroup's memory limit", self.promised.in_cgroup)
+        machine = (self.available, "MemAvailable", self.promised.memory)
         return [(size, name, promised) for size, name, promised in (cgroup, machine) if size is not None]
 
     @property
     def _tightest(self) -> tuple[int, str]:
-        limits = [] if self.filesystem is None else [(self.filesystem, self.directory or "the filesystem")]
-        return min(
-            [*limits, *(limit[:2] for limit in self.limits_of_memory)],
-            default=(0, "memory that cannot be measured here"),
-        )
+        limits = [limit[:2] for limit in self.limits_of_memory]
+        if self.filesystem is not None:
+            limits.insert(0, (self.filesystem, self.directory or "the filesystem"))
+        return min(limits, default=(0, "memory that cannot be measured here"))
 
 
 def _filesystem_free(directory: str | None) -> int | None:
@@ -140,7 +128,7 @@ class _Cgroups(NamedTuple):
     line: str
     limits: tuple[str, ...]
     usage: str
-    prefix: str
+    prefix: str  # of the counters in memory.stat
 
 
 _CGROUPS = (
@@ -158,19 +146,14 @@ _CGROUPS = (
 
 @lru_cache
 def _limited_cgroups(root: Path) -> list[tuple[_Cgroups, Path]]:
-    """The cgroups of this process that have a limit: to find them costs ten times as much as to read them."""
-    found = ((version, folder) for version in _CGROUPS for folder in _cgroup_folders(version, root))
+    """This process's cgroups that have a limit; in a container that shows no such path, the mount. Kept: it is slow."""
+    found = []
+    for version in _CGROUPS:
+        line = re.search(version.line, _text(root / "proc/self/cgroup"), re.MULTILINE)
+        mount, path = root / version.mount, PurePosixPath(line[1] if line else "")
+        shown = ".." not in path.parts and (mount / path).is_dir()
+        found += [(version, mount / folder) for folder in ((path, *path.parents) if shown else ("",))]
     return [(version, folder) for version, folder in found if _headroom(version, folder) is not None]
-
-
-def _cgroup_folders(version: _Cgroups, root: Path) -> list[Path]:
-    """This process's cgroup and its parents up to the mount; in a container that shows no such path, the mount."""
-    mount = root / version.mount
-    line = re.search(version.line, _text(root / "proc/self/cgroup"), re.MULTILINE)
-    below = PurePosixPath(line[1] if line else "")
-    if ".." in below.parts or not (mount / below).is_dir():
-        return [mount]
-    return [mount / folder for folder in (below, *below.parents)]
 
 
 def _headroom(version: _Cgroups, folder: Path) -> tuple[int, int] | None:
@@ -178,7 +161,8 @@ def _headroom(version: _Cgroups, folder: Path) -> tuple[int, int] | None:
     limits = [limit for name in version.limits if (limit := _number(folder / name)) is not None]
     # v1 says "unlimited" by the largest multiple of a page below 2**63.
     limit = min((limit for limit in limits if limit < 2**60), default=None)
-    if limit is None or (usage := _number(folder / version.usage)) is None:
+    usage = _number(folder / version.usage)
+    if limit is None or usage is None:
         return None
     # Page cache is dropped before anybody is killed: what nobody used lately, and of the rest (a data file that is read
     # again and again) what is more than programs need. A tmpfs's pages are in neither: the kernel keeps them on the

@@ -82,7 +82,7 @@ def grant(budget: Budget, dataset_bytes: int, free: FreeMemory, reserve: Reserve
     if free.filesystem is not None:
         # A full filesystem kills nobody. 16 MiB are for others' small files, yet little of Docker's 64 MiB. All that is
         # promised there counts: workers that put their batches there die when it is full.
-        promised = free.promised_in_filesystem
+        promised = free.promised.in_directory
         room = free.filesystem - promised - reserve.files - max(free.filesystem // 50, 16 * _MIB)
         rooms.append((room, f"{free.directory or 'the filesystem'} ({_free(free.filesystem, promised)})"))
     for size, name, promised in free.limits_of_memory:

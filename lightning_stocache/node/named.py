@@ -21,20 +21,29 @@ segment, by its magic number, is never removed.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import shlex
-import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_stocache.node.files import LOCKS, make_file, memory_directory, open_own, prefix, write_header
-from lightning_stocache.node.header import HEADER_BYTES, Manifest, ManifestError, printable, read_manifest, token_of
+from lightning_stocache.node.files import (
+    HEADER_BYTES,
+    LOCKS,
+    Manifest,
+    ManifestError,
+    make_file,
+    memory_directory,
+    open_own,
+    prefix,
+    printable,
+    read_manifest,
+    token_of,
+    write_header,
+)
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.node.waiting import poll
 
 if sys.platform != "win32":
     import fcntl
@@ -57,9 +66,7 @@ __all__ = [
 Mend = Callable[[Segment, Manifest], None]
 """Repairs what a crash may have left in a segment on a disk."""
 
-log = logging.getLogger(__name__)
-
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_NAME = re.compile(r"(?!.*\.locks$)[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -91,108 +98,14 @@ def check_name(name: str) -> str:
         >>> check_name("photos-256")
         'photos-256'
     """
-    if not isinstance(name, str) or not _is_name(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"name must be letters, digits, dots, dashes and underscores, at most 100, got {name!r}")
     return name
 
 
 def join_named(name: str, directory: str | None = None, mend: Mend | None = None) -> tuple[Segment, Manifest] | None:
     """Open the segment of a name with its manifest, as `open_named` does; None if there is no such segment."""
-    return _join(_path(check_name(name), directory), directory, mend)
-
-
-def open_named(
-    name: str, size: int, manifest: Manifest, directory: str | None = None, mend: Mend | None = None
-) -> tuple[Segment, Manifest]:
-    """Open the segment of a name, or make it.
-
-    Args:
-        name: letters, digits, dots, dashes and underscores, at most 100.
-        size: payload bytes of a new segment.
-        manifest: of a new segment; must fit in the header as JSON.
-        directory: on a disk; by default the segment lies in memory.
-        mend: called with a segment on a disk and its manifest, while no other process has it open. Its errors come
-            through.
-
-    Returns:
-        The segment and its manifest. An existing segment may differ from the arguments, also in size. If this process
-        has it open already, it is the same object, which then takes one more `close`.
-
-    Raises:
-        ValueError: the name is not valid, or the manifest is too large.
-        ManifestError: the file of this name is no segment, damaged, or of another version; the message says what to do.
-        PermissionError: this file, or its lock file, is not a file of this user alone.
-        OSError: there is no memory for the header.
-    """
     path = _path(check_name(name), directory)
-    while True:
-        if (joined := _join(path, directory, mend)) is not None:
-            return joined
-        if (segment := _publish(path, size, manifest, directory)) is not None:
-            return segment, manifest
-
-
-def manifest_of(name: str, directory: str | None = None) -> Manifest | None:
-    """The manifest of a name, without joining the segment; None if it cannot be read."""
-    with contextlib.suppress(OSError, ManifestError), _own_file(_path(check_name(name), directory)) as data:
-        return read_manifest(os.pread(data, HEADER_BYTES, 0), os.fstat(data).st_size)
-    return None
-
-
-def named_segments(look: Callable[[int], Any] = token_of, directory: str | None = None) -> list[NamedSegment]:
-    """The named segments of this user on this node, by name.
-
-    Args:
-        look: reads a segment from a descriptor of its file; ValueError if it is no segment.
-        directory: on a disk; by default the segments in memory.
-    """
-    return list(_inspect(directory, remove=False, look=look))
-
-
-def segments_of_others(directory: str | None = None) -> dict[int, tuple[int, int]]:
-    """Number and bytes of the files that other users have under names of caches, by user; none of them is opened."""
-    users: dict[int, tuple[int, int]] = {}
-    for path in _paths("lsc-[0-9]+-", directory):
-        with contextlib.suppress(OSError):
-            facts = os.lstat(path)
-            if facts.st_uid != os.getuid() and stat.S_ISREG(facts.st_mode) and facts.st_blocks:
-                count, size = users.get(facts.st_uid, (0, 0))
-                users[facts.st_uid] = count + 1, size + facts.st_blocks * 512
-    return dict(sorted(users.items()))
-
-
-def clean(name: str | None = None, directory: str | None = None) -> list[NamedSegment]:
-    """Remove the named segments of this user that nobody uses, or only that of one name. Returns the removed ones."""
-    only = None if name is None else check_name(name)
-    return [segment for segment in _inspect(directory, remove=True, only=only) if not segment.in_use]
-
-
-def is_foreign(name: str, directory: str | None = None) -> bool:
-    """Whether a file has this name and is no segment of this user."""
-    there = _is_name(name) and os.path.lexists(_path(name, directory))
-    return there and not any(_inspect(directory, remove=False, only=name))
-
-
-def way_out(name: str, directory: str | None = None) -> str:
-    """What to do about a cache that cannot be joined."""
-    return f"Give another name, or remove it: {clean_command(name, directory)}"
-
-
-def clean_command(name: str = "", directory: str | None = None) -> str:
-    """The shell command that removes a cache, or all that nobody uses.
-
-    Example:
-        >>> clean_command("photos"), clean_command("photos", "/local/nvme")
-        ('python -m lightning_stocache clean photos', 'python -m lightning_stocache clean photos --dir /local/nvme')
-    """
-    words = ["python -m lightning_stocache clean", *filter(None, [name])]
-    if directory is not None:
-        words.append(f"--dir {shlex.quote(printable(directory))}")
-    return " ".join(words)
-
-
-def _join(path: str, directory: str | None, mend: Mend | None) -> tuple[Segment, Manifest] | None:
-    """The segment at a path, locked for use; None if there is none, or it was removed meanwhile."""
     try:
         data = open_own(path)
     except FileNotFoundError:
@@ -200,7 +113,7 @@ def _join(path: str, directory: str | None, mend: Mend | None) -> tuple[Segment,
     try:
         alone = directory is not None and _try_exclusive(data)
         if not alone:
-            _share(data, path)  # waits while another process removes or repairs the segment
+            fcntl.flock(data, fcntl.LOCK_SH)  # waits while another process removes or repairs the segment
         if not _leads_to(path, data):
             return None
         manifest = _manifest(data, path, directory)
@@ -225,6 +138,92 @@ def _join(path: str, directory: str | None, mend: Mend | None) -> tuple[Segment,
         os.close(data)
 
 
+def open_named(
+    name: str, size: int, manifest: Manifest, directory: str | None = None, mend: Mend | None = None
+) -> tuple[Segment, Manifest]:
+    """Open the segment of a name, or make it.
+
+    Args:
+        name: letters, digits, dots, dashes and underscores, at most 100.
+        size: payload bytes of a new segment.
+        manifest: of a new segment; must fit in the header as JSON.
+        directory: on a disk; by default the segment lies in memory.
+        mend: called with a segment on a disk and its manifest, while no other process has it open.
+
+    Returns:
+        The segment and its manifest. An existing segment may differ from the arguments, also in size. If this process
+        has it open already, it is the same object, which then takes one more `close`.
+
+    Raises:
+        ValueError: the name is not valid, or the manifest is too large.
+        ManifestError: the file of this name is no segment, damaged, or of another version; the message says what to do.
+        PermissionError: this file, or its lock file, is not a file of this user alone.
+        OSError: there is no memory for the header.
+    """
+    while True:
+        if (joined := join_named(name, directory, mend)) is not None:
+            return joined
+        if (segment := _publish(_path(name, directory), size, manifest, directory)) is not None:
+            return segment, manifest
+
+
+def manifest_of(name: str, directory: str | None = None) -> Manifest | None:
+    """The manifest of a name, without joining the segment; None if it cannot be read."""
+    with contextlib.suppress(OSError, ManifestError), _own_file(_path(check_name(name), directory)) as data:
+        return read_manifest(os.pread(data, HEADER_BYTES, 0), os.fstat(data).st_size)
+    return None
+
+
+def named_segments(look: Callable[[int], Any] = token_of, directory: str | None = None) -> list[NamedSegment]:
+    """The named segments of this user on this node, by name.
+
+    Args:
+        look: reads a segment from a descriptor of its file; ValueError if it is no segment.
+        directory: on a disk; by default the segments in memory.
+    """
+    return list(_inspect(directory, look=look))
+
+
+def clean(name: str | None = None, directory: str | None = None) -> list[NamedSegment]:
+    """Remove the named segments of this user that nobody uses, or only that of one name. Returns the removed ones."""
+    only = None if name is None else check_name(name)
+    return [segment for segment in _inspect(directory, only, remove=True) if not segment.in_use]
+
+
+def is_foreign(name: str, directory: str | None = None) -> bool:
+    """Whether a file has this name and is no segment of this user."""
+    there = bool(_NAME.fullmatch(name)) and os.path.lexists(_path(name, directory))
+    return there and not any(_inspect(directory, name))
+
+
+def segments_of_others(directory: str | None = None) -> dict[int, tuple[int, int]]:
+    """Number and bytes of the files that other users have under names of caches, by user; none of them is opened."""
+    users: dict[int, tuple[int, int]] = {}
+    for path in _paths("lsc-[0-9]+-", directory):
+        with contextlib.suppress(OSError):
+            facts = os.lstat(path)
+            if facts.st_uid != os.getuid() and facts.st_blocks:
+                count, size = users.get(facts.st_uid, (0, 0))
+                users[facts.st_uid] = count + 1, size + facts.st_blocks * 512
+    return users
+
+
+def way_out(name: str, directory: str | None = None) -> str:
+    """What to do about a cache that cannot be joined."""
+    return f"Give another name, or remove it: {clean_command(name, directory)}"
+
+
+def clean_command(name: str = "", directory: str | None = None) -> str:
+    """The shell command that removes a cache, or all that nobody uses.
+
+    Example:
+        >>> clean_command("photos", "/local/nvme")
+        'python -m lightning_stocache clean photos --dir /local/nvme'
+    """
+    where = "" if directory is None else f"--dir {shlex.quote(printable(directory))}"
+    return " ".join(filter(None, ["python -m lightning_stocache clean", name, where]))
+
+
 def _publish(path: str, size: int, manifest: Manifest, directory: str | None) -> Segment | None:
     """Make the segment and give it its name; None if another process was first."""
     with contextlib.ExitStack() as cleanup:
@@ -243,28 +242,17 @@ def _publish(path: str, size: int, manifest: Manifest, directory: str | None) ->
             os.link(temporary or f"/proc/self/fd/{data}", path, src_dir_fd=folder, follow_symlinks=True)
         except FileExistsError:
             return None
-        try:
-            return _mapped(data, size, path, directory)
-        except OSError:
-            if _try_exclusive(data):  # nobody has joined meanwhile: a segment that cannot be locked is of no use
-                _remove(path)
-            raise
+        return _mapped(data, size, path, directory)
 
 
 def _mapped(data: int, size: int, path: str, directory: str | None) -> Segment:
     """The segment in a locked file, with descriptors of its own, which keep the lock."""
-    own = os.dup(data)
-    try:
-        locks = open_own(path + LOCKS, create=True)
-    except BaseException:
-        os.close(own)
-        raise
-    return Segment(own, locks, size, path, on_disk=directory is not None)
+    locks = open_own(path + LOCKS, create=True)
+    return Segment(os.dup(data), locks, size, path, on_disk=directory is not None)
 
 
 def _manifest(data: int, path: str, directory: str | None) -> Manifest:
     """The manifest of a segment; ManifestError, with the way out, if the file is no segment or damaged."""
-    name = os.path.basename(path).removeprefix(prefix())
     try:
         token_of(data)
     except ValueError as error:
@@ -274,31 +262,26 @@ def _manifest(data: int, path: str, directory: str | None) -> Manifest:
         payload = 2**62 if directory is not None else os.fstat(data).st_size - HEADER_BYTES
         return read_manifest(os.pread(data, HEADER_BYTES, 0), payload)
     except ManifestError as error:
+        name = _name_of(path)
         raise ManifestError(f"the cache {name!r} {error}. {way_out(name, directory)}") from error
 
 
 def _inspect(
-    directory: str | None, *, remove: bool, only: str | None = None, look: Callable[[int], Any] = token_of
+    directory: str | None, only: str | None = None, *, remove: bool = False, look: Callable[[int], Any] = token_of
 ) -> Iterator[NamedSegment]:
     for path in _paths(re.escape(prefix()), directory):
-        name = os.path.basename(path).removeprefix(prefix())
-        if only not in (None, name) or not _is_name(name):
+        name = _name_of(path)
+        if only not in (None, name) or not _NAME.fullmatch(name):
             continue
         with contextlib.suppress(OSError, ValueError), _own_file(path) as data:
             contents = look(data)
             in_use = not _try_exclusive(data)
             facts = os.fstat(data)
             if remove and not in_use and _leads_to(path, data):
-                _remove(path)
+                for part in (path + LOCKS, path):
+                    with contextlib.suppress(OSError):
+                        os.unlink(part)
             yield NamedSegment(name, (facts.st_dev, facts.st_ino), facts.st_blocks * 512, in_use, contents)
-
-
-def _remove(path: str) -> None:
-    """Remove the names of a segment that nobody uses; a lock file that is not ours stays."""
-    with contextlib.suppress(OSError), _own_file(path + LOCKS):
-        os.unlink(path + LOCKS)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 @contextlib.contextmanager
@@ -324,8 +307,8 @@ def _path(name: str, directory: str | None) -> str:
     return os.path.join(directory or memory_directory(), prefix() + name)
 
 
-def _is_name(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None and not name.endswith(LOCKS)
+def _name_of(path: str) -> str:
+    return os.path.basename(path).removeprefix(prefix())
 
 
 def _try_exclusive(descriptor: int) -> bool:
@@ -335,17 +318,6 @@ def _try_exclusive(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _share(descriptor: int, path: str) -> None:
-    """Take the shared lock of a file, as soon as no process has the exclusive one."""
-    for seconds in poll(pause=0.002):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if seconds:
-                log.warning("%s is waited for: another process removes or repairs it", path)
 
 
 def _leads_to(path: str, descriptor: int) -> bool:

@@ -1,24 +1,18 @@
-"""One file, mapped into memory by every process of a node.
+"""One file, mapped into memory by every process of a node. It lies in memory, or on a disk.
 
-Layout: a header (`header`), then the payload, whose meaning only the owner of the segment knows. Byte locks lie on a
-second, empty file beside it, because closing *any* descriptor of a file drops all POSIX locks that the process has on
-it.
-
-The file lies in memory or on a disk (`files`). A disk can be full or read-only, have a bad block, or take seconds for a
-page; a file can be cut off. Through the mapping all of these are a SIGBUS or an endless wait; through the file they are
-errors. So everything that goes to a disk goes through the file, and so do first reads (`fetch`).
+Layout: a header (`files`), then the payload, whose meaning only the owner of the segment knows. Byte locks lie on a
+second, empty file beside it, because closing any descriptor of a file drops all POSIX locks that the process has on it.
 
 1. The leader of a node calls `Segment.create`: the file has its full length at once but takes no memory yet.
-2. It sends `segment.handle` (plain values) to the other ranks, which call `Segment.attach`: they open the same file,
-   through `/proc/<pid>/fd/<n>` if it has no name, and check inode and token, so that a recycled pid never leads to
-   foreign memory. DataLoader workers inherit the descriptors (fork) or receive them while they start (spawn,
-   forkserver).
-3. A process writes to pages that nobody has reserved by `store`, through the file, or reserves them first: then a full
-   filesystem is an `OSError(ENOSPC)`. A write, or even a read, through the mapping is a SIGBUS there.
-4. `close` ends this process's mapping. The memory is free when the last process has closed or died, by SIGKILL too:
-   a file without a name cannot be left behind.
+2. It sends `segment.handle` to the other ranks, which call `Segment.attach`: they open the same file, through
+   `/proc/<pid>/fd/<n>` if it has no name, and check inode and token, so that a recycled pid never leads to foreign
+   memory. DataLoader workers inherit the descriptors (fork) or receive them while they start (spawn, forkserver).
+3. A process reserves pages before it writes to them, or writes by `store`, through the file: a full filesystem is an
+   `OSError(ENOSPC)` then, and a SIGBUS through the mapping. Everything that goes to a disk goes through the file, and
+   so do first reads (`fetch`), because a bad block or a file that was cut off is a SIGBUS in the mapping, too.
+4. `close` ends this process's mapping. The memory is free when the last process has closed or died.
 
-Not promised: that two processes see each other's stores in a given order; that is the caller's protocol.
+The order in which other processes see two stores is up to the caller: `fence` keeps it.
 """
 
 from __future__ import annotations
@@ -27,7 +21,9 @@ import contextlib
 import errno
 import mmap
 import os
+import platform
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,19 +32,26 @@ from typing import Any
 
 import torch
 
-import lightning_stocache.node.files as files
-from lightning_stocache.node.files import LOCKS, Backend, open_own
-from lightning_stocache.node.header import HEADER_BYTES, MANIFEST_OFFSET, NUMBERS_OFFSET, Manifest, token_of
+from lightning_stocache.node.files import (
+    HEADER_BYTES,
+    LOCKS,
+    MANIFEST_OFFSET,
+    NUMBERS_OFFSET,
+    Backend,
+    Manifest,
+    make_file,
+    open_own,
+    reserve,
+    token_of,
+    write_header,
+)
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Segment", "SegmentHandle"]
+__all__ = ["Segment", "SegmentHandle", "fence", "fence_of"]
 
 _MOST_PARTS = 1024  # that one call writes (IOV_MAX)
-# A fork server takes 251 descriptors with a process. A segment has two, and torch sends one for each tensor.
-_MOST_SENT = 80
-_sent: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 # The segments that this process has open, by token. A second lock descriptor of the same file must not be opened:
 # closing either would drop the locks of both.
 _open_here: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
@@ -130,7 +133,7 @@ class Segment:
 
         Args:
             size: payload bytes.
-            backend: kind of file; by default `tmpfile` where the system has it, else `file`.
+            backend: kind of file; by default `tmpfile` where there is a /dev/shm, else `file`.
             manifest: description for people.
             directory: on a disk; by default the file lies in memory.
             reserved: how many bytes of the payload, from its beginning, are reserved at once.
@@ -139,18 +142,18 @@ class Segment:
             ValueError: the manifest does not fit in the header.
             OSError: the system refuses the file, or has no room for the header and the reserved bytes.
         """
-        backend = backend or files.default_backend()
+        backend = backend or ("tmpfile" if os.path.isdir("/dev/shm") else "file")
         with contextlib.ExitStack() as undo:
-            data, path = files.make_file(backend, directory)
+            data, path = make_file(backend, directory)
             undo.callback(os.close, data)
             if path is None:
-                locks, _ = files.make_file(backend, directory)
+                locks, _ = make_file(backend, directory)
             else:
                 undo.callback(os.unlink, path)
                 locks = open_own(path + LOCKS, create=True)
                 undo.callback(os.unlink, path + LOCKS)
             undo.callback(os.close, locks)
-            files.write_header(data, size, manifest, reserved)
+            write_header(data, size, manifest, reserved)
             undo.pop_all()
         return cls(data, locks, size, path, on_disk=directory is not None, owned=True)
 
@@ -167,20 +170,15 @@ class Segment:
         if (known := cls.opened(handle.token)) is not None:
             return known.share()
         named = not handle.data.startswith("/proc/")
-        data = _open(handle.data)
-        try:
-            if os.fstat(data).st_ino != handle.inode:
-                raise ValueError(f"{handle.data} is another file by now: the process that made the segment has gone")
-            if token_of(data) != handle.token:
-                raise ValueError(
-                    f"{handle.data} holds another segment (its token differs): these ranks do not share memory"
-                )
+        with contextlib.ExitStack() as undo:
+            data = _open(handle.data)
+            undo.callback(os.close, data)
+            if os.fstat(data).st_ino != handle.inode or token_of(data) != handle.token:
+                raise ValueError(f"{handle.data} is not that segment: its creator has gone, or shares no memory here")
             if named:
                 fcntl.flock(data, fcntl.LOCK_SH)
             locks = _open(handle.locks)
-        except BaseException:
-            os.close(data)
-            raise
+            undo.pop_all()
         return cls(data, locks, handle.size, handle.data if named else None, on_disk=handle.on_disk)
 
     @staticmethod
@@ -236,16 +234,14 @@ class Segment:
 
         Raises:
             OSError: a block cannot be read, or the file ends before (EIO).
-            ValueError: the segment is closed.
         """
         self._check_open()
-        offset += HEADER_BYTES
-        content = os.pread(self._data, length, offset)
+        content = b""
         while len(content) < length:
-            piece = os.pread(self._data, length - len(content), offset + len(content))
+            piece = os.pread(self._data, length - len(content), HEADER_BYTES + offset + len(content))
             if not piece:
                 raise OSError(errno.EIO, f"the file ends {length - len(content)} bytes too early")
-            content += piece
+            content = content + piece if content else piece
         return content
 
     def bytes(self, offset: int, length: int) -> torch.Tensor:
@@ -266,7 +262,7 @@ class Segment:
             OSError: there is no memory left (ENOSPC); nothing has changed.
         """
         self._check_open()
-        files.reserve(self._data, HEADER_BYTES + offset, length)
+        reserve(self._data, HEADER_BYTES + offset, length)
 
     def store(self, offset: int, *parts: memoryview) -> None:
         """Write bytes into the payload, one part after the other, and take the memory that they need.
@@ -312,10 +308,6 @@ class Segment:
         if not self.closed:
             fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, byte)
 
-    def lock_owner(self, byte: int) -> int | None:
-        """The other process that has the lock of one byte; None if there is none, or it cannot be known."""
-        return None if self.closed else files.lock_owner(self._locks, byte)
-
     def unlink(self) -> None:
         """Remove the name, if there is one: from then on the memory goes with the last process that uses it."""
         if self.path is not None:
@@ -352,10 +344,33 @@ class Segment:
         # A child that is being started gets the descriptors. Everybody else (a Pool's task) gets the address: DupFd
         # would duplicate and close a descriptor of the lock file here, and with it drop this process's locks.
         self._check_open()
-        if _sends_descriptors():
-            descriptors = reduction.DupFd(self._data), reduction.DupFd(self._locks)
-            return _inherited, (*descriptors, self.size, self.path, self.on_disk)
-        return _attached, (self.handle,)
+        if context.get_spawning_popen() is None:
+            return _attached, (self.handle,)
+        descriptors = reduction.DupFd(self._data), reduction.DupFd(self._locks)
+        return _inherited, (*descriptors, self.size, self.path, self.on_disk)
+
+
+def fence_of(machine: str, lock: contextlib.AbstractContextManager[Any]) -> Callable[[], None]:
+    """The fence of a kind of processor, as `platform.machine` names it.
+
+    A writer stores bytes, fences, and sets a state; a reader reads the state, fences, and reads the bytes. x86-64 keeps
+    that order by itself. Elsewhere (arm64) a lock is acquired and released twice: nothing can pass both the first
+    release and the second acquire (0.2 us). That follows from the memory model; it has not been run on arm64.
+    """
+
+    def by_lock() -> None:
+        for _ in range(2):
+            with lock:
+                pass
+
+    def by_hardware() -> None:
+        pass
+
+    return by_hardware if machine.lower() in ("x86_64", "amd64", "i686") else by_lock
+
+
+fence = fence_of(platform.machine(), threading.Lock())
+"""Stores and loads before the call are done before those after it."""
 
 
 def _open(path: str) -> int:
@@ -376,15 +391,6 @@ def _release(data: int, locks: int, own_paths: list[str], pid: int) -> None:
     os.close(locks)
     for path in own_paths if os.getpid() == pid else ():
         _unlink(path)
-
-
-def _sends_descriptors() -> bool:
-    """Whether a process is being started that can be sent the descriptors of one more segment, and count them."""
-    child = context.get_spawning_popen()
-    if child is None:
-        return False
-    _sent[child] = _sent.get(child, 0) + 1
-    return _sent[child] <= _MOST_SENT
 
 
 def _inherited(data: Any, locks: Any, size: int, path: str | None, on_disk: bool) -> Segment:

@@ -31,8 +31,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_stocache.node.parent import end_with_parent, why_not_begun
-from lightning_stocache.node.waiting import REPORT_SECONDS
+from lightning_stocache.node.processes import REPORT_SECONDS, end_with_parent, why_not_begun
 from lightning_stocache.torch_internals import become_worker
 
 __all__ = ["Child", "NoAnswerError", "Told", "start_method"]

@@ -16,7 +16,7 @@ from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.store import Store, gathers
 from lightning_stocache.node.budget import Budget
-from lightning_stocache.node.header import Manifest, ManifestError, printable
+from lightning_stocache.node.files import Manifest, ManifestError, printable
 from lightning_stocache.node.named import clean, join_named, manifest_of, open_named, way_out
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.request import CacheRequest

@@ -33,9 +33,8 @@ from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.store import Store, slots_for
 from lightning_stocache.node.budget import Budget, format_bytes
-from lightning_stocache.node.files import Backend
+from lightning_stocache.node.files import Backend, printable
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.header import printable
 from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, ranks_apart, with_directories
 from lightning_stocache.setup.allocation import Allocation, allocate, allocate_on_disk
 from lightning_stocache.setup.find import Finding, SourceReader, parts_of

@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache.cache.codec import UnsupportedSampleError
-from lightning_stocache.node.parent import end_with_parent
+from lightning_stocache.node.processes import end_with_parent
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.blob import decode_blob, encode_blob
 from lightning_stocache.source.encoded import packed_reader

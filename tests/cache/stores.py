@@ -28,8 +28,7 @@ from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, Store, gathers
-from lightning_stocache.node.files import prefix
-from lightning_stocache.node.header import HEADER_BYTES
+from lightning_stocache.node.files import HEADER_BYTES, prefix
 from lightning_stocache.node.named import open_named
 from lightning_stocache.node.segment import Segment
 

@@ -25,8 +25,7 @@ from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import Store
-from lightning_stocache.node.files import make_file, write_header
-from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest
+from lightning_stocache.node.files import HEADER_BYTES, Geometry, Manifest, make_file, write_header
 from lightning_stocache.node.segment import Segment
 from tests.processes import call_many
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import StoreHandle
-from lightning_stocache.node import waiting
+from lightning_stocache.node import processes
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.setup.first_samples import FirstSampleError
 from tests.proc import is_alive
@@ -414,7 +414,7 @@ class HangsAfter:
 
 def test_a_filler_that_hangs_is_told_while_training_waits(opened, caplog, monkeypatch):
     """Who has been loading what for how long; once the minimum is there, training does not mind."""
-    monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.3)
+    monkeypatch.setattr(processes, "REPORT_SECONDS", 0.3)
     source = Numbers(trouble=HangsAfter(6))
     pool = opened(source, "100%", spec=SPEC, fillers=1, minimum=8, shuffle=False)
     writer = RollingWriter.attach(pool.handle)
@@ -622,16 +622,15 @@ def stand_still(handle: StoreHandle, count: int, flag: str) -> None:
     time.sleep(300)
 
 
-def test_who_waits_behind_a_process_that_stands_still_is_told_which(tmp_path, monkeypatch, caplog):
+def test_who_waits_behind_a_process_that_stands_still_is_told(tmp_path, monkeypatch, caplog):
     """And goes on when that one has ended."""
-    monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(processes, "REPORT_SECONDS", 0.05)
     pool = RollingCache(budget=500, spec=SampleSpec.infer(torch.zeros(10)), minimum=1)
     with RollingWriter.attach(pool.handle) as writer:
         store = RollingStore.attach(pool.handle)
         flag = tmp_path / "flag"
         child = Child(stand_still, pool.handle, store.count, str(flag))
         wait_until(flag.exists)
-        pid = child.process.pid
         log = logging.getLogger("lightning_stocache.growing.rolling_writer")
         log.addFilter(ends := lambda record: not child.ended and child.kill() is None)  # when it has been told of
         writer.append(torch.ones(10))
@@ -641,4 +640,4 @@ def test_who_waits_behind_a_process_that_stands_still_is_told_which(tmp_path, mo
     pool.close()
     messages = [record.getMessage() for record in caplog.records if "RollingWriter" in record.getMessage()]
     assert messages
-    assert all(message.endswith(f"process {pid} writes, and does not get on") for message in messages)
+    assert all(message.endswith("a process that writes is stopped") for message in messages)

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_stocache.cache.layout import Contents
 from lightning_stocache.insight.inventory import count, describe, of_job
-from lightning_stocache.node.header import Geometry, Manifest
+from lightning_stocache.node.files import Geometry, Manifest
 from lightning_stocache.node.named import NamedSegment
 from lightning_stocache.node.open_files import Process
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import random
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_stocache.cache.layout import contents_of
-from lightning_stocache.node import waiting
-from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest
+from lightning_stocache.node.files import HEADER_BYTES, Geometry, Manifest
 from lightning_stocache.node.named import (
     check_name,
     clean,
@@ -95,22 +92,14 @@ def race(name: str, folder: Path, number: int) -> tuple[int, str]:
 
 def test_the_same_process_gets_the_same_object(name: str) -> None:
     """Two lock descriptors in a process would drop each other's locks; it is closed as often as it was opened."""
-    first, second = opened(name), opened(name)
-    assert first is second
+    assert join_named(name) is None  # nobody has made it
+    first = opened(name, says("a"))
+    second, manifest = join_named(name) or pytest.fail("it is there")
+    assert (second, manifest.dataset) == (first, "a")
     first.close()
     assert not second.closed
     second.close()
     assert first.closed
-
-
-def test_joining_takes_only_what_is_there(name: str) -> None:
-    """A name that nobody has made is none."""
-    assert join_named(name) is None
-    segment = opened(name, says("a"))
-    joined = join_named(name)
-    assert joined is not None
-    assert (joined[0], joined[1].dataset) == (segment, "a")
-    segment.close(), segment.close()
 
 
 def test_clean_leaves_what_is_in_use(name: str) -> None:
@@ -213,30 +202,6 @@ def sweep(name: str, over: Path, removed: Path) -> None:
             file.write(b"x" * len(clean(name)))
 
 
-@pytest.mark.processes
-def test_who_waits_for_a_file_is_told(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Again and again; then the lock is there."""
-    monkeypatch.setattr(waiting, "REPORT_SECONDS", 0.05)
-    flag = tmp_path / "flag"
-    opened(name).close()
-    child = Child(hold_file, str(path_of(name)), flag)
-    wait_until(flag.exists)
-    threading.Timer(0.4, flag.unlink).start()
-    opened(name).close()
-    child.result()
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) > 1
-    assert messages[0] == f"{path_of(name)} is waited for: another process removes or repairs it"
-
-
-def hold_file(path: str, flag: Path) -> None:
-    fcntl.flock(os.open(path, os.O_RDWR), fcntl.LOCK_EX)
-    flag.touch()
-    wait_until(lambda: not flag.exists())
-
-
 # --- what is not trusted
 
 
@@ -279,83 +244,32 @@ def test_a_manifest_that_does_not_fit_is_refused(name: str) -> None:
 
 
 def test_a_strange_lock_file_is_refused(name: str, tmp_path: Path) -> None:
-    """A link is not followed, a pipe is not waited for; without a segment as beside one, and none is left."""
+    """A link is not followed, a pipe is not waited for; neither keeps the segment from being cleaned."""
     locks = path_of(name + ".locks")
     for make_strange in (lambda: locks.symlink_to(tmp_path / "there"), lambda: os.mkfifo(locks, 0o600)):
         make_strange()
         with pytest.raises(PermissionError, match="not trusted"):
             opened(name)
+        assert [gone.name for gone in clean(name)] == [name]
         assert not path_of(name).exists()
-        locks.unlink()
-        make(name)
-        locks.unlink()
-        make_strange()
-        with pytest.raises(PermissionError, match="not trusted"):
-            opened(name)
-        locks.unlink()
-        clean(name)
     assert not (tmp_path / "there").exists()
 
 
 @pytest.mark.processes
-def test_another_users_lock_file_holds_nobody_up(name: str) -> None:
-    """He keeps all of it locked for ever: who opens the name hears that it is not his, and waits for nothing."""
-    if os.getuid() != 0:
-        pytest.skip("only root can become another user")
-    make(name)
-    locks = path_of(name + ".locks")
-    locks.unlink()
-    refused = pytest.raises(PermissionError, match=r"is not trusted.*: give another name")
-    with hanging(lock_as_stranger, str(locks)), refused:
-        opened(name)
-
-
-def lock_as_stranger(path: str) -> None:
-    os.setuid(12345)
-    os.umask(0)
-    locks = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    fcntl.flock(locks, fcntl.LOCK_EX)
-    fcntl.lockf(locks, fcntl.LOCK_EX)
-
-
-def test_where_the_lock_file_comes_too_late_no_segment_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody puts a folder in its place in the middle of making the segment: what cannot be locked is taken away."""
-    link = os.link
-
-    def link_and_block(*args: Any, **options: Any) -> None:
-        link(*args, **options)
-        path_of(name + ".locks").mkdir()
-
-    monkeypatch.setattr(os, "link", link_and_block)
-    with pytest.raises(PermissionError, match="is not trusted"):
-        opened(name)
-    assert not path_of(name).exists()
-    path_of(name + ".locks").rmdir()
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("there", [False, True])
-def test_what_cannot_be_mapped_is_closed_once(name: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is the system's, whoever makes the segment or joins it, and no descriptor is closed twice, or left."""
+def test_what_cannot_be_mapped_is_closed(name: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the system's, whoever makes the segment or joins it, and no descriptor is left."""
     if there:
         call(make, name)
-    close, twice, before = os.close, list[int](), open_files()
-
-    def watched(descriptor: int) -> None:
-        try:
-            close(descriptor)
-        except OSError:
-            twice.append(descriptor)
-            raise
+    before = open_files()
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(os, "close", watched)
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(OSError, match="Cannot allocate memory"):
         opened(name)
-    assert (twice, open_files(), path_of(name).exists()) == ([], before, there)
+    assert open_files() == before
 
 
 # --- what is listed and cleaned: this user's own segments only
@@ -413,19 +327,6 @@ def test_no_lock_file_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) 
     segment.unlink()
     assert removed[2] == f"{removed[3]}.locks"
     segment.close()
-
-
-def test_a_segment_goes_although_its_lock_file_is_not_ours(name: str, tmp_path: Path) -> None:
-    """The folder or the link that somebody put in its place is left as it is."""
-    locks = path_of(name + ".locks")
-    for put in (locks.mkdir, lambda: locks.symlink_to(tmp_path)):
-        opened(name).close()
-        locks.unlink()
-        put()
-        assert [gone.name for gone in clean(name)] == [name]
-        assert not path_of(name).exists()
-        assert os.path.lexists(locks)
-        locks.unlink() if locks.is_symlink() else locks.rmdir()
 
 
 def test_of_other_users_only_owner_and_size_are_told(name: str) -> None:

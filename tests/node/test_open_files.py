@@ -12,7 +12,7 @@ import pytest
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant
-from lightning_stocache.node.open_files import promised_to_others
+from lightning_stocache.node.open_files import Promised, promised_to_others
 from lightning_stocache.node.segment import Segment
 from tests.processes import hanging
 
@@ -60,7 +60,7 @@ def test_what_others_may_still_take_is_counted_once(tmp_path, monkeypatch, spars
     (tmp_path / "proc/72/cgroup").write_text("ours")
     assert promised_to_others(None, tmp_path) == (promised, promised, 0)
     free = FreeMemory.measure("/dev/shm", tmp_path)
-    assert (free.promised, free.promised_in_cgroup, free.promised_in_filesystem) == (promised, promised, promised)
+    assert free.promised == (promised, promised, promised)
 
 
 def test_what_lies_elsewhere_takes_no_room_of_a_filesystem(tmp_path, monkeypatch):
@@ -69,8 +69,8 @@ def test_what_lies_elsewhere_takes_no_room_of_a_filesystem(tmp_path, monkeypatch
     file = seen_as(monkeypatch, segment, "/memfd:lightning_stocache (deleted)")
     free = FreeMemory.measure("/dev/shm", machine(tmp_path, p71=(file, "theirs")))
     segment.close()
-    assert free.promised > 63 * MIB
-    assert free.promised_in_filesystem == 0
+    assert free.promised.memory > 63 * MIB
+    assert free.promised.in_directory == 0
     given = grant(Budget.parse("auto"), 2**40, replace(free, filesystem=64 * MIB, available=2**40), Reserve())
     assert given.bytes == 48 * MIB
 
@@ -91,14 +91,14 @@ def test_a_living_job_is_found(sparse):
 
 def test_a_filesystem_is_not_promised_twice_and_memory_is_shared():
     """Of a filesystem what is promised is gone; of memory a newcomer gets half at least, and is told why."""
-    free = FreeMemory(1000 * MIB, 10_000 * MIB, None, "/dev/shm", promised=950 * MIB, promised_in_filesystem=900 * MIB)
+    free = FreeMemory(1000 * MIB, 10_000 * MIB, None, "/dev/shm", promised=Promised(950 * MIB, in_directory=900 * MIB))
     given = grant(Budget.parse("auto"), 2**40, free, Reserve())
     assert given.bytes == (1000 - 900 - 20) * MIB
     assert given.limited_by == "/dev/shm (1000 MiB free, of which caches of other jobs may take 900 MiB)"
-    free = FreeMemory(None, 1064 * MIB, 10_000 * MIB, promised=900 * MIB)
+    free = FreeMemory(None, 1064 * MIB, 10_000 * MIB, promised=Promised(900 * MIB))
     given = grant(Budget.parse("auto"), 2**40, free, Reserve())
     assert given.bytes == 500 * MIB
     assert given.limited_by is not None
     assert "(1 GiB free, of which caches of other jobs may take 900 MiB, 64 MiB kept" in given.limited_by
-    less = FreeMemory(None, 2064 * MIB, None, promised=900 * MIB)
+    less = FreeMemory(None, 2064 * MIB, None, promised=Promised(900 * MIB))
     assert grant(Budget.parse("auto"), 2**40, less, Reserve()).bytes == 1100 * MIB

@@ -197,7 +197,7 @@ def test_a_directory_that_is_none_ends_set_up_or_the_cache(tmp_path: Path, caplo
     """With `strict` it is an error, else training goes on without a cache, with one warning."""
     (tmp_path / "caches").write_text("a file")
     source = CountedSource(LENGTH)
-    with pytest.raises(DiskError, match="is not a directory"):
+    with pytest.raises(DiskError, match="Not a directory"):
         opened(source, tmp_path, strict=True)
     with caplog.at_level(logging.WARNING):
         dataset = opened(source, tmp_path)

@@ -19,8 +19,8 @@ from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.files import HEADER_BYTES, Geometry, Manifest
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.header import HEADER_BYTES, Geometry, Manifest
 from lightning_stocache.node.named import clean, named_segments, open_named
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.named_cache import FingerprintError, open_cache

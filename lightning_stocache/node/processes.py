@@ -1,10 +1,7 @@
-"""Child processes that end with their parent, and the errors of those that do not start.
+"""Processes of ours: waiting for another one, children that end with their parent, and why a child did not start.
 
 A process that is killed tells nobody, but its children get another parent, so a child looks at its parent's id now and
 then. Under forkserver the parent is the server, which ends with the process that uses it.
-
-A spawned process receives its arguments pickled. `not_sent` is the message if pickling fails, `why_not_begun` if the
-process cannot import what it received.
 """
 
 from __future__ import annotations
@@ -13,11 +10,29 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
-__all__ = ["end_with_parent", "not_sent", "why_not_begun"]
+__all__ = ["REPORT_SECONDS", "end_with_parent", "not_sent", "poll", "why_not_begun"]
+
+REPORT_SECONDS = 10.0
+"""How often people are told what is waited for."""
 
 _LOOK_SECONDS = 0.5
 _FORK = 'say multiprocessing_context="fork" (Linux\'s default until Python 3.13)'
+
+
+def poll(pause: float) -> Iterator[float]:
+    """Yield at once, and again after each sleep of `pause` seconds, without end.
+
+    Yields the seconds waited so far whenever a report is due, else 0.
+    """
+    begin, due = time.monotonic(), REPORT_SECONDS
+    while True:
+        seconds = time.monotonic() - begin
+        is_due = seconds >= due
+        due += REPORT_SECONDS * is_due
+        yield seconds if is_due else 0.0
+        time.sleep(pause)
 
 
 def end_with_parent() -> None:
@@ -32,14 +47,9 @@ def _end_without(parent: int) -> None:
 
 
 def why_not_begun(method: str) -> str:
-    """Why a process may have ended before it did anything; empty for a forked one.
-
-    Args:
-        method: its start method.
+    """Why a process with this start method may have ended before it did anything; empty for a forked one.
 
     Example:
-        >>> why_not_begun("fork")
-        ''
         >>> why_not_begun("spawn").partition(":")[0]
         "A process that is started by 'spawn' imports what it is sent"
     """
@@ -53,14 +63,8 @@ def why_not_begun(method: str) -> str:
 
 
 def not_sent(method: str, error: Exception) -> str:
-    """Why a source cannot be sent to a process.
-
-    Args:
-        method: the start method of the process.
-        error: raised by pickling.
-    """
+    """Why a source cannot be sent to a process with this start method; `error` is that of pickling."""
     return (
         f"the source cannot be sent to a process that is started by {method!r} ({type(error).__name__}: {error}). Make "
-        f"it of what can be pickled (no lambda, local class, generator or open file; at most 200 tensors), or "
-        f"{_FORK}"
+        f"it of what can be pickled (no lambda, local class, generator or open file; at most 200 tensors), or {_FORK}"
     )
