@@ -1,9 +1,8 @@
 """What a plan needs from a DataModule and a LightningModule: how the training data is loaded, and what a step takes.
 
-`training_data` asks the DataModule for its training loader, once, as a Trainer would, and opens no cache.
-`measure_step` trains in a real Trainer, with one batch again and again: the time between two requests for a batch is
-the step with all that Lightning does around it. It needs a process of its own: the DataModule's hooks are replaced, and
-the model is trained.
+`training_data` asks the DataModule for its training loader, once, and opens no cache. `measure_step` trains in a real
+Trainer, with one batch again and again: the time between two requests for a batch is the step with all that Lightning
+does around it. It needs a process of its own, because it replaces the DataModule's hooks and trains the model.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _PATIENCE = 10.0  # seconds, after which six batches will do
 
 
 def datamodule_of(given: Any) -> Any:
-    """A DataModule as it is, or a training loader as one, whose cache, if it has one, is closed."""
+    """A DataModule as it is, or a DataModule of a training loader, whose cache is closed."""
     if not isinstance(given, DataLoader):
         return given
     if (cached := cached_in(given.dataset)) is not None:
@@ -50,9 +49,9 @@ def datamodule_of(given: Any) -> Any:
 
 
 def training_data(datamodule: Any, *, whole: bool = False) -> Data:
-    """What the training loader of a DataModule reads, and how.
+    """The source that a DataModule's training loader reads, and how it reads it.
 
-    The source is what the loader's sampler draws of its dataset; all of that if `whole`.
+    The source is what the loader's sampler draws of its dataset; the whole dataset if `whole`.
 
     Raises:
         PlanError: it is no DataModule, or does not give one DataLoader.
@@ -87,7 +86,7 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
 
 
 def source_in(given: Any) -> Any:
-    """The dataset that a config describes: a DataModule's training set, or what is one, or makes one when called.
+    """The dataset of a config: a DataModule's training set, a dataset, or a function that makes one.
 
     Raises:
         PlanError: it is none of these.
@@ -103,11 +102,7 @@ def source_in(given: Any) -> Any:
 def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Spread:
     """Seconds of a training step: the means of four stretches of a training.
 
-    Args:
-        trainer: a Trainer with `ARGUMENTS`.
-        model: the user's LightningModule.
-        datamodule: the user's, for its batch hooks.
-        data: its training data, of which the first batch is loaded in this process.
+    The Trainer has `ARGUMENTS`; the DataModule is there for its batch hooks. The first batch is loaded in this process.
 
     Raises:
         PlanError: the model ended training too early.
@@ -155,7 +150,7 @@ def world(trainer: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _validation_sets(datamodule: Any) -> tuple[Dataset[Any], ...]:
-    """What its validation loaders read: nothing where the hook is Lightning's, of either package."""
+    """The datasets of its validation loaders; none where the hook is Lightning's, of either package."""
     try:
         return tuple(_without_cache(loader.dataset)[0] for loader in loaders_in(datamodule.val_dataloader()))
     except Exception as error:

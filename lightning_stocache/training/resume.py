@@ -1,26 +1,24 @@
 """A fit that goes on in the middle of an epoch, in every door of Lightning.
 
-Lightning stores how many batches of an epoch have run, and after a resume it runs the others; which samples those are
-is for the loader to know. Each door puts one `ResumePoint` among the Trainer's callbacks. Its state in the checkpoint
-is where the training loaders stand (`loading.position`), less what was handed out and not processed: that is where
-Lightning goes on, whether a checkpoint was saved after a batch, at an epoch's end, or on an exception in the middle of
-a batch. Callbacks are restored before anything asks for a loader (the loops come later: a scheduler that asks for
-`estimated_stepping_batches` would see nothing of them, Lightning #20550).
+Lightning stores how many batches of an epoch have run, and after a resume it runs the others; the loader knows which
+samples those are. Each door puts one `ResumePoint` among the Trainer's callbacks. Its state in the checkpoint is the
+position of the training loaders (`loading.position`), less what was handed out and not processed: Lightning goes on
+there, whether a checkpoint was saved after a batch, at an epoch's end, or on an exception in the middle of a batch.
+Callbacks are restored before anything asks for a loader; the loops come later (Lightning #20550).
 
-Samplers are told their epoch when the loaders are made: Lightning tells them only after the workers have begun, who
+Samplers are told their epoch when the loaders are made: Lightning tells them only after the workers have begun, which
 would draw the first epoch's order again (Lightning #21938).
 
-A position counts samples. If batch size or number of ranks have changed, the loaders go on after the same samples, and
-Lightning's count of batches is put to what that makes.
+A position counts samples. With another batch size or number of ranks the loaders go on after the same samples, and
+Lightning's count of batches is set accordingly.
 
-Lightning's own count of epochs and batches is put right here, too. What it makes of them differs with the moment at
-which a checkpoint was saved (seen in Lightning 2.5.0 and 2.6; none of these names is private):
+Two counts of Lightning are corrected here, too (seen in 2.5.0 and 2.6; none of these names is private):
 
-- After an epoch's last batch (`on_train_batch_end`). Lightning calls the epoch over, but takes itself to be in the
-  middle of the next one, which nobody counts: later checkpoints are one behind, and a second resume runs their batches
-  again.
-- At the end of a fit that `max_steps`, a Timer or an early stop has ended in the middle of an epoch. Lightning counts
-  the epoch as over; what follows is a new epoch, or with `max_steps` the rest of it under another number.
+- A checkpoint of an epoch's last batch (`on_train_batch_end`). Lightning calls the epoch over, but takes itself to be
+  in the middle of the next one, which nobody counts: later checkpoints are one behind, and a second resume runs their
+  batches again.
+- The end of a fit that `max_steps`, a Timer or an early stop has cut in the middle of an epoch. Lightning counts the
+  epoch as over; what follows is a new epoch, or with `max_steps` the rest of it under another number.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 
 class ResumePoint(Callback):
-    """Where the training loaders of a fit stand; for the doors, which put it among the Trainer's callbacks."""
+    """The position of a fit's training loaders; the doors put it among the Trainer's callbacks."""
 
     def __init__(self) -> None:
         self._trainer: Any = None
@@ -72,16 +70,12 @@ class ResumePoint(Callback):
 
     @property
     def dealt(self) -> bool:
-        """Whether the fit goes on from a checkpoint whose orders all come from seed and epoch, as on several ranks."""
+        """Whether the fit goes on from a checkpoint in which all orders follow from seed and epoch."""
         states = [] if self._then is None else [state for state in self._then["loaders"] if isinstance(state, dict)]
         return bool(states) and all({"seed", "epoch"} <= state.keys() for state in states)
 
     def go_on(self, loaders: Any) -> None:
-        """Have the training loaders that Lightning asks for now begin where training stands.
-
-        Args:
-            loaders: any nesting of them.
-        """
+        """Have the training loaders, in any nesting, begin where training stands."""
         leaves, epoch, then = list(loaders_in(loaders)), epochs_done(self._trainer), self._then
         states: list[Any] = [None] * len(leaves)
         if then is not None and epoch <= then["epoch"]:
@@ -102,15 +96,15 @@ class ResumePoint(Callback):
                     self._load(leaf, state, put_back)
                     put_back = True
                 except (TypeError, ValueError, KeyError):  # of another version
-                    _say_nothing_is_known(state)
+                    _warn_of_unknown(state)
 
     def _is_of_rank_zero(self, loader: TrainerLoader) -> bool:
-        """Whether a loader's state says nothing here: each of several ranks draws by itself, and it is rank zero's."""
+        """Whether each of several ranks draws by itself: the state is rank zero's, and no other rank's."""
         dealt = isinstance(index_sampler(loader), DistributedSampler) or not leaves_samplers_alone(self._trainer)
         return not dealt and replicas(self._trainer, always=True)[0] > 1
 
     def _load(self, loader: TrainerLoader, state: dict[str, Any], put_back: bool) -> None:
-        """Have a loader go on; `put_back`: whether one before it has put the process-wide generators back."""
+        """Have a loader go on; `put_back`: a loader before it has put the process-wide generators back."""
         within = bool(state["batches"])
         if not within:  # Lightning tells samplers their epoch; one that it does not tell is left at what it has
             state = {name: value for name, value in state.items() if name != "epoch"}
@@ -131,13 +125,12 @@ class ResumePoint(Callback):
         if changes:
             same = known and now["length"] == state.get("length")
             order = "after the same samples" if same else "in another order: some samples come twice, some do not"
-            warn(
-                f"resuming in the middle of epoch {state.get('epoch', epochs_done(self._trainer))}, but "
-                f"{' and '.join(changes)}: the loader goes on {order}"
-            )
+            epoch = state.get("epoch", epochs_done(self._trainer))
+            changed = " and ".join(changes)
+            warn(f"resuming in the middle of epoch {epoch}, but {changed}: the loader goes on {order}")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Have Lightning go on in an epoch that was cut short, which it counts as over."""
+        """Have Lightning go on in an epoch that was cut short: it counts that as over."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if trainer.state.fn != "fit" or not state or not _is_position(state):
             return
@@ -149,7 +142,7 @@ class ResumePoint(Callback):
             say(f"epoch {epoch}, which was cut short, goes on with the batches that were left")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put Lightning's count to where the loaders go on: another batch size makes another number of batches."""
+        """Set Lightning's count to the position of the loaders: another batch size makes another number of batches."""
         self._begun_at = None
         if self._then is None:
             return
@@ -161,17 +154,17 @@ class ResumePoint(Callback):
         _put_batches(trainer, max(loader.position.batches for loader in self._gone_on))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """An epoch begins, and for a moment more Lightning counts the batches of the one before."""
+        """Note that an epoch begins: Lightning still counts the batches of the one before."""
         self._begun_at = _batches_begun(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The epoch is over, though nobody has asked the loaders for what comes after the last batch."""
+        """End the epoch of the loaders, though nobody has asked them for more than the last batch."""
         for leaf in loaders_in(trainer.train_dataloader):
             if _is_resumable(leaf):
                 leaf.position.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training loaders stand, as plain values."""
+        """The position of the training loaders, as plain values."""
         trainer = self._trainer
         if trainer is None or trainer.train_dataloader is None:
             return {}
@@ -191,11 +184,11 @@ class ResumePoint(Callback):
         return {"epoch": epoch, "loaders": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where training stood: the loaders of this fit leave out what was trained on."""
+        """Have this fit's loaders leave out what was trained on."""
         if _is_position(state_dict):
             self._then = state_dict
         else:
-            _say_nothing_is_known(state_dict)
+            _warn_of_unknown(state_dict)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The next fit begins anew, unless it is given a checkpoint."""
@@ -205,10 +198,10 @@ class ResumePoint(Callback):
         return self.__dict__ | {"_trainer": None, "_gone_on": []}
 
 
-def _say_nothing_is_known(state: Any) -> None:
+def _warn_of_unknown(state: Any) -> None:
     warn(
-        "the checkpoint does not say where in an epoch it was saved: if that was in the middle of one, its first "
-        f"samples come again, and its last ones do not. Its state is {', '.join(map(str, state))}"
+        "the checkpoint does not say where in an epoch it was saved: in the middle of one, its first samples come "
+        f"again instead of its last ones. Its state is {', '.join(map(str, state))}"
     )
 
 
@@ -221,21 +214,19 @@ def _is_resumable(leaf: DataLoader[Any]) -> TypeGuard[TrainerLoader]:
 
 
 def _batches_begun(trainer: Any) -> int:
-    """Batches that have begun in all epochs; those of the fit before a resume count."""
+    """Batches that have begun in all epochs, those before a resume included."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
 def _stands(trainer: Any, handed: int) -> tuple[int, int | None]:
-    """The epoch that a trainer is in, and its batches that have been processed; None between two epochs.
+    """The epoch of a trainer, at any moment of a fit or after it, and its processed batches; None between two epochs.
 
-    At any moment of a fit (a signal's handler may save a checkpoint), or after it. `handed` counts the batches that the
-    loaders have handed out.
+    `handed` counts the batches that the loaders have handed out.
     """
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
     epoch, done = int(epochs.processed), int(batches.current.processed)
     if epochs.started <= epochs.processed:
-        # Where a hook has ended the epoch (it gave -1), its last batch is not complete: that was no cut. Lightning 2.6
-        # calls that batch the last one, 2.5.0 does not.
+        # Where a hook has ended the epoch (it gave -1), its last batch is not complete: that was no cut.
         complete = len({getattr(batches.current, name) for name in _COUNTS}) == 1 and epochs.ready == epoch
         cut = 0 < done < trainer.num_training_batches and not batches.is_last_batch and complete
         return (epoch - 1, done) if cut else (epoch, None)
@@ -245,7 +236,7 @@ def _stands(trainer: Any, handed: int) -> tuple[int, int | None]:
 
 
 def _put_batches(trainer: Any, batches: int) -> None:
-    """Put the count of batches, at the start of a fit in the middle of an epoch, to how many of it have been run."""
+    """Set the count of an epoch's batches that have been run, at the start of a fit."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     _add(progress.current, batches - progress.current.processed)
     progress.is_last_batch = False
@@ -253,10 +244,7 @@ def _put_batches(trainer: Any, batches: int) -> None:
 
 
 def _begin_epoch(trainer: Any, epoch: int) -> None:
-    """Have an epoch begin with its first batch, and be counted, at the start of a fit that goes on between two epochs.
-
-    The trainer's loops have been restored.
-    """
+    """Have an epoch begin with its first batch, and be counted, where a restored fit goes on between two epochs."""
     fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
     epochs, total = fit.epoch_progress.current, fit.epoch_progress.total
     _put_total(trainer)
@@ -277,13 +265,13 @@ def _begin_epoch(trainer: Any, epoch: int) -> None:
 
 
 def _put_total(trainer: Any) -> None:
-    """Take a batch that was under way out of the total, too: Lightning does for the epoch's count alone."""
+    """Take an unfinished batch out of the total, too: Lightning takes it out of the epoch's count alone."""
     if not trainer.fit_loop.epoch_loop.restarted_on_train_batch_end:
         trainer.fit_loop.epoch_loop.batch_progress.total.reset_on_restart()
 
 
 def _validates(trainer: Any, epochs: int) -> bool:
-    """Whether Lightning takes a validation to follow the last batch of as many epochs, where it goes on after it."""
+    """Whether Lightning takes a validation to follow the last batch of that epoch."""
     every, interval = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if not trainer.enable_validation or epochs % (every or 1) != 0 or interval is None:
         return False  # None: it is a time, which has just begun
@@ -295,10 +283,10 @@ def _validates(trainer: Any, epochs: int) -> bool:
 
 
 def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int) -> bool:
-    """Have Lightning go on in the middle of an epoch that a checkpoint counts as over, though it was cut short.
+    """Change a checkpoint's count, so that Lightning goes on in an epoch that was cut short.
 
-    Called before the loops are restored; the count is changed in memory. False, and nothing is changed, where the
-    checkpoint does not say that this epoch has ended after so many batches.
+    Returns:
+        False, and nothing is changed, if the checkpoint does not say that this epoch ended after so many batches.
     """
     loops = checkpoint.get("loops", {}).get("fit_loop", {})
     epochs, count = loops.get("epoch_progress"), loops.get("epoch_loop.batch_progress")

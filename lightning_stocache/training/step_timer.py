@@ -1,9 +1,8 @@
-"""What the steps of a Trainer's run are made of.
+"""The parts of a Trainer's steps.
 
-While a fit runs, the methods that make up a step (`lightning_internals.step_calls`) are replaced on their objects by
-ones that tell a clock when they begin and end. `insight.steps` has the clock: parts lie in each other, and the
-innermost counts. Of the last batch before a validation or an epoch's end, what comes after this callback's hook is not
-counted; of a dataset without a length Lightning fetches the first batch before training starts.
+While a fit runs, the methods that make up a step (`lightning_internals.step_calls`) tell a clock (`insight.steps`) when
+they begin and end. Not counted: what comes after this callback's hook in the last batch before a validation or an
+epoch's end, and the first batch of a dataset without a length, which Lightning fetches before training starts.
 """
 
 from __future__ import annotations

@@ -199,13 +199,10 @@ def test_a_cached_dataset_of_the_users_is_left_alone(tmp_path, caplog, door, wra
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sanity": {},
-    "late val": {"num_sanity_val_steps": 0, "check_val_every_n_epoch": 2},
     "reload": {"reload_dataloaders_every_n_epochs": 1},
     "late reload": {"reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 0},
     "overfit": {"overfit_batches": 2},
     "val within epochs": {"val_check_interval": 2, "limit_val_batches": 1},
-    "fast_dev_run": {"fast_dev_run": True},
-    "no val": {"limit_val_batches": 0},
     "no train": {"limit_train_batches": 0},
 }
 
@@ -230,23 +227,6 @@ def test_hooks_run_when_and_as_often_as_without(tmp_path, door, name):
         return dm.ran, model.batches
 
     assert run(door) == run("none")
-
-
-@DOORS
-def test_a_val_set_of_what_training_has_seen(tmp_path, door):
-    """A val set that is made of what training has collected has it, where Lightning asks for it after two epochs."""
-    collected: list[torch.Tensor] = []
-
-    class Collecting(Watcher):
-        def training_step(self, batch, batch_idx):
-            collected.append(batch[0][0])
-            return super().training_step(batch, batch_idx)
-
-    loaders = {"train": lambda: DataLoader(numbers(), 2), "val": lambda: DataLoader(list(collected), 2)}
-    options = {"epochs": 2, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2}
-    trainer, _, dm, looking = through(door, tmp_path, loaders, **options)
-    trainer.fit(Collecting(), datamodule=dm)
-    assert looking.slots["val"] == [6]
 
 
 def test_what_a_hook_raises_is_raised(tmp_path):
@@ -300,16 +280,6 @@ def test_loaders_given_to_fit_share_by_size(tmp_path, sanity):
     assert looking.slots == {"train": [12], "val": [4]}
 
 
-def test_validate_has_the_whole_budget(tmp_path):
-    """Outside of fit no training set is to come, and nothing is kept for one."""
-    val = source(tmp_path, "val", 8)
-    trainer, model, dm, looking = through(
-        "callback", tmp_path, {"val": lambda: plain_loader(val)}, cache={"budget": 8 * ROW}
-    )
-    trainer.validate(model, datamodule=dm, verbose=False)
-    assert looking.slots["val"] == [8]
-
-
 def test_attributes_of_a_loader_survive(tmp_path):
     """What a user has set on a loader is read from the Trainer's, and a later write there takes effect."""
     loader = plain_loader(source(tmp_path), collate_fn=torch.utils.data.default_collate)
@@ -354,25 +324,6 @@ def test_a_persistent_loader_that_comes_again_is_the_same(tmp_path):
     assert seen[0] is not loader
 
 
-def test_setup_data_by_hand_is_as_before(tmp_path):
-    """`fit_loop.setup_data()` in the middle of a fit gives cached loaders, and after it the user's own."""
-    train = source(tmp_path)
-    loader = plain_loader(train)
-
-    class Again(Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            trainer.fit_loop._combined_loader = None
-            trainer.fit_loop.setup_data()
-
-    trainer, model, _, looking = through("callback", tmp_path, {}, epochs=2)
-    trainer.callbacks.append(Again())
-    trainer.fit(model, loader)
-    assert looking.slots["train"] == [SAMPLES]
-    trainer.fit_loop._combined_loader = None
-    trainer.fit_loop.setup_data()
-    assert trainer.train_dataloader is loader
-
-
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("other", ["callback", "cache_datamodule", "ours"])
 def test_two_doors_cache_once(tmp_path, caplog, other):
@@ -412,13 +363,3 @@ def test_sets_of_ours_that_cannot_be_cached_pass(tmp_path, caplog):
     assert len(passing(caplog)) == 2
     with pytest.raises(ValueError, match="val loader cannot be cached, Made: it is empty"):
         StocacheDataModule(train, [Made(float, 0), Stream()], strict=True).setup("fit")
-
-
-def test_a_stream_of_ours_can_train(tmp_path, caplog):
-    """An iterable-style training set passes through, and its checkpoint holds no position."""
-    dm = StocacheDataModule(Stream(), batch_size=2)
-    model = Watcher()
-    make_trainer(tmp_path, logger=False).fit(model, datamodule=dm)
-    assert len(model.batches) == 3
-    assert dm.state_dict() == {}
-    assert len(passing(caplog)) == 1

@@ -114,22 +114,6 @@ def test_batch_transforms_run_on_transferred_batches(tmp_path):
 
 
 @pytest.mark.processes
-def test_without_batch_transform_the_hook_of_the_module_is_used(tmp_path):
-    """A LightningModule's own on_after_batch_transfer is not hidden by a DataModule that has nothing to do there."""
-
-    class Own(Model):
-        transferred = 0
-
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            self.transferred += 1
-            return batch
-
-    model = Own()
-    make_trainer(tmp_path).fit(model, StocacheDataModule(source(tmp_path), batch_size=4))
-    assert model.transferred == 6
-
-
-@pytest.mark.processes
 def test_loader_options_reach_the_loaders(tmp_path):
     """`loader` overrides the DataLoader's arguments; shuffling, dropping, samplers and batch samplers are for training
     alone."""

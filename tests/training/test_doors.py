@@ -1,29 +1,45 @@
-"""What the table of features promises of every door, each tried in the same way: two epochs over a counted source."""
+"""What the doors promise: the same in all of them, over a counted source; then what the callback and cache_datamodule
+leave as it is."""
 
 from __future__ import annotations
 
+import gc
 import os
+import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch import LightningDataModule, seed_everything
-from torch.utils.data import Dataset, IterableDataset
+from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import Dataset, IterableDataset, default_collate
 from torchvision.transforms import v2
 
 from lightning_stocache.growing.stream import CachedStream
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.named import clean, named_segments
-from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.step_timer import StepTimer
 from tests.sources import CountedSource
-from tests.training.tiny import SAMPLES, Model, announced, logged, make_trainer, plain_loader, source
+from tests.training.tiny import (
+    SAMPLES,
+    MadeInSetup,
+    Model,
+    announced,
+    cached_datasets,
+    logged,
+    make_trainer,
+    plain_loader,
+    source,
+)
 
 pytestmark = pytest.mark.processes
 
@@ -292,3 +308,190 @@ def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
     assert loads["test"] == 16
     assert sum(loads.values()) == 16 + 3 * 8 + announced(caplog)
     (callbacks[0] if door == "StochasticCache" else data).close() if door != "cache_datamodule" else data.caches.close()
+
+
+# ---- the callback ----
+
+
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize(
+    ("origin", "reload"),
+    [("fit", 1), ("module", 1), ("from_datasets", 0), ("cache_datamodule", 1)],
+)
+def test_loaders_from_anywhere_are_cached(tmp_path, caplog, origin, reload):
+    """Given to fit, from a module's hooks or from a DataModule: each sample is loaded once in three epochs.
+
+    A DataModule that `cache_datamodule` has cached keeps its caches beside the callback.
+    """
+    train, val = source(tmp_path), source(tmp_path, "val", 8)
+
+    class OwnModel(Model):
+        def train_dataloader(self) -> Any:
+            return plain_loader(train, shuffle=True)
+
+        def val_dataloader(self) -> Any:
+            return plain_loader(val)
+
+    dm = LightningDataModule.from_datasets(train, val)
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, reload_dataloaders_every_n_epochs=reload)
+    if origin == "fit":
+        trainer.fit(Model(), plain_loader(train, shuffle=True), plain_loader(val))
+    elif origin == "module":
+        trainer.fit(OwnModel())
+    else:
+        trainer.fit(Model(), cache_datamodule(dm) if origin == "cache_datamodule" else dm)
+    assert train.loads + val.loads == SAMPLES + 8 + announced(caplog)
+    assert logged(trainer, "stocache/hit_rate")[-1] == 1
+
+
+@pytest.mark.epoch_one_reads_all
+def test_fast_dev_run_and_barebones(tmp_path, recwarn):
+    """One batch of everything, and a Trainer that does not log: both run, and nobody is told that logging is off."""
+    barebones = Trainer(barebones=True, callbacks=[StochasticCache(), FillProgress()], accelerator="cpu", max_epochs=1)
+    for trainer in (make_trainer(tmp_path, [StochasticCache()], fast_dev_run=True), barebones):
+        trainer.fit(Model(), plain_loader(source(tmp_path)), plain_loader(source(tmp_path, "val", 8)))
+    assert not [warning for warning in recwarn if "self.log" in str(warning.message)]
+
+
+class Anew(Model):
+    """Makes its dataset for every epoch; `make` is given how many it has made."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.count = make, 0
+
+    def train_dataloader(self):
+        self.count += 1
+        return plain_loader(self.make(self.count - 1))
+
+
+@pytest.mark.epoch_one_reads_all
+def test_a_dataset_made_anew_goes_on_in_the_cache_of_the_one_before(tmp_path, caplog):
+    """Also where it is longer each time: its samples are hits, and what is new passes through."""
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Anew(lambda count: source(tmp_path, samples=SAMPLES + 4 * count)))
+    assert logged(trainer, "stocache/misses") == [SAMPLES, 0, 0]
+    assert logged(trainer, "stocache/hits") == [0, SAMPLES, SAMPLES]
+    assert logged(trainer, "stocache/bypasses") == [0, 4, 8]
+    assert logged(trainer, "stocache/coverage") == pytest.approx([1, SAMPLES / (SAMPLES + 4), SAMPLES / (SAMPLES + 8)])
+    assert logged(trainer, "stocache/hit_rate_expected") == [0]  # no formula holds for what grows
+    assert "came with a new" not in caplog.text
+
+
+class Other(CountedSource):
+    """Other samples in each object."""
+
+    def expected(self, index):
+        image, label = super().expected(index)
+        return image + int(Path(self.log_path).name), label
+
+
+@pytest.mark.epoch_one_reads_all
+def test_datasets_that_are_never_the_same_end_the_caching(tmp_path, caplog):
+    """The second that comes before anything was hit passes through, with one warning that says what to do."""
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=5, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Anew(lambda count: Other(SAMPLES, log_path=tmp_path / str(count))))
+    assert logged(trainer, "stocache/misses")[:2] == [SAMPLES] * 2
+    assert caplog.text.count("not cached any more") == caplog.text.count("RollingCache") == 1
+
+
+@pytest.mark.epoch_one_reads_all
+def test_a_loader_made_anew_for_every_epoch_goes_with_it(tmp_path):
+    """Also one that its own collate function holds: the call keeps the last one alone."""
+    train, made, alive = source(tmp_path), [], []
+
+    class Anew(Model):
+        def train_dataloader(self):
+            loader = plain_loader(train)
+            loader.collate_fn = MethodType(lambda loader, samples: default_collate(samples), loader)
+            made.append(weakref.ref(loader))
+            gc.collect()
+            alive.append(sum(loader() is not None for loader in made))
+            return loader
+
+    make_trainer(tmp_path, [StochasticCache()], epochs=5, reload_dataloaders_every_n_epochs=1).fit(Anew())
+    assert len(alive) == 5
+    assert max(alive) <= 3
+
+
+# ---- cache_datamodule ----
+
+
+class Photos(LightningDataModule):
+    """A DataModule as people write it: datasets in setup, a loader per stage."""
+
+    def __init__(self, folder: str, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.ended_by = ""
+
+    def setup(self, stage: str) -> None:
+        self.train, self.val = source(self.hparams.folder), source(self.hparams.folder, "val", 8)
+
+    def train_dataloader(self):
+        return plain_loader(self.train, batch_size=self.hparams.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return plain_loader(self.val, batch_size=self.hparams.batch_size)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.ended_by = type(exception).__name__
+
+
+def test_the_object_stays_what_it_is(tmp_path):
+    """The same object comes back, of the same class, with its hyperparameters; undefined hooks stay undefined."""
+    dm = Photos(str(tmp_path))
+    cached = cache_datamodule(dm, budget="1MiB")
+    assert cached is dm
+    assert type(dm) is Photos
+    assert dm.hparams.batch_size == 4
+    overridden = {
+        hook for hook in vars(LightningDataModule.__mro__[1]) if "dataloader" in hook and is_overridden(hook, dm)
+    }
+    assert overridden == {"train_dataloader", "val_dataloader"}
+    assert not is_overridden("on_after_batch_transfer", dm)
+
+
+def test_the_users_on_exception_runs_and_the_caches_close(tmp_path):
+    """An exception in training reaches the user's on_exception, and the caches are closed after it."""
+
+    class Failing(Model):
+        def training_step(self, batch, batch_idx):
+            raise ArithmeticError("mine")
+
+    dm = cache_datamodule(Photos(str(tmp_path)))
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(ArithmeticError, match="mine"):
+        trainer.fit(Failing(), dm)
+    assert dm.ended_by == "ArithmeticError"
+    assert [dataset.cache for dataset in cached_datasets(trainer.train_dataloader)] == [None]
+
+
+def test_a_kept_cache_is_replaced_when_setup_makes_a_new_dataset(tmp_path):
+    """keep_cache=True keeps no cache that nobody can reach: a second fit with new datasets closes the first one's."""
+    made = []
+
+    class Remaking(MadeInSetup):
+        def setup(self, stage):
+            super().setup(stage)
+            made.append((self.train, self.val))
+
+    dm = cache_datamodule(Remaking(tmp_path), keep_cache=True)
+    for _ in range(3):
+        make_trainer(tmp_path).fit(Model(), dm)
+    assert [[one in dm.caches for one in sets] for sets in made] == [[False, False], [False, False], [True, True]]
+    dm.caches.close()
+
+
+def test_a_copy_in_another_process_has_nothing_open(tmp_path):
+    """Pickled with open caches, a DataModule arrives with its hooks and options, and opens its own."""
+    dm = cache_datamodule(Photos(str(tmp_path)), budget="1MiB")
+    dm.setup("fit")
+    dm.train_dataloader()
+    copy = pickle.loads(pickle.dumps(dm))
+    assert copy.caches.options == dm.caches.options
+    assert dm.train in dm.caches
+    assert copy.train not in copy.caches
+    assert cached_datasets(copy.train_dataloader())[0].cache is not cached_datasets(dm.train_dataloader())[0].cache
+    for module in (dm, copy):
+        module.teardown("fit")

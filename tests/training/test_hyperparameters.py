@@ -77,16 +77,6 @@ def test_what_was_granted_goes_to_the_logger(tmp_path, door):
     assert written == ({} if door == "ours" else users)
 
 
-def test_what_is_drawn_stands_beside_the_samples(tmp_path):
-    """Of a loader that draws a third `samples` is the whole, `drawn` the third, and `coverage` a share of the third."""
-    sampler = torch.utils.data.SubsetRandomSampler(range(SAMPLES // 3))
-    trainer = make_trainer(tmp_path, [StochasticCache()])
-    trainer.fit(Model(), plain_loader(source(tmp_path), sampler=sampler))
-    found = told(trainer.logger)["stocache"]
-    assert (found["samples"], found["drawn"], found["slots"]) == (SAMPLES, SAMPLES // 3, SAMPLES // 3)
-    assert found["coverage"] == trainer.callback_metrics["stocache/coverage"] == 1
-
-
 def test_nothing_is_told_where_nothing_is_cached_or_wanted(tmp_path):
     """Beside plain loaders there is nothing to tell; with `hyperparameters=False` it is not told."""
     for number, callback in enumerate([CacheMonitor(), StochasticCache(hyperparameters=False)]):

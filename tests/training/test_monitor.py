@@ -214,14 +214,6 @@ def test_no_value_is_logged_twice(tmp_path):
     assert len(recording.told) == 3  # once in each fit
 
 
-def test_a_quiet_monitor_logs_and_says_nothing(tmp_path, caplog):
-    """With `verbose=False` there are values in the log, and no line per epoch or at the end."""
-    trainer = make_trainer(tmp_path, [CacheMonitor(verbose=False)], epochs=2)
-    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
-    assert logged(trainer, "stocache/hits") == [0, SAMPLES]
-    assert not [record for record in caplog.records if "hit rate" in record.getMessage()]
-
-
 def test_predict_has_a_hit_rate(tmp_path):
     """Several loaders are counted together, under `stocache/predict/`; predictions are what they are without."""
     first, second = source(tmp_path), source(tmp_path, "second", 12)
@@ -239,16 +231,6 @@ def test_predict_has_a_hit_rate(tmp_path):
         assert trainer.callback_metrics == {}
     assert trainer.predict(Model(), loaders, return_predictions=False) is None
     callback.close()
-
-
-def test_accumulated_gradients_log_a_step_once(tmp_path):
-    """With accumulate_grad_batches=3 there are two steps in six batches, and one live row for each."""
-    trainer = make_trainer(tmp_path, [CacheMonitor()], accumulate_grad_batches=3)
-    calls: list[int] = []
-    trainer.logger.log_metrics = lambda metrics, step=None: calls.append(step)
-    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
-    assert calls[:2] == [0, 1]
-    assert len(calls) == 3  # the third is the epoch's
 
 
 def test_sanity_check_moves_the_baseline_and_is_not_logged(tmp_path):

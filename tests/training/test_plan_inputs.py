@@ -89,11 +89,6 @@ def test_the_datamodule_of_the_first_door():
     assert SAMPLES not in module.caches
 
 
-def test_a_set_with_a_budget_of_its_own_does_not_share():
-    """Validation with a stage budget draws on another pot."""
-    assert training_data(StocacheDataModule(train=SAMPLES, val=SAMPLES[:8], stage_budgets={"val": 0})).others == ()
-
-
 @pytest.mark.parametrize("wrap", [cache_datamodule, lambda module: module])
 def test_a_datamodule_of_the_users(wrap):
     """Wrapped or as it is, its own loader is read: batch size, workers, further arguments."""
@@ -139,13 +134,6 @@ def test_the_step_is_that_of_a_real_trainer(tmp_path):
     assert 6 <= len(model.seen) <= 48
     assert model.seen[0].shape == (4, 4)
     assert all(float(images.min()) >= 100 for images in model.seen)
-
-
-def test_what_the_model_raises_comes_through(tmp_path):
-    """An error of the model is the model's."""
-    module = Own()
-    with pytest.raises(ValueError, match="mine"):
-        measure_step(trainer(tmp_path), Slow(ValueError("mine")), module, training_data(module))
 
 
 @pytest.mark.parametrize(

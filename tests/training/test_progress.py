@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import time
-from contextlib import closing
 
 import pytest
 import tqdm
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import FillProgress
 from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.training.tiny import SAMPLES, Model, make_trainer, source
@@ -62,13 +60,6 @@ def test_the_fill_is_in_the_bar(tmp_path, bar):
     assert trainer.progress_bar_metrics["cache"] == 1
 
 
-def test_the_bar_ends_with_the_whole_fill(tmp_path):
-    """Where the fill is shown now and then, what stays in the bar is what the epoch has ended with."""
-    trainer = make_trainer(tmp_path, [FillProgress()], epochs=2, log_every_n_steps=4)
-    trainer.fit(Model(), StocacheDataModule(source(tmp_path, samples=100), batch_size=2))
-    assert trainer.progress_bar_metrics["cache"] == 1
-
-
 def test_options_of_the_bar(tmp_path, caplog):
     """The key in the bar, how often it is shown, and whether the line is said."""
 
@@ -88,14 +79,6 @@ def test_one_line_when_full(tmp_path, caplog):
     [line] = full_lines(caplog)
     assert "12 of 24 samples" in line
     assert "will not be repeated" in line
-
-
-def test_one_line_when_no_record_finds_room_any_more(tmp_path, caplog):
-    """Of records a rest of the bytes is left over, into which none fits."""
-    with closing(CachedDataset(source(tmp_path, samples=400), "50%", layout="records")) as dataset:
-        make_trainer(tmp_path, [FillProgress()], epochs=2).fit(Model(), DataLoader(dataset, 4, shuffle=True))
-    [line] = full_lines(caplog)
-    assert 190 <= int(re.search(r"full: (\d+) of 400 samples", line)[1]) <= 210
 
 
 def test_the_seconds_are_those_of_the_clock(tmp_path, caplog):

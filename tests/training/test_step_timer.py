@@ -12,7 +12,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stocache import StepTimer
@@ -187,33 +186,6 @@ def test_several_optimizers_by_hand(tmp_path):
     assert told(timer) == [times(BATCHES, **twice)]
 
 
-def test_an_optimizer_that_asks_several_times(tmp_path):
-    """LBFGS calls the closure as often as it likes: all of it is forward and backward."""
-
-    class Asks(Steps):
-        def configure_optimizers(self):
-            return torch.optim.LBFGS(self.parameters(), lr=1e-3, max_iter=3, max_eval=3, tolerance_grad=0.0)
-
-    timer, _ = fit(tmp_path, Asks)
-    [seconds] = told(timer)
-    asked = seconds["forward"] / FORWARD
-    assert asked > BATCHES
-    assert seconds == times(BATCHES, forward=asked * FORWARD, backward=asked * BACKWARD, optimizer=0.0)
-
-
-def test_what_a_checkpointed_layer_computes_again_is_backward(tmp_path):
-    """Gradient checkpointing moves memory into time; the time is where it is spent."""
-
-    class Checkpointed(Steps):
-        def loss(self, batch):
-            loss = checkpoint(super().loss, batch, use_reentrant=False)
-            assert isinstance(loss, torch.Tensor)
-            return loss
-
-    timer, _ = fit(tmp_path, Checkpointed)
-    assert told(timer) == [times(BATCHES, backward=(BACKWARD + FORWARD) * BATCHES)]
-
-
 def test_a_step_that_fetches_its_batches(tmp_path):
     """With `dataloader_iter` waiting lies inside of `training_step`, and there is no transfer."""
 
@@ -294,8 +266,8 @@ def calls_per_step(tmp_path, *callbacks: Callback) -> float:
 
 
 def test_what_it_costs_is_a_few_calls(tmp_path):
-    """Of some two thousand a step; what is read many steps at a time, and logged, is in it. Time depends on load."""
-    assert calls_per_step(tmp_path, StepTimer()) < calls_per_step(tmp_path) + 180
+    """More than a callback that does nothing takes: of some two thousand a step. Time depends on load."""
+    assert calls_per_step(tmp_path, StepTimer()) < calls_per_step(tmp_path, Callback()) + 60
 
 
 def test_a_device_is_waited_for_at_the_end_of_an_epoch_alone(tmp_path):
@@ -353,32 +325,6 @@ def test_a_loop_that_does_not_say_when_it_waits_is_not_timed(caplog):
     trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=None), strategy=None)
     assert step_calls(trainer) == []
     assert "StepTimer times nothing" in caplog.text
-
-
-def test_a_second_fit_begins_anew(tmp_path):
-    """A timer may be used again, and knows the last fit."""
-    clock = ManualClock()
-    timer = Timed(clock)
-    for epochs in (2, 1):
-        make_trainer(tmp_path, [Late(clock), timer], epochs=epochs, logger=False).fit(
-            Steps(clock), DataLoader(Samples(clock))
-        )
-    assert told(timer) == [times(BATCHES)]
-
-
-def test_real_time_is_where_it_is_spent(tmp_path):
-    """On the host's own clock: sleeping in forward is in forward."""
-
-    class Sleeps(Model):
-        def training_step(self, batch, batch_idx):
-            time.sleep(0.05)
-            return super().training_step(batch, batch_idx)
-
-    timer = StepTimer()
-    begin = time.perf_counter()
-    make_trainer(tmp_path, [timer]).fit(Sleeps(), DataLoader(Samples(ManualClock())))
-    [seconds] = told(timer)
-    assert 0.05 * BATCHES <= seconds["forward"] <= sum(seconds.values()) <= time.perf_counter() - begin
 
 
 @pytest.mark.gpu

@@ -84,17 +84,13 @@ def test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples(tmp_path, do
     ("door", "divide"),
     [
         ("callback", lambda data: (Subset(data, TENTH), Subset(data, range(12)))),
-        (
-            "cache_datamodule",
-            lambda data: (Subset(Subset(data, range(0, SAMPLES, 2)), range(12)), Subset(data, range(12))),
-        ),
         ("ours", lambda data: random_split(data, [12, 12, SAMPLES - 24])[:2]),
         (
             "callback",
             lambda data: (ConcatDataset(random_split(data, [6, 6, SAMPLES - 12])[:2]), Subset(data, range(12))),
         ),
     ],
-    ids=["subset", "nested", "random_split", "concat"],
+    ids=["subset", "random_split", "concat"],
 )
 def test_parts_that_are_datasets_have_slots_of_their_own(tmp_path, door, divide):
     """A Subset, and what is made of some, is a dataset of its own size, for training and validation each."""
@@ -104,26 +100,11 @@ def test_parts_that_are_datasets_have_slots_of_their_own(tmp_path, door, divide)
     if door == "callback":
         callbacks = [StochasticCache(budget)]
         given = DataLoader(train, BATCH, shuffle=True), DataLoader(val, BATCH)
-    elif door == "cache_datamodule":
-        loaders = {"train": lambda: DataLoader(train, BATCH, shuffle=True), "val": lambda: DataLoader(val, BATCH)}
-        given = (cache_datamodule(data_hooks(**loaders), budget=budget),)
     else:
         given = (StocacheDataModule(train, val, batch_size=BATCH, budget=budget),)
     rates, looking = hit_rates(tmp_path, callbacks, *given)
     assert rates == [0, 1]
     assert looking.slots == {"train": [12], "val": [12]}
-
-
-@pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("sanity", [0, 2])
-def test_two_samplers_of_one_dataset_in_two_hooks(tmp_path, sanity):
-    """Which comes first does not know the other: each has a cache of its own, with slots for what it draws."""
-    data = source(tmp_path, samples=SAMPLES)
-    loaders = {"train": lambda: subset_loader(data, range(24)), "val": lambda: subset_loader(data, TENTH)}
-    dm = cache_datamodule(data_hooks(**loaders), budget=3 * BUDGET)
-    rates, looking = hit_rates(tmp_path, [CacheMonitor()], dm, num_sanity_val_steps=sanity)
-    assert rates == [0, 1]
-    assert looking.slots == {"train": [24], "val": [12]}
 
 
 def test_two_samplers_of_one_dataset_that_are_known_together(tmp_path):
@@ -177,32 +158,7 @@ def test_a_cache_that_is_kept_and_has_no_room_for_all_is_for_what_is_drawn(tmp_p
     (callbacks[0] if door == "callback" else given.caches).close()
 
 
-def test_under_a_name_a_subset_says_what_is_drawn(tmp_path, caplog):
-    """A cache that other jobs read has slots for the whole dataset; of a Subset, that is the tenth."""
-    pytest.importorskip("xxhash")
-    data, options = source(tmp_path, samples=SAMPLES), {"name": "folds", "dir": str(tmp_path)}
-    loader = DataLoader(Subset(data, TENTH), BATCH, shuffle=True)
-    caplog.set_level(logging.INFO, "lightning_stocache")
-    rates, looking = hit_rates(tmp_path, [StochasticCache(2 * BUDGET, **options)], loader)
-    assert looking.slots["train"] == [len(TENTH)]
-    stored = set(data.loaded[: announced(caplog)])
-    assert rates == [len(stored) / len(TENTH), 1]
-    assert set(data.loaded) == set(TENTH)
-
-
-@pytest.mark.epoch_one_reads_all
-def test_a_limit_on_validation_is_a_limit_on_its_slots(tmp_path):
-    """Ten of 120 samples are validated on: the others take nothing from training's share."""
-    train, val = source(tmp_path, samples=SAMPLES), source(tmp_path, "val", SAMPLES)
-    options = {"limit_val_batches": 3, "num_sanity_val_steps": 0}
-    loaders = DataLoader(train, BATCH, shuffle=True), DataLoader(val, BATCH)
-    rates, looking = hit_rates(tmp_path, [StochasticCache((SAMPLES + 12) * SLOT)], *loaders, **options)
-    assert looking.slots == {"train": [SAMPLES], "val": [12]}
-    assert rates == [0, 1]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_sampler_that_changes_goes_on_as_without_a_cache(tmp_path, workers, caplog):
+def test_a_sampler_that_changes_goes_on_as_without_a_cache(tmp_path, caplog):
     """Indices that are set anew each epoch pass through, with a word; batches are those of an uncached training."""
 
     class Changing(Looking):
@@ -215,7 +171,7 @@ def test_a_sampler_that_changes_goes_on_as_without_a_cache(tmp_path, workers, ca
         model = Watcher()
         trainer = make_trainer(tmp_path, [*callbacks, Changing()], epochs=3, logger=False)
         seed_everything(0, verbose=False)
-        trainer.fit(model, subset_loader(source(tmp_path, samples=SAMPLES), list(range(12)), num_workers=workers))
+        trainer.fit(model, subset_loader(source(tmp_path, samples=SAMPLES), list(range(12)), num_workers=2))
         seen.append(model.batches)
     assert seen[0] == seen[1]
     assert float(trainer.callback_metrics["stocache/bypasses"]) > 0
@@ -277,9 +233,3 @@ def test_what_a_loader_will_draw_follows_from_sampler_and_limits(stage, order, o
     given = {"batch_sampler": order} if isinstance(order, BatchSampler | list) else {"batch_size": 4, "sampler": order}
     domain = loader_domain(trainer_with(**options), stage, DataLoader(DATA, **given))
     assert (None if domain is None else len(domain)) == count
-
-
-def test_outside_of_a_trainer_the_sampler_alone_says_what_is_drawn():
-    """There are no limits, and one process."""
-    fold = loader_domain(None, "train", DataLoader(DATA, sampler=SubsetRandomSampler([3, 4])))
-    assert fold.indices.tolist() == [3, 4]
