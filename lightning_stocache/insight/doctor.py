@@ -1,25 +1,23 @@
 """A report on this machine: how much memory a cache may take, who holds memory, and the fix where it is too little.
 
-`examine` looks at everything once and gives findings: a topic, a sentence, and a fix where something should be changed.
-The first is the verdict: what a cache would get here now, found out by asking for one that is larger than any memory.
-It changes nothing. What cannot be known here (no /proc, no cgroup: macOS) is a sentence, not an error.
+`examine` gives findings: a topic, a sentence, and a fix where something should be changed. The first is the verdict:
+what a cache would get here now. What cannot be known here (no /proc, no cgroup: macOS) is a sentence, not an error.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
 import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from packaging.requirements import Requirement
 
 from lightning_stocache.cache.checksums import checksum
 from lightning_stocache.cache.layout import contents_of
@@ -27,15 +25,13 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.insight.inventory import count, held_lines, wrapped
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.disk import check_directory
-from lightning_stocache.node.files import Backend, memory_directory
+from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.named import named_segments
-from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.allocation import largest_grant
 
 __all__ = ["Finding", "as_text", "examine", "shared_memory"]
 
-_KINDS: tuple[Backend, ...] = ("tmpfile", "memfd")
 _DOCKER = 64 * 2**20  # bytes of /dev/shm in a container that was not told otherwise
 _PACKAGES = "torch torchvision numpy lightning pytorch-lightning hydra-core matplotlib tensorboard"
 
@@ -49,11 +45,11 @@ class Finding(NamedTuple):
 
 
 def examine(root: Path = Path("/"), directories: Sequence[str] = ()) -> list[Finding]:
-    """Look at this machine.
+    """Look at this machine, and at directories on disks that are to hold caches.
 
     Args:
-        directories: on disks, which are to hold caches.
-        root: where `proc` and `sys` are found for all but the verdict; another one is for tests.
+        root: where `proc` and `sys` are found; another one is for tests.
+        directories: on disks.
 
     Raises:
         OSError: there is no shared memory on this system (Windows).
@@ -63,28 +59,15 @@ def examine(root: Path = Path("/"), directories: Sequence[str] = ()) -> list[Fin
     return [
         _verdict(),
         *_memory(root),
-        *_backends(),
         *map(_disk, directories),
         _named(),
         *(Finding("held", line) for line in held_lines(root)),
-        *_versions(),
+        _versions(),
     ]
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """The findings for people, in 80 columns: the verdict, what is to be mended, and the rest topic by topic.
-
-    Example:
-        >>> print(as_text([Finding("a cache", "may take 1 GiB."), Finding("RAM", "2 GiB."), Finding("x", "bad.", "y")]))
-        a cache may take 1 GiB.
-        <BLANKLINE>
-        1 to mend
-          x: bad.
-              fix: y
-        <BLANKLINE>
-        details
-          RAM: 2 GiB.
-    """
+    """The findings for people, in 80 columns: the verdict, what is to be mended, and the rest topic by topic."""
     verdict, *rest = findings
     to_mend = [finding for finding in rest if finding.fix]
     lines = [*wrapped(f"{verdict.topic} {verdict.words}"), "", f"{len(to_mend) or 'nothing'} to mend"]
@@ -96,20 +79,10 @@ def as_text(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def shared_memory(size: int, free: int, ram: int | None) -> Finding:
-    """Judge /dev/shm.
-
-    Args:
-        size: bytes of the filesystem; 0 where it has no limit.
-        free: bytes that are free in it.
-        ram: bytes of the machine's memory, if known.
-
-    Example:
-        >>> print(shared_memory(64 * 2**20, 64 * 2**20, 32 * 2**30).words)
-        64 MiB, of which 64 MiB free. That is Docker's default.
-    """
+def shared_memory(size: int, free: int, ram: int) -> Finding:
+    """Judge /dev/shm by its size (0: without a limit), its free bytes, and the bytes of the machine's memory."""
     words = f"{format_bytes(size)}, of which {format_bytes(free)} free." if size else "without a limit of its own."
-    advised = max((ram or 2**34) // 2**31, 1)  # GiB: half of the memory, as Linux gives outside of containers
+    advised = max(ram // 2**31, 1)  # GiB: half of the memory, as Linux gives outside of containers
     container = (
         f"docker run --shm-size={advised}g ...; Kubernetes: volumes: [{{name: shm, emptyDir: {{medium: Memory, "
         f"sizeLimit: {advised}Gi}}}}] and volumeMounts: [{{name: shm, mountPath: /dev/shm}}]. "
@@ -118,7 +91,7 @@ def shared_memory(size: int, free: int, ram: int | None) -> Finding:
     fix = ""
     if size == _DOCKER:
         words, fix = f"{words} That is Docker's default.", container
-    elif size and ram is not None and size < ram // 10:
+    elif size and size < ram // 10:
         words = f"{words} That is little beside {format_bytes(ram)} of RAM."
         fix = f"mount -o remount,size={advised}G /dev/shm (as root); in a container: {container}"
     elif size and free < size // 10:
@@ -143,7 +116,8 @@ def _verdict() -> Finding:
 
 
 def _memory(root: Path) -> Iterator[Finding]:
-    free, ram = FreeMemory.measure(memory_directory(), root), _ram(root)
+    free = FreeMemory.measure(memory_directory(), root)
+    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if os.path.isdir("/dev/shm"):
         stats = os.statvfs("/dev/shm")
         yield shared_memory(stats.f_frsize * stats.f_blocks, stats.f_frsize * stats.f_bavail, ram)
@@ -158,16 +132,6 @@ def _memory(root: Path) -> Iterator[Finding]:
     short = free.available is not None and free.cgroup < free.available // 10
     fix = "docker run --memory=...; Kubernetes: resources.limits.memory; Slurm: --mem=..." if short else ""
     yield Finding("cgroup", f"{room}; above it the kernel kills.", fix)
-
-
-def _backends() -> Iterator[Finding]:
-    """The kinds of segments without a name that do not work here, each tried with one page."""
-    for kind in _KINDS:
-        try:
-            Segment.create(0, kind).close()
-        except OSError as error:
-            fix = "free memory, see below who holds it" if error.errno == errno.ENOSPC else ""
-            yield Finding(kind, f"cannot be made ({error.strerror}); a named file is taken instead.", fix)
 
 
 def _named() -> Finding:
@@ -193,37 +157,13 @@ def _disk(directory: str) -> Finding:
     return Finding(topic, f"{words}. What the system keeps of it in its page cache is on top of all budgets.")
 
 
-def _versions() -> Iterator[Finding]:
-    """The installed versions of the packages that matter, and those outside of the range that this package allows."""
-    try:
-        requirements = [Requirement(line) for line in metadata.requires("lightning-stocache") or []]
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        requirements = []
-    # What an extra needs is its own.
-    needed = [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
-    allowed, found = {each.name: each.specifier for each in needed}, [f"Python {platform.python_version()}"]
+def _versions() -> Finding:
+    """The installed versions of the packages that matter."""
+    found = [f"Python {platform.python_version()}"]
     for name in _PACKAGES.split():
-        try:
-            installed = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        found.append(f"{name} {installed}")
-        if name in allowed and not allowed[name].contains(installed, prereleases=True):
-            fix = f'pip install "{name}{allowed[name]}"'
-            yield Finding(name, f"{installed}, but {allowed[name]} is needed.", fix)
-    yield Finding("versions", f"{', '.join(found)}.")
-
-
-def _ram(root: Path) -> int | None:
-    """Bytes of the machine's memory, if that can be known."""
-    try:
-        return int((root / "proc/meminfo").read_text().partition("MemTotal:")[2].split()[0]) * 1024
-    except (OSError, IndexError):
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
+        with suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    return Finding("versions", f"{', '.join(found)}.")
 
 
 def _size(number: int | None) -> str:

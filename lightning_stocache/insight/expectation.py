@@ -1,13 +1,11 @@
 """The hit rate to expect of an epoch that draws each index once, and what is wrong if the hit rate is far below it.
 
-A cache that silently does nothing is the commonest failure of caches. Node k trains on a share s_k of every batch and
-has slots for a share a_k of what is drawn. A cache never evicts, so a later epoch hits `sum over nodes min(s_k, a_k)`.
-The first epoch hits what was READY when it began: nothing, or what a named cache or the set-up had stored.
+Node k trains on a share s_k of every batch and has slots for a share a_k of what is drawn. A later epoch hits
+`sum over nodes min(s_k, a_k)`; the first one hits what was READY when it began.
 
-The rule holds for samplers that draw each index once (`sampling.sampler_domain.draws_once`), in epochs that are served
-whole; on several nodes where a LocalitySampler deals samples to the nodes that have them, but for the few per cent that
-go elsewhere, because batches do not come in exact proportions. Otherwise nothing is expected: weighted draws, batch
-samplers of the user's own, `limit_train_batches`, several loaders of one dataset, streams.
+The rule holds for samplers that draw each index once, in epochs that are served whole; on several nodes where a
+LocalitySampler deals samples to the nodes that have them. Otherwise nothing is expected: weighted draws, batch samplers
+of the user's own, `limit_train_batches`, several loaders of one dataset, streams.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ class Expectation:
     def __init__(self) -> None:
         self._drawn: dict[Counters, Domain | None] = {}  # what each dataset's loader draws, in its first epoch
         self._begun: set[Counters] = set()  # datasets of which an epoch was served whole
+        self._stray: str | None = None  # what is to be said of a sampler whose indices have changed
         self._complained = False
 
     def compare(
@@ -54,49 +53,42 @@ class Expectation:
             The first time that something is wrong, a sentence about it; else None.
         """
         served = metrics["hits"] + metrics["misses"] + metrics["bypasses"]
-        of_rank = sum(counts.values(), Counts())
-        hits, complaint = 0.0, None
+        of_rank, hits = sum(counts.values(), Counts()), 0.0
         for dataset in datasets:
-            loader, of_set = _reader(loaders, dataset), counts.get(dataset.counters, Counts())  # type: ignore[arg-type]
-            if loader is None or not isinstance(dataset, CachedDataset) or dataset.counters is None:
-                hits = math.nan
-                continue
-            domain = sampler_domain(batches_of(loader), len(dataset))
-            if self._drawn.setdefault(dataset.counters, domain) == domain:
-                of_all = served * of_set.served / max(of_rank.served, 1)
-                fills = metrics["fills"] * of_set.fills / max(of_rank.fills, 1)
-                hits += self._hits(dataset, loader, domain, of_all, fills, metrics["fill_fraction"])
-                continue
-            hits = math.nan
-            if metrics["bypasses"] and cached_source(dataset).opened.request.domain is not None:
-                complaint = complaint or (
-                    f"{type(index_sampler(loader)).__name__} draws other samples than when the cache opened, and only "
-                    f"those have slots: {int(metrics['bypasses'])} samples of this epoch had none.\nWith "
-                    "keep_cache=True and memory for the whole dataset all samples have slots"
-                )
-        if not math.isnan(hits) and served:
+            of_set = counts.get(dataset.counters, Counts())  # type: ignore[arg-type]
+            of_all = served * of_set.served / max(of_rank.served, 1)
+            fills = metrics["fills"] * of_set.fills / max(of_rank.fills, 1)
+            hits += self._hits(dataset, _reader(loaders, dataset), of_all, fills, metrics["fill_fraction"])
+        complaint = self._stray if metrics["bypasses"] else None
+        if served and not math.isnan(hits):
             expected = metrics["hit_rate_expected"] = hits / served
             tolerance = _TOLERANCE if len(datasets[0].group.nodes) == 1 else _TOLERANCE_OF_NODES
             if metrics["hit_rate"] < expected - tolerance:
                 complaint = _too_low(metrics)
-        if self._complained:
+        if self._complained or complaint is None:
             return None
-        self._complained = complaint is not None
+        self._complained = True
         return complaint
 
-    def _hits(
-        self, dataset: CachedDataset, loader: Any, domain: Domain | None, served: float, fills: float, filled: float
-    ) -> float:
+    def _hits(self, dataset: Cached, loader: Any, served: float, fills: float, filled: float) -> float:
         """The hits to expect of one training set, over all ranks; not a number where the rule does not hold."""
+        if loader is None or not isinstance(dataset, CachedDataset) or cached_in(loader.dataset) is None:
+            return math.nan
         ring, cache, counters = cached_source(dataset).opened.known_ring, dataset.cache, dataset.counters
+        if ring is None or cache is None or counters is None:
+            return math.nan
         sampler, group = index_sampler(loader), dataset.group
-        dealt = isinstance(sampler, LocalitySampler) and sampler.mode != "global"
-        if ring is None or cache is None or counters is None or not (dealt or len(group.nodes) == 1):
-            return math.nan
-        if cached_in(loader.dataset) is None or not draws_once(sampler):
-            return math.nan
+        domain = sampler_domain(batches_of(loader), len(dataset))
         count = len(dataset) if domain is None else len(domain)
-        if len(dataset) != ring.arcs[0].length or not _WHOLE * count <= served <= count + group.world:
+        dealt = isinstance(sampler, LocalitySampler) and sampler.mode != "global"
+        whole = len(dataset) == ring.arcs[0].length and _WHOLE * count <= served <= count + group.world
+        same = self._drawn.setdefault(counters, domain) == domain
+        if not same and cached_source(dataset).opened.request.domain is not None:
+            self._stray = (
+                f"{type(sampler).__name__} draws other samples than when the cache opened, and only those have slots."
+                "\nWith keep_cache=True and memory for the whole dataset all samples have slots"
+            )
+        if not (whole and same and draws_once(sampler) and (dealt or len(group.nodes) == 1)):
             return math.nan
         slots = [
             arc.slots if domain is None else int((arc.slots_of(domain.indices) != NO_SLOT).sum()) for arc in ring.arcs

@@ -1,7 +1,6 @@
 """The caches that lie in this machine's memory, told to people: by job, with who holds them.
 
-The doors give the caches of a job names of their own, `photos-train0` and `photos-val1` for `name="photos"`. Here they
-are put together again: one heading per job, one entry per cache, and `of_job` knows which are meant by a job's name.
+The doors call the caches of a job with `name="photos"` `photos-train0`, `photos-val1`. Here they stand together again.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from textwrap import shorten, wrap
 from lightning_stocache.cache.layout import Contents, contents_of
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import printable
-from lightning_stocache.node.named import NamedSegment, clean_command, segments_of_others
+from lightning_stocache.node.named import NamedSegment, clean_command
 from lightning_stocache.node.open_files import Process, open_files
 
 __all__ = ["count", "describe", "held_lines", "named_lines", "of_job", "wrapped"]
@@ -27,12 +26,9 @@ _PIDS = 8  # processes with one command line that are named
 
 
 def wrapped(text: str, indent: int = 0) -> list[str]:
-    """A sentence as lines of 80 columns, all but the first four further to the right.
-
-    Options of commands are not cut at their hyphens.
-    """
-    first, later = " " * indent, " " * (indent + 4)
-    return wrap(text, 80, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
+    """A sentence as lines of 80 columns, all but the first four further to the right."""
+    later = " " * (indent + 4)  # options of commands are not cut at their hyphens
+    return wrap(text, 80, initial_indent=" " * indent, subsequent_indent=later, break_on_hyphens=False)
 
 
 def of_job(name: str, segments: Iterable[NamedSegment]) -> list[NamedSegment]:
@@ -47,12 +43,7 @@ def count(segments: Sequence[NamedSegment]) -> str:
 
 
 def named_lines(segments: Sequence[NamedSegment], directory: str | None = None) -> Iterator[str]:
-    """The caches with a name, job by job; of those of other users whose they are, and how large.
-
-    Args:
-        segments: those in memory, or in a directory on a disk.
-        directory: that; by default memory.
-    """
+    """The caches with a name, in memory or in a directory on a disk, job by job."""
     try:
         users = {file.key: file.processes for file in open_files()[0]}
     except OSError:  # there is no /proc
@@ -70,16 +61,10 @@ def named_lines(segments: Sequence[NamedSegment], directory: str | None = None) 
     if not segments:
         where = "this machine's memory" if directory is None else printable(directory)
         yield f"no caches with a name lie in {where}"
-    for owner, (files, size) in segments_of_others(directory).items():
-        yield f"{_user(owner)} has {format_bytes(size)} in {files} file{'s' * (files > 1)} with names of caches"
 
 
 def held_lines(root: Path = Path("/")) -> Iterator[str]:
-    """Lines about the memory that living processes hold, of caches and beside them.
-
-    Args:
-        root: where `proc` is found; another one is for tests.
-    """
+    """Lines about the memory that living processes hold, of caches and beside them; `root` has the folder `proc`."""
     try:
         files, closed = open_files(root, contents_of)
     except OSError:
@@ -89,7 +74,7 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
     for file in files:
         where = " on a disk" if file.on_disk else ""
         if file.owner != os.getuid():
-            kind = f"files{where or ' in memory'} of {_user(file.owner)}"
+            kind = f"files{where or ' in memory'} of uid {file.owner}"
         elif file.contents is None:
             kind = "files beside caches (a loader's batches, say)"
         else:
@@ -113,15 +98,13 @@ def describe(segment: NamedSegment, processes: Sequence[Process] = ()) -> str:
 
 
 def _what(contents: Contents) -> str:
-    """The dataset of a cache, the share of its slots that are filled, and its node."""
+    """The dataset of a cache, and the share of its slots that are filled."""
     manifest = contents.manifest
     if manifest is None:
         return f"a cache that {contents.damage}"
-    arc = manifest.geometry
-    slots = f"{contents.filled:,} of {arc.slots:,} slots filled"
-    if manifest.nodes > 1:
-        slots += f", from position {arc.start:,} of {arc.size:,} on (node {manifest.node} of {manifest.nodes})"
-    return f"{manifest.dataset or 'a dataset without a name'}, {slots}"
+    node = f" (node {manifest.node} of {manifest.nodes})" if manifest.nodes > 1 else ""
+    slots = f"{contents.filled:,} of {manifest.geometry.slots:,} slots filled"
+    return f"{manifest.dataset or 'a dataset without a name'}, {slots}{node}"
 
 
 def _who(processes: Sequence[Process]) -> str:
@@ -131,16 +114,6 @@ def _who(processes: Sequence[Process]) -> str:
         pids.setdefault(shorten(process.command, 60, placeholder="..."), []).append(str(process.pid))
     more = {command: f" and {len(ids) - _PIDS} more" if len(ids) > _PIDS else "" for command, ids in pids.items()}
     return "; ".join(f"{', '.join(ids[:_PIDS])}{more[command]} ({command})" for command, ids in pids.items())
-
-
-def _user(uid: int) -> str:
-    """A user for people: the name if there is one, and the number."""
-    import pwd
-
-    try:
-        return f"{printable(pwd.getpwuid(uid).pw_name)} (uid {uid})"
-    except KeyError:
-        return f"uid {uid}"
 
 
 def _job(segment: NamedSegment) -> str:

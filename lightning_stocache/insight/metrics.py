@@ -1,15 +1,14 @@
 """Rates from counts.
 
 Every rank brings a `Tally`; the sums are made first and divided afterwards, because the mean of per-rank hit rates is
-not the hit rate. What is read off the memory of a node (slots, bytes) every rank of it has read, each when its own
-epoch ended: the largest is that of the rank that ended last, when all had filled what they fill. No Trainer here, and
-no process group: whoever has the tallies calls `summarise`.
+not the hit rate. What is read off the memory of a node (slots, bytes) every rank of it has read: the largest is that of
+the rank that ended its epoch last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 
@@ -34,33 +33,19 @@ _OF_MEMORY = ("slots", "filled", "memory_bytes", "budget_bytes")
 
 @dataclass(frozen=True)
 class Tally:
-    """The numbers of one rank about the caches of a stage.
-
-    Args:
-        node: number of the rank's node.
-        counts: what the rank's processes have served and filled in the epoch.
-        slots: slots on its node.
-        filled: slots of the node that are ready; of records, as large a part of them as of their bytes.
-        memory_bytes: bytes in use by the caches of the node.
-        budget_bytes: bytes that were granted for them.
-        wait_seconds: how long the rank's training has waited for data; NaN if its loaders do not tell.
-        compute_seconds: how long it has computed.
-        loop_seconds: how long its loop took, with all that is neither.
-        ranks: ranks whose seconds these are.
-        unsized: misses and bypasses whose bytes could not be counted, because there is no cache for them.
-    """
+    """The numbers of one rank about the caches of a stage."""
 
     node: int = 0
-    counts: Counts = field(default_factory=Counts)
-    slots: int = 0
-    filled: float = 0
-    memory_bytes: int = 0
-    budget_bytes: int = 0
-    wait_seconds: float = 0.0
+    counts: Counts = field(default_factory=Counts)  # what the rank's processes have served and filled in the epoch
+    slots: int = 0  # on the node
+    filled: float = 0  # slots of the node that are ready; of records, as large a part of them as of their bytes
+    memory_bytes: int = 0  # in use by the caches of the node
+    budget_bytes: int = 0  # granted for them
+    wait_seconds: float = 0.0  # that the rank's training has waited for data; NaN if its loaders do not tell
     compute_seconds: float = 0.0
-    loop_seconds: float = 0.0
-    ranks: int = 0
-    unsized: int = 0
+    loop_seconds: float = 0.0  # with all that is neither
+    ranks: int = 0  # whose seconds these are
+    unsized: int = 0  # misses and bypasses without a cache, whose bytes nobody knows
 
     def __add__(self, other: Tally) -> Tally:
         """Add up several caches of one rank, or several nodes."""
@@ -69,12 +54,7 @@ class Tally:
 
 
 def rates(tally: Tally) -> dict[str, float]:
-    """The metrics of a tally, by the names of the metric keys. A rate over nothing is 0; what is not known is left out.
-
-    Example:
-        >>> rates(Tally(counts=Counts(hits=3, misses=1), slots=4, filled=2))["hit_rate"]
-        0.75
-    """
+    """The metrics of a tally by their keys' names; a rate over nothing is 0, and what is not known is left out."""
     counts = tally.counts
     metrics = {
         "hit_rate": counts.hits / max(counts.served, 1),
@@ -102,15 +82,9 @@ def rates(tally: Tally) -> dict[str, float]:
 
 
 def summarise(tallies: Sequence[Tally]) -> dict[str, float]:
-    """The metrics of a job from the tallies of all its ranks; those of each node beside them, if there are several.
-
-    Example:
-        >>> job = summarise([Tally(0, Counts(hits=9, misses=1)), Tally(1, Counts(hits=0, misses=1))])
-        >>> round(job["hit_rate"], 3), job["node0/hit_rate"]
-        (0.818, 0.9)
-    """
+    """The metrics of a job from the tallies of all its ranks; those of each node beside them, if there are several."""
     nodes = {node: _of_node([tally for tally in tallies if tally.node == node]) for node in {t.node for t in tallies}}
-    metrics = rates(_sum(nodes.values()))
+    metrics = rates(reduce(Tally.__add__, nodes.values()))
     if len(nodes) > 1:
         for node, tally in sorted(nodes.items()):
             of_node = rates(tally)
@@ -121,8 +95,4 @@ def summarise(tallies: Sequence[Tally]) -> dict[str, float]:
 def _of_node(tallies: Sequence[Tally]) -> Tally:
     """The ranks of a node as one: they share its memory."""
     memory = {name: max(getattr(tally, name) for tally in tallies) for name in _OF_MEMORY}
-    return replace(_sum(tallies), node=tallies[0].node, **memory)
-
-
-def _sum(tallies: Iterable[Tally]) -> Tally:
-    return reduce(Tally.__add__, tallies, Tally())
+    return replace(reduce(Tally.__add__, tallies), node=tallies[0].node, **memory)

@@ -1,15 +1,11 @@
 """A clock that splits the time of training steps into parts.
 
-It is told when a part begins and ends. Parts may lie in each other, and every moment belongs to the innermost one:
-Lightning calls forward and backward inside of the optimiser's step, a GAN calls several optimisers inside of its
-forward, and each is counted once. Time in no part is the rest. So the clock keeps a list of marks, each a moment and
-the part that begins there; the seconds of a part are the differences between marks.
+Parts may lie in each other, and every moment belongs to the innermost one; time in no part is the rest. The clock keeps
+a list of marks, each a moment and the part that begins there; the seconds of a part are the differences between marks.
+A step ends with `end_step`. `pause` drops a step that has not ended, and nothing counts until `resume`.
 
-A step ends with `end_step`; the time until the next part begins is its rest. `pause` drops a step that has not ended,
-and nothing counts until `resume`: validation belongs to no step.
-
-On a GPU a moment is a CUDA event on the current stream: work that is launched there runs later, and the host's clock
-would see how long launching takes. Events are read when the device has passed them, so only `take` waits for it.
+On a GPU a moment is a CUDA event on the current stream. Events are read when the device has passed them, so only `take`
+waits for it.
 """
 
 from __future__ import annotations
@@ -32,18 +28,6 @@ class StepClock:
 
     Args:
         moment: the moment that it is now: seconds, or an event that the device passes later.
-
-    Example:
-        >>> clock = StepClock()
-        >>> clock.resume("wait")
-        >>> for _ in range(5):
-        ...     clock.start("forward")
-        ...     time.sleep(0.001)
-        ...     clock.stop("forward")
-        ...     clock.end_step()
-        >>> means = clock.take()
-        >>> list(means) == list(PARTS), 0.001 <= means["forward"] < sum(means.values()), clock.take()
-        (True, True, {})
     """
 
     def __init__(self, moment: Callable[[], Any] = time.perf_counter) -> None:

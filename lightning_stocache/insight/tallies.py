@@ -4,18 +4,13 @@
 epoch's first samples are served before `on_train_epoch_start`. What training has been served is put aside when a
 validation starts, since one dataset may be in both stages.
 
-**Telling.** Around an epoch's end other callbacks are in collectives of theirs. A progress bar reads the metrics on
-rank zero alone, and reading one that is reduced over the ranks waits until the other ranks reduce it too, which they do
-when their hooks are over. So nothing here waits in a collective. Each rank posts its tally (`node.post`) when the last
-step of the epoch is done, and goes on; at the epoch's end it collects what all have posted. It waits for ranks that are
-in their last step, and no last step waits for what another rank does after its own: the slowest rank ends all waits,
-and all get the same numbers. They are final: the samples of a rank's last step have been served before its post, and
-what its workers serve ahead belongs to the next epoch. On one node it is no different, though all counters lie in its
-memory: an exact sum needs a word from the slowest rank that it has ended the epoch.
+**Telling.** Nothing here waits in a collective, which another callback's at an epoch's end could cross. Each rank posts
+its tally (`node.post`) when the last step of the epoch is done, and goes on; at the epoch's end it collects what all
+have posted. No last step waits for what another rank does after its own, so the slowest rank ends all waits, and all
+get the same numbers. They are final: what workers serve ahead belongs to the next epoch.
 
 The wait has a limit. Where ranks are out of step (one has no monitor, or more batches than the others), one warning is
-given, the epoch goes without values, and later ones are waited for a second at most: ranks that were only late once
-log again.
+given, the epoch goes without values, and later ones are waited for a second at most.
 """
 
 from __future__ import annotations
@@ -48,24 +43,15 @@ _ONCE_LATE = 1.0  # seconds to wait where the ranks were found out of step befor
 
 
 class Seconds(NamedTuple):
-    """Seconds of a rank's loop in an epoch.
+    """Seconds of a rank's loop in an epoch; the first two are NaN if one of its loaders does not tell."""
 
-    Args:
-        waited: for data, inside of `__next__` of its loaders; NaN if one of them is of a class that does not tell.
-        computed: on the batches; NaN likewise.
-        looped: waited, computed, and everything between.
-    """
-
-    waited: float
-    computed: float
-    looped: float
+    waited: float  # for data, inside of `__next__` of the loaders
+    computed: float  # on the batches
+    looped: float  # waited, computed, and everything between
 
 
 def loader_seconds(loaders: Any) -> tuple[float, float]:
-    """Seconds, since these loaders were made, in which they were waited for, and between two batches of theirs.
-
-    NaN if one of them is no loader of this package's class.
-    """
+    """Seconds of waiting for these loaders so far, and between their batches; NaN if one does not tell."""
     positions = [getattr(leaf, "position", None) for leaf in leaves_in(loaders)]
     clocks = [position.waiting for position in positions if isinstance(position, LoaderState)]
     if not clocks or len(clocks) < len(positions):
@@ -77,16 +63,6 @@ class Tallies:
     """The tallies of this rank, and what those of all ranks come to at an epoch's end.
 
     `loaders` are those that a stage reads, in any nesting.
-
-    Example:
-        >>> from lightning_stocache import CachedLoader
-        >>> dataset = CachedDataset([1.0, 2.0])
-        >>> _ = dataset[0]
-        >>> tallies, loader = Tallies(), CachedLoader(dataset)
-        >>> tallies.post("val", loader)
-        >>> tallies.metrics("val", loader, patience=1)["hit_rate"]  # set-up has read and stored both
-        1.0
-        >>> dataset.close()
     """
 
     def __init__(self) -> None:
@@ -98,10 +74,7 @@ class Tallies:
         self._was_late = False
 
     def post(self, stage: str, loaders: Any, seconds: Seconds | None = None) -> None:
-        """Tell all ranks what this one brings to the epoch of a stage that ends, unless that is done.
-
-        Nothing is told where no dataset counts. Only training has seconds.
-        """
+        """Tell all ranks what this one brings to the epoch of a stage that ends, unless that is done."""
         datasets = _counted(loaders)
         if stage in self._posted or not datasets:
             return
@@ -111,17 +84,12 @@ class Tallies:
         self._posted[stage] = next(iter(datasets.values())).group.post(_tally(datasets, served, seconds)), served
 
     def metrics(self, stage: str, loaders: Any, patience: float) -> dict[str, float]:
-        """The metrics of the epoch that ends, over all ranks, by the names of the metric keys.
-
-        Of training, with the hit rate to be expected, and a warning where the hit rate is far below it.
+        """The metrics of the epoch that ends, over all ranks; empty if nothing was posted, or not by all in time.
 
         Args:
             stage: whose epoch it is.
             loaders: that it reads.
             patience: seconds to wait for the slowest rank.
-
-        Returns:
-            Nothing if nothing was posted, or not by all ranks.
         """
         if stage not in self._posted:
             return {}
@@ -156,11 +124,10 @@ class Tallies:
 
     def live(self, loaders: Any, seconds: Seconds | None = None) -> dict[str, float]:
         """This rank's values of training's epoch so far, by their metric keys; empty where nothing counts."""
-        datasets = _counted(loaders)
-        if not datasets:
+        if not (datasets := _counted(loaders)):
             return {}
-        aside = self._aside
-        served = {counters: each + aside.get(counters, Counts()) for counters, each in self._served(datasets).items()}
+        served = self._served(datasets)
+        served = {counters: counts + self._aside.get(counters, Counts()) for counters, counts in served.items()}
         now = rates(_tally(datasets, served, seconds))
         return {LIVE + name: now[name] for name in LIVE_METRICS if name in now}
 
@@ -212,10 +179,7 @@ def end_call(datasets: Iterable[Cached]) -> None:
 
 
 def coverage(datasets: Sequence[Cached]) -> float:
-    """Share of the indices of all these datasets, as long as they are now, that have a slot on some node.
-
-    Where it is known which indices are drawn, it is the share of these.
-    """
+    """Share of the indices of all these datasets, of those that are drawn, that have a slot on some node."""
     return sum(map(_covered, datasets)) / max(sum(map(samples_of, datasets)), 1)
 
 

@@ -59,7 +59,6 @@ __all__ = [
     "manifest_of",
     "named_segments",
     "open_named",
-    "segments_of_others",
     "way_out",
 ]
 
@@ -194,18 +193,6 @@ def is_foreign(name: str, directory: str | None = None) -> bool:
     """Whether a file has this name and is no segment of this user."""
     there = bool(_NAME.fullmatch(name)) and os.path.lexists(_path(name, directory))
     return there and not any(_inspect(directory, name))
-
-
-def segments_of_others(directory: str | None = None) -> dict[int, tuple[int, int]]:
-    """Number and bytes of the files that other users have under names of caches, by user; none of them is opened."""
-    users: dict[int, tuple[int, int]] = {}
-    for path in _paths("lsc-[0-9]+-", directory):
-        with contextlib.suppress(OSError):
-            facts = os.lstat(path)
-            if facts.st_uid != os.getuid() and facts.st_blocks:
-                count, size = users.get(facts.st_uid, (0, 0))
-                users[facts.st_uid] = count + 1, size + facts.st_blocks * 512
-    return users
 
 
 def way_out(name: str, directory: str | None = None) -> str:

@@ -48,7 +48,7 @@ def test_what_cannot_be_seen_is_said() -> None:
     expected = "photos: a cache that is damaged: its header is cut off, 3 MiB, used by nobody"
     assert describe(segment("photos", damaged)) == expected
     part = Contents(Manifest(Geometry(10, 5, start=5), "Photos", node=1, nodes=2), "", 4)
-    assert "Photos, 4 of 5 slots filled, from position 5 of 10 on (node 1 of 2), 3 MiB" in describe(segment("p", part))
+    assert "Photos, 4 of 5 slots filled (node 1 of 2), 3 MiB" in describe(segment("p", part))
 
 
 def test_caches_are_counted() -> None:
