@@ -35,7 +35,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.processes import poll
-from lightning_stocache.sampling.rolling_sampler import RollingSampler
+from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.setup.allocation import Allocation, allocate_pool
 from lightning_stocache.setup.first_samples import codec_of
 from lightning_stocache.setup.open_cache import OpenCache

@@ -38,7 +38,7 @@ from lightning_stocache.growing.rolling_cache import dataset_in
 from lightning_stocache.loading.dataset import CachedDataset, Forwarding
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.sampling.stream_deal import StreamBatches, batches_in_turn, batches_of, deal, permutation
+from lightning_stocache.sampling.residents import StreamBatches, batches_in_turn, batches_of, deal, permutation
 from lightning_stocache.setup.first_samples import difference
 from lightning_stocache.setup.open_stream import OpenStream, check_budget, open_stream
 from lightning_stocache.setup.request import BackendChoice, Layout, check_choice, check_count, check_flag

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.sampling.stream_deal import StreamBatches
+from lightning_stocache.sampling.residents import StreamBatches
 
 __all__ = ["Rolling", "Stream", "is_rolling", "is_stream"]
 

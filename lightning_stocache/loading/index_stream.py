@@ -27,8 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.loading.position import LoaderState, ResumableBatches
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from lightning_stocache.sampling.rolling_sampler import RollingSampler
-from lightning_stocache.sampling.stream_deal import StreamBatches
+from lightning_stocache.sampling.residents import RollingSampler, StreamBatches
 from lightning_stocache.source.generators import states_of
 from lightning_stocache.torch_internals import draws_all_once
 

@@ -54,7 +54,7 @@ from lightning_stocache.loading.prefill import warn_without_workers
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.sampling.stream_deal import StreamBatches
+from lightning_stocache.sampling.residents import StreamBatches
 from lightning_stocache.setup.request import check_choice
 from lightning_stocache.torch_internals import knows_workers, shut_down
 

@@ -1,25 +1,21 @@
-"""Who of the ranks trains on which sample of a global batch, so that a sample goes where it is cached.
+"""Which rank trains on which sample of a global batch, so that a sample goes where it is cached.
 
-A `Dealer` knows the `Ring` and the ranks of every node. It deals one global batch at a time, as a pure function of the
-batch: every rank works out the whole deal for itself and takes its share, and no message is sent.
+A `Dealer` knows the `Ring` and the ranks of every node. A deal is a pure function of one global batch: every rank
+computes all of it and takes its share, and no message is sent.
 
-1. An index goes to its first home: of the nodes that have its slot, the one where the slot number is smallest. That
-   is the node in whose own part of the ring it lies (the part that begins where the arc begins and is as long as the
-   node's share of training), if its arc reaches that far.
-2. A node has as many places as DistributedSampler gives its ranks. While one has more indices than places, another has
-   free places, and arcs overlap, indices move to another home, over several nodes if need be (augmenting paths, as in
-   a maximum flow; of the nodes in reach, the one with the most free places per rank comes first). At the end no deal
-   could give more indices to nodes that have them. Where a stretch of the ring is divided between nodes, it is cut by
-   ring position, so that the same indices go to the same node in every epoch, but for those next to the cut.
-3. What a node has too many of leaves it: first what lies beyond its own part of the ring, the farthest first,
-   then the last in the order of the batch. Leavers, and the indices that no node has, are the misses of the batch.
-   They take the free places.
+1. An index goes to its first home: of the nodes that have its slot, the one where the slot number is smallest. That is
+   the node in whose own part of the ring it lies, which begins where the arc begins and is as long as the node's share
+   of training, if its arc reaches that far.
+2. A node has as many places as DistributedSampler gives its ranks. While one node has more indices than places and
+   another has free places, indices move to another home, over several nodes if need be (augmenting paths, as in a
+   maximum flow; of the nodes in reach, the one with the most free places per rank comes first). No deal could give more
+   indices to nodes that have them. A stretch of the ring that nodes share is cut by ring position, so that the same
+   indices go to the same node in every epoch, but for those next to the cut.
+3. What a node has too many of leaves it: first what lies beyond its own part of the ring, the farthest first, then the
+   last in the order of the batch. Leavers, and the indices that no node has, are the misses of the batch; they take
+   the free places. Any other deal of misses would take places from indices that are hits there.
 4. A node's misses, then its other indices, go to its ranks in turn, beginning with another rank in each batch. So its
-   ranks have equally many misses, give or take one.
-
-The misses of a node are its places less the indices that it has and gets. Handing misses to a node that has none
-would take places from indices that are hits there, and help nobody: those would be misses elsewhere. The difference
-that remains between the ranks is `Deal.imbalance`.
+   ranks have equally many misses, give or take one. Between all ranks the difference is `Deal.imbalance`.
 """
 
 from __future__ import annotations
@@ -85,7 +81,7 @@ class Dealer:
             raise ValueError(f"ring must have arcs of one size and step, got {arcs!r}")
         self._nodes, self._ranks = nodes, np.array([len(ranks) for ranks in nodes])
         self._size = size = arcs[0].size
-        # Its slot numbers are the positions on the ring; those of indices outside of its domain lie behind them.
+        # Its slot numbers are the positions on the ring; indices outside of its domain lie behind them.
         self._circle = Arc(size, size, step=arcs[0].step, domain=arcs[0].domain)
         # The ring is cut where an arc begins or ends; all indices of a stretch between two cuts have the same homes.
         cuts = sorted({0, *(end % size for arc in arcs for end in (arc.start, arc.start + arc.slots))})
@@ -111,11 +107,7 @@ class Dealer:
         self._own = np.array([*(size * self._ranks // self._ranks.sum()), 0])  # of the ring, as long as its share
 
     def deal(self, batch: Integers) -> Deal:
-        """Deal one global batch.
-
-        Args:
-            batch: its indices; their number is a multiple of the number of ranks.
-        """
+        """Deal one global batch, of as many indices for each rank."""
         places = self._ranks * (len(batch) // self._ranks.sum())
         positions = self._circle.slots_of(batch)
         positions[positions == NO_SLOT] = self._size
@@ -137,13 +129,7 @@ class Dealer:
         return Deal(nodes, misses, self._ranks)
 
     def share(self, deal: Deal, rank: int, turn: int = 0) -> Integers:
-        """The positions of a global batch that one rank trains on, in rising order.
-
-        Args:
-            deal: what `deal` returned for the batch.
-            rank: global rank.
-            turn: number of the batch; it moves the odd miss from rank to rank.
-        """
+        """The positions of a dealt batch that a global rank trains on, rising; `turn` is the number of the batch."""
         node = next(number for number, ranks in enumerate(self._nodes) if rank in ranks)
         ranks = self._nodes[node]
         dealt = np.flatnonzero(deal.nodes == node)

@@ -3,17 +3,13 @@
 The order of an epoch, its padding and its dropped tail are DistributedSampler's for the same seed, `shuffle` and
 `drop_last`. DistributedSampler gives rank r the positions r, r + R, ... of that order, so the R ranks train together on
 `batch_size * R` consecutive positions at a time: the global batch. This sampler cuts the same global batches and
-changes only which rank takes which sample of one (`assignment.Dealer`). What the optimiser sees, the mean gradient
-of a global batch, is the same up to the order of summation. What a single rank computes from its own part of it, such
-as the statistics of a BatchNorm that is not synchronised, is not.
+changes only which rank takes which sample of one (`assignment.Dealer`). The mean gradient of a global batch is the same
+up to the order of summation; what a single rank computes from its own part, such as the statistics of a BatchNorm that
+is not synchronised, is not. Nothing is sent: every rank computes the deal from the seed, the epoch and the ring.
 
-Every rank works out the deal for itself, from the seed, the epoch and the ring; nothing is sent. A global batch is
-dealt when its first index is asked for; an epoch in memory is one tensor of N integers.
-
-What a sampler of the user's gives (one fold, by weight) is dealt, too, where that sampler is handed over: the order of
-an epoch is then that in which Lightning's and Fabric's wrapper deals such a sampler, which lists all that it gives when
-the epoch begins, and has DistributedSampler shuffle the places of that list. Every rank draws the list for itself, so
-the ranks' generators must be in step (`seed_everything`), for that wrapper as here.
+The indices of a user's sampler (one fold, by weight) are dealt, too. The order of an epoch is then that of Lightning's
+and Fabric's wrapper: it lists all that the sampler gives when the epoch begins, and DistributedSampler shuffles the
+places of that list. Every rank draws the list for itself, so the ranks' generators must be in step (`seed_everything`).
 """
 
 from __future__ import annotations

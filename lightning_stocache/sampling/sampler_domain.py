@@ -1,8 +1,7 @@
-"""Which indices a sampler draws, if that can be seen without drawing from it.
+"""Which indices a sampler draws, if that can be seen without drawing from it, and whether it draws each once.
 
-It is known of torch's own samplers, of LocalitySampler, and of lists of indices or of batches. Of any other sampler
-nothing is known: all of the dataset may be drawn. From it follow what needs slots, when a loader needs no workers any
-more, and whether a hit rate can be expected.
+It is known of torch's own samplers, of LocalitySampler, and of lists of indices or of batches; any other may draw all
+of the dataset. What needs slots and which hit rate is expected follow from it.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def sampler_domain(sampler: Any, length: int) -> Domain | None:
-    """The indices that a sampler, or a batch sampler, can draw; None for all of them, or where that is not known.
-
-    Args:
-        sampler: a loader's.
-        length: number of samples in its dataset.
+    """The indices of a dataset of a length that a sampler can draw; None for all, or where that is not known.
 
     Example:
         >>> sampler_domain(WeightedRandomSampler([0.5, 0, 0, 2], num_samples=4), length=4).indices.tolist()
@@ -58,9 +53,6 @@ def sampler_domain(sampler: Any, length: int) -> Domain | None:
 def draws_once(sampler: Any) -> bool:
     """Whether a sampler draws each of its indices once in an epoch, as long as its length says so too.
 
-    Args:
-        sampler: what gives a loader's indices one by one.
-
     Example:
         >>> draws_once(RandomSampler(range(4))), draws_once(RandomSampler(range(4), replacement=True))
         (True, False)
@@ -74,7 +66,7 @@ def draws_once(sampler: Any) -> bool:
 
 
 def _indices(sampler: Any) -> Any:
-    """What a sampler draws from: whole numbers, if all is as it should be; None where that is not known."""
+    """What a sampler draws from; None where that is not known."""
     kind = type(sampler)
     if kind is BatchSampler:
         return _indices(sampler.sampler)

@@ -25,7 +25,7 @@ from lightning_stocache.growing.rolling_cache import RollingCache
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader_sampler import deals_to_ranks, index_sampler, locality_sampler
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
-from lightning_stocache.sampling.rolling_sampler import RollingSampler
+from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.sampling.sampler_domain import sampler_domain
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stocache import CachedLoader, CachedStream
 from lightning_stocache.cache.stream import StreamLedger
-from lightning_stocache.sampling.stream_deal import batches_of
+from lightning_stocache.sampling.residents import batches_of
 from tests.ranks import run_ranks
 
 LENGTH = 103

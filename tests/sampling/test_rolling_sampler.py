@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.sampling.rolling_sampler import RollingSampler
+from lightning_stocache.sampling.residents import RollingSampler
 
 
 class Group(NodeGroup):
