@@ -6,9 +6,13 @@ the option, the rule, and what was given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+import sys
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from torch.utils.data import Dataset
@@ -20,11 +24,13 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 
 __all__ = [
+    "CACHE_KEYS",
     "BackendChoice",
     "CacheRequest",
     "Form",
     "Layout",
     "LoaderSettings",
+    "check_cache_keys",
     "check_choice",
     "check_count",
     "check_flag",
@@ -34,7 +40,51 @@ BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
 Form = Literal["decoded", "encoded", "auto"]
 
+CACHE_KEYS = frozenset(
+    {
+        *("budget", "stage_budgets", "allow_random", "keep_cache", "sampling", "name"),
+        *("fingerprint", "strict", "store", "prefill", "dir", "streams"),
+    }
+)
+"""The keys of the Hydra group `cache`: the options that the doors share."""
+
 _AUTO = Budget.parse("auto")
+
+
+def check_cache_keys() -> None:
+    """Refuse a key of `cache` in the config of a Hydra app that is no option: nothing would read it.
+
+    On the command line each key is one of ours. In the config that Hydra has saved for the job, `cache` may be the
+    app's own: there it counts if it has a budget, or a key that is nearly an option.
+
+    Raises:
+        ValueError: it names the key, and the option that was probably meant.
+    """
+    hydra: Any = sys.modules.get("hydra.core.hydra_config")  # never imported: then this is no job of Hydra's
+    if hydra is None or not hydra.HydraConfig.initialized():
+        return
+    job = hydra.HydraConfig.get()
+    overrides = (override.lstrip("+~").partition("=")[0].split(".") for override in job.overrides.task)
+    _refuse_slips(key[1] for key in overrides if key[0] == "cache" and len(key) > 1)
+    keys = _keys_in(Path(str(job.runtime.output_dir), str(job.output_subdir), "config.yaml"))
+    if "budget" in keys or any(get_close_matches(key, CACHE_KEYS) for key in keys - CACHE_KEYS):
+        _refuse_slips(sorted(keys))
+
+
+@cache
+def _keys_in(config: Path) -> frozenset[str]:
+    """The keys of `cache` in a config that Hydra has saved; empty where it saves none."""
+    if not config.is_file():
+        return frozenset()
+    group = sys.modules["omegaconf"].OmegaConf.load(config).get("cache")
+    return frozenset(map(str, group)) if hasattr(group, "keys") else frozenset()
+
+
+def _refuse_slips(keys: Iterable[str]) -> None:
+    for key in keys:
+        if key not in CACHE_KEYS:
+            meant = "".join(f"; did you mean cache.{name}?" for name in get_close_matches(key, CACHE_KEYS, 1, 0))
+            raise ValueError(f"cache.{key} is no option of the cache{meant}")
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

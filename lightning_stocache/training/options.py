@@ -7,10 +7,8 @@ LightningCLI's `--print_config` would show neither the options nor their default
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
@@ -19,7 +17,14 @@ from torch.utils.data import Dataset
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.sampling.locality_sampler import Mode
-from lightning_stocache.setup.request import CacheRequest, Form, LoaderSettings, check_choice, check_flag
+from lightning_stocache.setup.request import (
+    CacheRequest,
+    Form,
+    LoaderSettings,
+    check_cache_keys,
+    check_choice,
+    check_flag,
+)
 
 __all__ = ["STAGES", "CacheOptions", "Source", "with_options"]
 
@@ -103,7 +108,7 @@ class CacheOptions:
     def among(cls, arguments: Mapping[str, Any]) -> Self:
         """The options among the arguments of a door, which may have others."""
         names = [option.name for option in fields(cls) if option.init]
-        _check_overrides(names)
+        check_cache_keys()
         return cls(**{name: arguments[name] for name in names})
 
     def plain(self) -> dict[str, Any]:
@@ -138,23 +143,6 @@ class CacheOptions:
             whole_if_room=self.keep_cache,
             **{option: getattr(self, option) for option in _OF_REQUEST},
         )
-
-
-def _check_overrides(known: Collection[str]) -> None:
-    """Refuse a key of `cache` on the command line of a Hydra app that is no option: nothing would read it.
-
-    Raises:
-        ValueError: it names the key, and the option that was probably meant.
-    """
-    hydra: Any = sys.modules.get("hydra.core.hydra_config")  # never imported: then this is no job of Hydra's
-    if hydra is None or not hydra.HydraConfig.initialized():
-        return
-    for override in hydra.HydraConfig.get().overrides.task:
-        group, _, option = override.lstrip("+~").partition("=")[0].partition(".")
-        option = option.partition(".")[0]
-        if group == "cache" and option and option not in known:
-            meant = "".join(f"; did you mean cache.{name}?" for name in get_close_matches(option, known, n=1, cutoff=0))
-            raise ValueError(f"cache.{option} is no option of the cache{meant}")
 
 
 def with_options(door: Door) -> Door:
