@@ -6,9 +6,8 @@ All requests of one call open together, because they share budgets. The steps, e
    part is found. The other ranks read nothing; they cut their own copy of the source at the same place. What cannot be
    cached passes through, with one warning.
 2. Each leader joins the named caches that lie in its node's memory (`named_cache`).
-3. Each leader divides the memory of its node among the others (`allocation`). For a cache that later calls will read,
-   it decides whether all indices get slots or only those that are drawn now. Where samples may be kept as their files,
-   what was granted decides whether they are (`forms`).
+3. Each leader divides the memory of its node among the others (`allocation`). Where samples may be
+   kept as their files, what was granted decides whether they are (`forms`).
 4. The leaders tell each other their slots, and every rank lays the same rings: who is the home of which index, and how
    many are expected to find room.
 5. Each leader makes the segments of its node; the other ranks attach (`segments`). What lies under a name is compared
@@ -23,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -239,7 +238,8 @@ def _grant(
     """
     ranks = len(group.nodes[group.node])
 
-    def divide(requests: Sequence[CacheRequest]) -> Allocation:
+    def divide() -> Allocation:
+        requests = [opening.request for opening in openings]
         codecs = [None if opening.joined is not None else opening.found.codec for opening in openings]
         if all(opening.found.codec is None for opening in openings):  # to measure what is free would take its time
             nothing = (0,) * len(openings)
@@ -251,8 +251,7 @@ def _grant(
         more = {"worker_bytes": worker_bytes, "later_bytes": later_bytes}
         return allocate(requests, codecs, budgets, ranks, backend, promised, **more)
 
-    _widen(openings, divide, group)
-    plan = group.lead(lambda: divide([opening.request for opening in openings]))
+    plan = group.lead(divide)
     is_short = False
     for number, opening in enumerate(openings):
         opening.slots, opening.granted = plan.slots[number], plan.granted[number]
@@ -264,20 +263,6 @@ def _grant(
         for warning in plan.warnings:
             log.warning(warning)
     return plan.backend if backend == "auto" else backend
-
-
-def _widen(
-    openings: Sequence[_Opening], divide: Callable[[Sequence[CacheRequest]], Allocation], group: NodeGroup
-) -> None:
-    """Give all indices slots, where requests say so and the memory of all nodes is for so many. Collective."""
-    if not any(opening.request.whole_if_room and opening.request.domain is not None for opening in openings):
-        return
-    requests = [opening.request for opening in openings]
-    whole = [replace(request, domain=None) if request.whole_if_room else request for request in requests]
-    rooms = _per_node(group.lead(lambda: divide(whole)).slots, group)
-    for opening, request, *slots in zip(openings, whole, *rooms, strict=True):
-        if sum(slots) >= opening.request.length:
-            opening.request = request
 
 
 def _choose_form(opening: _Opening, group: NodeGroup) -> None:

@@ -161,7 +161,6 @@ class CacheRequest:
         prefill: whether idle workers load what nobody has asked for yet.
         dir: on a disk, where the cache lies; None: in memory.
         domain: which indices are drawn, where that is known; None: all of them.
-        whole_if_room: whether all indices get slots all the same, where the memory of all nodes is for so many.
 
     Raises:
         TypeError: spec, fingerprint or dir is of another type.
@@ -183,7 +182,6 @@ class CacheRequest:
     prefill: bool = False
     dir: str | None = None
     domain: Domain | None = None
-    whole_if_room: bool = False
 
     def __post_init__(self) -> None:
         if self.domain is not None and self.domain.is_whole:

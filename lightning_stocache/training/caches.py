@@ -5,8 +5,7 @@ that opens later gets what is left of a budget in bytes, and of the free memory.
 training set takes at most half.
 
 A dataset is known by its object, and has one cache for the call. A later stage that draws indices without a slot gets a
-cache of its own. So does a later call for which a cache was kept, if that had no room for more than was drawn then; the
-kept one is closed.
+cache of its own.
 
 Another object may come in place of a dataset within the call. If the samples that are compared are equal (`same_data`),
 it goes on in the same cache; it may be longer, and its new samples pass through. Else that cache is closed, and the new
@@ -64,8 +63,7 @@ class _Open:
         """Whether this cache is for the loader of a request, too."""
         if self.source is not request.source:
             return False
-        known = _stage(request) in self.stages and not self.kept
-        return known or self.domain is None or self.domain.covers(request.domain)
+        return _stage(request) in self.stages or self.domain is None or self.domain.covers(request.domain)
 
     def state(self) -> dict[str, Any]:
         """What is held on this node, as plain values."""
@@ -129,7 +127,7 @@ class CallCaches:
             self._group = group
         self._train_to_come = train_to_come
         requests = list(requests)
-        known = [None if self.options.is_for_all(_stage(request)) else request.domain for request in requests]
+        known = [None if self.options.for_all else request.domain for request in requests]
         drawn = drawn_by_any(known, group)
         requests = [replace(request, domain=domain) for request, domain in zip(requests, drawn, strict=True)]
         self._go_on(requests)

@@ -44,7 +44,7 @@ from lightning_stocache.training.loaders import (
 from lightning_stocache.training.obstacles import cacheable_length, title
 from lightning_stocache.training.options import STAGES, CacheOptions
 from lightning_stocache.training.resume import ResumePoint
-from lightning_stocache.training.sampling import follow_pools, loader_domain, locality_for, replicas
+from lightning_stocache.training.sampling import follow_pools, loader_domain, locality_for
 
 __all__ = ["CallLoaders", "DataHooks", "training_bytes"]
 
@@ -187,7 +187,7 @@ class CallLoaders:
         """The length of a dataset that can be cached, the reason why one cannot, or None where there is none."""
         options = self._caches.options
         try:
-            return cacheable_length(leaf, stage, options, replicas(self._trainer)[0])
+            return cacheable_length(leaf, stage, options)
         except (TypeError, ValueError) as error:
             if options.is_off(stage):
                 return None

@@ -1,8 +1,7 @@
-"""The second door, and what shows that a cache fills.
+"""The second door, and the fill in the progress bar.
 
-`StochasticCache` caches the loaders of any Trainer call, of a DataModule, of a module's hooks or given to `fit`,
-without a line of theirs being changed, and monitors them. `FillProgress` shows the first epoch's fill in the Trainer's
-own progress bar. Both find the caches by walking the Trainer's loaders, whichever door made them.
+`StochasticCache` caches the loaders of any Trainer call (of a DataModule, of a module's hooks or given to `fit`), and
+monitors them. `FillProgress` shows the first epoch's fill in the Trainer's own progress bar, whichever door is used.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class FillProgress(Callback):
         self._full, self._cadence, self._waited_before = False, 1, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin with the fill that the call begins with: a cache that was kept is full already."""
+        """Note whether the cache is full already, as one that was kept."""
         self._full = _are_full(_training_caches(trainer))
         self._waited_before, _ = loader_seconds(trainer.train_dataloader)
         tenth = int(min(trainer.num_training_batches, 10**6)) // 10 + 1  # inf: no length
@@ -68,7 +67,7 @@ class FillProgress(Callback):
             self._show(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the fill that the epoch has ended with, and say so when the cache is full."""
+        """Show the fill at the epoch's end, and say when the cache is full."""
         if not self._full:
             self._show(trainer, pl_module)
             self._full = _are_full(_training_caches(trainer))
@@ -99,10 +98,10 @@ class FillProgress(Callback):
 class StochasticCache(CacheMonitor):
     """Caches every loader of a Trainer call, and logs what it gives as CacheMonitor does.
 
-    Nothing else changes: it stands before the Trainer's loaders, wherever they come from, and gives the same loaders
-    with cached datasets; hooks run when Lightning runs them. Each loader stands alone: one that cannot be cached is
-    used as it is, with one warning. A dataset should be made once: one that is made anew whenever a loader hook runs is
-    compared each time, and starts with an empty cache where its samples are others, or random.
+    Nothing else changes: the Trainer gets the same loaders with cached datasets; hooks run when Lightning runs them.
+    Each loader stands alone: one that cannot be cached is used as it is, with one warning. A dataset should be made
+    once: one that is made anew whenever a loader hook runs is compared each time, and starts with an empty cache if its
+    samples are others, or random.
 
     Datasets of loaders that are given to `fit` share the budget by their size. Of loaders that come from hooks, the
     val set, which Lightning's sanity check asks for first, takes at most half; without a sanity check it gets what the
@@ -192,10 +191,10 @@ class StochasticCache(CacheMonitor):
 
 
 def _training_caches(trainer: Trainer) -> list[Any]:
-    """The stores behind the training loaders, on this node."""
+    """The caches of the training loaders on this node."""
     return [dataset.cache for dataset in running_datasets(trainer, "train") if dataset.cache is not None]
 
 
 def _are_full(caches: list[Any]) -> bool:
-    """Whether there is no room left for a sample; of records, which differ in size, for one of the usual size."""
+    """Whether no sample of the usual size finds room any more."""
     return any(map(len, caches)) and all(cache.filled >= cache.capacity for cache in caches)

@@ -25,7 +25,7 @@ from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import DataHooks
 from lightning_stocache.training.loaders import TrainerLoader, TransformedSet, TransformedStream
 from lightning_stocache.training.options import STAGES, CacheOptions, Source, with_options
-from lightning_stocache.training.sampling import check_sampler, replicas
+from lightning_stocache.training.sampling import replicas
 
 __all__ = ["StocacheDataModule", "cache_datamodule"]
 
@@ -67,7 +67,7 @@ class StocacheDataModule(LightningDataModule):
         ValueError: no dataset is given, or an option cannot be read; (`setup`, `strict=True`) an empty set, or
             one that is random and cannot be split.
         TypeError: (`setup`) a set that is neither a dataset nor a function that makes one, or (`strict=True`) that is
-            iterable-style; a sampler that deals samples to ranks and is no DistributedSampler.
+            iterable-style.
         RuntimeError: (loader hooks) `setup` has not run, or `teardown` has.
 
     Example:
@@ -201,7 +201,6 @@ class StocacheDataModule(LightningDataModule):
                 kind = TransformedStream if isinstance(source, IterableDataset) else TransformedSet
                 dataset = kind(source, transform)
             loaders.append(TrainerLoader(dataset, **self._arguments(stage, source)))
-            check_sampler(loaders[-1], replicas(self.trainer)[0])
         return loaders
 
     def _arguments(self, stage: str, source: Any) -> dict[str, Any]:

@@ -1,16 +1,15 @@
-"""What the caches of a Trainer call did, as metrics.
+"""Logs what the caches of a Trainer call did.
 
-`Tallies` counts and computes. Each rank tells the others its counts when the last step of an epoch is done, and no hook
-here waits in a collective: `tallies` has the protocol and why it cannot hang. The monitor moves itself to the front of
-the Trainer's callbacks besides: an epoch whose last step is not known beforehand (a hook ended it) is told of at its
-end, before any other callback's hook.
+`Tallies` counts and computes; `tallies` has the protocol between ranks and why it cannot hang. Each rank posts its
+counts when the last step of an epoch is done. An epoch that a hook ends has no known last step: its counts are posted
+at its end, before any other callback's hook, because the monitor moves itself to the front of the callbacks.
 
 The sanity check moves the baseline and is not logged. Outside of `fit` values go to the loggers alone, so that
 `trainer.validate`, `trainer.test` and `trainer.predict` return what they return without a monitor.
 
 No key is logged twice for a step: live values have keys of their own, and of several monitors one logs. Live values are
 numbered as Lightning numbers the values of a step, and logged once for each: with accumulated gradients several batches
-are one step. `logger.log_metrics` once in a while takes 6 us a batch; `log_dict` would take a millisecond of each.
+are one step. They go to `logger.log_metrics`, which takes 6 us a batch; `log_dict` would take a millisecond.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ class CacheMonitor(Callback):
         return self._monitors
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stand first, and keep Lightning from advising, once per key, to sum what has been summed already."""
+        """Move to the front, and silence Lightning's advice to sum these values over the ranks."""
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\('stocache/")
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         monitors = [callback for callback in callbacks if isinstance(callback, CacheMonitor)]
@@ -120,20 +119,22 @@ class CacheMonitor(Callback):
         trainer.callbacks = [self, *(other for other in callbacks if other is not self)]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock, tell dashboards how to draw the metrics, and log what was granted."""
+        """Start the clock, lay out dashboards, and log what was granted."""
         self._epochs.clear()
         self.on_train_epoch_start(trainer, pl_module)  # which Lightning does not call in a resumed epoch
         self._tallies.pools.metrics(trainer.train_dataloader)  # its rates begin here
         loggers = trainer.loggers if self.monitors and trainer.is_global_zero else []
         self._live_every = log_every(trainer) if self.live and loggers else 0
-        if not loggers:
-            return
         loaders = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders}
         nodes = len(datasets[0].group.nodes) if (datasets := running_datasets(trainer, "train")) else 1
-        granted = hyperparameters(loaders) if self.hyperparameters else {}
+        granted = hyperparameters(loaders) if loggers and self.hyperparameters else {}
         for logger in loggers:
             lay_out(logger, nodes)
-            _log_hyperparameters(logger, granted)
+            if granted:
+                try:
+                    logger.log_hyperparams(granted)
+                except Exception as error:  # MLflow's, where a run goes on with other values
+                    warn(f"{type(logger).__name__} does not take the cache's hyperparameters: {error}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the caches were worth."""
@@ -150,7 +151,7 @@ class CacheMonitor(Callback):
         self._waited_before, _ = loader_seconds(trainer.train_dataloader)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """A step begins to compute."""
+        """Note when a step begins to compute."""
         self._step_began = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -179,12 +180,12 @@ class CacheMonitor(Callback):
                 )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put aside what training has been served."""
+        """Put aside what training was served."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._tallies.put_aside(running_loaders(trainer, "train"))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What validation took is not of the training's loop."""
+        """Leave validation out of the seconds of training's loop."""
         self._looped_at = time.perf_counter()
 
     def on_validation_batch_end(
@@ -196,7 +197,7 @@ class CacheMonitor(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """After the last batch of the last loader, as far as that is known, post the tally of its stage."""
+        """Post the stage's tally after the last batch of its last loader, if its length is known."""
         stage = _running_stage(trainer)
         batches = getattr(trainer, f"num_{stage}_batches")
         if dataloader_idx == len(batches) - 1 and batch_idx + 1 == batches[-1] and not trainer.sanity_checking:
@@ -221,7 +222,7 @@ class CacheMonitor(Callback):
         self.teardown(trainer, pl_module, "")
 
     def _seconds(self, trainer: Trainer) -> Seconds:
-        """What this rank's training has waited, computed and looped in the epoch so far."""
+        """The seconds of this rank's training in the epoch so far."""
         waited, _ = loader_seconds(trainer.train_dataloader)
         return Seconds(waited - self._waited_before, self._computed, self._looped)
 
@@ -255,13 +256,3 @@ def log_every(trainer: Trainer) -> int:
 def _running_stage(trainer: Trainer) -> str:
     """The stage whose loaders are read: "val" for validation."""
     return str(trainer.state.stage.dataloader_prefix)  # type: ignore[union-attr]
-
-
-def _log_hyperparameters(logger: Any, values: dict[str, Any]) -> None:
-    """Tell a logger what was granted; one that takes none, or keeps what an earlier fit told, ends no training."""
-    if not values:
-        return
-    try:
-        logger.log_hyperparams(values)
-    except Exception as error:  # MLflow's, where a run goes on with other values
-        warn(f"{type(logger).__name__} does not take the cache's hyperparameters: {error}")

@@ -19,7 +19,6 @@ from lightning_stocache.setup.open_stream import check_budget
 from lightning_stocache.torch_internals import is_loader_iterator
 from lightning_stocache.training.loaders import hides_dataset, source_of
 from lightning_stocache.training.options import CacheOptions
-from lightning_stocache.training.sampling import check_sampler
 
 __all__ = ["cacheable_length", "title"]
 
@@ -31,10 +30,10 @@ def title(leaf: Any) -> str:
     return type(source_of(leaf) if isinstance(leaf, DataLoader) else leaf).__name__
 
 
-def cacheable_length(leaf: Any, stage: str, options: CacheOptions, world: int) -> int | None:
+def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None:
     """The length of a loader's dataset; -1 for a stream, None where there is nothing to cache.
 
-    `leaf` is what Lightning iterates over for a stage, and divides among `world` ranks.
+    `leaf` is what Lightning iterates over for a stage.
 
     Raises:
         TypeError: it cannot be cached; why, and what to do about it.
@@ -67,7 +66,6 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions, world: int) -
     if not hasattr(key := _first_key(leaf), "__index__"):
         raise TypeError(f"its sampler gives keys such as {key!r}, and a cache knows samples by number")
     _check_copy(leaf, "CachedDataset")
-    check_sampler(leaf, world)
     return length
 
 

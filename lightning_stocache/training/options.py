@@ -53,8 +53,7 @@ class CacheOptions:
         stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}; None is none.
         allow_random: cache a random source as it is, with its first draw frozen.
         keep_cache: keep the caches when the Trainer call ends, for the next call with the same door and datasets, until
-            they are closed: by `close` of the door, or `datamodule.caches.close()`. Where there is no memory for all of
-            a dataset, its cache is for what is drawn now, and goes when a later call draws something else.
+            they are closed: by `close` of the door, or `datamodule.caches.close()`. Whole datasets have slots then.
         sampling: how the indices of a training loader are dealt to several nodes: "locality" (samples go to nodes that
             have them), "global" or "sticky"; see `LocalitySampler`.
         name: under which the caches stay in memory when the job ends, so that the next one starts warm, and which jobs
@@ -124,11 +123,10 @@ class CacheOptions:
         """Whether the budget of a stage is 0."""
         return self.budgets[self.pot(stage)].off
 
-    def is_for_all(self, stage: str) -> bool:
-        """Whether the caches of a stage hold any index of their datasets, whatever this call draws."""
-        budget = self.budgets[self.pot(stage)]
-        part = budget.unit == "% of dataset" and budget.amount < 100
-        return self.name is not None or (self.keep_cache and part)
+    @property
+    def for_all(self) -> bool:
+        """Whether caches have slots for any index of their datasets, because other calls or jobs will read them."""
+        return self.name is not None or self.keep_cache
 
     def request(self, source: Dataset[Any], reader: LoaderSettings, name: str, domain: Domain | None) -> CacheRequest:
         """The request for the cache of a dataset; `name` is the cache's, where it outlives the job."""
@@ -140,7 +138,6 @@ class CacheOptions:
             reader=reader,
             name=None if self.name is None else name,
             domain=domain,
-            whole_if_room=self.keep_cache,
             **{option: getattr(self, option) for option in _OF_REQUEST},
         )
 

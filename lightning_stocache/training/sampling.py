@@ -29,7 +29,7 @@ from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.sampling.sampler_domain import sampler_domain
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 
-__all__ = ["check_sampler", "epochs_done", "follow_pools", "loader_domain", "locality_for", "replicas"]
+__all__ = ["epochs_done", "follow_pools", "loader_domain", "locality_for", "replicas"]
 
 
 def replicas(trainer: Any, *, always: bool = False) -> tuple[int, int]:
@@ -81,23 +81,6 @@ def locality_for(
     if deals_to_ranks(sampler) or len(dataset.group.nodes) == 1:
         return None
     return locality_sampler(dataset, batch_size, True, count, rank, mode=mode, draws=sampler)
-
-
-def check_sampler(loader: DataLoader[Any], world: int) -> None:
-    """Refuse a sampler that deals to ranks by itself without being a DistributedSampler.
-
-    `world` counts the ranks among which Lightning would divide it: 1 where the Trainer leaves samplers alone.
-
-    Raises:
-        TypeError: Lightning would wrap it in a DistributedSampler and divide its share once more, silently.
-    """
-    sampler = loader.sampler
-    if world > 1 and deals_to_ranks(sampler) and not isinstance(sampler, DistributedSampler):
-        raise TypeError(
-            f"{type(sampler).__name__} deals samples to ranks, but is not a torch.utils.data.DistributedSampler: "
-            f"Lightning would wrap it in one, and each rank would get 1/{world} of its share. Derive it from "
-            "DistributedSampler, or give the Trainer use_distributed_sampler=False"
-        )
 
 
 def loader_domain(trainer: Any, stage: str, loader: DataLoader[Any]) -> Domain | None:

@@ -9,56 +9,20 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import DataLoader
 
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.options import CacheOptions
-from lightning_stocache.training.sampling import check_sampler, replicas
+from lightning_stocache.training.sampling import replicas
 from tests.logs import Log
 from tests.ranks import run_ranks
 from tests.training.tiny import cached_datasets, make_trainer
 
 MIB = 2**20
 NUMBERS = [torch.tensor(number) for number in range(12)]
-
-
-class Dealing(Sampler[int]):
-    """Deals samples to ranks by itself, and is no DistributedSampler."""
-
-    num_replicas = 2
-
-    def __iter__(self):
-        return iter(range(6))
-
-    def __len__(self):
-        return 6
-
-
-def test_a_sampler_that_deals_by_itself_keeps_its_loader(caplog):
-    """Where Lightning would wrap a sampler that deals to ranks, the loader stays the user's own, with a warning."""
-    loader = DataLoader(NUMBERS, 2, sampler=Dealing())
-    arguments = {"num_replicas": 2, "rank": 0}
-    trainer = SimpleNamespace(distributed_sampler_kwargs=arguments, state=SimpleNamespace(fn=None))
-    call_loaders = CallLoaders(CallCaches(CacheOptions()), {"train": lambda: loader}, trainer=trainer)
-    assert call_loaders("train") is loader
-    assert "train loader: list passes through uncached: Dealing deals samples to ranks" in caplog.text
-    call_loaders = CallLoaders(CallCaches(CacheOptions(strict=True)), {"train": lambda: loader}, trainer=trainer)
-    with pytest.raises(TypeError, match="train loader cannot be cached, list: Dealing deals samples"):
-        call_loaders("train")
-
-
-def test_a_sampler_that_would_be_wrapped_is_refused():
-    """A sampler that deals to ranks must be a DistributedSampler, where Lightning would wrap it; on one rank not."""
-    numbers = list(range(8))
-    own, torchs = Dealing(), DistributedSampler(numbers, 2, 0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Dealing deals samples to ranks, but is not .* 1/2 of its share"):
-        check_sampler(DataLoader(numbers, sampler=own), 2)
-    check_sampler(DataLoader(numbers, sampler=own), 1)
-    check_sampler(DataLoader(numbers, sampler=torchs), 2)
-    check_sampler(DataLoader(numbers, shuffle=True), 2)
 
 
 def test_a_trainer_that_leaves_samplers_alone_divides_nothing(tmp_path):

@@ -132,30 +132,13 @@ def test_a_cache_that_outlives_the_call_has_room_for_all(tmp_path, options, capl
     callback = StochasticCache("100%", **options)
     hit_rates(tmp_path / "0", [callback], subset_loader(data, range(40)))
     loads = data.loads
-    stored = set(data.loaded[: announced(caplog)]) if "name" in options else set()  # by set-up
+    stored = set(data.loaded[: announced(caplog)])  # by set-up
     rates, looking = hit_rates(tmp_path / "1", [callback], subset_loader(data, range(20, 60)))
     assert looking.slots["train"] == [SAMPLES]
     new = set(range(40, 60)) - stored
     assert rates == [1 - len(new) / 40, 1]
     assert set(data.loaded[loads:]) >= new
     callback.close()
-
-
-@pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("door", ["callback", "cache_datamodule", "ours"])
-def test_a_cache_that_is_kept_and_has_no_room_for_all_is_for_what_is_drawn(tmp_path, door):
-    """With memory for a tenth, a tenth is hit in epoch two and in all of the next call; another takes its place."""
-    data, indices = source(tmp_path, samples=SAMPLES), list(TENTH)
-    callbacks, given = behind(door, data, indices, budget=BUDGET, keep_cache=True)
-    measured = []
-    for call in range(4):
-        if call == 2:
-            indices[:] = range(6, SAMPLES, 10)
-        rates, looking = hit_rates(tmp_path / str(call), callbacks, given)
-        assert looking.slots["train"] == [len(TENTH)]
-        measured.append(rates)
-    assert measured == [[0, 1], [1, 1], [0, 1], [1, 1]]
-    (callbacks[0] if door == "callback" else given.caches).close()
 
 
 def test_a_sampler_that_changes_goes_on_as_without_a_cache(tmp_path, caplog):
