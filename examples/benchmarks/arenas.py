@@ -14,7 +14,7 @@ from measure import Report, Spread, fresh, rounds
 from torch.utils.data import Dataset
 
 from lightning_stocache import CachedDataset, CachedLoader
-from lightning_stocache.loading.serve import Misses
+from lightning_stocache.loading.serve import CachedSource
 
 __all__ = ["SIZES", "measure_arena"]
 
@@ -80,8 +80,8 @@ def filled(size: str, how: str, megabytes: int) -> dict[str, float]:
             if cache.has_room(sample):  # else whoever loads a sample does not encode it
                 clock(index, sample)
     else:
-        clock = Clock(Misses._keep)
-        Misses._keep = clock  # type: ignore[method-assign]
+        clock = Clock(CachedSource._store)
+        CachedSource._store = clock  # type: ignore[method-assign]
         for _ in CachedLoader(dataset, 32, shuffle=True, num_workers=int(how), collate_fn=list):
             pass
     kept = [index for index in range(len(source)) if cache.place(index) >= 0]

@@ -31,7 +31,7 @@ from measure import Report, Spread, fresh, parser, rounds
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stocache import CachedDataset, CachedLoader
-from lightning_stocache.loading.serve import Misses
+from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.source.generators import Generators
 
 STORE = "store"
@@ -109,8 +109,8 @@ def measured(samples: int, nbytes: int, fields: int, batch_size: int, how: str, 
         clock()
         spent |= {"fill": time.perf_counter_ns() - wall, "CPU": clock.ns}
     else:
-        keep, state = Clock(Misses._keep), Clock(Generators.state)
-        Misses._keep, Generators.state = keep, state  # type: ignore[method-assign, assignment]
+        keep, state = Clock(CachedSource._store), Clock(Generators.state)
+        CachedSource._store, Generators.state = keep, state  # type: ignore[method-assign, assignment]
         before = counters.totals()
         for _ in CachedLoader(dataset, batch_size, shuffle=True, num_workers=int(how)):
             pass

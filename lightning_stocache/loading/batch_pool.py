@@ -3,19 +3,15 @@
 A fresh buffer of a few megabytes costs its page faults, more than the gather that fills it (8 GB/s where a warm one
 takes 15 to 17). So the same memory is used again.
 
-Private memory is for batches that this process makes alone. It goes back to its field, last in, first out: three
-buffers in rotation stay in the processor's cache, ten do not. All are as large as the field's largest batch so far, and
-a smaller batch takes a part of one, so batches of every size share them. Pinned batches come from torch's caching host
-allocator instead: a copy to the device may still be reading a tensor that nobody holds, and only that allocator knows.
+Private memory is for batches that this process makes alone. It goes back to its field, last in, first out: few buffers
+in rotation stay in the processor's cache. All are as large as the field's largest batch so far. Pinned batches come
+from torch's caching host allocator, which alone knows whether a copy to the device is still reading.
 
-Shared memory is for batches whose rows workers write. DataLoader sends fresh shared memory each time, with page faults
-in the worker and here, a descriptor in the message and a mapping. Here it is a few segments, each as large as the
-largest batch so far. A segment belongs, in turn, to the pool, to this process and the one worker that was asked for
-rows, and to the trainer. It lies in a memfd where the system has that: /dev/shm may be small (Docker's 64 MiB), and
-belongs to the cache and to torch, which dies of SIGBUS where it is full. A memfd is limited by the machine's memory and
-the cgroup's, above which the kernel kills. So free memory is looked at before a segment is made, and what a cache has
-been granted and not yet filled counts as taken. Without memory for one more segment, workers send batches in messages
-for a while, with one warning.
+Shared memory is for batches whose rows workers write: a few segments, each as large as the largest batch so far. A
+segment belongs, in turn, to the pool, to this process and one worker, and to the trainer. It lies in a memfd where the
+system has that: /dev/shm may be small, and torch dies of SIGBUS where it is full. Free memory is looked at before a
+segment is made, and what a cache has been granted and not yet filled counts as taken. Without memory for one more
+segment, workers send batches in messages for a while, with one warning.
 """
 
 from __future__ import annotations
@@ -150,11 +146,6 @@ class BatchPool:
     def expect(self, nbytes: int) -> None:
         """Make shared memory at least that large from now on."""
         self._size = max(self._size, nbytes)
-
-    @property
-    def may_lend(self) -> bool:
-        """Whether shared memory is left for the next batch, if the trainer keeps this one."""
-        return self.shared_left > 0
 
     @property
     def shared_left(self) -> int:

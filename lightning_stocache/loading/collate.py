@@ -1,14 +1,12 @@
 """The batch that `default_collate` would make, made in place: from gathered fields, or row by row as samples come.
 
-A field that was gathered for a whole batch is collated already: it only needs its dtype, its shape and its place in the
-structure (`Collator`). Which structure that is, `default_collate` itself is asked once, with two samples made of
-zeroes; where its answer is anything but plain tensors that hold the fields' bytes (a field that it refuses, a subclass
-that it keeps), there is no short cut, and the loader collates samples as DataLoader does.
+A field that was gathered for a whole batch only needs its dtype, its shape and its place in the structure (`Collator`).
+That structure comes from `default_collate` itself, asked once with two samples of zeroes. If its answer is anything
+but plain tensors that hold the fields' bytes, the loader collates samples as DataLoader does.
 
-A worker that makes a whole batch stacks in place (`Rows`). `torch.stack` wants all samples first: 64 transformed
-photographs are fresh memory, page faults and one more copy. Here the first sample says what tensors the batch will
-have; each is made in the memory that is there, and every sample's tensors are copied to their rows at once. `collate`
-then finds that nothing is left to do.
+A worker that makes a whole batch stacks in place (`Rows`): `torch.stack` wants all samples first, and 64 transformed
+photographs are fresh memory, page faults and one more copy. The first sample says what tensors the batch will have, and
+every sample's tensors are copied to their rows at once. `collate` then finds that nothing is left to do.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from lightning_stocache.cache.codec import Memory, aligned
+from lightning_stocache.cache.codec import Memory, aligned, array_dtype
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.source.samples import is_plain, rebuilt
@@ -106,13 +104,8 @@ class _Column:
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self._dtype, self._shape = dtype, shape
+        self._dtype, self._shape, self._array_dtype = dtype, shape, array_dtype(dtype)
         self.nbytes = dtype.itemsize * torch.Size(shape).numel()
-        self._array_dtype: np.dtype[Any] | None
-        try:
-            self._array_dtype = torch.empty(0, dtype=dtype).numpy().dtype
-        except TypeError:  # bfloat16 and others that NumPy has not
-            self._array_dtype = None
 
     def split(self, row: npt.NDArray[np.uint8], samples: int, size: int, pinned: bool) -> list[torch.Tensor]:
         """The samples of a field's memory in tensors of `size`, but the last, made without torch where possible."""

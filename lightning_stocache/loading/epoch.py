@@ -1,20 +1,17 @@
 """One epoch of a CachedLoader, and what the loader keeps from one epoch to the next.
 
-Batches are planned when their indices are drawn, on the caller's thread. What is READY needs a gather; what is missing
-is loaded here, or by a worker, which is asked at once, and given the memory in which the rest has been gathered. Where
-workers put batches together, all of a batch is asked for. A plan is completed when its turn comes.
+A batch is planned when its indices are drawn, on the caller's thread, and made when its turn comes:
 
-Once every index is READY and the stream can be trusted (it draws only indices of the dataset, and alone), all that is
-left to do for a batch is the gather, and the Python around it, which is more for small batches. So many batches are
-planned at once, and those that are small are gathered together, in blocks of up to 2 MiB, and handed out one by one. A
-thread gathers the next block while the consumer computes.
+    all samples READY       gather them, collate
+    some missing            gather the hits, load the others here; or have a worker load them into the same memory
+    made by workers         ask a worker for the whole batch
+    passed through          the source itself: the cache is closed, the source has changed, or a sampler draws keys
 
-Where the cache has been closed meanwhile, or the source has changed, and for keys that only the source understands,
-samples pass through. A batch with an odd sample (one that is not of the codec) is collated as DataLoader does: by the
-worker that has loaded it, or here where there are no workers.
+Once every index is READY and the stream draws only indices of the dataset, many batches are planned at once, and small
+ones are gathered together in blocks of up to 2 MiB. A thread gathers the next block while the consumer computes.
 
-An iterator holds nothing that holds it: it ends its thread, and its workers if they are not persistent, when it is
-exhausted, closed, or no longer referred to. Ctrl-C ends the epoch, and its workers; the next epoch is whole.
+An iterator is in no reference cycle: it ends its thread, and its workers if they are not persistent, when it is
+exhausted, closed, or no longer referred to. Ctrl-C ends the epoch and its workers; the next epoch is whole.
 """
 
 from __future__ import annotations
@@ -61,10 +58,8 @@ _Made = tuple[Any, int]  # a batch, and its hits that are still to be counted
 class Resources:
     """What outlives an epoch: the memory of batches, and persistent workers.
 
-    They belong to one cache: workers know the cache that the dataset had when they were started, and no other. An epoch
-    takes them, and gives them back when it is exhausted, closed, or no longer referred to; a second epoch at the same
-    time gets its own. Workers end when all that the loader's sampler can draw is READY: the whole dataset, or a fold.
-    Should it draw something else after all, that is loaded in the process that reads.
+    They belong to one cache, the one that the workers know. A second epoch at the same time gets its own. Workers end
+    when all that the loader's sampler can draw is READY.
 
     Args:
         loader: the loader.
@@ -84,11 +79,10 @@ class Resources:
         shared = under_way(loader) + _SLACK if loader.num_workers else 0
         self.pool = BatchPool(pinned=self.pins, shared=shared, promised=lambda: cache.promised_bytes)
         self.in_use = self.ended = False
-        self._gather_ns = 0  # written by who gathers, and the next by who counts: these may be two threads
-        self._told_ns = 0
+        self._gather_ns = self._told_ns = 0  # the first is written by who gathers, the second by who counts
         self._pid = os.getpid()
 
-    def gather(self, places: Integers, into: Memory | None = None, missing: Sequence[int] = ()) -> Memory:
+    def gather(self, places: Integers, missing: Sequence[int] = (), into: Memory | None = None) -> Memory:
         """The samples of READY places in the memory of a batch, by default in private one; undefined at the missing."""
         start = time.perf_counter_ns()
         memory = self.pool.take(self.collator.sizes(len(places))) if into is None else into
@@ -97,9 +91,11 @@ class Resources:
         self._gather_ns += time.perf_counter_ns() - start  # one thread at a time
         return memory
 
-    def batches(self, places: Integers, size: int) -> list[Any]:
-        """Batches of READY places, of `size` samples each, but the last."""
-        return self.collator.batches(self.gather(places), len(places), size)
+    def batches(self, places: Integers, size: int) -> list[_Made]:
+        """Batches of READY places, of `size` samples each but the last one; in reverse."""
+        samples = len(places)
+        batches = self.collator.batches(self.gather(places), samples, size)
+        return [(batch, min(size, samples - number * size)) for number, batch in enumerate(batches)][::-1]
 
     def take_gather_ns(self) -> int:
         """Nanoseconds that gathering has taken since the last call."""
@@ -108,22 +104,13 @@ class Resources:
         return taken
 
     def is_usable(self) -> bool:
-        """Whether another epoch can begin with this; broken workers are ended.
-
-        Raises:
-            RuntimeError: a worker has crashed or was killed, and no epoch has ended by that.
-        """
-        if self.in_use or self.ended:
-            return False
-        if self.workers is not None and not self.workers.usable():
+        """Whether another epoch can begin with this; workers that have died, as by Ctrl-C, are replaced."""
+        if self.workers is not None and not self.workers.are_alive and not self.in_use:
             self.end_workers()
-        return True
+        return not (self.in_use or self.ended)
 
     def begin_epoch(self, loader: DataLoader[Any], seed_state: torch.Tensor | None) -> None:
-        """Start workers, or call them back from an epoch that was broken off; end those that have nothing to load.
-
-        The memory of that epoch is not written to any more then.
-        """
+        """Start workers, or call them back from an epoch that was broken off; end those that have nothing to load."""
         self.in_use = True
         if self.route == "main" and (self.cache.full or (loader.num_workers and self._holds_all_of(loader))):
             self.end_workers()
@@ -198,11 +185,6 @@ class Plan:
     rows: Memory | None = None
     gather: Job | None = None
 
-    @property
-    def is_gather(self) -> bool:
-        """Whether all of it lies in the cache."""
-        return self.places is not None and not self.missing
-
 
 class Epoch:
     """An iterator over the batches of one epoch.
@@ -233,7 +215,7 @@ class Epoch:
         self._plans: deque[Plan] = deque()
         self._made: list[_Made] = []  # of the plan that is handed out, the last first
         self._block: Any = None  # the indices of that plan
-        self._open = True
+        self._open, self._passes = True, False
         self._prefetcher = Prefetcher()
         self._finalizer = weakref.finalize(self, resources.end_epoch, self._prefetcher)
         try:
@@ -256,8 +238,8 @@ class Epoch:
         """The next batch."""
         try:
             with self._state.waiting as waiting:
-                if self._made and self._changed:
-                    self._plan_again(self._block[-sum(hits for _, hits in self._made) :])
+                if not self._passes and self._is_stale():
+                    self._pass_through()
                 if not self._made:
                     self._complete()
                 batch, hits = self._made.pop()
@@ -285,34 +267,35 @@ class Epoch:
     # ---- plan ----
 
     def _plan(self) -> bool:
-        """Draw and plan what comes next; whether there was something."""
-        return self._open and (self._plan_blocks() if self._warm else self._plan_batch())
-
-    def _plan_blocks(self) -> bool:
-        size, resources = self._size, self._resources
-        indices = self._stream.draw_many(max(DRAWN // size, 1))
+        """Draw and plan what comes next. Returns whether there was something."""
+        if not self._open:
+            return False
+        indices = self._stream.draw_many(max(DRAWN // self._size, 1)) if self._warm else self._stream.draw()
         if indices is None:
             return False
-        if self._closed:
-            self._plan_again(indices)
-            return True
+        if self._passes:
+            self._plans.extend(self._passing(indices))
+        elif self._warm:
+            self._plan_blocks(indices)
+        else:
+            self._plan_batch(indices)
+        return True
+
+    def _plan_blocks(self, indices: Integers) -> None:
+        size, resources = self._size, self._resources
         places = resources.cache.lookup(indices)
         # Pinned memory is found again by torch's allocator only where a batch has it for itself.
         together = 1 if resources.pins else max(BLOCK_BYTES // max(size * resources.cache.codec.nbytes, 1), 1)
         for first in range(0, len(indices), together * size):
             block = slice(first, first + together * size)
             self._plans.append(Plan(indices[block], places[block]))
-        return True
 
-    def _plan_batch(self) -> bool:
-        indices = self._stream.draw()
-        if indices is None:
-            return False
+    def _plan_batch(self, indices: Any) -> None:
         resources, plan = self._resources, Plan(indices)
         self._plans.append(plan)
         if resources.route == "worker":
             self._request(plan, resources.pool.take_shared())
-        elif isinstance(indices, np.ndarray) and len(indices) and not self._closed:
+        elif isinstance(indices, np.ndarray) and len(indices) and not self._is_closed:
             plan.places = places = resources.cache.lookup(indices)
             plan.missing = np.flatnonzero(places == NO_PLACE).tolist()
             if plan.missing:  # what is read instead: a hole of the file would take a page, or fault where none is left
@@ -320,35 +303,17 @@ class Epoch:
             if plan.missing and resources.workers is not None:
                 sizes = resources.collator.sizes(len(indices))
                 if (shared := resources.pool.take_shared(sizes)) is not None:
-                    plan.rows = resources.gather(places, shared.fields(sizes), plan.missing)
+                    plan.rows = resources.gather(places, plan.missing, shared.fields(sizes))
                 self._request(plan, shared)
-        return True
 
     def _request(self, plan: Plan, shared: SharedBatch | None) -> None:
         """Have a worker load what is missing into the rows, or make the whole batch."""
-        assert self._resources.workers is not None
-        indices = plan.indices.tolist() if isinstance(plan.indices, np.ndarray) else list(plan.indices)
         missing = None if plan.rows is None else plan.missing
-        plan.shared = shared
-        self._resources.workers.send(Request(indices, missing, None if shared is None else shared.handle))
-        plan.requested = True
+        plan.shared, plan.requested = shared, True
+        handle = None if shared is None else shared.handle
+        cast(WorkerPool, self._resources.workers).send(Request(_as_list(plan.indices), missing, handle))
 
-    def _plan_again(self, indices: Any) -> None:
-        """Have batches of these indices come next, and from the source as it is now."""
-        self._made, size = [], self._size or max(len(indices), 1)
-        parts = [indices[first : first + size] for first in range(0, len(indices), size)]
-        self._plans.extendleft(Plan(part) for part in reversed(parts))
-
-    def _prefetch(self) -> None:
-        """Have the thread begin with the next plan, if that is only a gather."""
-        if not self._plans and not (self._warm and self._plan()):
-            return
-        plan = self._plans[0]
-        if plan.is_gather and plan.gather is None:
-            plan.gather = self._gather_job(plan)
-            self._prefetcher.offer(plan.gather)
-
-    # ---- complete ----
+    # ---- make ----
 
     def _complete(self) -> None:
         """Make the batches of the next plan, or end the epoch."""
@@ -361,25 +326,12 @@ class Epoch:
             self.close()
             raise StopIteration
         plan, workers = self._plans[0], self._resources.workers
-        if plan.places is not None and not plan.requested and (self._closed or self._changed):
-            self._plans.popleft()
-            self._plan_again(plan.indices)
-            plan = self._plans[0]
         replies = 0 if workers is None else workers.replies
         try:
-            if plan.requested:
-                made = [self._received(plan)]
-            elif plan.places is None:
-                made = [self._passed_through(plan)]
-            else:
-                made = [self._loaded(plan)] if plan.missing else self._gathered(plan)
-            if self._resources.pins and not plan.is_gather:
-                made = [(pinned(batch), hits) for batch, hits in made]
+            made = self._make(plan)
         except Exception:
-            # As in DataLoader, what the source raises takes the place of the batch. A gather is done again, and a batch
-            # whose reply has not come is the next one again.
-            awaited = plan.requested and workers is not None and workers.replies == replies
-            if not (awaited or plan.is_gather):
+            # As in DataLoader, what the source raises takes the place of the batch. A reply that is late comes again.
+            if not plan.requested or workers is None or workers.replies > replies:
                 self._go_on()
             raise
         self._go_on()
@@ -394,27 +346,28 @@ class Epoch:
         if self._with_workers and not self._warm:
             self._plan()
 
-    def _gathered(self, plan: Plan) -> list[_Made]:
-        """The batches of a plan that is only a gather, the last first."""
-        samples, size = len(plan.indices), self._size or len(plan.indices)
-        contents: list[Any] = (plan.gather or self._gather_job(plan)).result()
-        return [(content, min(size, samples - number * size)) for number, content in enumerate(contents)][::-1]
+    def _make(self, plan: Plan) -> list[_Made]:
+        """The batches of a plan, in reverse."""
+        if plan.places is not None and not plan.missing:
+            made: list[_Made] = (plan.gather or self._gather_job(plan)).result()
+            return made
+        if plan.requested:
+            batch, hits = self._received(plan)
+        elif plan.places is not None:
+            batch, hits = self._loaded(plan, plan.places)
+        else:
+            samples = self._cached.samples(_as_list(plan.indices))
+            batch = default_collate(list(samples) if self._cached.transforms else samples)
+            hits = 0
+        return [(pinned(batch) if self._resources.pins else batch, hits)]
 
-    def _gather_job(self, plan: Plan) -> Job:
-        """What gathers the batches of a plan. It does not hold the iterator, which may go while a thread is at it."""
-        return Job(partial(self._resources.batches, cast(Integers, plan.places), self._size or len(plan.indices)))
-
-    def _loaded(self, plan: Plan) -> _Made:
-        """A batch with misses, which are loaded here while the thread gathers the hits."""
+    def _loaded(self, plan: Plan, places: Integers) -> _Made:
+        """A batch with misses, which are loaded here."""
         resources, samples = self._resources, len(plan.indices)
         codec = resources.cache.codec
-        memory = resources.pool.take(resources.collator.sizes(samples))
-        hits = Job(partial(resources.gather, cast(Integers, plan.places), memory, plan.missing))
-        if len(plan.missing) < samples:
-            self._prefetcher.offer(hits)
-        into = codec.rows(hits.result, samples)
+        rows = resources.gather(places, plan.missing)
+        into = codec.rows(lambda: rows, samples)
         odd = self._cached.load_into(into, plan.indices[plan.missing].tolist(), plan.missing)
-        rows: Memory = hits.result()
         if odd:
             batch = default_collate([odd.get(at, sample) for at, sample in enumerate(codec.split(rows, samples))])
         else:
@@ -424,29 +377,57 @@ class Epoch:
     def _received(self, plan: Plan) -> _Made:
         """A batch of which a worker has loaded what was missing, or made all of it."""
         resources, samples = self._resources, len(plan.indices)
-        assert resources.workers is not None
-        batch, packed = resources.workers.receive()
+        batch, packed = cast(WorkerPool, resources.workers).receive()
         shared, rows = plan.shared, plan.rows
         plan.shared = plan.rows = None  # what is not lent is to be free again for the next plan
         if batch is not None or rows is None:
             return unpacked(batch, shared, resources.pool) if packed else batch, 0
-        if not (resources.pool.may_lend or resources.pins):
+        if not (resources.pool.shared_left or resources.pins):
             rows = [row.copy() for row in rows]
         return resources.collator.batch(rows, samples), samples - len(plan.missing)
 
-    def _passed_through(self, plan: Plan) -> _Made:
-        """A batch from the source as it is now."""
-        indices = plan.indices.tolist() if isinstance(plan.indices, np.ndarray) else plan.indices
-        samples = self._cached.samples(indices)
-        return default_collate(list(samples) if self._cached.transforms else samples), 0
+    def _prefetch(self) -> None:
+        """Have the thread begin with the next plan, if that is only a gather."""
+        if not self._plans and not (self._warm and self._plan()):
+            return
+        plan = self._plans[0]
+        if plan.places is not None and not plan.missing and plan.gather is None:
+            plan.gather = self._gather_job(plan)
+            self._prefetcher.offer(plan.gather)
+
+    def _gather_job(self, plan: Plan) -> Job:
+        """What gathers the batches of a plan. It does not hold the iterator, which may go while a thread is at it."""
+        return Job(partial(self._resources.batches, cast(Integers, plan.places), self._size or len(plan.indices)))
+
+    # ---- pass through ----
 
     @property
-    def _closed(self) -> bool:
+    def _is_closed(self) -> bool:
         """Whether the dataset has let go of the cache."""
         cache = self._resources.cache
         return self._cached.opened.cache is not cache or cache.closed
 
-    @property
-    def _changed(self) -> bool:
-        """Whether the source is to be seen as it is now; workers go on with the one that they were started with."""
-        return not self._with_workers and self._cached.changed
+    def _is_stale(self) -> bool:
+        """Whether the source is to be read as it is now. Workers go on with the one that they were started with."""
+        if self._resources.route == "worker":
+            return False
+        return self._is_closed or (not self._with_workers and self._cached.changed)
+
+    def _pass_through(self) -> None:
+        """From now on samples come from the source, those too that are planned and that no worker was asked for."""
+        plans, self._plans, self._passes = list(self._plans), deque(), True
+        if self._made:
+            plans.insert(0, Plan(self._block[-sum(hits for _, hits in self._made) :]))
+            self._made = []
+        for plan in plans:
+            self._plans.extend([plan] if plan.requested else self._passing(plan.indices))
+
+    def _passing(self, indices: Any) -> list[Plan]:
+        """Plans for batches of these indices that pass through."""
+        if not self._warm:
+            return [Plan(indices)]
+        return [Plan(indices[first : first + self._size]) for first in range(0, len(indices), self._size)]
+
+
+def _as_list(indices: Any) -> list[Any]:
+    return indices.tolist() if isinstance(indices, np.ndarray) else list(indices)

@@ -60,21 +60,12 @@ class IndexStream:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             if loader.num_workers:
                 drawing = iter(resumable)
-        size, dataset = batches.batch_size if stream or plain else 0, cast(Any, loader.dataset)
+        self._size = size = batches.batch_size if stream or plain else 0
         self._groups: Iterator[Integers] | None
-        if stream:
-            self._groups, self.trusted = batches.groups(), True
-        elif type(sampler) is RollingSampler:  # what it draws is resident, however much that is
-            self._groups, self.trusted = sampler.groups(_ROLLED * size), True
-        elif state.origin is None and _draws_each_once(sampler):
-            self._groups, self.trusted = _in_one(sampler, state), len(sampler) <= len(dataset)
-        elif type(sampler) is LocalitySampler and sampler.draws is None and sampler.batch_size == size:
-            self._groups, self.trusted = _dealt(sampler, size), len(cast(Any, sampler.dataset)) <= len(dataset)
-        else:
-            self._groups, self.trusted = None, False
+        self._groups, known = (batches.groups(), 0) if stream else _groups(sampler, size, state)
+        self.trusted = self._groups is not None and known <= len(cast(Any, loader.dataset))
         if plain and batches.drop_last and self._groups is not None:
             self._groups = (group[: len(group) - len(group) % size] for group in self._groups)
-        self._size = size
         self._rest: Integers = np.empty(0, dtype=np.int64)  # of a group that has been begun
         self._drawing = map(_as_indices, drawing) if self._groups is None else None
 
@@ -108,10 +99,16 @@ def _draws_unseen(sampler: Any) -> bool:
     return type(sampler) is SequentialSampler or getattr(type(sampler), "__iter__", None) in by_itself
 
 
-def _draws_each_once(sampler: Any) -> bool:
-    """Whether it is a sampler of torch's that draws each index of its dataset once, from nothing of the user's."""
+def _groups(sampler: Any, size: int, state: LoaderState) -> tuple[Iterator[Integers] | None, int]:
+    """The indices of an epoch in large arrays, and how many indices the sampler knows; None if it draws otherwise."""
+    if type(sampler) is RollingSampler:  # what it draws is resident, however much that is
+        return sampler.groups(_ROLLED * size), 0
     shuffled = type(sampler) is RandomSampler and sampler.generator is None and draws_all_once(sampler)
-    return shuffled or type(sampler) is SequentialSampler
+    if state.origin is None and (shuffled or type(sampler) is SequentialSampler):
+        return _in_one(sampler, state), len(sampler)
+    if type(sampler) is LocalitySampler and sampler.draws is None and sampler.batch_size == size:
+        return _dealt(sampler, size), len(cast(Any, sampler.dataset))
+    return None, 0
 
 
 def _in_one(sampler: Any, state: LoaderState) -> Iterator[Integers]:

@@ -1,19 +1,15 @@
 """A DataLoader that reads a warm cache at memory speed.
 
-Sending a finished batch from a worker costs more than making it from memory. So each batch is planned: indices whose
-slots are READY are gathered in the main process, by one `take` per field into recycled memory, and only the
-others go to workers, which load them into the memory of the batch, and store what has a slot. A batch without a
-miss wakes no worker. Once everything is READY there are no workers at all, and while the trainer computes a thread
-gathers one batch ahead.
-
-With a per-sample transform on the CPU, of records, and by a `collate_fn` of the user's, whole batches are made by the
-workers, from the cache, into shared memory that the trainer is lent.
+Sending a finished batch from a worker costs more than making it from memory. So the main process gathers the samples
+that are READY, by one `take` per field into recycled memory, and workers load only the others, into the memory of the
+batch. Once everything is READY there are no workers, and a thread gathers one batch ahead. With a per-sample transform
+on the CPU, of records, and by a `collate_fn` of the user's, workers make whole batches in shared memory.
 
 Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit: all draws
 are made on the caller's thread at the moments at which DataLoader makes them (`index_stream`). What has no short cut
 (samples without batching, `in_order=False`, a dataset that is not cached) travels as DataLoader sends it.
 
-Not equal by nature:
+Differences:
 
 - The storage of a batch, or of a sample out of the cache, cannot be resized.
 - What lies beside a small batch in memory goes with the last of them (up to 2 MiB): `clone` one that you keep for long.
@@ -29,6 +25,7 @@ Not equal by nature:
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast
@@ -50,7 +47,6 @@ from lightning_stocache.loading.loader_sampler import (
     warn_of_ranks,
 )
 from lightning_stocache.loading.position import CountedBatches, LoaderState, ResumableBatches
-from lightning_stocache.loading.prefill import warn_without_workers
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.sampling.locality_sampler import Mode
@@ -59,6 +55,8 @@ from lightning_stocache.setup.request import check_choice
 from lightning_stocache.torch_internals import knows_workers, shut_down
 
 __all__ = ["CachedLoader", "Gather"]
+
+log = logging.getLogger(__name__)
 
 Gather = Literal["auto", "main", "worker"]
 
@@ -253,9 +251,9 @@ class CachedLoader(DataLoader[Any]):
 
     def _resources_for(self, cached: CachedSource) -> Resources | None:
         """What was kept for this cache and this route, or new; None where there is no short cut."""
-        cache, route = cached.cache, self.route
-        if not self.num_workers:
-            warn_without_workers(cached)
+        cache, route, counters = cached.cache, self.route, cached.opened.counters
+        if cached.opened.request.prefill and not self.num_workers and counters and counters.is_first("no workers"):
+            log.warning("prefill=True does nothing with num_workers=0: only idle workers load ahead")
         if cache is None or route is None:
             return None
         kept = self.resources

@@ -1,11 +1,8 @@
-"""The next batch, gathered on a thread; and steps that no signal interrupts.
+"""The next batch, gathered on a thread; and steps that Ctrl-C does not interrupt.
 
 While the trainer computes, a thread gathers the next batch: what the trainer waits for falls from 640 to 36 us per
-batch of 64 photographs. Without workers the thread gathers the hits of a batch while its misses are loaded. It only
-copies memory and makes batches of it: it draws no index, takes no claim, counts nothing, and runs no user code but to
-make a namedtuple. What it has not begun when the consumer comes, the consumer does. A consumer that comes back sooner
-than a thread wakes (an empty loop) is left alone: handing the interpreter to and fro would cost it 90 us per batch. The
-thread must be started after worker processes were forked.
+batch of 64 photographs. The thread copies memory and makes batches of it; it draws no index, counts nothing, and runs
+no user code but to make a namedtuple. A consumer that comes back sooner than a thread wakes is left alone.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -35,17 +32,6 @@ class Job:
         self._work, self._result = work, None
         self._lock = threading.Lock()
 
-    def run(self) -> None:
-        """On the thread: do it, unless the consumer is doing it or has done it."""
-        if self._lock.acquire(blocking=False):
-            try:
-                if self._result is None:
-                    self._result = self._work()
-            except Exception:  # raised where the result is wanted
-                pass
-            finally:
-                self._lock.release()
-
     def result(self) -> Any:
         """The result: made now if nobody has begun, else waited for."""
         with self._lock:
@@ -62,7 +48,7 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
 
     def offer(self, job: Job) -> None:
-        """Have a job begun as soon as the thread can."""
+        """Have a job done as soon as the thread can."""
         if self._thread is None:
             with held_back():
                 self._thread = threading.Thread(target=_run, args=(self._jobs,), name="stocache-prefetch", daemon=True)
@@ -80,7 +66,8 @@ class Prefetcher:
 
 def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
-        job.run()
+        with suppress(Exception):  # it is raised where the result is wanted
+            job.result()
         del job  # and with it the result, which is memory that is to be used again
 
 
@@ -88,10 +75,8 @@ def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
 def held_back(number: int = signal.SIGINT) -> Iterator[None]:
     """Call the Python handler of a signal at the end of the block. Handlers run in the main thread alone.
 
-    It stands around the start and the end of workers and of the thread, a request to a worker, and the taking of shared
-    memory: KeyboardInterrupt between a worker's start and its registration would leave a process that nobody ends, and
-    torch's handler of SIGCHLD, which raises where a worker was killed, would leave a queue's lock taken for ever.
-    Elsewhere both may come at any moment: they end the epoch.
+    KeyboardInterrupt between a worker's start and its registration would leave a process that nobody ends. Torch's
+    handler of SIGCHLD, which raises where a worker was killed, would leave the lock of a queue taken for ever.
     """
     handler, came, process = signal.getsignal(number), list[FrameType | None](), os.getpid()
     if not callable(handler) or threading.current_thread() is not threading.main_thread():

@@ -1,8 +1,7 @@
 """What a worker does while nobody asks it for anything: it fills slots that have not been asked for yet.
 
-The workers of all ranks of a node divide the indices among themselves, so that none is loaded twice for this. One
-sample is loaded at a time, on the worker's own thread, and only while no request waits: a request waits for the end of
-one load at most. What is filled so is no sample served: it counts as a fill, and as seconds of the source.
+The workers of all ranks of a node divide the indices among themselves. A worker loads one sample at a time, and only
+while no request waits. Samples that are filled so count as fills and as seconds of the source, not as served.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 from lightning_stocache.cache.store import NO_PLACE
 from lightning_stocache.loading.serve import CachedSource
 
-__all__ = ["Prefill", "warn_without_workers"]
+__all__ = ["Prefill"]
 
 log = logging.getLogger(__name__)
 
@@ -69,17 +68,6 @@ class Prefill:
                     return
                 if cache.has_place(index) and cache.place(index) == NO_PLACE:
                     yield index
-
-
-def warn_without_workers(cached: CachedSource) -> None:
-    """Say once on a node that a loader without workers prefills nothing.
-
-    Args:
-        cached: what serves the loader's dataset; nothing is said where it is not to be prefilled.
-    """
-    counters = cached.opened.counters
-    if cached.opened.request.prefill and counters is not None and counters.is_first("no workers"):
-        log.warning("prefill=True does nothing with num_workers=0: only idle workers load ahead")
 
 
 def _spreading(length: int) -> int:

@@ -1,18 +1,18 @@
 """A source as this process serves it: samples from the cache where they are READY, else loaded, stored and counted.
 
 A sample is a hit (its slot is READY: a copy of it), a miss (it has a slot that is not READY: it is loaded, and stored
-if nobody else is doing so), or a bypass (it has no slot or no room, is odd, or there is no cache: it is loaded). What
-has been loaded is checked against the cache's codec; what differs is odd: served as it is, never stored, with one
-warning for the dataset on the node. What is random comes after the cache: first the tail that was cut off the source,
-then the user's transform.
+if nobody else is doing so), or a bypass (it has no slot or no room, is odd, or there is no cache: it is loaded). A
+loaded sample that differs from the cache's codec is odd: it is served as it is and never stored, with one warning for
+the dataset on the node. Random steps come after the cache: first the tail that was cut off the source, then the user's
+transform.
 
-A batch is looked up at once. The hits of rows are copied out by one gather per field, those of records one by one when
-they are asked for; the others are loaded in one call if the source has `__getitems__`. Samples that a batch holds
-twice, that another job is loading (`turns`) or that cannot be decoded are served one by one after that. Counts are
-added when a sample has been served: of a batch whose loading fails, what was loaded before is stored and counted, its
-hits are not.
+A batch is looked up at once. The hits of rows are copied by one gather per field, those of records one by one when
+they are asked for. The other samples are loaded in one call if the source has `__getitems__`. Samples that a batch
+holds twice, that another job is loading (`turns`) or that cannot be decoded are served one by one after that. Samples
+are counted when they have been served. If loading fails, what was loaded before is stored and counted, and the hits of
+the batch are not counted.
 
-The source stays its user's: as soon as it is seen to have changed, it is served as it is now, uncached.
+A source that has changed is served as it is now, uncached.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, SupportsIndex, cast
 
 import numpy as np
@@ -40,7 +40,7 @@ from lightning_stocache.source.access import Odd, batch_reader, one_per_index, p
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.guards import Recheck, SourceState
 
-__all__ = ["CachedSource", "Misses"]
+__all__ = ["CachedSource"]
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class CachedSource:
 
     Args:
         opened: the source, which is the user's dataset with its whole transform, and what was opened for it.
-        transform: what the user has done to each sample after the cache.
+        transform: what the user does to each sample after the cache.
 
     Raises:
         SampleMismatchError: (whatever serves, `strict`) a loaded sample differs from the cache's codec.
@@ -60,10 +60,21 @@ class CachedSource:
     """
 
     def __init__(self, opened: OpenCache, transform: Callable[[Any], Any] | None = None) -> None:
-        self.opened, self.transform = opened, transform
-        self._pool = BatchPool()
-        self._misses: Misses | None = None
-        self._state = SourceState(self.source, getattr(opened.tail, "steps", ()))
+        self.transform = transform
+        self._state = SourceState(opened.request.source, getattr(opened.tail, "steps", ()))
+        self._serve_from(opened)
+
+    def _serve_from(self, opened: OpenCache) -> None:
+        self.opened, self._pool = opened, BatchPool()
+        self._pace = None if opened.request.dir is None else Pace()
+        vars(self).pop("_recheck", None)
+
+    @cached_property
+    def _recheck(self) -> Recheck | None:
+        """What reads some samples again; None where the user wants a random source cached as it is."""
+        if self.opened.request.allow_random:
+            return None
+        return Recheck(self.opened.source, partial(_is_first, self.opened.counters, "random sample"))
 
     @property
     def source(self) -> Dataset[Any]:
@@ -95,7 +106,7 @@ class CachedSource:
             return self._finished(self._serve_one(cache, position))
 
     def samples(self, indices: Sequence[SupportsIndex]) -> Any:
-        """The finished samples of a batch, each made when it is asked for: who puts one away needs no memory for all.
+        """The finished samples of a batch, each made when it is asked for, so that they need no memory all at once.
 
         Without a cache and without transforms they are whatever the source's own `__getitems__` makes of the batch.
         """
@@ -114,52 +125,50 @@ class CachedSource:
             self.opened.count(bypasses=len(positions), source_ns=time.perf_counter_ns() - start)
             return self._each_finished(samples)
 
-    def load_into(self, batch: FieldRows, indices: Sequence[SupportsIndex], rows: list[int]) -> dict[int, Any]:
-        """Serve samples that were not READY a moment ago, each in its row of a batch, untransformed; store them there.
+    def load_into(self, batch: FieldRows, indices: Sequence[SupportsIndex], rows: Sequence[int]) -> dict[int, Any]:
+        """Serve samples that were not READY a moment ago, each in its row of a batch, untransformed; store them.
 
         Returns:
             By row, the samples that are odd; what lies in their rows is undefined.
         """
         with self._state:
             cache, positions = cast(Store, self.opened.cache), [position_of(index, self.source) for index in indices]
-            missing = bool((cache.lookup(np.array(positions, dtype=np.int64), verify=True) == NO_PLACE).all())
-            if missing and len(set(positions)) == len(positions) and not cache.divide(positions)[1]:
-                samples = self._misses_of(cache).load(
-                    positions, batch_reader(self.opened.source), batch=batch, rows=rows
-                )
+            places = cache.lookup(np.array(positions, dtype=np.int64), verify=True)
+            once = len(set(positions)) == len(positions)
+            if once and (places == NO_PLACE).all() and not cache.divide(positions)[1]:
+                samples = self.load(cache, positions, in_one_call=True, batch=batch, rows=rows)
             else:  # of a disk, READY by now, drawn twice, or of a job that shares its cache
                 samples = list(self._serve(cache, positions))
                 fitting = [number for number, sample in enumerate(samples) if type(sample) is not Odd]
-                parts = [cache.codec.encode(samples[number], positions[number]) for number in fitting]
-                if parts:
+                if fitting:
+                    parts = [cache.codec.encode(samples[number], positions[number]) for number in fitting]
                     batch.put_many([rows[number] for number in fitting], parts)
         return {row: sample.sample for row, sample in zip(rows, samples, strict=True) if type(sample) is Odd}
 
     def load_ahead(self, index: int) -> bool:
-        """Load a sample that nobody has asked for yet; whether there is room for such."""
+        """Load a sample that nobody has asked for yet. Returns whether there is room for such."""
         self.refresh()
         if (cache := self.cache) is None:
             return False
         with self._state:
             mine, _ = cache.divide([index])
-            return not mine or cache.has_room(self._misses_of(cache).load(mine, served=False)[0])
+            return not mine or cache.has_room(self.load(cache, mine, served=False)[0])
 
     def count_hits(self, samples: int, gather_ns: int = 0) -> None:
-        """Count samples that somebody else has copied out of the cache, and the nanoseconds that it took."""
-        if self.opened.cache is not None and self.opened.counters is not None:
-            nbytes = samples * self.opened.cache.codec.nbytes
-            self.opened.counters.add(hits=samples, bytes_from_cache=nbytes, gather_ns=gather_ns)
+        """Count samples that the caller has copied out of the cache, and the nanoseconds that it took."""
+        if (cache := self.opened.cache) is not None:
+            self.opened.count(hits=samples, bytes_from_cache=samples * cache.codec.nbytes, gather_ns=gather_ns)
 
     def _serve_one(self, cache: Store, index: int) -> Any:
         """The sample of an index, unfinished. One that lies outside the dataset is the source's business."""
         start = time.perf_counter_ns()
         while (place := cache.place(index, verify=True)) == NO_PLACE:
             if not (cache.divide([index])[1] and cache.turns.wait([index])):
-                return self._misses_of(cache).load([index])[0]
+                return self.load(cache, [index])[0]
         places = np.array([place])
         [sample] = cache.read(places, self._pool.lend)
         if sample is UNREADABLE:
-            return self._misses_of(cache).load([index])[0]
+            return self.load(cache, [index])[0]
         nbytes, gather_ns = cache.stored_bytes(places), time.perf_counter_ns() - start
         self.opened.count(hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
         return sample
@@ -175,29 +184,28 @@ class CachedSource:
         if len(hits) < len(indices):
             missing = [index for index, place in zip(indices, places.tolist(), strict=True) if place == NO_PLACE]
             here = list(dict.fromkeys(cache.divide(missing)[0]))
-            made = self._misses_of(cache).load(here, batch_reader(self.opened.source)) if here else []
-            by_index = dict(zip(here, made, strict=True))
+            by_index = dict(zip(here, self.load(cache, here, in_one_call=True) if here else (), strict=True))
             # What comes again, and what another job was loading, may be READY by now.
             loaded = [by_index.pop(index) if index in by_index else self._serve_one(cache, index) for index in missing]
         # Only now: where loading fails or is interrupted, nobody gets the hits, and the batch may come again.
         self.opened.count(hits=len(hits), bytes_from_cache=nbytes, gather_ns=gather_ns)
-        return ready if rows and not loaded else self._in_order(cache, indices, places, ready, loaded)
+        return ready if rows and not loaded else self._in_order(cache, indices, places, iter(ready), iter(loaded))
 
     def _in_order(
-        self, cache: Store, indices: list[int], places: Integers, ready: Iterable[Any], loaded: list[Any]
+        self, cache: Store, indices: list[int], places: Integers, hits: Iterator[Any], loaded: Iterator[Any]
     ) -> Iterator[Any]:
-        """The samples of a batch: those that were READY, which may be made only now, and those that were loaded."""
-        hits, others, gather_ns = iter(ready), iter(loaded), 0
+        """The samples of a batch in its order; records are decoded only now."""
+        gather_ns = 0
         for index, place in zip(indices, places.tolist(), strict=True):
             if place == NO_PLACE:
-                yield next(others)
+                yield next(loaded)
                 continue
             start = time.perf_counter_ns()
             sample = next(hits)
             gather_ns += time.perf_counter_ns() - start
             if sample is UNREADABLE:
                 self.opened.count(hits=-1)
-                sample = self._misses_of(cache).load([index])[0]
+                sample = self.load(cache, [index])[0]
             yield sample
         self.opened.count(gather_ns=gather_ns)
 
@@ -212,13 +220,132 @@ class CachedSource:
         self.opened.count(bypasses=len(samples), source_ns=source_ns)
         return samples
 
-    def _misses_of(self, cache: Store) -> Misses:
-        """What loads and stores in this process, until something else is served from."""
-        if self._misses is None:
-            request, counters = self.opened.request, self.opened.counters
-            pace = None if request.dir is None else Pace()
-            self._misses = Misses(self.opened.source, cache, counters, request.strict, request.allow_random, pace)
-        return self._misses
+    # ---- loading and storing ----
+
+    def load(
+        self,
+        cache: Store,
+        indices: list[int],
+        *,
+        in_one_call: bool = False,
+        batch: FieldRows | None = None,
+        rows: Sequence[int] = (),
+        served: bool = True,
+    ) -> list[Any]:
+        """Load samples, then store them all: storing costs half as much when its code and memory are warm.
+
+        What has been loaded before the source raises is stored, too.
+
+        Args:
+            cache: where they are stored.
+            indices: of the samples.
+            in_one_call: whether the source's `__getitems__` loads them, if it has one.
+            batch: where else the samples are wanted, but for odd ones.
+            rows: their rows in the batch.
+            served: whether somebody has asked for them; else they count as fills alone.
+        """
+        source: Any = self.opened.source
+        samples: list[Any] = []
+        # Made anew: a forked worker has no CUDA, whatever its parent had. What has no slot cannot be frozen.
+        watched = self._recheck is not None and any(map(cache.has_place, indices))
+        generators = Generators() if watched else None
+        before = {} if generators is None else generators.state()
+        start = time.perf_counter_ns()
+        try:
+            if in_one_call and (read := batch_reader(source)) is not None:
+                samples += one_per_index(read(indices), len(indices), source)
+            for index in indices[len(samples) :]:
+                samples.append(source[index])
+        finally:
+            source_ns = time.perf_counter_ns() - start
+            try:
+                if samples and generators is not None and generators.moved(before):
+                    self._leave_random(cache, indices, samples)
+                self._store(cache, indices, samples, source_ns, served, batch, rows)
+            finally:
+                cache.turns.release(indices)
+        if self._recheck is not None:
+            for index, sample in zip(indices, samples, strict=True):
+                if type(sample) is not Odd and cache.has_place(index):
+                    self._recheck.after(index, sample)
+        return samples
+
+    def _store(
+        self,
+        cache: Store,
+        indices: list[int],
+        samples: list[Any],
+        source_ns: int,
+        served: bool,
+        batch: FieldRows | None,
+        rows: Sequence[int],
+    ) -> None:
+        """Store samples, which may be fewer than indices, and count them; an odd one becomes an `Odd` in the list."""
+        codec, pauses, start = cache.codec, self._pace is not None and self._pace.pauses, time.perf_counter_ns()
+        fills = misses = nbytes = store_ns = 0
+        step = max(_AT_ONCE // max(codec.nbytes, 1), 1)
+        for first in range(0, len(samples), step):
+            fitting = dict[int, Parts]()
+            for number in range(first, min(first + step, len(samples))):
+                if (parts := self._encode(cache, indices[number], samples, number)) is not None:
+                    fitting[number] = parts
+                else:
+                    sample = samples[number]
+                    nbytes += codec.least_bytes(sample.sample if type(sample) is Odd else sample)
+            contents = _contents(cache, fitting, batch, rows)
+            nbytes += sum(part.nbytes for parts in contents for part in parts)
+            begun, wanted = time.perf_counter_ns(), [indices[number] for number in fitting]
+            if pauses:
+                misses += sum(map(cache.has_place, wanted))
+            else:
+                for stored in cache.put(wanted, contents):
+                    misses += stored is not None
+                    fills += stored is True
+            store_ns += time.perf_counter_ns() - begun
+        self.opened.count(
+            misses=misses * served,
+            bypasses=(len(samples) - misses) * served,
+            fills=fills,
+            bytes_from_source=nbytes * served,
+            source_ns=source_ns,
+            fill_ns=time.perf_counter_ns() - start,
+        )
+        if self._pace is not None and self._pace.note(source_ns, store_ns) and self._is_first("slow disk"):
+            log.warning(
+                "the disk of the cache takes longer to store samples than they take to load: storing pauses for %.0f s",
+                PAUSE_SECONDS,
+            )
+
+    def _encode(self, cache: Store, index: int, samples: list[Any], number: int) -> Parts | None:
+        """A loaded sample as the codec's parts; None for one that is not to be stored, which becomes `Odd` if it is."""
+        codec, sample = cache.codec, samples[number]
+        if type(sample) is Odd or (not cache.has_room(sample) and codec.is_alike(sample)):
+            return None
+        try:
+            return cast(Parts, codec.encode(sample, index))
+        except (SampleMismatchError, UnsupportedSampleError) as error:
+            if self.opened.request.strict:
+                raise
+            if self._is_first("odd sample"):
+                warn_of_odd(self.opened.source, str(error))
+            samples[number] = Odd(index, sample, codec.is_alike(sample))
+            return None
+
+    def _leave_random(self, cache: Store, indices: list[int], samples: list[Any]) -> None:
+        """Have samples pass through, of which some drew random numbers: they would be frozen."""
+        if self._is_first("random sample"):
+            log.warning(
+                "%s draws random numbers for some samples, as for one of %s: batches that hold such are not cached.\n"
+                "Give its deterministic part to CachedDataset, and the random rest as transform=",
+                type(self.opened.source).__name__,
+                indices[: len(samples)][:8],
+            )
+        samples[:] = [
+            Odd(index, sample, cache.codec.is_alike(sample)) for index, sample in zip(indices, samples, strict=False)
+        ]
+
+    def _is_first(self, matter: Matter) -> bool:
+        return _is_first(self.opened.counters, matter)
 
     # ---- after the cache ----
 
@@ -243,13 +370,13 @@ class CachedSource:
     def changed(self) -> bool:
         """Whether the source has changed since it was cached."""
         counters = self.opened.counters if self.opened.group.rank == 0 else None
-        return self._state.look(None if counters is None else lambda: counters.is_first("changed source")) is not None
+        return self._state.look(None if counters is None else partial(counters.is_first, "changed source")) is not None
 
     def refresh(self) -> None:
         """Once the source has been seen to change, serve the source itself, uncached."""
         opened = self.opened
         if (opened.cache is not None or opened.source is not self.source) and self.changed:
-            self._let_go(opened.given_up())
+            self._serve_from(opened.given_up())
 
     def view(self, transform: Callable[[Any], Any] | None) -> CachedSource:
         """What serves from the same cache with another transform; it does not close the cache."""
@@ -264,187 +391,29 @@ class CachedSource:
         inner = source if opened.source is self.source else opened.source
         return CachedSource(replace(opened, request=request, source=inner, borrowed=True), self.transform)
 
-    def _let_go(self, opened: OpenCache) -> None:
-        """Serve from something else; the memory is free when nobody holds it."""
-        self.opened, self._misses, self._pool = opened, None, BatchPool()
-
     def close(self) -> None:
         """Give the cache up in this process; from then on samples pass through."""
         self.opened.close()
-        self._let_go(OpenCache.without(self.opened.request))
+        self._serve_from(OpenCache.without(self.opened.request))
 
     def __getstate__(self) -> dict[str, Any]:
-        # For a copy, too: memory and what loads belong to one process, and to one cache.
-        return self.__dict__ | {"_pool": BatchPool(), "_misses": None}
+        # For a copy, too: memory and what reads again belong to one process.
+        return {name: value for name, value in vars(self).items() if name != "_recheck"} | {"_pool": BatchPool()}
 
 
-class Misses:
-    """Loads and stores, in one process.
-
-    Args:
-        source: what samples are loaded from.
-        cache: where they are stored; it is open.
-        counters: where they are counted.
-        strict: whether an odd sample is an error.
-        frozen: whether the user wants a random source cached as it is: then no sample is read again.
-        pace: of a cache on a disk; storing pauses where it is slower than loading.
-
-    Raises:
-        SampleMismatchError: (`strict`) a sample differs from the cache's codec.
-    """
-
-    def __init__(
-        self,
-        source: Dataset[Any],
-        cache: Store,
-        counters: Counters | None,
-        strict: bool = False,
-        frozen: bool = False,
-        pace: Pace | None = None,
-    ) -> None:
-        self.source, self.cache = source, cache
-        self._counters, self._strict, self._pace = counters, strict, pace
-        self._recheck = None if frozen else Recheck(source, partial(_is_first, counters, "random sample"))
-
-    def load(
-        self,
-        indices: list[int],
-        read: Callable[[list[int]], Any] | None = None,
-        *,
-        batch: FieldRows | None = None,
-        rows: Sequence[int] = (),
-        served: bool = True,
-    ) -> list[Any]:
-        """Load samples, then store them all: storing costs half as much when its code and memory are warm.
-
-        What has been loaded before the source raises is stored, too.
-
-        Args:
-            indices: of the samples.
-            read: loads all of them in one call, as the source's `__getitems__` does.
-            batch: where else the samples are wanted, but for odd ones.
-            rows: theirs in the batch.
-            served: whether somebody has asked for them; else they are filled, and no misses.
-
-        Raises:
-            TypeError: `read` does not give one sample per index.
-        """
-        samples: list[Any] = []
-        # Made anew: a forked worker has no CUDA, whatever its parent had. What has no slot cannot be frozen.
-        watched = self._recheck is not None and any(map(self.cache.has_place, indices))
-        generators = Generators() if watched else None
-        before = {} if generators is None else generators.state()
-        start = time.perf_counter_ns()
-        try:
-            if read is not None:
-                samples += one_per_index(read(indices), len(indices), self.source)
-            for index in indices[len(samples) :]:
-                samples.append(self.source[index])
-        finally:
-            source_ns = time.perf_counter_ns() - start
-            if samples and generators is not None and generators.moved(before):
-                self._leave_random(indices, samples)
-            try:
-                self._keep(indices[: len(samples)], samples, source_ns, served, batch, rows)
-            finally:
-                self.cache.turns.release(indices)
-        if self._recheck is not None:
-            for index, sample in zip(indices, samples, strict=True):
-                if type(sample) is not Odd and self.cache.has_place(index):
-                    self._recheck.after(index, sample)
-        return samples
-
-    def _keep(
-        self,
-        indices: list[int],
-        samples: list[Any],
-        source_ns: int,
-        served: bool,
-        batch: FieldRows | None,
-        rows: Sequence[int],
-    ) -> None:
-        """Store samples and count them at once; an odd one becomes an `Odd` in the list."""
-        cache, codec, fills, misses, nbytes, store_ns = self.cache, self.cache.codec, 0, 0, 0, 0
-        pauses, start = self._pace is not None and self._pace.pauses, time.perf_counter_ns()
-        step = max(_AT_ONCE // max(codec.nbytes, 1), 1)
-        try:
-            for first in range(0, len(samples), step):
-                numbers, fitting = range(first, min(first + step, len(samples))), dict[int, Parts]()
-                try:
-                    self._check(numbers, indices, samples, fitting)
-                finally:  # also what comes before one that is an error
-                    contents = self._contents(fitting, batch, rows)
-                    nbytes += sum(part.nbytes for parts in contents for part in parts)
-                    others = (samples[number] for number in numbers if number not in fitting)
-                    nbytes += sum(codec.least_bytes(odd.sample if type(odd) is Odd else odd) for odd in others)
-                    begun, wanted = time.perf_counter_ns(), [indices[number] for number in fitting]
-                    if pauses:
-                        misses += sum(map(cache.has_place, wanted))
-                    else:
-                        for stored in cache.put(wanted, contents):
-                            misses += stored is not None
-                            fills += stored is True
-                    store_ns += time.perf_counter_ns() - begun
-        except BaseException:
-            served = False
-            raise
-        finally:
-            if self._counters is not None:
-                self._counters.add(
-                    misses=misses * served,
-                    bypasses=(len(samples) - misses) * served,
-                    fills=fills,
-                    bytes_from_source=nbytes * served,
-                    source_ns=source_ns,
-                    fill_ns=time.perf_counter_ns() - start,
-                )
-        if self._pace is not None and self._pace.note(source_ns, store_ns) and _is_first(self._counters, "slow disk"):
-            log.warning(
-                "the disk of the cache takes longer to store samples than they take to load: storing pauses for %.0f s",
-                PAUSE_SECONDS,
-            )
-
-    def _check(self, numbers: range, indices: list[int], samples: list[Any], fitting: dict[int, Parts]) -> None:
-        """Encode those of the samples that are of the cache's codec, by their numbers; the others become `Odd`."""
-        codec, has_room = self.cache.codec, self.cache.has_room
-        for number in numbers:
-            index, sample = indices[number], samples[number]
-            if type(sample) is Odd or (not has_room(sample) and codec.is_alike(sample)):
-                continue
-            try:
-                fitting[number] = codec.encode(sample, index)
-            except (SampleMismatchError, UnsupportedSampleError) as error:
-                if self._strict:
-                    raise
-                if _is_first(self._counters, "odd sample"):
-                    warn_of_odd(self.source, str(error))
-                samples[number] = Odd(index, sample, codec.is_alike(sample))
-
-    def _contents(
-        self, fitting: dict[int, Parts], batch: FieldRows | None, rows: Sequence[int]
-    ) -> Sequence[Sequence[memoryview]]:
-        """The bytes of encoded samples, which are copied to their rows of a batch if there is one."""
-        parts, codec, count = list(fitting.values()), self.cache.codec, len(fitting)
-        if batch is not None and parts:
-            return batch.put_many([rows[number] for number in fitting], parts)
-        if count < 2 or not gathers(self.cache):
-            return [codec.contents(part) for part in parts]
-        # A copy of many small ones at once costs less than a view of each.
-        memory = [np.empty(size, dtype=np.uint8) for size in codec.sizes(count)]
-        copied: list[list[memoryview]] = codec.rows(lambda: memory, count).put_many(range(count), parts)
-        return copied
-
-    def _leave_random(self, indices: list[int], samples: list[Any]) -> None:
-        """Have samples pass through, of which some drew random numbers: they would be frozen."""
-        if _is_first(self._counters, "random sample"):
-            log.warning(
-                "%s draws random numbers for some samples, as for one of %s: batches that hold such are not cached.\n"
-                "Give its deterministic part to CachedDataset, and the random rest as transform=",
-                type(self.source).__name__,
-                indices[: len(samples)][:8],
-            )
-        for number, (index, sample) in enumerate(zip(indices, samples, strict=False)):
-            samples[number] = Odd(index, sample, self.cache.codec.is_alike(sample))
+def _contents(
+    cache: Store, fitting: dict[int, Parts], batch: FieldRows | None, rows: Sequence[int]
+) -> Sequence[Sequence[memoryview]]:
+    """The bytes of encoded samples, which are copied to their rows of a batch if there is one."""
+    parts, codec, count = list(fitting.values()), cache.codec, len(fitting)
+    if batch is not None and parts:
+        return batch.put_many([rows[number] for number in fitting], parts)
+    if count < 2 or not gathers(cache):
+        return [codec.contents(part) for part in parts]
+    # A copy of many small ones at once costs less than a view of each.
+    memory = [np.empty(size, dtype=np.uint8) for size in codec.sizes(count)]
+    copied: list[list[memoryview]] = codec.rows(lambda: memory, count).put_many(range(count), parts)
+    return copied
 
 
 def _is_first(counters: Counters | None, matter: Matter) -> bool:

@@ -1,23 +1,18 @@
 """The worker processes of a CachedLoader: what they are asked for, and what they answer.
 
-They are DataLoader's own worker processes, but fed by requests instead of a sampler (`torch_internals`), with a
-`Responder` in the place of the loader's dataset. Only the consumer's thread touches a pool.
+They are DataLoader's own worker processes, fed by requests instead of a sampler (`torch_internals`), with a `Responder`
+in the place of the loader's dataset. Only the consumer's thread touches a pool.
 
-Sending samples through a queue costs more than loading them from memory. So a request says where the memory of the
-batch is (`batch_pool`), and the worker writes there: the samples that are missing from a batch whose others the main
-process has gathered, or, with a transform per sample on the CPU, all of it, as soon as each has been transformed (64
-samples kept to be stacked are fresh memory, too). The memory is the worker's from the request to the reply, and nobody
-else's. Where a worker has no memory to write to, or has let go of the cache, it makes the whole batch.
+Sending samples through a queue costs more than loading them from memory. So a request names the memory of the batch
+(`batch_pool`), and the worker writes there: the samples that are missing from a batch whose others the main process has
+gathered, or all of a batch, each sample as soon as it is ready. The memory is the worker's from the request to the
+reply. Without memory, or if the worker has given the cache up, it makes the whole batch.
 
-What has no place in the memory (none to be had or reached, a batch before there was any, labels) travels in the message
-as plain bytes: torch's own way to send a tensor takes fresh memory in /dev/shm, and dies of SIGBUS where there is none.
-A batch that holds a sample which is not of the codec is collated by the worker and sent as DataLoader does: what
-`default_collate` makes of such samples, or says about them, is not the same in a worker and outside. So is one whose
-samples hold other things than dicts, lists, tuples, numbers, strings, arrays and tensors.
+What has no place in the memory travels in the message as plain bytes: torch's own way to send a tensor takes fresh
+memory in /dev/shm, and dies of SIGBUS where there is none. A batch with a sample that is not of the codec, or with
+other things than dicts, lists, tuples, numbers, strings, arrays and tensors, is sent as DataLoader does.
 
-A user's `worker_init_fn` asks `get_worker_info().dataset` for the dataset, to open a file or to seed generators; some
-walk through all that they find there, as MONAI's does. So they find the user's dataset there, not what a loader's
-workers hold instead, nor what the Trainer's doors have put in front of it.
+A user's `worker_init_fn` finds the user's own dataset in `get_worker_info().dataset`.
 """
 
 from __future__ import annotations
@@ -25,7 +20,6 @@ from __future__ import annotations
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -54,8 +48,6 @@ from lightning_stocache.torch_internals import (
 __all__ = ["InitOnSource", "Reply", "Request", "Responder", "WorkerPool", "under_way", "unpacked"]
 
 _SMALL = 4096  # bytes; what is smaller travels in the message
-_CTRL_C = (0, -signal.SIGINT)
-"""How workers end that were interrupted, or told to."""
 
 
 class Request(NamedTuple):
@@ -135,25 +127,23 @@ class Responder(Dataset[Any]):
 
 def _packed(batch: Any, rows: Rows) -> Reply:
     """A batch as a message: its tensors lie in the memory of the batch as far as there is room, the others with it."""
-    known: dict[int, Packed] = {}  # a tensor that is there twice is one for who gets it, too
+    known: dict[int, Packed] = {}  # a tensor that is there twice is one for the consumer, too
 
-    def kept(leaf: Any) -> Any:
+    def packed(leaf: Any) -> Any:
         if not is_dense(leaf) or not leaf.is_contiguous():  # torch's own way keeps its strides
             return leaf
         if id(leaf) not in known:
             place = rows.keep(leaf) if leaf.nbytes > _SMALL else None
-            if place is None:
-                content = leaf.reshape(-1).view(torch.uint8).numpy()
-                place = Packed(content, leaf.dtype, tuple(leaf.shape))
-            known[id(leaf)] = place
+            content = leaf.reshape(-1).view(torch.uint8)
+            known[id(leaf)] = place or Packed(content.numpy(), leaf.dtype, tuple(leaf.shape))
         return known[id(leaf)]
 
-    return Reply(rebuilt(batch, kept), packed=True)
+    return Reply(rebuilt(batch, packed), packed=True)
 
 
 def unpacked(batch: Any, shared: SharedBatch | None, pool: BatchPool) -> Any:
     """In the main process: a batch that a worker has packed. Its tensors are lent, as long as the pool has others."""
-    lend, size = pool.may_lend, 0
+    lend, size = pool.shared_left > 0, 0
 
     def arrived(leaf: Any) -> Any:
         nonlocal size
@@ -210,7 +200,7 @@ class WorkerPool:
         context, cached = loader.multiprocessing_context, cached_in(loader.dataset)
         if cached is not None and cached_source(cached).opened.request.prefill:
             context = idling_context(context)
-        self.most = under_way(loader)
+        self._most = under_way(loader)
         fed: DataLoader[Any] = DataLoader(
             Responder(loader.dataset, loader.collate_fn),
             batch_sampler=self._feed,
@@ -224,38 +214,22 @@ class WorkerPool:
             persistent_workers=True,  # an empty feed must not end them
         )
         self._workers = WorkerIterator(fed)
-        self._at_rest = True  # or the workers were being called back when that was interrupted
-        self._failed = False
 
-    def usable(self) -> bool:
-        """Whether another epoch can begin: Ctrl-C on a terminal ends workers, too.
-
-        Raises:
-            RuntimeError: a worker has crashed or was killed, and no epoch has ended by that. DataLoader's handler of
-                SIGCHLD cannot be relied on for it: what is running when it raises may take that for an error of its
-                own, and go on. Once it is said, new workers can take over.
-        """
-        if self._failed or not self._at_rest:
-            return False
-        ended = self._workers.ended
-        if failed := [worker for worker in ended if worker.exitcode not in _CTRL_C]:
-            self._failed = True
-            who = "; ".join(f"pid {worker.pid}, exit code {worker.exitcode}" for worker in failed)
-            raise RuntimeError(f"DataLoader worker ({who}) exited unexpectedly")
-        return not ended
+    @property
+    def are_alive(self) -> bool:
+        """Whether all workers run."""
+        return not self._workers.ended
 
     def begin_epoch(self) -> None:
         """Wait for replies that nobody wants any more (of an epoch broken off); the first worker is next again."""
         self._feed.clear()
-        self._at_rest = False  # and stays so where a worker has crashed
         self._workers.begin_epoch()
-        self._at_rest = True
 
     def send(self, request: Request) -> None:
         """Give a request to the next worker."""
         self._feed.append(request)
-        if self._workers.outstanding < self.most:
-            with self._noting_failures(), held_back(), held_back(signal.SIGCHLD):  # which would leave a queue locked
+        if self._workers.outstanding < self._most:
+            with held_back(signal.SIGCHLD):
                 self._workers.push()
 
     def receive(self) -> Reply:
@@ -265,17 +239,7 @@ class WorkerPool:
             Exception: what the dataset raised in the worker, with the worker's traceback: that is the reply. Where
                 there is none (a time-out, a worker that was killed), `replies` stays what it was.
         """
-        with self._noting_failures():
-            return cast(Reply, self._workers.receive())
-
-    @contextmanager
-    def _noting_failures(self) -> Iterator[None]:
-        """Note that an epoch ends by an error: if workers have crashed, it was said."""
-        try:
-            yield
-        except Exception:
-            self._failed = self._failed or bool(self._workers.ended)
-            raise
+        return cast(Reply, self._workers.receive())
 
     @property
     def replies(self) -> int:
@@ -303,10 +267,10 @@ class InitOnSource:
     def __call__(self, worker: int) -> None:
         """In a worker, which has the number that is given."""
         info: Any = get_worker_info()
-        asked = isinstance(info.dataset, Responder)
-        dataset = info.dataset.dataset if asked else info.dataset
+        ours = isinstance(info.dataset, Responder)
+        dataset = info.dataset.dataset if ours else info.dataset
         cached = cached_in(dataset)
-        if asked and cached is not None and cached_source(cached).opened.request.prefill:
+        if ours and cached is not None and cached_source(cached).opened.request.prefill:
             do_when_idle(Prefill(cached_source(cached), worker, info.num_workers))
         if cached is not None and isinstance(dataset, StandIn):  # a CachedDataset of the user's is what he expects
             dataset = cached.source

@@ -10,7 +10,6 @@ import pickle
 import random
 import re
 import traceback
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing
@@ -35,7 +34,6 @@ from torch.utils.data import (
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory
@@ -396,14 +394,6 @@ def test_allow_random_freezes_the_first_draw(caplog: pytest.LogCaptureFixture) -
     assert warnings(caplog) == []
 
 
-def test_a_given_spec_saves_the_reads(source: CountedSource) -> None:
-    """With `spec=` nothing is read at set-up."""
-    with closing(CachedDataset(source, spec=SampleSpec.infer(source.expected(0)))) as dataset:
-        assert source.loads == 0
-        assert same(list(dataset), list(dataset))
-        assert source.loads == LENGTH
-
-
 # --- budgets
 
 
@@ -448,19 +438,6 @@ def test_options_are_checked(source: CountedSource, options: dict[str, Any], mes
     with pytest.raises((ValueError, TypeError), match=message):
         CachedDataset(source, **options)
     assert source.loads == 0
-
-
-def test_a_budget_above_what_is_free_is_one_warning(
-    source: CountedSource, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many slots as are safe, and the warning names the limit."""
-    free = FreeMemory(None, 64 * 2**20 + 7 * SLOT_BYTES, None)
-    monkeypatch.setattr(allocation.FreeMemory, "measure", lambda directory: free)
-    with closing(CachedDataset(source, "8GiB")) as dataset:
-        assert slots(dataset) == 7
-    [warning] = warnings(caplog)
-    assert "room for 7 of 24 samples" in warning
-    assert "limited by MemAvailable (64 MiB free, 64 MiB kept for the training)" in warning
 
 
 def fill_in_small_shm() -> tuple[int, int, str, list[str]]:
@@ -686,33 +663,3 @@ def test_a_batch_that_holds_an_index_twice_reads_it_once(tmp_path: Path, budget:
             assert source.loads - before == 4
         samples[0][0].zero_()
         assert torch.equal(samples[2][0], source.expected(4)[0])
-
-
-def test_keys_are_counted_when_their_batch_has_come() -> None:
-    """They mean something to the source alone."""
-    with closing(CachedDataset(Keyed())) as dataset:
-        with pytest.raises(KeyError):
-            dataset.__getitems__(["a", "b", "no such"])
-        assert totals(dataset).served == 0
-        assert dataset.__getitems__(["a", "b"]) == [0, 1]
-        assert totals(dataset).bypasses == 2
-
-
-class Keyed:
-    """A source with names for its samples."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, key: Any) -> int:
-        return key if isinstance(key, int) else {"a": 0, "b": 1}[key]
-
-
-def test_a_copy_that_is_closed_holds_nothing_of_the_cache() -> None:
-    """Also when it has loaded, and copied samples out."""
-    with closing(CachedDataset(CountedSource(LENGTH))) as dataset:
-        other = copy.deepcopy(dataset)
-        other.__getitems__([1, 2, 3]), other.__getitems__([1, 2, 3])
-        held = weakref.ref(other.cache)
-        other.close()
-        assert held() is None

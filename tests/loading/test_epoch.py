@@ -265,33 +265,6 @@ def test_closing_the_cache_in_the_middle_of_an_epoch_lets_samples_pass_through(w
     loader.close()
 
 
-class Losing(Numbers):
-    """A source that loses its last samples."""
-
-    lost = False
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if self.lost and index >= 20:
-            raise OSError(f"sample {index} is gone")
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_after_closing_an_error_takes_the_place_of_its_batch(num_workers):
-    """Also of one that workers had been sent for: it does not come again."""
-    source = Losing(LENGTH)
-    dataset = CachedDataset(source)
-    source.lost = True
-    batches = iter(CachedLoader(dataset, 10, num_workers=num_workers))
-    assert same(next(batches), next(iter(DataLoader(Numbers(LENGTH), 10))))
-    dataset.close()
-    assert next(batches)[1].tolist() == list(range(10, 20))
-    for _ in range(2):
-        with pytest.raises(OSError, match="is gone"):
-            next(batches)
-    assert next(batches, None) is None
-
-
 @pytest.mark.parametrize("before", [2, 13])
 def test_a_sampler_may_change_its_batch_size_between_epochs(before):
     """With persistent workers, whose memory grows with the batches."""
@@ -359,16 +332,6 @@ def test_workers_that_cannot_reach_the_memory_of_a_batch_send_whole_batches(monk
         assert totals(dataset).served == 2 * LENGTH
 
 
-def test_shared_memory_goes_when_nothing_is_left_to_load():
-    """Also that of a batch which the trainer held when the epoch ended."""
-    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=2)
-        *_, last = iter(loader)
-        del _, last
-        list(loader)
-        assert loader.resources.pool.shared_bytes == 0
-
-
 def changed_by_worker(_: int) -> None:
     info: Any = get_worker_info()
     info.dataset.shape = (3, 5, 7, 1)
@@ -410,17 +373,3 @@ def test_the_thread_runs_only_while_an_epoch_does(looked_up: bool, monkeypatch: 
         assert threads() == 1
         del iterator
         assert threads() == 0
-
-
-def test_a_gather_that_fails_beside_a_load_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch):
-    """Without workers hits are gathered while misses are loaded; whichever of the two fails is raised."""
-    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
-        fill(dataset, range(LENGTH))
-        loader = CachedLoader(dataset, 8)
-
-        def failing(*_: Any) -> Any:
-            raise MemoryError("no buffer")
-
-        monkeypatch.setattr("lightning_stocache.loading.epoch.Resources.gather", failing)
-        with pytest.raises(MemoryError, match="no buffer"):
-            next(iter(loader))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_stocache.cache.store import Store
 from lightning_stocache.loading import epoch, index_stream
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -61,15 +60,6 @@ def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: 
     assert same(*made)
 
 
-def test_a_locality_sampler_with_another_batch_size_is_followed(dataset: CachedDataset) -> None:
-    """Batches are cut as the loader says, whatever size the sampler deals for."""
-    loaders = [
-        kind(source, 7, sampler=locality(dataset, 10))
-        for kind, source in ((DataLoader, dataset.source), (CachedLoader, dataset))
-    ]
-    assert same(list(loaders[1]), list(loaders[0]))
-
-
 def test_a_sampler_of_a_longer_dataset_is_not_trusted(dataset: CachedDataset) -> None:
     """An index outside the dataset is the source's error, not somebody else's memory."""
     loader = CachedLoader(dataset, batch_sampler=BatchSampler(SequentialSampler(range(LENGTH + 1)), 100, False))
@@ -101,21 +91,6 @@ def test_a_cache_that_is_closed_in_the_middle_is_passed_by(monkeypatch, num_work
         if len(served) == 4:
             own.close()
     assert same(served, expected)
-
-
-def test_a_gather_that_fails_is_done_again(dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error in the middle of a block costs no batch."""
-    expected = [copied(batch) for batch in CachedLoader(dataset, 4)]
-    iterator = iter(CachedLoader(dataset, 4))
-    with monkeypatch.context() as patch:
-
-        def failing(*_: Any) -> Any:
-            raise MemoryError
-
-        patch.setattr(Store, "gather", failing)
-        with pytest.raises(MemoryError):
-            next(iterator)
-    assert same(list(iterator), expected)
 
 
 def test_large_batches_are_gathered_alone(monkeypatch: pytest.MonkeyPatch) -> None:

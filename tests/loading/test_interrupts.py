@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
@@ -27,7 +26,6 @@ from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.prefetch import held_back
-from lightning_stocache.torch_internals import WorkerIterator
 from tests.loading.twins import Faulty, Jitter, Numbers, Transformed, same, unchanged
 from tests.processes import wait_until
 
@@ -125,9 +123,14 @@ def test_persistent_workers_begin_again_any_number_of_times(transform: Any) -> N
         held: list[tuple[int, int, int]] = []
         handlers = set[Any]()
         for number in range(50):
-            with suppress(KeyboardInterrupt, ArithmeticError, OSError):
-                break_off(loader, ENDS[number % len(ENDS)], moment=number * 4)
-            assert len(active_children()) == (0 if ENDS[number % len(ENDS)] == "Ctrl-C" else 2)
+            pressed = False
+            try:
+                break_off(loader, ENDS[number % len(ENDS)], moment=number * 2)
+            except KeyboardInterrupt:
+                pressed = True
+            except (ArithmeticError, OSError):
+                pass
+            assert len(active_children()) == (0 if pressed else 2)
             handlers.add(signal.getsignal(signal.SIGCHLD))
             wait_for_feeders()
             gc.collect()
@@ -241,45 +244,6 @@ def test_the_handler_of_the_user_is_put_back() -> None:
     with held_back():
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
-
-def test_other_threads_hold_nothing_back() -> None:
-    """There a handler cannot be changed, and none runs."""
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(held_back().__enter__).result()
-
-
-@pytest.mark.parametrize("sigint", [signal.default_int_handler, signal.SIG_IGN])
-@pytest.mark.parametrize("transform", [None, Jitter("torch")])
-def test_the_death_of_a_worker_does_not_interrupt_a_request(transform: Any, sigint: Any, monkeypatch: Any) -> None:
-    """Torch's handler would raise inside of the queue, and leave its lock to nobody; it raises while we wait."""
-    whole: list[str] = []
-    push = WorkerIterator.push
-
-    def dying(iterator: WorkerIterator) -> None:
-        if not whole:
-            victim = active_children()[0]
-            victim.kill()
-            assert victim.pid is not None
-            os.waitid(os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT)
-        push(iterator)
-        whole.append("pushed")
-
-    before = signal.signal(signal.SIGINT, sigint)
-    try:
-        with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
-            loader = CachedLoader(dataset, 1, **PERSISTENT)
-            batches = iter(loader)
-            next(batches)
-            with monkeypatch.context() as patch:
-                patch.setattr(WorkerIterator, "push", dying)
-                with pytest.raises(RuntimeError, match="DataLoader worker"):
-                    list(batches)
-            assert whole
-            assert [label for _, batch in loader for label in batch.tolist()] == list(range(LENGTH))
-            loader.close()
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("transform", [None, Jitter("torch")])

@@ -202,25 +202,7 @@ def test_a_subset_of_a_cached_dataset_is_loaded_as_any_dataset(num_workers):
         assert (totals(dataset).misses, totals(dataset).hits) == (4, 4)
 
 
-def test_a_dataset_that_is_not_cached_is_loaded_as_ever():
-    """Any dataset will do."""
-    assert same(list(CachedLoader(Numbers(5), 2)), list(DataLoader(Numbers(5), 2)))
-
-
 # ---- indices ----
-
-
-@pytest.mark.parametrize(
-    ("transform", "num_workers", "budget"),
-    [(None, 0, "50%"), (None, 1, "auto"), (unchanged, 0, "auto"), (unchanged, 1, "50%")],
-)
-def test_negative_indices_count_from_the_end(transform, num_workers, budget):
-    """A sampler may give negative indices, as a source that knows them would take them."""
-    batches: Any = [[-1, 0, -10], [3, -4]]
-    expected = list(DataLoader(Numbers(10), batch_sampler=batches))
-    with closing(CachedDataset(Numbers(10), budget, transform=transform)) as dataset:
-        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=num_workers)
-        assert same([copied(batch) for _ in range(2) for batch in loader], expected * 2)
 
 
 @pytest.mark.parametrize(
@@ -296,17 +278,6 @@ def test_a_sampler_may_change_the_batch_that_it_gave():
 
 
 # ---- arguments ----
-
-
-@pytest.mark.parametrize("transform", [None, unchanged], ids=["gathered", "made"])
-def test_pin_memory_without_a_device_changes_nothing(transform):
-    """Where there is nothing to pin for, batches come as without it."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a device")
-    for num_workers in (0, 1):
-        with closing(CachedDataset(Numbers(10), transform=transform)) as dataset:
-            loader = CachedLoader(dataset, 4, num_workers=num_workers, pin_memory=True)
-            assert same([copied(batch) for batch in loader], list(DataLoader(Numbers(10), 4)))
 
 
 @pytest.mark.gpu

@@ -135,34 +135,6 @@ def test_a_tensor_that_is_there_twice_is_one() -> None:
         loader.close()
 
 
-def test_batches_that_are_kept_stay_what_they_are() -> None:
-    """The memory of a batch is not used again while somebody holds a part of it."""
-    with closing(CachedDataset(BOXES)) as dataset:
-        loader = CachedLoader(dataset, 4, collate_fn=as_tuples, num_workers=2)
-        kept = [batch for _ in range(3) for batch in loader]
-        loader.close()
-        expected = [batch for _ in range(3) for batch in DataLoader(BOXES, 4, collate_fn=as_tuples)]
-        assert same(kept, expected)
-
-
-def test_an_error_of_the_collate_fn_comes_through() -> None:
-    """As from a DataLoader's worker; the next batch comes, too."""
-
-    def fails(samples: list[Any]) -> Any:
-        if samples[0]["label"] == 1:
-            raise ZeroDivisionError("of the user's")
-        return samples
-
-    with closing(CachedDataset(TEXTS)) as dataset:
-        loader = CachedLoader(dataset, 1, collate_fn=fails, num_workers=1)
-        batches = iter(loader)
-        assert next(batches)[0]["label"] == 0
-        with pytest.raises(ZeroDivisionError, match="of the user's"):
-            next(batches)
-        assert next(batches)[0]["label"] == 2
-        loader.close()
-
-
 def test_a_full_arena_lets_the_rest_pass() -> None:
     """Counts add up, nothing is stored beyond the bytes that were granted, and they are full to 95 %."""
     with closing(CachedDataset(BOXES, "60 KB")) as dataset:

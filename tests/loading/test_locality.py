@@ -47,12 +47,6 @@ def test_the_ring_is_that_of_the_cache(dataset: CachedDataset) -> None:
     assert (sampler.num_replicas, sampler.rank, sampler.mode) == (1, 0, "locality")
 
 
-def test_groups_of_ranks_have_no_ring(dataset: CachedDataset) -> None:
-    """Where ranks share their samples, or there are others than the cache knows, a node's arc says nothing."""
-    sampler = locality_sampler(dataset, 2, True, num_replicas=3, rank=1)
-    assert (sampler.ring, sampler.nodes) == (None, ((0, 1, 2),))
-
-
 def test_a_source_that_has_grown_has_no_ring() -> None:
     """The new samples would lie on no arc."""
     source = [0.0, 1.0]

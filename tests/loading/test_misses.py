@@ -13,14 +13,16 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
-from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import Store
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.serve import Misses
+from lightning_stocache.loading.serve import CachedSource
+from lightning_stocache.node.budget import Budget
+from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import Odd
 from tests.loading.twins import InBatches
 from tests.sources import Made
@@ -129,8 +131,10 @@ class Kept:
         self.store.close()
         self.counters.close()
 
-    def misses(self, source: Mixed, strict: bool = False) -> Misses:
-        return Misses(source, self.store, self.counters, strict)
+    def load(self, source: Mixed, indices: list[int], **options: Any) -> list[Any]:
+        request = CacheRequest(source, "", Budget.parse("auto"))
+        served = CachedSource(OpenCache(request, source, cache=self.store, counters=self.counters))
+        return served.load(self.store, indices, **options)
 
     def has_place(self, index: int) -> bool:
         return self.store.has_place(index)
@@ -160,8 +164,7 @@ def test_samples_are_stored_counted_and_put_at_their_places(kept: Kept, in_batch
     source, indices, places = Mixed(kept.size, (3, 12)), list(range(2, 16)), list(range(1, 29, 2))
     memory = [np.zeros(size, dtype=np.uint8) for size in kept.store.codec.sizes(30)]
     rows = kept.store.codec.rows(lambda: memory, 30)
-    misses = kept.misses(source)
-    samples = misses.load(indices, batch=rows, rows=places) if in_batch else misses.load(indices)
+    samples = kept.load(source, indices, **({"batch": rows, "rows": places} if in_batch else {}))
     assert [type(sample) is Odd for sample in samples] == [index in (3, 12) for index in indices]
     fitting = [index for index in indices if index not in (3, 12)]
     stored = [index for index in fitting if kept.has_place(index)]
@@ -176,16 +179,6 @@ def test_samples_are_stored_counted_and_put_at_their_places(kept: Kept, in_batch
 def test_what_comes_before_an_error_of_the_source_is_kept(kept: Kept) -> None:
     """And counted."""
     with pytest.raises(OSError, match="broken"):
-        kept.misses(Mixed(kept.size, broken=9)).load(list(range(20)))
+        kept.load(Mixed(kept.size, broken=9), list(range(20)))
     stored = [index for index in range(9) if kept.has_place(index)]
     assert (kept.filled, kept.counted) == (stored, (9, len(stored), 9 - len(stored), len(stored)))
-
-
-@pytest.mark.parametrize("odd", [13, 33], ids=["with a slot", "without a slot"])
-def test_what_comes_before_an_odd_sample_is_kept_where_that_is_an_error(kept: Kept, odd: int) -> None:
-    """The batch is handed to nobody, so none of it is counted as served."""
-    assert kept.has_place(odd) == (odd == 13)
-    with pytest.raises(SampleMismatchError, match=f"sample {odd}: "):
-        kept.misses(Mixed(kept.size, (odd,)), strict=True).load(list(range(odd - 3, odd + 7)))
-    stored = [index for index in range(odd - 3, odd) if kept.has_place(index)]
-    assert (kept.filled, kept.counted) == (stored, (0, 0, 0, len(stored)))

@@ -140,20 +140,6 @@ def test_on_every_way_through_a_loader(way: dict[str, Any]) -> None:
         assert alike(list(told(way["loader"](dataset, **arguments), 2)), expected)
 
 
-@pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("transform", [None, Jitter("torch")])
-def test_workers_of_a_fork_server_let_it_pass(transform: Any) -> None:
-    """They are sent what they need to know."""
-    arguments: dict[str, Any] = {"batch_size": 8, "num_workers": 1, "multiprocessing_context": "forkserver"}
-    source = OddOne("dtype") if transform is None else Transformed(OddOne("dtype"), transform)
-    torch.manual_seed(0)
-    expected = list(told(DataLoader(source, **arguments), 1))
-    with closing(CachedDataset(OddOne("dtype"), layout="rows", transform=transform)) as dataset:
-        torch.manual_seed(0)
-        assert alike(list(told(CachedLoader(dataset, **arguments), 1)), expected)
-        assert (totals(dataset).bypasses, totals(dataset).fills) == (1, LENGTH - 1)
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kind", ["shape", "dtype", "str"])
 def test_an_index_that_comes_twice_in_a_batch(kind: str, num_workers: int) -> None:
@@ -227,11 +213,3 @@ def test_with_strict_it_is_an_error(transform: Any, num_workers: int) -> None:
         got = [batch for batch, _ in told(CachedLoader(dataset, 4, num_workers=num_workers), 1)]
         assert [number for number, batch in enumerate(got) if batch is SampleMismatchError] == [ODD // 4]
         assert len(got) == LENGTH // 4
-
-
-def test_a_single_sample_is_what_the_source_gives() -> None:
-    """By index and in a list, with a transform."""
-    with closing(CachedDataset(OddOne("str alone"), layout="rows", transform=repr)) as dataset:
-        assert dataset[ODD] == repr("a sample")
-        assert dataset.__getitems__([3, ODD])[1] == repr("a sample")
-        assert totals(dataset).bypasses == 2

@@ -23,13 +23,6 @@ def thread() -> Iterator[Prefetcher]:
     assert [thread for thread in threading.enumerate() if thread.name == "stocache-prefetch"] == []
 
 
-def test_a_job_that_nobody_has_begun_is_done_by_who_wants_it() -> None:
-    """Without a thread, or before it gets there, the consumer does the work itself, once."""
-    job = Job(lambda: [threading.get_ident()])
-    assert job.result() is job.result()
-    assert job.result() == [threading.get_ident()]
-
-
 def test_who_wants_a_job_that_is_under_way_waits_for_it(thread: Prefetcher) -> None:
     """The thread has begun it, and nobody else does; its result is there as often as it is wanted."""
     begun, go_on, done_by = threading.Event(), threading.Event(), list[int]()

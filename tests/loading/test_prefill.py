@@ -61,17 +61,6 @@ def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) ->
         assert (counts.served, counts.fills, counts.bypasses) == (LENGTH, LENGTH, 0)
 
 
-@pytest.mark.epoch_one_reads_all
-def test_without_it_nothing_is_loaded_ahead(tmp_path: Path) -> None:
-    """Only what was asked for."""
-    with closing(CachedDataset(Texts(tmp_path / "loads"))) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
-        next(iter(loader))
-        wait_for(dataset, 5 * 4)
-        loader.close()
-        assert dataset.cache.filled == 5 * 4
-
-
 def test_a_broken_sample_is_left_to_who_asks_for_it(tmp_path: Path) -> None:
     """The others are filled; whoever asks for the broken one gets its error."""
     source = Texts(tmp_path / "loads", broken=55)
@@ -94,19 +83,6 @@ def test_it_ends_where_there_is_no_room(tmp_path: Path) -> None:
         assert sum(len(texts) for _, texts in loader) == LENGTH
         loader.close()
         assert dataset.source.loads < 3 * LENGTH
-
-
-def test_only_what_is_drawn_is_filled(tmp_path: Path) -> None:
-    """Of one fold nothing else is loaded ahead."""
-    fold = list(range(0, LENGTH, 3))
-    with closing(CachedDataset(Texts(tmp_path / "loads"), prefill=True, indices=fold)) as dataset:
-        loader = CachedLoader(dataset, 4, sampler=fold, num_workers=1, persistent_workers=True)
-        batches = iter(loader)
-        next(batches)
-        wait_for(dataset, len(fold))
-        list(batches)
-        loader.close()
-    assert set(dataset.source.loaded) == set(fold)
 
 
 def test_without_workers_one_warning_says_that_nothing_is_loaded_ahead(tmp_path: Path, caplog: Any) -> None:

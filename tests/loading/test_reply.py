@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import collections
 import pickle
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
@@ -123,74 +121,6 @@ def made(pool: BatchPool, responder: Responder, samples: list[Any]) -> Any:
     return received(sent(reply_to(responder, samples, shared)), shared, pool)
 
 
-def test_tensors_lie_in_shared_memory_and_labels_in_the_message():
-    """The batch is that memory: nothing is copied but the labels."""
-    pool, responder = BatchPool(shared=3), Responder(None)
-    samples = [(torch.full((100,), float(i)), torch.full((7,), i), i) for i in range(4)]
-    made(pool, responder, samples)
-    shared = pool.take_shared()
-    reply = reply_to(responder, samples, shared)
-    assert len(pickle.dumps(reply)) < 1000
-    images, others, _ = received(reply, shared, pool)
-    start = shared.tensor(0, torch.uint8, (1,)).data_ptr()
-    assert (images.data_ptr() - start, others.data_ptr() - start) == (0, 1600)
-    shared.tensor(0, torch.float32, (1,))[0] = 9
-    assert images[0, 0] == 9
-    del images, others, shared
-    pool.close()
-
-
-def test_the_last_shared_memory_is_copied_out_of():
-    """A trainer that keeps batches is lent all but one; the last one is used again and again."""
-    pool, responder = BatchPool(shared=3), Responder(None)
-    samples = [(torch.full((100,), float(i)), i) for i in range(4)]
-    held = [made(pool, responder, samples) for _ in range(7)]
-    assert pool.may_lend
-    assert len({batch[0].data_ptr() for batch in held}) == 7
-    assert all(same(batch, default_collate(samples)) for batch in held)
-    held.clear()
-    pool.close()
-
-
-def test_what_does_not_fit_is_sent_and_the_next_memory_is_larger():
-    """And the worker lets go of the one that it has replaced."""
-    pool, responder = BatchPool(shared=1), Responder(None)
-    small, large = [torch.ones(10)] * 2, [torch.full((1000,), 3.0)] * 2
-    made(pool, responder, small)
-    assert same(made(pool, responder, large), default_collate(large))
-    shared = pool.take_shared()
-    assert shared is not None
-    reply = reply_to(responder, large, shared)
-    assert len(pickle.dumps(reply)) < 500
-    assert same(received(reply, shared, pool), default_collate(large))
-    assert len(responder.attached) == 1
-    del shared
-    pool.close()
-
-
-@pytest.mark.processes
-def test_samples_are_put_away_as_they_come():
-    """In shared memory no sample's tensor is kept until the batch is complete; the batch is the same."""
-    pool, alive = BatchPool(shared=3), list[Any]()
-
-    def image(number: int) -> tuple[torch.Tensor, int]:
-        assert not [before for before in alive[:-1] if before() is not None]
-        image = torch.full((100,), float(number))
-        alive.append(weakref.ref(image))
-        return image, number
-
-    expected = default_collate([(torch.full((100,), float(number)), number) for number in range(6)])
-    made(pool, Responder(None), [(torch.zeros(100), 0)] * 6)
-    shared = pool.take_shared()
-    with closing(CachedDataset(list(range(6)), transform=image)) as dataset:
-        reply = Responder(dataset).__getitems__(Request(list(range(6)), None, shared.handle))
-    assert len(alive) == 6
-    batch = received(reply, shared, pool)
-    assert same(batch, expected)
-    del batch
-    pool.close()
-
-
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.full((2,), 0.1, dtype=torch.float64)], ids=["shape", "dtype"])
 def test_a_sample_that_differs_in_shared_memory_is_as_without(other):
     """What does not fit the rows of the first sample is left to default_collate, whatever it makes of it."""
@@ -256,24 +186,6 @@ def test_missing_samples_are_put_into_their_rows(dataset):
     pool.close()
 
 
-@pytest.mark.processes
-def test_without_memory_the_whole_batch_is_sent(dataset):
-    """As plain bytes, not as tensors in shared memory of torch's own."""
-    answer = asked(dataset, without_slot(dataset), None)
-    expected = default_collate([dataset.source[index] for index in range(LENGTH)])
-    assert answer.packed
-    assert all(isinstance(part.content, np.ndarray) for part in answer.batch)
-    assert same(received(answer, None, BatchPool()), expected)
-
-
-@pytest.mark.processes
-def test_a_worker_whose_cache_is_closed_makes_the_whole_batch(dataset):
-    """Then nothing is READY, whatever the main process thinks, and there is no codec to hold samples to."""
-    dataset.close()
-    answer = asked(dataset, [3, 4], None)
-    assert same(received(answer, None, BatchPool()), default_collate([dataset.source[i] for i in range(LENGTH)]))
-
-
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 @pytest.mark.parametrize("batched", [False, True])
@@ -298,12 +210,3 @@ def test_what_has_become_ready_meanwhile_is_not_loaded_again(tmp_path, batched, 
         assert dataset.counters.totals().served == LENGTH + 5
         del memory
         pool.close()
-
-
-@pytest.mark.processes
-def test_nothing_is_no_sample(dataset, monkeypatch):
-    """Where the worker's cache is closed, what the source gives is collated, not taken for stored."""
-    dataset.close()
-    monkeypatch.setattr(Numbers, "__getitem__", lambda source, index: None)
-    with pytest.raises(TypeError, match="found <class 'NoneType'>"):
-        asked(dataset, list(range(LENGTH)), None)

@@ -21,7 +21,6 @@ from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.worker_pool import WorkerPool
 from tests.loading.twins import Numbers, Transformed, copied, same, to_float
 from tests.processes import wait_until, without_room
 
@@ -172,22 +171,6 @@ def test_a_loader_that_is_deleted_ends_its_persistent_workers(transform):
         kept = weakref.ref(loader.resources)
         del loader
         assert kept() is None
-        assert active_children() == []
-
-
-@ways
-def test_a_loader_that_is_garbage_tells_its_workers_to_end(transform, monkeypatch):
-    """Where a cycle of the user's holds it: DataLoader's own way waits 5 s for each of them, in vain."""
-    told: list[WorkerPool] = []
-    close = WorkerPool.close
-    monkeypatch.setattr(WorkerPool, "close", lambda workers: (told.append(workers), close(workers)))
-    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
-        loader.owner = [loader]  # type: ignore[attr-defined]
-        list(loader)
-        del loader
-        gc.collect()
-        assert len(told) == 1
         assert active_children() == []
 
 
