@@ -186,10 +186,7 @@ class _Buffers:
 
 
 class _Loan(weakref.ref[Any]):
-    """Private memory that has been given out; `_give_back` is called with it when the last view is gone.
-
-    (`weakref.finalize` can do more, and costs three times as much.)
-    """
+    """Private memory that is lent; its end calls `_give_back`. `weakref.finalize` costs three times as much."""
 
     __slots__ = ("buffers", "memory")
     memory: torch.Tensor

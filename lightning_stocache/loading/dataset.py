@@ -1,17 +1,13 @@
 """A dataset that remembers, and leaves the user's dataset its names.
 
 `CachedDataset` stands between a loader and the user's dataset, the source. Its samples are those of the source, bit for
-bit and in the same order of random draws, cached or not; how they are served, `CachedSource` tells. Each process that
-the dataset reaches works on the same memory.
+bit and in the same order of random draws, cached or not; `CachedSource` serves them. Each process that the dataset
+reaches works on the same memory.
 
-A name is read, written and deleted in the source, unless the class of the wrapper has it (`Forwarding`). Private names
-are the source's too; what a wrapper keeps for itself begins with two underscores, which Python turns into a name of its
-class. Dunder names are never forwarded: a `__getitems__` of the source would be found by the loader, and go past the
-cache.
-
-The doors of the Trainer put a `StandIn` in the place of the user's dataset, which has no name of its own:
-`loader.dataset.strength = 2` and `loader.dataset.set_epoch(3)` do what they do without a cache, whatever the user's
-names are. The package finds the CachedDataset behind it by `cached_in`.
+A name is read, written and deleted in the source, unless the class of the wrapper has it (`Forwarding`). What a wrapper
+keeps for itself begins with two underscores. Dunder names are never forwarded: a `__getitems__` of the source would be
+found by the loader, and go past the cache. The doors of the Trainer put a `StandIn` in the place of the user's dataset,
+which has no name of its own; the package finds the CachedDataset behind it by `cached_in`.
 """
 
 from __future__ import annotations
@@ -292,25 +288,10 @@ def _domain(indices: Sequence[int], source: Any) -> Domain:
 
 
 class StandIn(Forwarding):
-    """A cached dataset that passes for its source.
+    """A cached dataset that passes for its source: whatever name the source has is the source's.
 
     Args:
         dataset: what it reads from.
-
-    Example:
-        >>> class Squares:
-        ...     cache = "the user's own"
-        ...
-        ...     def __len__(self):
-        ...         return 4
-        ...
-        ...     def __getitem__(self, index):
-        ...         return index * index
-        >>> dataset = CachedDataset(Squares())
-        >>> stand_in = StandIn(dataset)
-        >>> stand_in[3], stand_in.cache
-        (9, "the user's own")
-        >>> dataset.close()
     """
 
     def __init__(self, dataset: CachedDataset) -> None:

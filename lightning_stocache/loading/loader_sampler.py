@@ -61,10 +61,7 @@ def sampler_of(batches: Any) -> Any:
 
 
 def index_sampler(loader: DataLoader[Any]) -> Any:
-    """What gives a loader's indices one by one, or in batches where that is a batch sampler of the user's own.
-
-    It is not always `loader.sampler`: beside a `batch_sampler` that is a SequentialSampler, which nobody draws from.
-    """
+    """What gives a loader's indices: the sampler, or a batch sampler of the user's own, beside which nobody draws."""
     batches = batches_of(loader)
     return batches.sampler if type(batches) is BatchSampler else batches
 
@@ -81,10 +78,7 @@ def batch_size_of(batches: Any) -> int | None:
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
-    """Tell a loader's samplers, each once, which epoch the next one is; one that is not interested is left alone.
-
-    They are those that Lightning and Fabric tell: a batch sampler itself is told by nobody.
-    """
+    """Tell a loader's samplers, each once, which epoch the next one is, as Lightning and Fabric do."""
     samplers = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
     for sampler in samplers[:1] if samplers[0] is samplers[1] else samplers:
         if callable(tell := getattr(sampler, "set_epoch", None)):
@@ -156,7 +150,7 @@ def locality_sampler(
         rank = torch.distributed.get_rank() if several else 0
     cached = cached_in(dataset)
     group, ring = (NodeGroup(), None) if cached is None else (cached.group, cached.ring)
-    # Else groups of ranks share their samples, and a node may hold parts of groups; or the source has grown.
+    # Else groups of ranks share their samples, or the source has grown.
     whole = num_replicas == group.world and (ring is None or ring.arcs[0].length == len(dataset))
     return LocalitySampler(
         dataset,
@@ -173,12 +167,7 @@ def locality_sampler(
 
 
 def warn_of_ranks(group: NodeGroup, sampler: Any) -> None:
-    """Say once, on rank zero, that ranks have a cache each, or train on the same samples.
-
-    Args:
-        group: the ranks that share the cache.
-        sampler: what a loader draws its indices from; one of no random order is taken to validate.
-    """
+    """Say once, on rank zero, that ranks have a cache each, or train on the same samples (of a shuffled loader)."""
     world, rank = job_ranks()
     alone, same = group.world < world, type(sampler) is RandomSampler
     if rank or not (same or (alone and deals_to_ranks(sampler))) or world == 1:

@@ -14,14 +14,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset
 from lightning_stocache.loading.dataset import CachedDataset, cached_in
 from lightning_stocache.loading.grows import Stream, is_stream
 
-__all__ = [
-    "Cached",
-    "cached_behind",
-    "cached_in_leaves",
-    "leaves_in",
-    "loaders_in",
-    "wrapped_loader",
-]
+__all__ = ["Cached", "cached_behind", "cached_in_leaves", "leaves_in", "loaders_in", "wrapped_loader"]
 
 Cached: TypeAlias = CachedDataset | Stream
 
@@ -30,11 +23,8 @@ def leaves_in(loaders: Any) -> Iterator[Any]:
     """What Lightning iterates over in what a user gave the Trainer, DataLoader or not; of a wrapper, what it reads."""
     if hasattr(loaders, "iterables"):  # CombinedLoader, of lightning.pytorch or of pytorch_lightning
         yield from leaves_in(loaders.iterables)
-    elif isinstance(loaders, MutableMapping):
-        for inner in loaders.values():
-            yield from leaves_in(inner)
-    elif isinstance(loaders, list | tuple):
-        for inner in loaders:
+    elif isinstance(loaders, MutableMapping | list | tuple):
+        for inner in loaders.values() if isinstance(loaders, MutableMapping) else loaders:
             yield from leaves_in(inner)
     else:
         inner = wrapped_loader(loaders)

@@ -2,17 +2,16 @@
 
 The order of an epoch follows from the epoch's number (samplers that are told it), or from the states of the generators
 that it was drawn from. So a position is the number of batches that were handed out, the sampler's epoch and seed, and
-the generators' states at the moment at which the epoch's first index was drawn. To go on, the generators are put into
-these states, the order is drawn again, and what was handed out is left out; then the generators get the states that
-they had when the position was taken. Reading ahead plays no part in it: what workers have under way is loaded again.
+the generators' states when the epoch's first index was drawn. To go on, the generators are put into these states, the
+order is drawn again, and what was handed out is left out; then the generators get the states that they had when the
+position was taken. What workers have under way is loaded again.
 
 `ResumableBatches` stands for the loader's batch sampler: it draws an epoch, or its rest, and notes the generators'
 states. `CountedBatches`, or an `Epoch`, counts what is handed out. `LoaderState` has the numbers.
 
-A position counts samples of all ranks together, so that another batch size or another number of ranks goes on after the
-same samples. (Where their number does not divide by the ranks of now, fewer than one per rank come twice.)
-
-The interface is that of torchdata's StatefulDataLoader. A state is plain values: numbers, strings, lists and dicts.
+A position counts samples of all ranks together, so that another batch size or number of ranks goes on after the same
+samples. (Where their number does not divide by the ranks of now, fewer than one per rank come twice.) A state is plain
+values, and the interface is that of torchdata's StatefulDataLoader.
 """
 
 from __future__ import annotations
@@ -100,10 +99,8 @@ class LoaderState:
         """
         if self._next is not None:
             return dict(self._next)
-        drawing = batches_of(loader)
-        sampler = sampler_of(drawing)
-        ended = self.ended if ended is None else ended
-        batches = self.batches if batches is None else batches
+        drawing, ended = batches_of(loader), self.ended if ended is None else ended
+        sampler, batches = sampler_of(drawing), self.batches if batches is None else batches
         if self._begun is not None and not ended and batches == self.batches == self._left_out:
             return dict(self._begun)  # nothing was handed out since, and the generators may be on their way there
         state: dict[str, Any] = {"version": _VERSION, "batches": 0 if ended else batches} | self.units(loader)
@@ -140,8 +137,7 @@ class LoaderState:
             ValueError: it is no state, or one of another version.
         """
         if not isinstance(state, Mapping) or state.get("version") != _VERSION or not state.keys() >= _KEYS:
-            found = ", ".join(map(str, state)) if isinstance(state, Mapping) and state else "nothing"
-            raise ValueError(f"state_dict must be what the state_dict of a CachedLoader gave, got one with {found}")
+            raise ValueError(f"state_dict must be what the state_dict of a CachedLoader gave, got {state!r:.200}")
         self._next = dict(state)
         if not process_wide and (generators := state.get("generators")):
             now = {name: text for name, text in generators["now"].items() if name not in PROCESS_WIDE}
