@@ -60,9 +60,6 @@ class Dealer:
         ring: the arcs of the nodes, all of the same size and step.
         nodes: the global ranks of each node, in the order of the arcs (`NodeGroup.nodes`).
 
-    Raises:
-        ValueError: arcs and nodes differ in number, a node has no rank, or the arcs lie on different rings.
-
     Example:
         >>> ring = Ring((Arc(size=8, slots=4, start=0), Arc(size=8, slots=4, start=4)))  # node 0 has the first half
         >>> dealer = Dealer(ring, nodes=((0, 1), (2, 3)))
@@ -75,10 +72,6 @@ class Dealer:
 
     def __init__(self, ring: Ring, nodes: Sequence[Sequence[int]]) -> None:
         arcs = ring.arcs
-        if len(arcs) != len(nodes) or not nodes or not all(nodes):
-            raise ValueError(f"nodes must name the ranks of each of the {len(arcs)} arcs of the ring, got {nodes!r}")
-        if len({(arc.size, arc.step) for arc in arcs}) > 1:
-            raise ValueError(f"ring must have arcs of one size and step, got {arcs!r}")
         self._nodes, self._ranks = nodes, np.array([len(ranks) for ranks in nodes])
         self._size = size = arcs[0].size
         # Its slot numbers are the positions on the ring; indices outside of its domain lie behind them.

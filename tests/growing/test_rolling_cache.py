@@ -19,8 +19,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
-from lightning_stocache.cache.rolling import RollingStore
-from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.node import processes
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.setup.first_samples import FirstSampleError
@@ -86,13 +84,10 @@ def fillers_end() -> None:
 
 LOADERS = {
     "plain": lambda pool: DataLoader(pool, 8, sampler=pool.sampler()),
-    "plain, shuffled by torch": lambda pool: DataLoader(pool, 8, shuffle=True),
-    "plain with workers": lambda pool: DataLoader(pool, 8, sampler=pool.sampler(), num_workers=2),
     "plain with persistent workers": lambda pool: DataLoader(
         pool, 8, sampler=pool.sampler(), num_workers=1, persistent_workers=True
     ),
     "cached": lambda pool: CachedLoader(pool, 8, shuffle=True),
-    "cached, with workers": lambda pool: CachedLoader(pool, 8, shuffle=True, num_workers=1),
     "cached, by workers": lambda pool: CachedLoader(pool, 8, shuffle=True, num_workers=1, gather="worker"),
     "plain, workers of a fork server": lambda pool: DataLoader(
         pool, 8, sampler=pool.sampler(), num_workers=1, multiprocessing_context="forkserver"
@@ -258,18 +253,6 @@ def test_samples_of_any_kind_roll_as_records(opened, workers):
     loader.close()
 
 
-def test_records_are_loaded_once_where_all_have_room(opened):
-    """The fillers end, and every sample is there."""
-    pool = opened([texts(number) for number in range(30)], "1MiB", fillers=2, minimum=30)
-    assert sorted(int(pool[number]["numbers"][0]) for number in range(len(pool))) == list(range(30))
-    fillers_end()
-    with RollingWriter.attach(pool.handle) as writer:
-        writer.append(texts(30))
-    assert sorted(len(sample["numbers"]) for sample in DataLoader(pool, None, sampler=pool.sampler())) == [
-        1 + 7 * number for number in range(31)
-    ]
-
-
 def test_a_few_records_have_room(opened):
     """What the pool takes for itself is none of their budget; writers may append more than the source has."""
     pool = opened([texts(20)], "100%", fillers=1, minimum=1)
@@ -318,28 +301,14 @@ def test_a_source_that_always_fails_is_an_error_of_the_training(opened):
         len(pool)
 
 
-def test_a_source_whose_first_samples_fail_says_so_at_once(opened):
-    """Without a spec the first sample has to be read."""
-    with pytest.raises(FirstSampleError, match="OSError: the store is gone"):
-        len(opened(Numbers(trouble=always_raises), 60 * EACH))
-
-
 def test_samples_that_cannot_be_kept_are_refused(opened):
-    """What is no row, where rows were asked for; what cannot be pickled."""
+    """What is no row, where rows were asked for; what cannot be pickled, or read."""
     with pytest.raises(FirstSampleError, match=r'the sample is a str.*layout="records" keeps what can be pickled'):
         len(opened(["one", "two", "three"], 60 * EACH, layout="rows"))
     with pytest.raises(FirstSampleError, match="cannot be kept"):
         len(opened([lambda: 1, lambda: 2], 60 * EACH))
-
-
-def test_a_sample_of_another_shape_is_left_out(opened, caplog):
-    """It is counted, and told as an error of the source is."""
-    samples = [torch.zeros(3), torch.zeros(4), torch.ones(3)]
-    pool = opened(samples, "100%", spec=SampleSpec.infer(samples[0]), fillers=1, minimum=2, shuffle=False)
-    assert sorted(float(sample.sum()) for sample in DataLoader(pool)) == [0.0, 3.0]
-    wait_until(lambda: pool.stats().failed == 1)
-    pool.look_after()
-    assert "sample 1: the sample must be Tensor" in caplog.text
+    with pytest.raises(FirstSampleError, match="OSError: the store is gone"):
+        len(opened(Numbers(trouble=always_raises), 60 * EACH))
 
 
 class Dies:
@@ -351,27 +320,22 @@ class Dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_filler_that_dies_is_started_anew_behind_that_sample(opened, caplog):
-    """Who and why is said; all other samples come."""
-    pool = opened(Numbers(trouble=Dies()), "100%", spec=SPEC, fillers=2, minimum=39)
-    assert sorted(labels(CachedLoader(pool, 8, shuffle=True))) == [number for number in range(40) if number != 3]
-    assert pool.stats().restarts == 1
-    assert "killed by SIGKILL" in caplog.text
-    assert "loading sample 3; it is started anew" in caplog.text
-
-
 class Drawn(Numbers):
-    """Samples with a random number each."""
+    """Indices with a random number each."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return super().__getitem__(index)[0], int(torch.randint(2**62, ()))
 
 
-def test_a_filler_that_is_started_anew_draws_other_random_numbers(opened):
-    """Not those of the one that died."""
+def test_a_filler_that_dies_is_started_anew_behind_that_sample(opened, caplog):
+    """Who and why is said; all other samples come, with random numbers that are none of the dead one's."""
     pool = opened(Drawn(trouble=Dies()), "100%", spec=SPEC, fillers=2, minimum=39)
-    drawn = [number for _, numbers in DataLoader(pool, 8, sampler=pool.sampler()) for number in numbers.tolist()]
-    assert len(set(drawn)) == len(drawn) == 39
+    batches = list(CachedLoader(pool, 8, shuffle=True))
+    assert sorted(int(row[0]) for rows, _ in batches for row in rows) == [number for number in range(40) if number != 3]
+    assert len({number for _, numbers in batches for number in numbers.tolist()}) == 39
+    assert pool.stats().restarts == 1
+    assert "killed by SIGKILL" in caplog.text
+    assert "loading sample 3; it is started anew" in caplog.text
 
 
 def mortal(died: Path) -> Iterator[Any]:
@@ -564,23 +528,6 @@ def test_nodes_have_pools_of_their_own_and_run_the_same_number_of_batches():
     assert len(many) > 8
 
 
-def fail_on(rank: int) -> str:
-    pool = RollingCache(Numbers(trouble=always_raises), 60 * EACH, spec=SPEC, fillers=1, minimum=1)
-    try:
-        pool.share()
-        len(pool)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        pool.close()
-    return ""
-
-
-def test_what_fails_on_one_rank_fails_on_all():
-    """No rank waits for an epoch that the leader cannot begin."""
-    assert all("the store is gone" in message for message in run_ranks(fail_on, 2))
-
-
 def train_alone(rank: int) -> tuple[list[str], int]:
     from tests.logs import Log
 
@@ -608,36 +555,3 @@ def use_up() -> int:
 def test_a_pool_that_nobody_closes_ends_with_its_process():
     """Its fillers are daemons: the process ends at once."""
     assert call(use_up) == 20
-
-
-# ---- writers of the user's own ----
-
-
-def stand_still(handle: StoreHandle, count: int, flag: str) -> None:
-    """Begin to write to all slots, and do not get on."""
-    store = RollingStore.attach(handle)
-    taken = [store.take() for _ in range(count)]
-    assert None not in taken
-    Path(flag).touch()
-    time.sleep(300)
-
-
-def test_who_waits_behind_a_process_that_stands_still_is_told(tmp_path, monkeypatch, caplog):
-    """And goes on when that one has ended."""
-    monkeypatch.setattr(processes, "REPORT_SECONDS", 0.05)
-    pool = RollingCache(budget=500, spec=SampleSpec.infer(torch.zeros(10)), minimum=1)
-    with RollingWriter.attach(pool.handle) as writer:
-        store = RollingStore.attach(pool.handle)
-        flag = tmp_path / "flag"
-        child = Child(stand_still, pool.handle, store.count, str(flag))
-        wait_until(flag.exists)
-        log = logging.getLogger("lightning_stocache.growing.rolling_writer")
-        log.addFilter(ends := lambda record: not child.ended and child.kill() is None)  # when it has been told of
-        writer.append(torch.ones(10))
-        log.removeFilter(ends)
-        store.close()
-    assert pool[0].tolist() == [1.0] * 10
-    pool.close()
-    messages = [record.getMessage() for record in caplog.records if "RollingWriter" in record.getMessage()]
-    assert messages
-    assert all(message.endswith("a process that writes is stopped") for message in messages)

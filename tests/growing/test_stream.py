@@ -267,20 +267,6 @@ def test_a_stream_that_repeats_itself_is_kept_as_it_came() -> None:
     assert [Counter(epoch) for epoch in epochs] == [Counter([1, 2, 1, 3, 1])] * 3
 
 
-def test_another_choice_in_every_epoch_is_not_frozen(caplog: pytest.LogCaptureFixture) -> None:
-    """A stream whose second epoch has other samples passes through."""
-    epoch = [0]
-
-    def growing() -> Iterator[int]:
-        epoch[0] += 1
-        yield from range(epoch[0] * 100, epoch[0] * 100 + 20)
-
-    with caplog.at_level(logging.WARNING), closing(CachedStream(growing, "1MiB")) as stream:
-        first, second = list(stream), list(stream)
-    assert second[0] > first[-1]
-    assert "not among those" in caplog.text
-
-
 @pytest.mark.processes
 def test_a_stream_whose_first_samples_do_not_come_passes_through(monkeypatch: Any, caplog: Any) -> None:
     """It is not waited for for ever: every epoch is the stream."""

@@ -54,19 +54,6 @@ def test_webdataset_is_kept(shards: list[str], workers: int) -> None:
     assert values == {number: float(number) for number in range(100)}
 
 
-@pytest.mark.processes
-def test_batches_of_webdataset_are_kept_as_they_are(shards: list[str]) -> None:
-    """With batch_size=None a sample is a batch that the stream has made."""
-    pipeline = webdataset.WebDataset(shards, shardshuffle=False).decode().to_tuple("npy", "cls").batched(10)
-    with closing(CachedStream(pipeline, "16MiB")) as stream:
-        loader = DataLoader(stream, batch_size=None, num_workers=2)
-        epochs = [list(loader) for _ in range(2)]
-        assert stream.counters.totals().hits == len(epochs[0])
-    plain = list(DataLoader(pipeline, batch_size=None, num_workers=2))
-    assert all((a[0] == b[0]).all() for a, b in zip(epochs[0], plain, strict=True))
-    assert sorted(tuple(b[1]) for b in epochs[1]) == sorted(tuple(b[1]) for b in plain)
-
-
 def test_batches_of_shuffled_samples_are_not_frozen(shards: list[str], caplog: pytest.LogCaptureFixture) -> None:
     """Which samples meet in a batch is another draw in every epoch."""
     pipeline = webdataset.WebDataset(shards, shardshuffle=4).shuffle(50).decode().to_tuple("npy", "cls").batched(10)

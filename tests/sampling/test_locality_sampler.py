@@ -119,25 +119,6 @@ def test_without_a_ring_every_order_is_kept(mode):
         assert epoch_of(sampler, 1) == epoch_of(plain(sampler), 1)
 
 
-def test_orders_are_deterministic():
-    """Two samplers with the same settings agree, and another epoch or seed gives another order."""
-    first, second = (samplers_of(400, nodes_of(2, 1), [0.6, 0.5], 16, seed=5)[1] for _ in range(2))
-    assert epoch_of(first, 3) == epoch_of(second, 3) == epoch_of(first, 3)
-    assert epoch_of(first, 3) != epoch_of(first, 4)
-    assert epoch_of(first, 3) != epoch_of(samplers_of(400, nodes_of(2, 1), [0.6, 0.5], 16, seed=6)[1], 3)
-
-
-def test_a_share_keeps_the_order_of_the_epoch():
-    """Within a rank's part of a global batch, indices stand as they do in DistributedSampler's order of the epoch."""
-    samplers = samplers_of(300, nodes_of(2, 1), [0.5, 0.4], 10)
-    drawn = [epoch_of(plain(sampler), 0) for sampler in samplers]
-    rank_in_epoch = {index: place for place, index in enumerate(np.array(drawn).T.ravel().tolist())}
-    for sampler in samplers:
-        for piece in pieces(epoch_of(sampler, 0), 10):
-            places = [rank_in_epoch[index] for index in piece]
-            assert places == sorted(places)
-
-
 @given(jobs)
 @settings(deadline=None)
 def test_misses_are_even_within_a_node(job):
@@ -150,17 +131,6 @@ def test_misses_are_even_within_a_node(job):
     misses = [[deal.misses[dealer.share(deal, rank, turn=3)].sum() for rank in ranks] for ranks in nodes]
     assert all(max(node) - min(node) <= 1 for node in misses)
     assert max(map(max, misses)) - min(map(min, misses)) == deal.imbalance
-
-
-def test_the_odd_miss_goes_round():
-    """Where a node's misses do not divide by its ranks, another rank has the odd one in each batch."""
-    nodes = nodes_of(3, 3)
-    dealer = Dealer(ring_of(60, nodes, [0.5, 0.5]), nodes)
-    deal = dealer.deal(np.arange(0, 36, 3))
-    short = int(np.bincount(deal.nodes[deal.misses], minlength=2).argmax())
-    assert deal.misses.sum() == 1
-    misses = [[int(deal.misses[dealer.share(deal, r, turn)].sum()) for r in nodes[short]] for turn in range(3)]
-    assert sorted(misses) == [[0, 0, 1], [0, 1, 0], [1, 0, 0]]
 
 
 def test_sampler_reports_the_imbalance_of_its_latest_iteration():
@@ -247,16 +217,6 @@ def test_what_never_fits_leaves_first():
     """A node whose memory exceeds its training keeps to the same indices, so that its hits are there in epoch two."""
     rates = hit_rates(samplers_of(24576, nodes_of(1, 1, 1), [0.1, 0.9, 0.1], 256), 2)
     assert rates[1] >= 0.1 + 1 / 3 + 0.1 - 0.02
-
-
-def test_nothing_is_drawn_ahead(monkeypatch):
-    """Indices come one global batch at a time, so that a huge epoch can be left early."""
-    sampler = samplers_of(100_000, nodes_of(1, 1), [0.5, 0.5], 8)[0]
-    dealt = []
-    deal = Dealer.deal
-    monkeypatch.setattr(Dealer, "deal", lambda dealer, batch: dealt.append(len(batch)) or deal(dealer, batch))
-    assert len(list(islice(sampler, 12))) == 12
-    assert dealt == [16, 16]
 
 
 LENGTH = 240
@@ -378,12 +338,3 @@ def test_a_sampler_without_a_length_is_not_dealt():
     """Nobody would know how many samples are a rank's."""
     with pytest.raises(TypeError, match=r"a sampler that is dealt to ranks must have a length .* got <list_iterator"):
         LocalitySampler(range(10), 2, 0, batch_size=2, ring=None, nodes=((0, 1),), draws=iter([1, 2]))
-
-
-def test_dealer_refuses_arcs_of_different_rings():
-    """Arcs that order the indices differently cannot be dealt together."""
-    ring = Ring((Ring.cut(10, (1.0,), (5,)).arcs[0], Ring.cut(11, (1.0,), (5,)).arcs[0]))
-    with pytest.raises(ValueError, match="ring must have arcs of one size and step"):
-        Dealer(ring, ((0,), (1,)))
-    with pytest.raises(ValueError, match="nodes must name the ranks of each of the 2 arcs"):
-        Dealer(ring, ((0, 1),))
