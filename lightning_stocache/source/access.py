@@ -1,8 +1,7 @@
 """What can be a source, and how it is read.
 
-A source is a map-style dataset that is not cached already, or a stream: an IterableDataset, a WebDataset, a
-`datasets.IterableDataset`, any object with `__iter__`, or a function that makes an iterator. A stream is read once per
-epoch, from its beginning. A sample unlike the others is `Odd`.
+A source is a map-style dataset that is not cached already, or a stream: any object with `__iter__`, or a function that
+makes an iterator. A stream is read once per epoch, from its beginning.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ log = logging.getLogger(__name__)
 
 
 def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
-    """Refuse what cannot be cached. Nothing is read.
+    """Refuse what cannot be cached, without a read.
 
     Args:
         source: what the user gave.
-        cached: the class of datasets that are cached already; one inside a Subset or ConcatDataset is found too.
-        strict: whether an empty one is an error, not only a warning.
+        cached: the class of cached datasets; one inside a Subset or ConcatDataset is found too.
+        strict: whether an empty source is an error, not only a warning.
 
     Raises:
         TypeError: it is a path, iterable-style, has no length, or is cached already.
@@ -75,11 +74,9 @@ def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
 
 
 def _holds(dataset: Any, kind: type) -> bool:
-    if isinstance(dataset, Subset):
-        return _holds(dataset.dataset, kind)
     if isinstance(dataset, ConcatDataset):
         return any(_holds(part, kind) for part in dataset.datasets)
-    return isinstance(dataset, kind)
+    return _holds(dataset.dataset, kind) if isinstance(dataset, Subset) else isinstance(dataset, kind)
 
 
 def unwrap(source: Any) -> Any:
@@ -90,7 +87,7 @@ def unwrap(source: Any) -> Any:
 
 
 def batch_reader(source: Any) -> Callable[[list[int]], Any] | None:
-    """The source's own way to load a batch, if it has one: a Subset has none that its dataset has not."""
+    """The source's `__getitems__`, if it has one; of a Subset, if its dataset has one."""
     return getattr(source, "__getitems__", None) if getattr(unwrap(source), "__getitems__", None) else None
 
 
@@ -100,17 +97,17 @@ def one_per_index(samples: Any, count: int, source: Any) -> list[Any]:
     Raises:
         TypeError: it is no sequence of that many samples.
     """
-    if not isinstance(samples, Sequence) or len(samples) != count:
-        came = f"{len(samples)}" if isinstance(samples, Sequence) else f"a {type(samples).__name__}"
-        raise TypeError(
-            f"{type(source).__name__}.__getitems__ must return a list of one sample per index, here {count}; got "
-            f"{came}. Batches cannot be cached: make them in collate_fn"
-        )
-    return list(samples)
+    if isinstance(samples, Sequence) and len(samples) == count:
+        return list(samples)
+    got = f"{len(samples)}" if isinstance(samples, Sequence) else f"a {type(samples).__name__}"
+    raise TypeError(
+        f"{type(source).__name__}.__getitems__ must return a list of one sample per index, here {count}; got {got}. "
+        "Batches cannot be cached: make them in collate_fn"
+    )
 
 
 def position_of(index: SupportsIndex, source: Any) -> int:
-    """An index from the front. Outside the dataset it stays what it is: the source has its own error for it.
+    """An index from the front. One outside the dataset is returned as it is: the source has its own error for it.
 
     Raises:
         TypeError: it is no index: a sampler's key, a slice, a list or tensor of indices.
@@ -131,12 +128,12 @@ def position_of(index: SupportsIndex, source: Any) -> int:
 
 @dataclass(frozen=True)
 class Odd:
-    """A sample that is not of the cache's spec, as the source gave it; it is loaded every time.
+    """A sample that does not fit the cache's spec. It is loaded every time.
 
     Args:
         index: of the sample.
-        sample: what the source gave.
-        has_all_places: whether it is built like the others, and differs in dtypes and shapes alone.
+        sample: as the source gave it.
+        has_all_places: whether only its dtypes and shapes differ.
     """
 
     index: int
@@ -145,7 +142,7 @@ class Odd:
 
 
 def warn_of_odd(source: Any, words: str) -> None:
-    """Say that some samples of a source are not cached, because they cannot be kept as the others are."""
+    """Say that some samples of a source are not cached, and why."""
     log.warning(
         "%s: some samples are not cached, but loaded every time. %s (strict=True makes it an error)",
         type(source).__name__,
@@ -157,11 +154,11 @@ def warn_of_odd(source: Any, words: str) -> None:
 
 
 def check_stream(source: Any, cached: type) -> None:
-    """Refuse what is no stream. Nothing is read.
+    """Refuse what is no stream, without a read.
 
     Args:
         source: what the user gave.
-        cached: the class of streams that are cached already.
+        cached: the class of cached streams.
 
     Raises:
         TypeError: it is an iterator, which ends after one epoch, or has an index, or is no iterable at all.
@@ -173,40 +170,32 @@ def check_stream(source: Any, cached: type) -> None:
         TypeError: iterable must be a stream of samples, got a str
     """
     kind = type(source).__name__
+    words = None
     if isinstance(source, cached):
-        raise TypeError(f"iterable must be the stream itself, got a {kind} that is cached already")
-    if isinstance(source, type):
-        raise TypeError(f"iterable must be a stream, got the class {source.__name__}: call it first")
-    if isinstance(source, Iterator):
-        raise TypeError(
-            f"iterable must give its samples anew in every epoch, got a {kind}, which can be read once: give the "
-            "function that makes it"
-        )
-    if isinstance(source, str | bytes | torch.Tensor | np.ndarray | Mapping):
-        raise TypeError(f"iterable must be a stream of samples, got a {kind}")
-    if isinstance(source, IterDataPipe):
-        raise TypeError(
-            f"iterable must be divided among workers by itself, got the IterDataPipe {kind}, which DataLoader divides"
-        )
-    if hasattr(source, "__getitem__") and not hasattr(source, "__iter__"):
-        raise TypeError(f"iterable must have __iter__, got the map-style {kind}: give it to CachedDataset")
-    if not (hasattr(source, "__iter__") or callable(source)):
-        raise TypeError(f"iterable must have __iter__, or be a function that makes an iterator; got a {kind}")
+        words = f"be the stream itself, got a {kind} that is cached already"
+    elif isinstance(source, type):
+        words = f"be a stream, got the class {source.__name__}: call it first"
+    elif isinstance(source, Iterator):
+        words = f"give its samples anew in every epoch, got a {kind}, which can be read once: give the function"
+        words += " that makes it"
+    elif isinstance(source, IterDataPipe):
+        words = f"be divided among workers by itself, got the IterDataPipe {kind}, which DataLoader divides"
+    elif isinstance(source, str | bytes | torch.Tensor | np.ndarray | Mapping):
+        words = f"be a stream of samples, got a {kind}"
+    elif hasattr(source, "__getitem__") and not hasattr(source, "__iter__"):
+        words = f"have __iter__, got the map-style {kind}: give it to CachedDataset"
+    elif not (hasattr(source, "__iter__") or callable(source)):
+        words = f"have __iter__, or be a function that makes an iterator; got a {kind}"
+    if words is not None:
+        raise TypeError(f"iterable must {words}")
 
 
 def iterate(source: Any) -> Iterator[Any]:
-    """A stream from its beginning.
-
-    Example:
-        >>> list(iterate(lambda: iter("ab"))), list(iterate([1, 2]))
-        (['a', 'b'], [1, 2])
-    """
+    """A stream from its beginning."""
     return iter(source if hasattr(source, "__iter__") else source())
 
 
 def draws_shards(source: Any) -> bool:
-    """Whether a stream draws what it reads next, and never ends: WebDataset's `resampled=True`."""
-    return any(
-        type(node).__module__.partition(".")[0] == "webdataset" and "Resampled" in type(node).__name__
-        for _, node in reachable(source)
-    )
+    """Whether a stream draws what it reads next and never ends, as WebDataset's `resampled=True` does."""
+    kinds = (type(node) for _, node in reachable(source))
+    return any(kind.__module__.startswith("webdataset") and "Resampled" in kind.__name__ for kind in kinds)

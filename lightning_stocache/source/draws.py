@@ -77,12 +77,11 @@ class Draws:
     def share(self, filler: int, fillers: int, done: int = 0) -> Iterator[Draw]:
         """The draws of one filler of so many, but the first `done`; of a stream, those of its first pass."""
         if self.as_stream or (self.indices is None and is_stream(self.source)):
-            return self._of_stream(filler, fillers, done)
-        return self._of_indices(filler + done * fillers, fillers)
-
-    def _of_indices(self, first: int, step: int) -> Iterator[Draw]:
-        positions = count(first, step) if self.passes is None else range(first, self.passes * len(self.source), step)
-        indices = map(self._index, positions) if self.indices is None else islice(self.indices, first, None, step)
+            yield from self._of_stream(filler, fillers, done)
+            return
+        first, length = filler + done * fillers, 0 if self.indices is not None else len(self.source)
+        positions = count(first, fillers) if self.passes is None else range(first, self.passes * length, fillers)
+        indices = map(self._index, positions) if self.indices is None else islice(self.indices, first, None, fillers)
         for index in map(int, indices):
             yield Draw(index, partial(self.source.__getitem__, index))
 
@@ -93,42 +92,39 @@ class Draws:
 
     def _of_stream(self, filler: int, fillers: int, done: int) -> Iterator[Draw]:
         for _ in count() if self.passes is None else range(self.passes):
-            stream = _Pass(partial(_begun, self.source, filler, fillers, done), has_samples=done > 0)
+            stream = _Pass(self.source, filler, fillers, done)
             while not stream.over:
                 yield Draw(-1, stream.load)
-            if not stream.has_samples or isinstance(self.source, Iterator):
+            if not stream.tried or isinstance(self.source, Iterator):
                 return  # it is empty, or a generator that will give nothing again
             done = 0
 
 
 class _Pass:
-    """A stream once from beginning to end, as one filler gets it."""
+    """A stream once from beginning to end, as one filler gets it, but the first `done` samples."""
 
-    def __init__(self, begin: Callable[[], Iterator[Any]], has_samples: bool) -> None:
-        self._begin = begin
+    def __init__(self, source: Any, filler: int, fillers: int, done: int) -> None:
+        self._source = source
+        self._begin, self._step = filler + done * fillers, fillers
+        if isinstance(source, IterableDataset):
+            self._begin, self._step = done, 1
         self._iterator: Iterator[Any] | None = None
-        self.has_samples, self.over = has_samples, False
+        self.tried, self.over = done > 0, False
 
     def load(self) -> Any:
         """The next sample."""
         try:
-            if self._iterator is None:  # here, where what it raises is told
-                self._iterator = self._begin()
+            if self._iterator is None:  # here, where errors of the source are caught
+                self._iterator = islice(iterate(self._source), self._begin, None, self._step)
             sample = next(self._iterator)
         except StopIteration:
             self.over = True
             raise EndOfStreamError from None
         except Exception:
-            self.has_samples, self.over = True, self._iterator is None
+            self.tried, self.over = True, self._iterator is None
             raise
-        self.has_samples = True
+        self.tried = True
         return sample
-
-
-def _begun(source: Any, filler: int, fillers: int, done: int) -> Iterator[Any]:
-    if isinstance(source, IterableDataset):
-        return islice(source, done, None)
-    return islice(iterate(source), filler + done * fillers, None, fillers)
 
 
 def is_stream(source: Any) -> bool:

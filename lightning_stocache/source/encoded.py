@@ -1,17 +1,17 @@
-"""Files as they are, decoded after the cache: many more samples per byte, where decoding is cheap beside reading.
+"""Samples kept as their files and decoded after the cache: many more samples per byte, where decoding is cheap.
 
-A source whose files are known can be taken apart into `read(index)`, which gives what is kept (the bytes of a file, and
-what lies beside them), and `decode(content, index)`, which makes of it just what the source would have returned, with
-its whole transform. `EncodedAccess` is that; `access_to` finds it:
+A source whose files are known can be taken apart into `read(index)`, which gives what is kept, and
+`decode(content, index)`, which makes of it what the source would have returned, with its whole transform. `access_to`
+finds such an `EncodedAccess` for:
 
 - a source of the user's with methods `read(index)` and `decode(content, index)`;
-- torchvision's `DatasetFolder` and what derives from it, with a loader of which the decoder is known;
+- torchvision's `DatasetFolder` and its kin, with torchvision's loaders;
 - `datasets.Dataset` of Hugging Face with columns of images or audio, as it is or with a transform;
 - timm's `ImageDataset`, with any reader that gives files;
 - a Subset of one of these.
 
-A cache keeps what an `EncodedSource` gives and has it decoded by the same object; `pack` keeps what `packed_reader`
-gives. Whether the samples are the same is not believed here: who looks at a source tries it.
+Decoding is the source's own `__getitem__` on a shallow copy that finds the bytes in place of the file. Whoever looks at
+a source compares the samples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch.utils.data import Dataset, Subset
 
@@ -49,11 +49,8 @@ class _Encoded(NamedTuple):
 class EncodedSource(Dataset[Any]):
     """The files of a source. Called with one of them, it gives the sample that the source would have returned.
 
-    Args:
-        source: the user's dataset.
-
     Raises:
-        ValueError: its files are not known.
+        ValueError: the files are not known.
     """
 
     def __init__(self, source: Dataset[Any]) -> None:
@@ -68,76 +65,63 @@ class EncodedSource(Dataset[Any]):
     def __getitem__(self, index: int) -> _Encoded:
         return _Encoded(index, self._access.read(index))
 
-    def __call__(self, kept: _Encoded) -> Any:
+    def __call__(self, encoded: _Encoded) -> Any:
         """The sample of a file."""
         try:
-            return self._access.decode(kept.content, kept.number)
+            return self._access.decode(encoded.content, encoded.number)
         except Exception as error:
-            error.add_note(f"(sample {kept.number} of {type(self._source).__name__}, decoded after the cache)")
+            error.add_note(f"(sample {encoded.number} of {type(self._source).__name__}, decoded after the cache)")
             raise
 
     @property
     def steps(self) -> list[Any]:
-        """What it runs of the source: transforms, whose changes take effect at once."""
+        """The transforms of the source, whose changes take effect at once."""
         inner = unwrap(self._source)
         transforms = (getattr(inner, name, None) for name in ("transform", "target_transform", "transforms"))
         return [step for step in transforms if step is not None]
 
 
 def packed_reader(source: Any) -> Callable[[int], Any]:
-    """What reads the samples of a source with files in place of images, for `pack`.
-
-    Args:
-        source: of a folder: samples are (file, label); with a `read(index)`: what that returns.
+    """The function that reads samples with files in place of images, for `pack`: of a folder (file, label).
 
     Raises:
-        ValueError: its files are not known.
-
-    Example:
-        >>> packed_reader([1, 2])
-        Traceback (most recent call last):
-            ...
-        ValueError: the files of list are not known; known are those of torchvision's ImageFolder and its kin with ...
+        ValueError: the files are not known.
     """
     access: Any = access_to(source)
-    if not hasattr(access_to(unwrap(source)), "packed"):
-        raise ValueError(
-            f"the files of {type(unwrap(source)).__name__} are not known; known are those of torchvision's ImageFolder "
-            "and its kin with torchvision's loaders, and of a source with methods `read(index)` and `decode(content, "
-            "index)`. Pack its samples as they are"
-        )
-    reader: Callable[[int], Any] = access.packed
-    return reader
+    if access is not None and hasattr(access_to(unwrap(source)), "packed"):
+        return cast(Callable[[int], Any], access.packed)
+    raise ValueError(
+        f"the files of {type(unwrap(source)).__name__} are not known; known are those of torchvision's ImageFolder and "
+        "its kin with torchvision's loaders, and of a source with methods `read(index)` and `decode(content, index)`. "
+        "Pack its samples as they are"
+    )
 
 
 def access_to(source: Any) -> EncodedAccess | None:
     """How the files of a source are read and decoded; None if that is not known."""
     if callable(getattr(source, "read", None)) and callable(getattr(source, "decode", None)):
-        return _Given(source)
+        return _OfUser(source)
     if type(source) is Subset:
         inner = access_to(source.dataset)
         return None if inner is None else _OfSubset(source, inner)
     for module, name, access in _KNOWN:
-        kind = getattr(sys.modules.get(module), name, None)  # never imported: then nobody made one
+        kind = getattr(sys.modules.get(module), name, None)  # not imported: then nobody made one
         if kind is not None and isinstance(source, kind):
             return access(source) if type(source).__getitem__ is kind.__getitem__ else None
     return None
 
 
-class _Given:
+class _OfUser:
     """The source's own methods."""
 
     def __init__(self, source: Any) -> None:
-        self._source = source
+        self._source, self.decode = source, source.decode
 
     def read(self, index: int) -> Any:
         content = self._source.read(index)
         return bytes(content) if isinstance(content, bytearray | memoryview) else content
 
     packed = read
-
-    def decode(self, content: Any, index: int) -> Any:
-        return self._source.decode(content, index)
 
 
 class _OfSubset:
@@ -171,6 +155,16 @@ class _OfFolder:
 
     def decode(self, content: bytes, index: int) -> Any:
         return _twin(self._source, loader=lambda path: image_of(content, self._form))[index]
+
+
+def _of_folder(source: Any) -> _OfFolder | None:
+    folder, images = sys.modules["torchvision.datasets.folder"], sys.modules.get("torchvision.io")
+    by_pil = sys.modules["torchvision"].get_image_backend() == "PIL"
+    if source.loader is folder.pil_loader or (source.loader is folder.default_loader and by_pil):
+        return _OfFolder(source, "rgb")
+    if source.loader in (getattr(images, "read_image", 0), getattr(images, "decode_image", 0)):
+        return _OfFolder(source, "tensor")
+    return None
 
 
 class _OfTimm:
@@ -229,16 +223,6 @@ class _OfHuggingFace:
         batch = {name: [value] for name, value in row.items() if name in columns}
         made = self._source.format["format_kwargs"]["transform"](batch)
         return {name: values[0] for name, values in made.items()}
-
-
-def _of_folder(source: Any) -> _OfFolder | None:
-    folder, images = sys.modules["torchvision.datasets.folder"], sys.modules.get("torchvision.io")
-    by_pil = sys.modules["torchvision"].get_image_backend() == "PIL"
-    if source.loader is folder.pil_loader or (source.loader is folder.default_loader and by_pil):
-        return _OfFolder(source, "rgb")
-    if source.loader in (getattr(images, "read_image", 0), getattr(images, "decode_image", 0)):
-        return _OfFolder(source, "tensor")
-    return None
 
 
 def _of_hugging_face(source: Any) -> _OfHuggingFace | None:

@@ -1,13 +1,13 @@
 """Random number generators: the process-wide ones, and those that belong to a source.
 
 A state consists of plain values: `==` compares it (`states_of`, `restore`), and JSON writes it, with bytes and arrays
-as hexadecimal digits. So a checkpoint holds text, which is never unpickled (`as_text`, `put_back`).
+as hexadecimal digits, so a checkpoint holds text, which is never unpickled (`as_text`, `put_back`).
 
 `Generators` says which generators draw while something happens (`watch`), seeds them, and puts them back.
 
-`reachable` walks from a source to the objects that its code can come to: attributes, containers, closures and defaults
-of functions, and what of their modules' globals those functions name. `owned_generators` picks the generators among
-them: NumPy's Generator and RandomState, `random.Random`, `torch.Generator`. albumentations and MONAI draw from such.
+`reachable` walks from a source to the objects that its code can reach: attributes, containers, closures and defaults of
+functions, and the globals that those functions name. `owned_generators` picks the generators among them: NumPy's
+Generator and RandomState, `random.Random`, `torch.Generator`. albumentations and MONAI draw from such.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -67,7 +67,7 @@ def states_of(generators: Mapping[str, Any]) -> State:
 
 
 def restore(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Put generators into states that `states_of` gave; of names that only one of both has, nothing is changed.
+    """Put generators into states that `states_of` gave; names that only one side has are passed over.
 
     Raises:
         ValueError, TypeError, KeyError: a state that is none, or of another kind of generator.
@@ -144,12 +144,7 @@ def _as_tuples(state: Any) -> Any:
 
 
 class Generators:
-    """The process-wide generators, and those of a source.
-
-    A `with` puts all of them back at its end.
-
-    Args:
-        source: its own generators count, too; None: the process-wide ones alone.
+    """The process-wide generators, and those of a source if there is one. A `with` puts all of them back at its end.
 
     Example:
         >>> generators = Generators()
@@ -178,12 +173,12 @@ class Generators:
         restore(self._process_wide | self._owned, self._begun)
 
     def find_new(self) -> None:
-        """Count the generators that the source has made meanwhile, too."""
+        """Include generators that the source has made meanwhile."""
         self._owned = owned_generators(self._source) | self._owned
 
     def state(self) -> State:
         """The state of every generator, by name; `==` compares it."""
-        return {**states_of(self._process_wide), ENTROPY: _Entropy.asked, **states_of(self._owned)}
+        return {**states_of(self._process_wide), ENTROPY: repr(_entropy), **states_of(self._owned)}
 
     def moved(self, before: State, after: State | None = None) -> list[str]:
         """The names of generators that have drawn between two states; `after` is by default that of now."""
@@ -211,29 +206,24 @@ class Generators:
         self._started[seed] = states_of(self._owned)
 
 
-class _Entropy:
-    asked = 0
-
-    @classmethod
-    def ask(cls, original: Callable[[int], bytes], size: int) -> bytes:
-        cls.asked += 1
-        return original(size)
+_entropy = count()  # its next value moves with each question
 
 
 @contextmanager
 def watch_entropy() -> Iterator[None]:
-    """Count questions to the system for entropy as draws, as `np.random.default_rng()` asks them.
+    """Count questions to the system for entropy as draws: a generator made anew in each read has no earlier state."""
 
-    A generator that is made anew in every read has no state that could be seen to move.
-    """
-    modules = (os, "urandom"), (random, "_urandom")  # NumPy asks through the second, by `secrets`
-    originals = [(module, name, getattr(module, name)) for module, name in modules]
-    for module, name, original in originals:
-        setattr(module, name, partial(_Entropy.ask, original))
+    def ask(size: int) -> bytes:
+        next(_entropy)
+        return original(size)
+
+    original, modules = os.urandom, ((os, "urandom"), (random, "_urandom"))  # NumPy asks the second, by `secrets`
+    for module, name in modules:
+        setattr(module, name, ask)
     try:
         yield
     finally:
-        for module, name, original in originals:
+        for module, name in modules:
             setattr(module, name, original)
 
 
@@ -278,10 +268,7 @@ def owned_generators(source: Any) -> dict[str, Any]:
 
 
 def reachable(source: Any) -> Iterator[tuple[str, Any]]:
-    """The objects that can be reached from a source, nearest first, each once, with where it lies.
-
-    Numbers, strings and arrays are left out, and so is what lies beyond the first 20,000.
-    """
+    """The first 20,000 objects that can be reached from a source, with their places: no numbers, strings or arrays."""
     known = {id(source)}
     waiting = deque([(type(source).__name__, source)])
     for _ in range(_MOST):
@@ -296,7 +283,7 @@ def reachable(source: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _children(node: Any) -> Iterator[tuple[str, Any]]:
-    """What an object leads to, with the step: an attribute, a key, or a name of its own."""
+    """The objects that an object leads to, with the step: an attribute, a key, or a name."""
     kind = type(node)  # never isinstance: a proxy may load what it stands for to answer
     if issubclass(kind, (*KINDS, types.ModuleType)):
         return
@@ -335,7 +322,7 @@ def _attributes(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function keeps, and what of its module it names."""
+    """The objects in a function's closure and defaults, and the globals that it names."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not filled yet
             yield name, cell.cell_contents

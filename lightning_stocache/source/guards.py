@@ -1,11 +1,10 @@
-"""What is noticed of a source while it is served: that it has changed, or that it is random.
+"""Notice that a source changes, or is random, while it is served.
 
-What is cached is what the source gave. Users change a dataset while it is trained on: a curriculum sets
-`dataset.strength`, a callback swaps `dataset.transform` for the last epochs. `SourceState` sees that.
+`SourceState` sees changes: a curriculum sets `dataset.strength`, a callback swaps `dataset.transform` late in training.
 
-The look at set-up reads a handful of samples. A source that is random in few others, and draws from what no look can
-find, gets its first draw frozen. `Recheck` reads a sample of a map-style source again now and then; `StreamReader`
-watches the generators while a stream is read.
+A source that is random in few samples only, and draws from what no look can find, passes the look at set-up, and its
+first draw would be frozen. `Recheck` reads samples of a map-style source again; `StreamReader` watches the generators
+while a stream is read.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import accumulate
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import Dataset, get_worker_info
 
@@ -37,17 +36,7 @@ _MISSING = object()
 _FIRST_GAP = 64  # loads before the first second read may come
 _MOST_RECHECKS = 8
 _WATCHED = 32  # samples of a stream that are watched in any case
-_SHARE = 20  # at most this part of the stream's time is for watching the others
-_CHANGED = (
-    "%s: its `%s` has changed since it was cached. Epochs that begin now load all samples uncached, as changed.\n"
-    "To keep the cache, change what comes after it: transform= of CachedDataset or StocacheDataModule, or the model's "
-    "on_after_batch_transfer"
-)
-_RANDOM = (
-    "sample %d of %s is another one when it is read again: its source is random, and the cache freezes its first "
-    "draw.\nGive its deterministic part to CachedDataset, and the random rest as transform=; or leave it uncached "
-    "(budget=0)"
-)
+_SLOW_NS = 1_000_000  # a sample of a stream that takes so long is watched, too: watching takes 0.05 ms
 
 
 # ---- changed ----
@@ -60,8 +49,8 @@ class _Part:
     Args:
         path: where it lies in the source, for messages.
         live: the `__dict__`, or the list itself.
-        seen: a copy of what that held.
-        kind: class of the object, whose attributes stand for those that it has not; None for a list.
+        seen: a copy of its earlier content.
+        kind: class of the object, whose attributes stand for those that the object lacks; None for a list.
     """
 
     path: str
@@ -71,17 +60,16 @@ class _Part:
 
 
 class SourceState:
-    """The attributes of a source as they were, to be compared with what they are.
+    """The attributes of a source, compared with those of an earlier moment.
 
     Compared are the source, the datasets inside it (Subset, ConcatDataset, wrappers) and their transforms, down to the
     lists of steps. An attribute has changed if it holds another object that is not equal to the one before. Not counted
-    are what is opened and closed (files, databases), generators, the length of a source that grows, and attributes that
-    move when the source is read (a counter, a memo): every read of this process stands in a `with`, which learns them.
-    Not seen is what changes inside an object that is no transform: a list of files that is sorted, a tensor that is
-    written to.
+    are files and databases, generators, the length of a source that grows, and attributes that move when the source is
+    read (a counter, a memo): every read of this process stands in a `with`, which learns them. Not seen is what changes
+    inside any other object: a list of files that is sorted, a tensor that is written to.
 
-    A copy, in another process or in this one, is compared with what it was when it was made. In a loader's worker a
-    name that the source did not have is no change: `worker_init_fn` tells the worker's copy who it is.
+    A copy, in this or another process, is compared with its state when it was made. In a loader's worker a new name is
+    no change: `worker_init_fn` tells the worker's copy who it is.
 
     Args:
         source: the user's dataset.
@@ -95,7 +83,6 @@ class SourceState:
         ...         return 8
         >>> source = Noise()
         >>> state = SourceState(source)
-        >>> state.look()
         >>> source.strength = 2
         >>> state.look()
         'strength'
@@ -110,24 +97,30 @@ class SourceState:
         self._told = False
 
     def look(self, first_to_tell: Callable[[], bool] | None = None) -> str | None:
-        """Where the source has changed, for instance `transform.p`; None while it has not. What was found stays.
+        """Where the source has changed, for instance `transform.p`; None while it has not. The first change stays.
 
         Args:
-            first_to_tell: says whether this process is to warn of a change that is found; None: it is not.
+            first_to_tell: says whether this process is to warn of a change; None: it is not.
         """
         if self._change is None and (found := self._differences()):
-            self._change, self._parts = found[0], []  # they hold what may have been replaced to be rid of it
+            self._change, self._parts = found[0], []  # they hold objects that the user may have replaced to free them
         if self._change is not None and first_to_tell is not None and not self._told:
             self._told = True
             if first_to_tell():
-                log.warning(_CHANGED, type(self._source).__name__, self._change)
+                log.warning(
+                    "%s: its `%s` has changed since it was cached. Epochs that begin now load all samples uncached, as "
+                    "changed.\nTo keep the cache, change what comes after it: transform= of CachedDataset or "
+                    "StocacheDataModule, or the model's on_after_batch_transfer",
+                    type(self._source).__name__,
+                    self._change,
+                )
         return self._change
 
     def __enter__(self) -> None:
-        """Before a read of the source by this process."""
+        """Begin a read of the source by this process."""
 
     def __exit__(self, *_: object) -> None:
-        """After it: what has moved meanwhile, reading moves."""
+        """End the read, and learn what it has moved."""
         self._moves.update(self._differences())
 
     def _differences(self) -> list[str]:
@@ -163,10 +156,13 @@ class SourceState:
             if id(node) in known:
                 continue
             known.add(id(node))
-            live, kind = node, None
             if _has_state(node) or (node is self._source and hasattr(node, "__dict__")):
                 live, kind = vars(node), type(node)
-            elif not (isinstance(node, list | tuple | dict) and _holds_states(node)):
+            elif isinstance(node, list | tuple | dict) and len(node) <= _MOST_STEPS:
+                live, kind = cast(Any, node), None
+                if not any(map(_has_state, _entries(live).values())):
+                    continue
+            else:
                 continue
             if not isinstance(live, tuple):
                 parts.append(_Part(path, live, live.copy(), kind))
@@ -175,7 +171,7 @@ class SourceState:
 
     def __getstate__(self) -> dict[str, Any]:
         self.look()
-        return self.__dict__ | {"_parts": []}  # they hold what the source itself may not be able to send
+        return self.__dict__ | {"_parts": []}  # they hold objects that the source itself may not send
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -188,12 +184,8 @@ def _has_state(node: Any) -> bool:
     return decides and hasattr(node, "__dict__")
 
 
-def _holds_states(container: Any) -> bool:
-    return len(container) <= _MOST_STEPS and any(map(_has_state, _entries(container).values()))
-
-
 def _is_handle(value: Any) -> bool:
-    """Whether it is something that was opened, a generator that may be seeded anew, or nothing yet."""
+    """Whether it is an open file or the like, a generator that may be seeded anew, or nothing yet."""
     if value is None or value is _MISSING or isinstance(value, KINDS):
         return True
     return hasattr(value, "close") and not isinstance(value, Dataset)
@@ -214,7 +206,7 @@ def _same(old: Any, new: Any) -> bool:
         return True
     try:
         return bool(old == new)
-    except Exception:  # arrays and tensors have no such answer, and what users compare may raise anything
+    except Exception:  # arrays and tensors have no such answer, and objects of users may raise anything
         return False
 
 
@@ -225,7 +217,7 @@ class Recheck:
     """Reads a sample again now and then while a cache fills, under another seed, and warns if it is another one.
 
     The first comes after about a hundred loads of this process, the next ever more rarely, eight at most. All
-    generators are put back, so nothing else changes; that batch waits for one more read.
+    generators are put back.
 
     Args:
         source: what is read.
@@ -250,23 +242,27 @@ class Recheck:
             generators.seed(self._dice.getrandbits(31))
             try:
                 differs = bits(self._source[index]) != before
-            except Exception:  # whatever the user's code raises when it is asked twice: the sample has been served
+            except Exception:  # of the user's code, when it is asked twice: the sample has been served
                 return True
         if differs:
             self._due.clear()
             if self._first_to_tell():
-                log.warning(_RANDOM, index, type(self._source).__name__)
+                log.warning(
+                    "sample %d of %s is another one when it is read again: its source is random, and the cache freezes "
+                    "its first draw.\nGive its deterministic part to CachedDataset, and the random rest as transform=; "
+                    "or leave it uncached (budget=0)",
+                    index,
+                    type(self._source).__name__,
+                )
         return True
 
 
 class StreamReader:
     """Reads a stream from its beginning, and watches whether it draws random numbers for its samples.
 
-    The first sample is left out, because many streams draw their order there. Watching takes at most a twentieth of the
-    stream's own time, besides that of the first samples: of a fast stream some samples only are watched.
-
-    Not seen are the generators of WebDataset's and `datasets`' shuffling, which nobody can reach. What shuffles by the
-    process-wide generators with every sample cannot be told from augmentation.
+    The first sample is left out, because many streams draw their order there. The next 31 are watched, and later those
+    that follow a slow one, so that watching takes at most a twentieth of the stream's time. Not seen are the generators
+    of WebDataset's and `datasets`' shuffling. Shuffling by process-wide generators cannot be told from augmentation.
 
     Args:
         source: the stream, whose own generators are watched, too.
@@ -275,8 +271,7 @@ class StreamReader:
 
     def __init__(self, source: Any, watched: bool = True) -> None:
         self._generators = Generators(source) if watched else None
-        self._stream = iterate(source)
-        self._samples = self._watch_ns = self._all_ns = 0
+        self._stream, self._samples = iterate(source), 0
         self.moved: str | None = None
         """The generators that moved while a sample was read, in words; None as long as none has."""
         self.source_ns = 0
@@ -284,20 +279,13 @@ class StreamReader:
 
     def __next__(self) -> Any:
         """The next sample; what the stream raises comes through."""
-        start, before = time.perf_counter_ns(), None
-        if self._generators is not None and self._is_worthwhile():
-            before = self._generators.state()
-        begin = time.perf_counter_ns()
+        is_watched = self._samples > 0 and (self._samples < _WATCHED or self.source_ns > _SLOW_NS)
+        generators = self._generators if is_watched else None
+        before = None if generators is None else generators.state()
+        start = time.perf_counter_ns()
         sample = next(self._stream)
-        end = time.perf_counter_ns()
-        if self._generators is not None and before is not None:
-            if moved := self._generators.moved(before):
-                self.moved, self._generators = " and ".join(moved), None
-            self._watch_ns += time.perf_counter_ns() - end + begin - start
-        self.source_ns = end - begin
-        self._all_ns += self.source_ns
+        self.source_ns = time.perf_counter_ns() - start
+        if generators is not None and before is not None and (moved := generators.moved(before)):
+            self.moved, self._generators = " and ".join(moved), None
         self._samples += 1
         return sample
-
-    def _is_worthwhile(self) -> bool:
-        return self._samples > 0 and (self._samples < _WATCHED or self._watch_ns * _SHARE < self._all_ns)

@@ -18,17 +18,12 @@ _DEEP = 4  # datasets inside each other
 
 
 def class_name(source: Any) -> str:
-    """The class of a source, with its module.
-
-    Example:
-        >>> class_name([1, 2])
-        'builtins.list'
-    """
+    """The class of a source, with its module."""
     return f"{module_name(type(source).__module__)}.{type(source).__qualname__}"
 
 
 def identity(source: Dataset[Any]) -> str:
-    """The class of a source. Of a Subset also which indices it has: two random splits are alike in all else.
+    """The class of a source, and of a Subset a digest of its indices, in which two random splits differ.
 
     Example:
         >>> identity(Subset("abc", [2, 0]))
@@ -42,10 +37,9 @@ def identity(source: Dataset[Any]) -> str:
 
 
 def data_digest(source: Any) -> str:
-    """A digest of what a source holds, as far as its attributes show it.
+    """A digest of the class and of the lists, arrays and tensors in the attributes, through the datasets inside.
 
-    It is made of the class, and of the lists, arrays and tensors in the attributes, through the datasets inside it:
-    their sizes and their ends, for they may be large.
+    Of a container only the size and the ends count, because it may be large.
 
     Example:
         >>> halves = [Subset(range(10), range(rank, 10, 2)) for rank in (0, 1)]

@@ -1,20 +1,19 @@
-"""The deterministic and the random part of a source.
+"""Find the deterministic and the random part of a source.
 
 A cache freezes what it stores, and most random augmentation sits inside the user's dataset. `split` finds it:
 
-1. A few indices are read twice, under different seeds of every process-wide generator (torch, CUDA if it runs, NumPy,
-   Python). The source is deterministic if the bits are equal and no generator has moved, neither these nor one that can
-   be reached from the source (RandomErasing(p=0.1) seldom changes bits, but always draws). Those of the source cannot
-   be seeded: they go on from read to read, which does as well.
-2. Otherwise a shallow copy of the dataset, through any depth of Subset, gets a `transform` that runs its steps one by
-   one and notes each one's bits and draws. The earliest random step over all probed samples is the cut.
+1. A few indices are read twice, under different seeds of every process-wide generator. The source is deterministic if
+   the bits are equal and no generator has moved, neither these nor one that can be reached from the source
+   (RandomErasing(p=0.1) seldom changes bits, but always draws).
+2. Otherwise a shallow copy of the dataset gets a `transform` that runs its steps one by one and notes each one's bits
+   and draws. The earliest random step over all probed samples is the cut.
 3. A second copy runs only the steps before the cut. Where their output lies in the sample is found by identity; the
-   tail applies the other steps there, in the order of the calls. Position and places are the `Cut`.
-4. Nothing is believed unproven: under one seed, `tail(copy[i])` must give the bits of `source[i]` and leave the
-   generators in the same state, and the copy must be deterministic by the test of step 1.
+   tail applies the other steps there, in the order of the calls.
+4. The cut is proved: under one seed, `tail(copy[i])` must give the bits of `source[i]` and leave the generators in the
+   same state, and the copy must be deterministic by the test of step 1.
 
-The user's objects are not modified, and the generators end where they began, also when the source raises. Not promised:
-that a source is found out which is random in few samples only, and draws from what no look can find.
+The user's objects are not modified, and the generators end where they began, also when the source raises. A source that
+is random in few samples only, and draws from what no look can find, is not found out.
 """
 
 from __future__ import annotations
@@ -57,15 +56,15 @@ class Split:
     """A source and what `split` found in it.
 
     Args:
-        source: what is cached: the user's own object if it is deterministic or cannot be split, else a shallow copy
-            whose transform ends before its first random step.
+        source: what is cached: a shallow copy whose transform ends before its first random step, or the user's own
+            object if it is deterministic or cannot be split.
         tail: the random rest, applied to a sample after the cache; None if nothing is random.
         cut: where it was cut, for other processes; None if it was not.
         indices: the probed indices, 0 first.
         samples: what `source` returned for them.
         reads: how many times the user's dataset was read.
-        reason: None, or why a random source cannot be cached: what moved, and why it is not split.
-        bits: those of the samples when they were read.
+        reason: why a random source cannot be cached, else None.
+        bits: of the samples when they were read.
     """
 
     source: Dataset[Any]
@@ -96,10 +95,9 @@ def split(
 
     Args:
         source: a map-style dataset with at least one sample.
-        samples: how many indices to probe, spread evenly from index 0 to the last. A deterministic source is read twice
-            per index, a random one up to six times. Raise it for sources that are random in few samples only. Where
-            two take more than 20 s, they have to do.
-        quick: how many more to probe, as long as all of it takes less than 0.2 s; what raises is left out.
+        samples: how many indices to probe, spread evenly from index 0 to the last; two where they take 20 s. A
+            deterministic source is read twice per index, a random one up to six times.
+        quick: how many more to probe within 0.2 s.
         told: called with each index before it is read.
         domain: which indices may be read; by default all.
 
@@ -250,19 +248,22 @@ class Probe:
 
 @contextmanager
 def _worker_of(seed: int) -> Iterator[None]:
-    """In a worker: have another seed and number for a while, because what is drawn from them is random."""
+    """In a worker: have another seed and number for a while, because sources may draw from these."""
     info: Any = get_worker_info()
     if info is None:
         yield
         return
-    before = {"seed": info.seed, "id": info.id}
+    before = info.seed, info.id
+    _be_worker(info, seed, seed % 2)
     try:
-        for name, value in {"seed": seed, "id": seed % 2}.items():
-            object.__setattr__(info, name, value)  # it refuses to be changed
         yield
     finally:
-        for name, value in before.items():
-            object.__setattr__(info, name, value)
+        _be_worker(info, *before)
+
+
+def _be_worker(info: Any, seed: int, number: int) -> None:
+    object.__setattr__(info, "seed", seed)  # it refuses to be changed
+    object.__setattr__(info, "id", number)
 
 
 def sign(first: Read, second: Read) -> str | None:
@@ -281,7 +282,7 @@ def sign(first: Read, second: Read) -> str | None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a transform: what it returned, by position or keyword, and each step's bits and whether it drew."""
+    """A call of a transform: what it returned, and each step's bits and whether it drew."""
 
     values: Values
     steps: list[tuple[Bits, bool]]

@@ -4,8 +4,8 @@
 are compared in three ways:
 
 - `bits`: values by path that `==` compares bit for bit; `difference` says where two of them differ.
-- `same_sample`: as a user has them, for another job, on another machine perhaps. Sets and dicts have no order, and
-  floating-point numbers may differ in their last bits: another processor or decoder may have computed them.
+- `same_sample`: by value, for another job or machine: sets and dicts have no order, and floating-point numbers may
+  differ in their last bits.
 - `mark_of`: 64 bits made of the sums and the ends of the leaves, to find a sample among many.
 """
 
@@ -18,6 +18,7 @@ from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import reduce
+from itertools import repeat
 from operator import getitem
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias
@@ -61,12 +62,9 @@ _DEEP = 16  # containers or objects inside each other that are looked into
 
 
 def walk(node: Any, path: Path = (), above: tuple[int, ...] = ()) -> Iterator[tuple[Path, Any]]:
-    """Every container and leaf of a sample with its path; a container inside itself is not gone into again.
+    """Every container and leaf of a sample with its path.
 
-    Args:
-        node: the sample, or a part of it.
-        path: where that lies.
-        above: the containers around it, by their `id`.
+    `path` says where the node lies. `above` has the ids of the containers around it: none is entered inside itself.
     """
     yield path, node
     if isinstance(node, (*_DICTS, list, tuple)) and id(node) not in above:
@@ -198,7 +196,7 @@ def difference(left: Bits, right: Bits) -> str | None:
 
 # ---- the same ----
 
-_LAST_BITS = 16  # differences that count for nothing, as multiples of what the last bit of the largest number is worth
+_LAST_BITS = 16  # differences that count for nothing, in units of the last bit of the largest number
 _LAST_BITS_OF_HALF = 2
 _LAST_BIT = 2**-23  # of 1.0 in 32 bits: a number of 64 bits may have been computed from such
 
@@ -214,7 +212,6 @@ def same_sample(left: Any, right: Any) -> bool:
 
 
 def _alike(left: Any, right: Any, deep: int) -> bool:
-    """Whether two objects are the same, as far as that can be told."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor | np.ndarray | np.generic | float | complex):
@@ -224,21 +221,20 @@ def _alike(left: Any, right: Any, deep: int) -> bool:
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(_alike(left[key], right[key], deep - 1) for key in left)
     ours, theirs = _parts(left), _parts(right)
-    if ours is None or theirs is None:
+    if ours is None or theirs is None or not deep:
         return bits(left) == bits(right)
-    pairs = zip(ours, theirs, strict=False)
-    return len(ours) == len(theirs) and (not deep or all(_alike(*pair, deep - 1) for pair in pairs))
+    return len(ours) == len(theirs) and all(map(_alike, ours, theirs, repeat(deep - 1)))
 
 
 def _parts(node: Any) -> list[Any] | None:
-    """What an object is made of, as it says to who copies or pickles it; None if it is in one piece."""
+    """The items of a sequence, or the parts from which an object is unpickled; None if it is in one piece."""
     if isinstance(node, list | tuple):
         return list(node)
     if type(node) in _PLAIN or isinstance(node, type | FunctionType | BuiltinFunctionType) or is_pil(node):
         return None
     try:
         make, arguments, state, items, pairs = (*node.__reduce_ex__(4), None, None, None)[:5]
-    except Exception:  # it is a name, or cannot be taken apart
+    except Exception:  # it is a name, or cannot be pickled
         return None
     return [make, *arguments, state, *(items or ()), *(pairs or ())]
 
@@ -282,20 +278,20 @@ def mark_of(sample: Any) -> int:
 def _feed(digest: Any, node: Any, deep: int) -> None:
     kind = type(node)
     digest.update(kind.__name__.encode())
-    if isinstance(node, dict | list | tuple) and deep:
-        if isinstance(node, dict):
-            digest.update(repr(list(node)).encode(errors="replace"))
-            node = list(node.values())
+    if isinstance(node, dict):
+        digest.update(repr(list(node)).encode(errors="replace"))
+        node = list(node.values())
+    if isinstance(node, list | tuple):
         if all(type(item) in _NUMBERS for item in node):
             digest.update(repr(node).encode())
-        else:
+        elif deep:
             for item in node:
                 _feed(digest, item, deep - 1)
+    elif kind in _NUMBERS:
+        digest.update(repr(node).encode())
     elif isinstance(node, bytes | bytearray | str):
         text = node.encode(errors="replace") if isinstance(node, str) else node
         digest.update(_digested(np.frombuffer(text, dtype=np.uint8)))
-    elif kind in _NUMBERS:
-        digest.update(repr(node).encode())
     elif (array := _array_of(node)) is not None:
         digest.update(repr(array[0]).encode() + _digested(array[1]))
     elif is_pil(node):  # a row of it: the bytes of all would take half a millisecond

@@ -2,12 +2,11 @@
 
 A source is cut by its `transform` (or the joint `transforms` of a VisionDataset), through any depth of Subset. Nested
 Composes and Sequentials of torchvision are one flat list of steps; a Compose of albumentations or MONAI has the steps
-that it holds itself. Some of the steps are called as the whole transform is: with one value, with several, or by
-keywords.
+that it holds itself. Steps are called as the whole transform is: with one value, with several, or by keywords.
 
 A `Cut` holds nothing but numbers and keys, so a process that has read nothing cuts its own source in the same way. The
 user's objects are not modified, and the tail works with them: a `worker_init_fn` that seeds the transform's generators
-seeds the tail's. Whether a cut is sound is not known here: `split` finds it and proves it.
+seeds the tail's. `split` finds a cut and proves that it is sound.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Cut:
         """The deterministic copy of `source` and the tail, without a read.
 
         Raises:
-            ValueError: `source` has no transform that could be cut: it is not the one that this was found in.
+            ValueError: `source` has no transform that could be cut.
         """
         transform = transform_of(source)
         return with_transform(source, Head(transform, self.position)), Tail(transform, self.position, self.places)
@@ -84,8 +83,8 @@ class Part:
 
     def run(self, values: Values) -> Values:
         """Run the steps on the values of a call."""
-        # A copy for each call: who gives new generators to the whole transform gives them to the copy.
-        if _is_monai(self.transform) or (draws_by_itself(self.transform) and self.end is None):
+        # A copy for each call: new generators of the whole transform reach the copy.
+        if _is_compose(self.transform) and not (draws_by_itself(self.transform) and self.end is not None):
             section: Any = copy.copy(self.transform)
             section.transforms = self.transform.transforms[self.begin : self.end]
             return _called(section, values)
@@ -95,12 +94,7 @@ class Part:
 
 
 class Head(Part):
-    """The first steps of a transform, called as the transform is.
-
-    Args:
-        transform: the whole.
-        end: how many steps.
-    """
+    """The first `end` steps of a transform, called as the transform is."""
 
     def __init__(self, transform: Callable[..., Any], end: int) -> None:
         super().__init__(transform, 0, end)
@@ -115,12 +109,9 @@ class Head(Part):
 
 
 class Tail(Part):
-    """The random steps, applied to those objects of a sample that the head made. The given sample keeps its containers.
+    """The steps from `position` on, applied to those objects of a sample that the head made, which lie at `places`.
 
-    Args:
-        transform: the whole transform.
-        position: its first random step.
-        places: where they work, as `Cut` has it.
+    The given sample keeps its containers.
     """
 
     def __init__(self, transform: Callable[..., Any], position: int, places: Sequence[Places]) -> None:
@@ -141,19 +132,19 @@ def _called(step: Callable[..., Any], values: Values) -> Values:
     if not named:
         result = step(*values.values())
         return dict(enumerate(result if len(values) > 1 else (result,)))
-    if not isinstance(came := step(**named), dict):
-        raise UncuttableError(
-            f"its transform is called with keyword arguments ({', '.join(named)}), and {step_name(step)} returns no "
-            "dict for them"
-        )
-    return came
+    if isinstance(result := step(**named), dict):
+        return result
+    raise UncuttableError(
+        f"its transform is called with keyword arguments ({', '.join(named)}), and {step_name(step)} returns no dict "
+        "for them"
+    )
 
 
 # ---- the transform of a dataset ----
 
 
 def transform_of(dataset: Dataset[Any]) -> Callable[..., Any]:
-    """The transform of a dataset, or of what is inside its Subsets."""
+    """The transform of a dataset, or of the dataset inside its Subsets."""
     if name := _attribute(dataset):
         return cast(Callable[..., Any], getattr(dataset, name))
     if isinstance(dataset, Subset):
@@ -192,12 +183,11 @@ def steps_of(transform: Any, *, inside: bool = False) -> list[Callable[..., Any]
         transform: any callable.
         inside: whether it is a step itself: a Compose of albumentations or MONAI then stays whole.
     """
-    if _is_monai(transform) or draws_by_itself(transform):
+    if _is_compose(transform):
         prepares = getattr(transform, "processors", None)  # boxes and key points, before albumentations' first step
         return [transform] if inside or prepares else list(transform.transforms)
     modules = (sys.modules.get(name) for name in ("torchvision.transforms", "torchvision.transforms.v2"))
-    kinds = [nn.Sequential, *(module.Compose for module in modules if module is not None)]
-    for kind in kinds:
+    for kind in (nn.Sequential, *(module.Compose for module in modules if module is not None)):
         same = (getattr(type(transform), way, 0) is getattr(kind, way, 0) for way in ("__call__", "forward"))
         if isinstance(transform, kind) and all(same):
             steps = transform if isinstance(transform, nn.Sequential) else transform.transforms
@@ -205,21 +195,21 @@ def steps_of(transform: Any, *, inside: bool = False) -> list[Callable[..., Any]
     return [transform]
 
 
-def draws_by_itself(transform: Any) -> bool:
-    """Whether it is a Compose of albumentations: it draws whether to run at all, even where it always does."""
-    return _is_compose(transform, "albumentations") and transform.p >= 1
-
-
 def step_name(step: Any) -> str:
     """A step as its user knows it, for messages."""
     return str(getattr(step, "__name__", type(step).__name__))
 
 
-def _is_monai(transform: Any) -> bool:
-    return _is_compose(transform, "monai.transforms") and not transform.lazy
+def draws_by_itself(transform: Any) -> bool:
+    """Whether it is a Compose of albumentations: it draws whether to run at all, even where it always does."""
+    return _is_of(transform, "albumentations") and transform.p >= 1
 
 
-def _is_compose(transform: Any, module: str) -> bool:
-    """Whether it is of the class Compose of a library, which need not be installed."""
-    library = sys.modules.get(module)  # never imported: then nobody made one
+def _is_compose(transform: Any) -> bool:
+    """Whether it is a Compose of albumentations that always runs, or one of MONAI that is not lazy."""
+    return draws_by_itself(transform) or (_is_of(transform, "monai.transforms") and not transform.lazy)
+
+
+def _is_of(transform: Any, module: str) -> bool:
+    library = sys.modules.get(module)  # not imported: then nobody made one
     return library is not None and type(transform) is getattr(library, "Compose", None)

@@ -6,8 +6,6 @@ import copy
 import itertools
 import pickle
 import random
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -196,16 +194,6 @@ def test_a_source_is_split_through_subsets() -> None:
         assert parts.source.indices == source.indices
 
 
-def test_an_image_folder_is_split(tmp_path: Path) -> None:
-    """Real files: decoding and resizing stay in the source, the target's own transform too."""
-    steps = [v2.Resize((8, 8)), v2.PILToTensor(), v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True)]
-    source = ImageFolder(write_photos(tmp_path), transform=v2.Compose(steps), target_transform=lambda label: label + 10)
-    parts = split(source)
-    assert_same_stream(source, parts)
-    image, label = parts.source[0]
-    assert (image.dtype, image.shape, label) == (torch.uint8, (3, 8, 8), 10)
-
-
 @pytest.mark.parametrize("compose", [v1.Compose, v2.Compose])
 def test_a_pil_image_at_the_cut_is_kept(tmp_path: Path, compose: Any) -> None:
     """The usual recipe draws before it makes a tensor: what is kept is the image of PIL."""
@@ -283,23 +271,6 @@ def test_a_deterministic_source_is_read_twice_per_index() -> None:
     assert seen == [0, 0, 3, 3, 6, 6, 9, 9]
     assert parts.reads == 8
     assert parts.samples == parts.indices == (0, 3, 6, 9)
-
-
-def test_every_read_of_a_random_source_is_counted() -> None:
-    """`reads` is what the source itself counts, six per index at most; the samples are those of the cached part."""
-
-    class Counted(Photos):
-        total = 0
-
-        def __getitem__(self, index: int) -> Any:
-            Counted.total += 1
-            return super().__getitem__(index)
-
-    parts = split(Counted(v2.Compose([*HEAD_V2, v2.RandomCrop(6)])), samples=3)
-    assert parts.reads == Counted.total == 18
-    assert [sample[1] for sample in parts.samples] == list(parts.indices) == [0, 3, 7]
-    assert all(sample[0].shape == (3, 8, 8) for sample in parts.samples)
-    assert same(parts.samples[0], parts.source[0])
 
 
 def test_one_sample_is_enough() -> None:
@@ -432,30 +403,6 @@ def test_every_generator_is_put_back(source: Any) -> None:
     assert states() == before
 
 
-def test_another_numpy_bit_generator_is_put_back() -> None:
-    """A process that chose PCG64 for numpy.random keeps it, state included."""
-    usual = np.random.get_bit_generator()
-    np.random.set_bit_generator(np.random.PCG64(3))
-    try:
-        before = np.random.get_state(legacy=False)
-        assert split(Made(lambda i: np.random.rand())).reason is not None
-        assert np.random.get_state(legacy=False) == before
-    finally:
-        np.random.set_bit_generator(usual)
-
-
-def test_the_sources_own_exception_comes_through() -> None:
-    """An exception of the source is the very object it raised."""
-    error = OSError("disk is gone")
-
-    def fail(index: int) -> Any:
-        raise error
-
-    with pytest.raises(OSError) as caught:
-        split(Made(fail))
-    assert caught.value is error
-
-
 def test_the_users_objects_are_not_modified(tmp_path: Path) -> None:
     """Datasets, Subsets and transforms keep every attribute that they had."""
     transform = v2.Compose([v2.PILToTensor(), v2.RandomCrop(6)])
@@ -496,29 +443,6 @@ def test_another_process_cuts_its_own_source_without_a_read() -> None:
     source, tail = pickle.loads(pickle.dumps(found)).apply(other)
     assert other.reads == 0
     assert_same_stream(other, Split(source, tail, found, (), (), 0, None))
-
-
-def test_a_cut_that_does_not_belong_to_a_source_is_refused() -> None:
-    """A source without a transform cannot be cut at a place found in another."""
-    with pytest.raises(ValueError, match="TensorDataset has no `transform`"):
-        Cut(1, (((0, (0,)),),)).apply(TensorDataset(torch.ones(2)))
-
-
-@pytest.mark.processes
-def test_the_probe_does_not_import_torchvision() -> None:
-    """A source without torchvision is probed, and split, without it."""
-    code = (
-        "import sys, torch\n"
-        "from lightning_stocache.source.random_split import split\n"
-        "class Pixels(torch.utils.data.Dataset):\n"
-        "    transform = torch.nn.Sequential(torch.nn.Flatten(0), torch.nn.Dropout())\n"
-        "    __len__ = lambda self: 3\n"
-        "    __getitem__ = lambda self, index: self.transform(torch.ones(2, 2))\n"
-        "assert repr(split(Pixels()).tail) == 'Tail(Dropout)'\n"
-        "assert not {'torchvision', 'PIL'} & set(sys.modules)\n"
-        "assert not torch.cuda.is_initialized()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.gpu
