@@ -85,27 +85,15 @@ ONCE: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "distributed": (with_sampler(lambda data: DistributedSampler(data, 1, 0)), {}),
     "distributed in order": (with_sampler(lambda data: DistributedSampler(data, 1, 0, shuffle=False)), {}),
     "a subset's": (with_sampler(lambda data: DistributedSampler(range(50), 1, 0)), {}),
-    "subset of a subset": (lambda data: shuffled(Subset(Subset(data, range(0, SAMPLES, 2)), range(30))), {}),
     "overfit all": (shuffled, {"overfit_batches": 1.0}),
 }
 OTHERS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
-    "fewer": (with_sampler(lambda data: RandomSampler(data, num_samples=50)), {}),
     "replacement": (with_sampler(lambda data: RandomSampler(data, replacement=True)), {}),
     "weighted": (with_sampler(lambda data: WeightedRandomSampler(torch.arange(SAMPLES) ** 2.0, SAMPLES)), {}),
     "zero weights": (with_sampler(lambda data: WeightedRandomSampler((LABELS < 4).double(), SAMPLES)), {}),
-    "weighted once": (
-        with_sampler(lambda data: WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), 60, replacement=False)),
-        {},
-    ),
     "oversampled": (with_sampler(lambda data: SubsetRandomSampler([*range(SAMPLES), *range(0, SAMPLES, 4)] * 2)), {}),
     "list": (with_sampler(lambda data: list(range(20, 80)) + list(range(20, 40))), {}),
-    "list of batches": (with_batches(lambda data: [[1, 2, 3], [7, 8], [1, 9]]), {}),
     "overfit some": (shuffled, {"overfit_batches": 3}),
-    "overfit a subset": (
-        with_sampler(lambda data: SubsetRandomSampler(range(50, SAMPLES))),
-        {"overfit_batches": 2},
-    ),
-    "limit, in order": (lambda data: DataLoader(data, BATCH), {"limit_train_batches": 5}),
     "buckets": (with_batches(lambda data: Buckets((LABELS * 7).tolist(), BATCH)), {}),
     "a user's deal": (with_sampler(lambda data: Mine(data, 1, 0)), {}),
 }
@@ -217,16 +205,6 @@ def test_several_loaders_are_counted_together(tmp_path, mode):
         check_expected(trainer)
     else:
         assert logged(trainer, "stocache/hit_rate_expected") == []
-
-
-def test_nothing_is_expected_of_two_loaders_of_one_dataset(tmp_path):
-    """Each may hit what the other has drawn; the counts are the source's."""
-    data = source(tmp_path, samples=SAMPLES)
-    loads = Loads(data)
-    few = DataLoader(data, BATCH, sampler=SubsetRandomSampler(range(80, SAMPLES)))
-    model, trainer = train(tmp_path, lambda: {"all": shuffled(data), "few": few}, [StochasticCache(), loads])
-    check_counts(trainer, loads, samples_per_epoch(model))
-    assert logged(trainer, "stocache/hit_rate_expected") == []
 
 
 @pytest.mark.parametrize("held_out", [range(5), range(60, 70)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from lightning_stocache import CachedStream, FillProgress, StocacheDataModule, StochasticCache
-from tests.jobs import exit_codes, free_port, job_environment, start_module
 from tests.sources import CountedStream
 from tests.training.seen import Remembers
 from tests.training.tiny import logged, make_trainer
@@ -113,15 +111,3 @@ def test_a_stream_that_is_made_anew_replaces_the_one_before(tmp_path: Path, capl
     make_trainer(tmp_path, callbacks, epochs=4, reload_dataloaders_every_n_epochs=1).fit(model, Anew())
     assert model.sorted_epochs == [ALL] * 4
     assert caplog.text.count("came with a new Numbers") == 1
-
-
-def test_ranks_keep_a_stream_together(tmp_path: Path) -> None:
-    """Each of two ranks reads a half in epoch one; later all is dealt over both, with as many batches on each."""
-    said, meeting = tmp_path / "said", job_environment(free_port())
-    told = [meeting | {"LOCAL_RANK": str(rank)} for rank in (0, 1)]
-    job = start_module("tests.training.streams_job", 2, environments=told, said=said)
-    assert exit_codes([job], said, 150) == [0], said.read_text()
-    epochs = re.findall(r"epoch (\d+) (\d+) (\d+) (\d+) (\w+)", said.read_text())
-    assert [(first, second, whole) for first, second, _, _, whole in epochs] == [("51", "50", "True")] * 4
-    assert all(ours == theirs for *_, ours, theirs, _ in epochs[1:])
-    assert "hit rate per epoch: 0, 100, 100, 100 %" in said.read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +17,8 @@ from lightning.pytorch.tuner import Tuner
 
 from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.node.named import clean
-from tests import names
-from tests.sources import CountedSource
 from tests.training.sweep_job import SAMPLES, main
 from tests.training.tiny import Model, make_trainer, plain_loader, source
-
-ROOT = Path(__file__).parents[2]
-
 
 # --- Hydra
 
@@ -76,39 +70,6 @@ def test_optunas_sweeper(tmp_path, monkeypatch, name):
     more = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "lr=choice(0.1,0.01)")
     trials = sweep(monkeypatch, tmp_path, *more, f"cache.name={name}", "epochs=1")
     assert [trial["hits"] for trial in trials] == [[trials[0]["looked"] // 2], [SAMPLES], [SAMPLES]]
-
-
-@hydra_starts
-@pytest.mark.processes
-@pytest.mark.named
-@pytest.mark.soak
-def test_trials_at_the_same_time_share_one_fill(tmp_path, name):
-    """Under joblib's launcher, with a name: two processes fill one cache together, and load each sample once.
-
-    `tests/setup/test_disk_cache.py` says the same of four jobs, without a launcher that imports everything anew.
-    """
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    command = [sys.executable, "-m", "tests.training.sweep_job", "-m", f"folder={tmp_path}", "seconds=0.005"]
-    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "together=2", "lr=0.1,0.01,0.001"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), names.VARIABLE: names.folder()}
-    run = subprocess.run(
-        [*command, *launcher, f"cache.name={name}"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert run.returncode == 0, run.stderr
-    removed = clean(f"{name}-train0")
-    trials = told(tmp_path)
-    assert len({trial["pid"] for trial in trials}) == 2
-    stored = SAMPLES - trials[0]["loads"][0] - trials[1]["loads"][0]  # at set-up, of one of the two
-    assert stored in [trial["looked"] // 2 for trial in trials[:2]]
-    assert trials[2]["hits"] == [SAMPLES, SAMPLES]
-    looked = sum(trial["looked"] for trial in trials) + 2 * 8  # some are read again while the cache fills
-    assert SAMPLES <= CountedSource(SAMPLES, log_path=tmp_path / "loads").loads <= SAMPLES + looked
-    assert len(removed) == 1
 
 
 # --- Lightning's Tuner
