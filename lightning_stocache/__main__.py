@@ -145,7 +145,7 @@ def clean(parser: argparse.ArgumentParser) -> Action:
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.inventory import count, describe, of_job, wrapped
-        from lightning_stocache.node.named import clean, is_foreign
+        from lightning_stocache.node.named import clean
 
         known = _named(parser, arguments.dir)
         if arguments.name is not None:
@@ -153,8 +153,6 @@ def clean(parser: argparse.ArgumentParser) -> Action:
         dead = [cache for cache in known if not cache.in_use]
         if arguments.name is not None and not dead:
             why = "is in use" if known else "does not exist"
-            if is_foreign(arguments.name, arguments.dir):
-                why = "is none: what lies under its name is no segment of this user, and stays as it is"
             parser.exit(2, f"{parser.prog}: the cache {arguments.name!r} {why}; python -m lightning_stocache list\n")
         for cache in known:
             for line in wrapped(f"{'stays, ' if cache.in_use else ''}{describe(cache)}"):

@@ -358,7 +358,7 @@ def test_clean_refuses_in_a_sentence(named, capsys):
         (f"{named}-val0", "is in use"),
         (f"{named}-none", "does not exist"),
         ("../x", "does not exist"),
-        (f"{named}-notes.txt", "is no segment of this user, and stays as it is"),
+        (f"{named}-notes.txt", "does not exist"),
     ):
         assert words in refused(capsys, "clean", name)
     os.unlink(path)

@@ -17,10 +17,8 @@ _FORMS = (
     '"8GiB" or "500MB" (B, KB to TB, KiB to TiB), "60%" (of the dataset\'s cached size), "60% of free" (of the memory '
     'that may safely be used), "auto" (the whole dataset), a whole number of bytes, or 0 (off)'
 )
-# Digits for any float, but a short exponent (1e999999999 would be computed for hours) and decimals that `str` can keep.
 _TEXT = re.compile(
-    r"(?P<number>(?:[0-9]{1,400}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(?:e\+?[0-9]{1,2})?)\s*"
-    r"(?:(?P<unit>(?:[kmgt]i?)?b)|(?P<percent>%)(?P<free>\s*of\s+free)?)?",
+    r"(?P<number>(?:\d+(?:\.\d*)?|\.\d+)(?:e\+?\d{1,2})?)\s*(?:(?P<unit>(?:[kmgt]i?)?b)|(?P<percent>%)(?P<free>\s*of\s+free)?)?",
     re.IGNORECASE | re.ASCII,
 )
 
@@ -37,10 +35,6 @@ class Budget:
         ValueError: `amount` is negative, not whole (bytes), or above 100 (percent).
 
     Example:
-        >>> Budget.parse("1.5 GiB").wanted(dataset_bytes=10**10, free_bytes=10**9)
-        1610612736
-        >>> Budget.parse("60%").wanted(dataset_bytes=1000, free_bytes=500)
-        600
         >>> str(Budget.parse(2**33)), str(Budget.parse("60 % of free")), str(Budget.parse("0%"))
         ('8 GiB', '60% of free', '0')
     """
@@ -60,9 +54,8 @@ class Budget:
     def parse(cls, value: int | float | str | Budget) -> Budget:
         """Read a budget as people write it in Python, YAML and on the command line.
 
-        Args:
-            value: See the example. Units may be written in any case, with or without a space. An integral float above
-                1 is bytes (Hydra reads `8e9` as a float); one in (0, 1] could mean a share or bytes, and is refused.
+        Units may be written in any case, with or without a space. An integral float above 1 is bytes (Hydra reads
+        `8e9` as a float); one in (0, 1] could mean a share or bytes, and is refused.
 
         Raises:
             ValueError: None of the accepted forms; the message names the value and lists the forms.
@@ -77,29 +70,16 @@ class Budget:
         if isinstance(value, Budget):
             return value
         try:
-            return cls._of_text(value.strip()) if isinstance(value, str) else cls._of_number(value)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{error}; got {value!r}. Accepted are {_FORMS}.") from None
-
-    @classmethod
-    def _of_number(cls, value: SupportsIndex | float) -> Budget:
-        is_bool = type(value).__name__ in ("bool", "bool_")  # NumPy's was an index before 2.0
-        if is_bool or not isinstance(value, (float, SupportsIndex)):
-            raise TypeError("budget must be a number or a string")
-        if not isinstance(value, float):
+            if isinstance(value, str):
+                return cls._of_text(value.strip())
+            if type(value).__name__ in ("bool", "bool_") or not isinstance(value, (float, SupportsIndex)):
+                raise TypeError("budget must be a number or a string")
+            if isinstance(value, float):
+                return cls._of_decimal(Fraction(value))
             return cls(Fraction(value.__index__()))  # NumPy's integers too
-        if not math.isfinite(value):
-            raise ValueError("budget must be finite")
-        return cls._of_decimal(Fraction(value))
-
-    @classmethod
-    def _of_decimal(cls, number: Fraction) -> Budget:
-        if 0 < number <= 1:
-            share = f'"{float(number * 100):.12g}%"'
-            raise ValueError(
-                f"budget is ambiguous: a float in (0, 1] could mean a share or bytes (write {share} for the share)"
-            )
-        return cls(number)
+        except (TypeError, ValueError, OverflowError) as error:  # infinity, and no number, have no fraction
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"{error}; got {value!r}. Accepted are {_FORMS}.") from None
 
     @classmethod
     def _of_text(cls, text: str) -> Budget:
@@ -109,10 +89,7 @@ class Budget:
         if match is None:
             if _TEXT.fullmatch(f"{text}B"):  # "32G"
                 short = text.rstrip("iI")
-                raise ValueError(
-                    f'budget could mean GB or GiB: write "{short}iB" for powers of 1024, or "{short}B" for powers of '
-                    "1000"
-                )
+                raise ValueError(f'budget could mean GB or GiB: write "{short}iB" (1024) or "{short}B" (1000)')
             raise ValueError("budget must not be negative" if text.startswith("-") else "budget cannot be read")
         number = Fraction(match["number"])
         if match["unit"]:
@@ -122,6 +99,13 @@ class Budget:
         if number == 0:
             return cls(Fraction(0))  # there is only one way to be off, so that equal budgets are equal
         return cls(number, "% of free" if match["free"] else "% of dataset")
+
+    @classmethod
+    def _of_decimal(cls, number: Fraction) -> Budget:
+        if 0 < number <= 1:
+            share = f'"{float(number * 100):.12g}%"'
+            raise ValueError(f"budget is ambiguous: it could mean a share or bytes (write {share} for the share)")
+        return cls(number)
 
     @property
     def off(self) -> bool:
@@ -133,12 +117,7 @@ class Budget:
         return round(self.amount * samples / 100) if self.unit == "% of dataset" else samples
 
     def wanted(self, dataset_bytes: int, free_bytes: int) -> int:
-        """The bytes asked for, rounded down; never negative, and not yet limited by anything.
-
-        Args:
-            dataset_bytes: What the whole dataset takes in the cache, slot states included.
-            free_bytes: What may safely be used, reserve and margin already taken off.
-        """
+        """The bytes asked for, rounded down; never negative, and not yet limited by anything."""
         whole = {"bytes": 100, "% of dataset": dataset_bytes, "% of free": free_bytes}[self.unit]
         return max(0, math.floor(self.amount * whole / 100))
 

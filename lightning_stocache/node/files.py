@@ -86,29 +86,17 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a segment.
-
-    Args:
-        geometry: where its samples lie.
-        dataset: what is cached, for people.
-        node: number of the job's node whose part this is.
-        nodes: number of nodes of the job.
-        created: seconds since the epoch.
-        payload: bytes behind the header, which show whether a file was cut off.
-        budget: the budget of the job that made it, as text; empty if the segment is not shared between jobs.
-        fingerprint: what two jobs that share the segment must have in common; empty if it is not shared.
-        found: digest of what set-up found out about the samples; empty if unknown.
-    """
+    """The content of a segment. What only a segment with a name says is empty in others."""
 
     geometry: Geometry
-    dataset: str = ""
-    node: int = 0
+    dataset: str = ""  # for people
+    node: int = 0  # of the job, whose part this is
     nodes: int = 1
-    created: int = field(default_factory=lambda: int(time.time()))
-    payload: int = 0
-    budget: str = ""
-    fingerprint: Mapping[str, str | int] = field(default_factory=dict)
-    found: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
+    payload: int = 0  # bytes behind the header, which show whether a file was cut off
+    budget: str = ""  # of the job that made it
+    fingerprint: Mapping[str, str | int] = field(default_factory=dict)  # what jobs that share it have in common
+    found: str = ""  # digest of what set-up found out about the samples
 
 
 def memory_directory() -> str:
@@ -130,11 +118,7 @@ def prefix() -> str:
 
 
 def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str | None]:
-    """Make an empty file. Returns its descriptor, and its path if it has a name.
-
-    Args:
-        backend: the kind of file.
-        directory: on a disk; by default the file lies in memory.
+    """Make an empty file, in memory or in a directory on a disk. Returns its descriptor, and its path if it has a name.
 
     Raises:
         OSError: the system refuses it, or has no memfd.
@@ -156,13 +140,9 @@ def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str 
 
 
 def open_own(path: str, *, create: bool = False) -> int:
-    """Open a regular file that only this user may open, for reading and writing. Returns its descriptor.
+    """Open a regular file that only this user may open, or make one. Returns its descriptor.
 
     Any user may put a link, a pipe or a file into /dev/shm under the name of a cache: none of these is opened.
-
-    Args:
-        path: the file.
-        create: make it, empty and for this user only, if it does not exist.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -197,13 +177,7 @@ def reserve(data: int, offset: int, length: int) -> None:
 
 
 def write_header(data: int, size: int, manifest: Manifest | None = None, reserved: int = 0) -> None:
-    """Give a file its full length, and a header with a new token.
-
-    Args:
-        data: descriptor of the file.
-        size: bytes after the header.
-        manifest: the content that the header describes.
-        reserved: how many of the `size` bytes are reserved at once.
+    """Give a file a header with a new token, and `size` bytes behind it, of which the first are reserved at once.
 
     Raises:
         ManifestError: the manifest is too large.
@@ -233,11 +207,7 @@ def token_of(data: int) -> bytes:
 
 
 def read_manifest(header: bytes, payload: int) -> Manifest:
-    """The manifest in the header of a segment.
-
-    Args:
-        header: the first bytes of the file.
-        payload: number of bytes behind the header.
+    """The manifest in the header of a segment with so many bytes behind it.
 
     Raises:
         ManifestError: there is none, or it is damaged or of another version. The message continues "the cache ...".

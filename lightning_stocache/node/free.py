@@ -29,28 +29,19 @@ _PROGRAMS = 256 * 2**20  # page cache in active use that is left alone: the libr
 class FreeMemory:
     """Free bytes, by what limits them; None if there is no such limit or it cannot be known.
 
-    Args:
-        filesystem: Free in the filesystem that holds the cache; None for a memfd, which no filesystem limits.
-        available: What the machine can give without swapping (MemAvailable).
-        cgroup: What this process's cgroup, or the tightest of its parents, still lets it have.
-        directory: The folder of `filesystem`, for messages.
-        cgroup_limit: The limit itself of that cgroup.
-        own: This process's anonymous memory; 0 if unknown.
-        promised: What caches of this user's other jobs were granted and have not taken yet.
-
     Example:
         >>> free = FreeMemory(filesystem=64 * 2**20, available=8 * 2**30, cgroup=None, directory="/dev/shm")
         >>> free.bytes, free.limited_by
         (67108864, '/dev/shm')
     """
 
-    filesystem: int | None
-    available: int | None
-    cgroup: int | None
-    directory: str | None = None
-    cgroup_limit: int | None = None
-    own: int = 0
-    promised: Promised = field(default_factory=Promised)
+    filesystem: int | None  # that holds the cache; None for a memfd, which no filesystem limits
+    available: int | None  # what the machine can give without swapping (MemAvailable)
+    cgroup: int | None  # what this process's cgroup, or the tightest of its parents, still lets it have
+    directory: str | None = None  # of `filesystem`
+    cgroup_limit: int | None = None  # the limit itself of that cgroup
+    own: int = 0  # this process's anonymous memory; 0 if unknown
+    promised: Promised = field(default_factory=Promised)  # to caches of this user's other jobs
 
     @classmethod
     def now(cls, directory: str | None = None, root: Path = Path("/")) -> FreeMemory:

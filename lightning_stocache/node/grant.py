@@ -4,9 +4,6 @@
 `Reserve` for what will still come beside the caches (batches, workers, gradients, the optimizer's state), and the
 promises to caches of other jobs. Of memory a job gets half of what is left at least, so that a job that was granted
 everything and never fills it does not keep the others from caching; filling looks at the free memory again.
-
-Not promised: that the memory is still free later. Others allocate too, which is why a slot's memory is taken where that
-can fail.
 """
 
 from __future__ import annotations
@@ -26,17 +23,11 @@ _READER_SHARE = 512  # a process pays this part of what it reads for page tables
 
 @dataclass(frozen=True)
 class Reserve:
-    """Memory that stays free beside the caches of a node. The reserves of several loaders add up.
+    """Memory that stays free beside the caches of a node. The reserves of several loaders add up."""
 
-    Args:
-        files: Bytes of files beside the cache, in /dev/shm: batches on their way, other caches.
-        private: Bytes of processes: workers, and what a training step will take.
-        readers: Processes that map the cache, each of which needs page tables for what it reads.
-    """
-
-    files: int = 0
-    private: int = 0
-    readers: int = 0
+    files: int = 0  # bytes in /dev/shm: batches on their way, other caches
+    private: int = 0  # bytes of processes: workers, and what a training step will take
+    readers: int = 0  # processes that map the cache, each of which needs page tables for what it reads
 
     def __add__(self, other: Reserve) -> Reserve:
         return Reserve(self.files + other.files, self.private + other.private, self.readers + other.readers)
@@ -49,17 +40,11 @@ class Reserve:
 
 @dataclass(frozen=True)
 class Grant:
-    """What a cache gets.
+    """What a cache gets."""
 
-    Args:
-        bytes: What it may use, slot states included.
-        wanted: What the budget asks for; may be more than the dataset needs.
-        limited_by: Which shortage of memory made it less than budget and dataset, and what is free; None if none did.
-    """
-
-    bytes: int
-    wanted: int
-    limited_by: str | None
+    bytes: int  # slot states included
+    wanted: int  # by the budget; may be more than the dataset needs
+    limited_by: str | None  # the shortage of memory that made it less than budget and dataset, in words
 
 
 def grant(budget: Budget, dataset_bytes: int, free: FreeMemory, reserve: Reserve, ranks: int = 1) -> Grant:
@@ -74,9 +59,8 @@ def grant(budget: Budget, dataset_bytes: int, free: FreeMemory, reserve: Reserve
 
     Example:
         >>> free = FreeMemory(filesystem=2**30, available=2**33, cgroup=None, directory="/dev/shm")
-        >>> given = grant(Budget.parse("8GiB"), dataset_bytes=2**34, free=free, reserve=Reserve(files=2**20))
-        >>> format_bytes(given.bytes), given.limited_by
-        ('1002.5 MiB', '/dev/shm (1 GiB free)')
+        >>> grant(Budget.parse("8GiB"), dataset_bytes=2**34, free=free, reserve=Reserve(files=2**20)).limited_by
+        '/dev/shm (1 GiB free)'
     """
     rooms = []
     if free.filesystem is not None:
@@ -106,12 +90,7 @@ def margin(free: FreeMemory, ranks: int = 1) -> int:
     """Bytes of memory that are left alone for the unforeseen, because above a cgroup's limit the kernel kills.
 
     At least as much as the trainers have already: a trainer's heap grows with its first steps, and workers that are
-    started for a later epoch share pages that it then writes to (measured: 0.5 to 1.4 GB within two epochs, without any
-    cache).
-
-    Args:
-        free: Measured when the cache opened.
-        ranks: Ranks on this node.
+    started later share pages that it then writes to (measured: 0.5 to 1.4 GB within two epochs, without any cache).
     """
     tightest = free.memory
     return max((tightest[0] if tightest else 0) // 50, 64 * _MIB, free.own * ranks)
@@ -137,11 +116,6 @@ def loader_reserve(
         start_method: Start method of workers; None means the system's default.
         worker_bytes: Measured anonymous memory of a worker; at least an estimate is used.
         own: This process's anonymous memory, which a worker that is not forked takes too.
-
-    Example:
-        >>> reserve = loader_reserve(batch_bytes=10, num_workers=4, prefetch_factor=None, ranks=2, worker_bytes=2**26)
-        >>> reserve.files, reserve.private, reserve.readers
-        (260, 536870992, 10)
     """
     ahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
     forked = (start_method or multiprocessing.get_context().get_start_method()) == "fork"

@@ -1,13 +1,13 @@
 """Which ranks share memory, and how they agree.
 
 A node is the set of ranks that can map the same memory: same boot id, same memory filesystem, same user, whatever
-NODE_RANK says. Two "nodes" on one machine with one /dev/shm are one node here; two containers with a /dev/shm each are
-two. Whether a rank can really open what the node's leader makes is seen when it attaches (`setup.segments`).
+NODE_RANK says: two containers with a /dev/shm each are two nodes. Whether a rank can really open what the node's leader
+makes is seen when it attaches (`setup.segments`).
 
 Set-up is collective: every rank of the job makes the same calls in the same order, and `together` and `lead` end with
-the same outcome on all ranks, so that none waits for a rank that has failed. While training runs no rank may wait for
-all the others; values are posted then. Messages go through the job's store (`post`), not through its process groups.
-Without a process group the job is one rank on one node, and nothing is sent.
+the same outcome on all ranks, so that none waits for a rank that has failed. While training runs, values are posted.
+Messages go through the job's store (`post`), not through its process groups. Without a process group the job is one
+rank on one node, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import pickle
 import socket
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The mailbox of each default process group; it ends with the group. The nodes are found out once.
+# What each default process group has: its mailbox, and the nodes once they are found out. Both end with the group.
 _mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, Mailbox] = weakref.WeakKeyDictionary()
 _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], ...]] = weakref.WeakKeyDictionary()
 
@@ -83,13 +83,25 @@ class NodeGroup:
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
-        world, rank = dist.group.WORLD, dist.get_rank()
+        world = dist.group.WORLD
         assert world is not None
-        if key is not None:
-            return cls(rank, _alike(_mailbox().exchange(key)))
-        if world not in _nodes:
-            _nodes[world] = _find_nodes(rank)
-        return cls(rank, _nodes[world])
+        if key is None and world in _nodes:
+            return cls(dist.get_rank(), _nodes[world])
+        keys: list[Any] = _mailbox().exchange(memory_key() if key is None else key)
+        members: dict[Hashable, list[int]] = {}
+        for rank, memory in enumerate(keys):
+            members.setdefault(memory, []).append(rank)
+        nodes = tuple(map(tuple, members.values()))
+        if key is None:
+            _nodes[world] = nodes
+            if dist.get_rank() == 0 and len({machine for machine, _, _ in keys}) < len(nodes):
+                log.warning(
+                    "ranks of one machine do not share memory: they have %d caches, each with a budget of its own. "
+                    "Give them one user, one /dev/shm and one space of process ids (Docker: --ipc=host --pid=host; "
+                    "Kubernetes: one pod)",
+                    len(nodes),
+                )
+        return cls(dist.get_rank(), nodes)
 
     @property
     def world(self) -> int:
@@ -125,13 +137,8 @@ class NodeGroup:
 
         Every rank makes the same posts in the same order. A post that some ranks have not made before the next
         collective call comes to nothing on all ranks.
-
-        Raises:
-            ValueError: the value takes more than 2 KiB.
         """
-        if self.world == 1:
-            return Posted(None, "", [value])
-        return _mailbox().post(value)
+        return Posted(None, "", [value]) if self.world == 1 else _mailbox().post(value)
 
     def together(self, work: Callable[[], T]) -> T:
         """Call `work` on every rank. If it fails on one, it fails on all. Collective.
@@ -166,10 +173,8 @@ class NodeGroup:
         try:
             result = work() if work is not None else None
         except Exception as error:  # the others must be told of it before it is raised
-            if self.world == 1:
-                raise
             failure = error
-        outcomes = self.exchange((repr(failure) if failure else None, None if failure else result))
+        outcomes = self.exchange((repr(failure) if failure else None, result))
         if failure is not None:
             raise failure
         for rank, (message, _) in enumerate(outcomes):
@@ -178,50 +183,23 @@ class NodeGroup:
         return [value for _, value in outcomes]
 
 
-def _alike(keys: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
-    """The ranks with equal keys, by their first rank."""
-    members: dict[Hashable, list[int]] = {}
-    for rank, key in enumerate(keys):
-        members.setdefault(key, []).append(rank)
-    return tuple(tuple(ranks) for ranks in members.values())
-
-
-def _find_nodes(rank: int) -> tuple[tuple[int, ...], ...]:
-    """Which ranks share memory. Collective; rank 0 warns if ranks of one machine do not."""
-    keys = _mailbox().exchange(memory_key())
-    nodes = _alike(keys)
-    for ranks in _alike([machine for machine, *_ in keys]) if rank == 0 else ():
-        caches = [list(node) for node in nodes if node[0] in ranks]
-        if len(caches) > 1:
-            log.warning(
-                "ranks %s run on one machine and do not share memory: each has a /dev/shm of its own, or another user. "
-                "Each of %s has a cache of its own, which takes %d times the memory for the same budget. Give them one "
-                "/dev/shm and one space of process ids (Docker: --ipc=host --pid=host; Kubernetes: one pod)",
-                ", ".join(map(str, ranks)),
-                " and ".join(map(str, caches)),
-                len(caches),
-            )
-    return nodes
-
-
 def _mailbox() -> Mailbox:
     """This rank's mailbox in the running job; the first call of a job makes it, and is collective."""
-    world, rank = dist.group.WORLD, dist.get_rank()
+    world = dist.group.WORLD
     assert world is not None
     if world not in _mailboxes:
         if dist.get_backend(world) == "gloo":
             # A rank that dies before it comes here is noticed by its broken connection, once. (NCCL notices none.)
             dist.barrier()
-        _mailboxes[world] = Mailbox(job_store() or _new_store(rank), rank, dist.get_world_size())
+        _mailboxes[world] = Mailbox(job_store() or _new_store(), dist.get_rank(), dist.get_world_size())
     return _mailboxes[world]
 
 
-def _new_store(rank: int) -> Any:
+def _new_store() -> Any:
     """A store of our own, for a job that has none (MPI). Collective."""
     stores: Any = dist  # torch's types do not export its stores
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    server = stores.TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    address = [None if server is None else (host, server.port)]
+    server = stores.TCPStore(host, 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    address = [(host, server.port) if server else None]
     dist.broadcast_object_list(address, src=0)
-    assert address[0] is not None
-    return server or stores.TCPStore(*address[0], is_master=False)
+    return server or stores.TCPStore(*address[0], is_master=False)  # type: ignore[misc]

@@ -54,7 +54,6 @@ __all__ = [
     "check_name",
     "clean",
     "clean_command",
-    "is_foreign",
     "join_named",
     "manifest_of",
     "named_segments",
@@ -70,21 +69,13 @@ _NAME = re.compile(r"(?!.*\.locks$)[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class NamedSegment:
-    """A named segment in a list.
-
-    Args:
-        name: the name.
-        key: device and inode of the file.
-        allocated_bytes: memory that the file takes.
-        in_use: whether a living process uses it.
-        contents: result of `look`, see `named_segments`.
-    """
+    """A named segment in a list."""
 
     name: str
-    key: tuple[int, int]
+    key: tuple[int, int]  # device and inode
     allocated_bytes: int
-    in_use: bool
-    contents: Any
+    in_use: bool  # by a living process
+    contents: Any  # result of `look`, see `named_segments`
 
 
 def check_name(name: str) -> str:
@@ -144,14 +135,13 @@ def open_named(
 
     Args:
         name: letters, digits, dots, dashes and underscores, at most 100.
-        size: payload bytes of a new segment.
+        size: payload bytes of a new segment; one that exists may differ in size and manifest.
         manifest: of a new segment; must fit in the header as JSON.
         directory: on a disk; by default the segment lies in memory.
         mend: called with a segment on a disk and its manifest, while no other process has it open.
 
     Returns:
-        The segment and its manifest. An existing segment may differ from the arguments, also in size. If this process
-        has it open already, it is the same object, which then takes one more `close`.
+        The segment and its manifest. If this process has it open already, it takes one more `close`.
 
     Raises:
         ValueError: the name is not valid, or the manifest is too large.
@@ -187,12 +177,6 @@ def clean(name: str | None = None, directory: str | None = None) -> list[NamedSe
     """Remove the named segments of this user that nobody uses, or only that of one name. Returns the removed ones."""
     only = None if name is None else check_name(name)
     return [segment for segment in _inspect(directory, only, remove=True) if not segment.in_use]
-
-
-def is_foreign(name: str, directory: str | None = None) -> bool:
-    """Whether a file has this name and is no segment of this user."""
-    there = bool(_NAME.fullmatch(name)) and os.path.lexists(_path(name, directory))
-    return there and not any(_inspect(directory, name))
 
 
 def way_out(name: str, directory: str | None = None) -> str:
@@ -249,16 +233,17 @@ def _manifest(data: int, path: str, directory: str | None) -> Manifest:
         payload = 2**62 if directory is not None else os.fstat(data).st_size - HEADER_BYTES
         return read_manifest(os.pread(data, HEADER_BYTES, 0), payload)
     except ManifestError as error:
-        name = _name_of(path)
+        name = os.path.basename(path).removeprefix(prefix())
         raise ManifestError(f"the cache {name!r} {error}. {way_out(name, directory)}") from error
 
 
 def _inspect(
     directory: str | None, only: str | None = None, *, remove: bool = False, look: Callable[[int], Any] = token_of
 ) -> Iterator[NamedSegment]:
-    for path in _paths(re.escape(prefix()), directory):
-        name = _name_of(path)
-        if only not in (None, name) or not _NAME.fullmatch(name):
+    folder = directory or memory_directory()
+    for file in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
+        name, path = file.removeprefix(prefix()), os.path.join(folder, file)
+        if not file.startswith(prefix()) or only not in (None, name) or not _NAME.fullmatch(name):
             continue
         with contextlib.suppress(OSError, ValueError), _own_file(path) as data:
             contents = look(data)
@@ -281,21 +266,8 @@ def _own_file(path: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _paths(beginning: str, directory: str | None) -> list[str]:
-    """The files whose names begin so, by name."""
-    folder = directory or memory_directory()
-    try:
-        return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if re.match(beginning, name)]
-    except OSError:
-        return []
-
-
 def _path(name: str, directory: str | None) -> str:
     return os.path.join(directory or memory_directory(), prefix() + name)
-
-
-def _name_of(path: str) -> str:
-    return os.path.basename(path).removeprefix(prefix())
 
 
 def _try_exclusive(descriptor: int) -> bool:

@@ -43,24 +43,14 @@ class Process(NamedTuple):
 
 @dataclass
 class OpenFile:
-    """A file in memory, or a cache on a disk, and the processes that have it open, in the order of their ids.
+    """A file in memory, or a cache on a disk, and the processes that have it open, in the order of their ids."""
 
-    Args:
-        key: device and inode.
-        owner: the user whose file it is.
-        size: length in bytes.
-        allocated_bytes: bytes of memory, or of a disk, that it takes.
-        on_disk: whether it lies on a disk.
-        contents: result of `look`; None if it is no segment of a cache, or another user's.
-        processes: those that have it open.
-    """
-
-    key: tuple[int, int]
-    owner: int
-    size: int
+    key: tuple[int, int]  # device and inode
+    owner: int  # the user whose file it is
+    size: int  # length in bytes
     allocated_bytes: int
     on_disk: bool
-    contents: Any = None
+    contents: Any = None  # result of `look`; None if it is no segment of a cache, or another user's
     processes: list[Process] = field(default_factory=list)
 
 
@@ -108,17 +98,11 @@ def open_files(root: Path = Path("/"), look: Callable[[int], Any] = token_of) ->
 
 
 class Promised(NamedTuple):
-    """Bytes that were granted to caches of this user's other processes, and are not taken yet.
+    """Bytes that were granted to caches of this user's other processes, and are not taken yet."""
 
-    Args:
-        memory: of all that lie in memory.
-        in_cgroup: of those with a process in this process's cgroup.
-        in_directory: of those that lie in the filesystem of a directory; a memfd lies in none.
-    """
-
-    memory: int = 0
-    in_cgroup: int = 0
-    in_directory: int = 0
+    memory: int = 0  # of all that lie in memory
+    in_cgroup: int = 0  # of those with a process in this process's cgroup
+    in_directory: int = 0  # of those that lie in the filesystem of a directory; a memfd lies in none
 
 
 def promised_to_others(directory: str | None = None, root: Path = Path("/")) -> Promised:

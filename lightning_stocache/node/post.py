@@ -1,25 +1,20 @@
 """Messages between the ranks of a job, by the key-value store that the job has from `init_process_group`.
 
 No collective takes part, so no message crosses the collectives of others, and no thread of gloo runs that a fork could
-hang on (a thread that frees a tensor takes Python's lock; CPython 3.11 may wait for ever in a child that is forked
-meanwhile). Requests go over a connection of our own, because a blocking call of the job's would hold up a shared one.
-
-There are two kinds of message. All ranks call `exchange` in the same order and wait for each other. A post is for the
-training, where nobody may wait for all: `post` returns at once, and `Posted.collect` waits a limited time. Each rank
-makes the same posts in the same order between two exchanges.
+hang on (CPython 3.11). There are two kinds of message. All ranks call `exchange` in the same order and wait for each
+other. A post is for the training, where nobody may wait for all: `post` returns at once, and `Posted.collect` waits a
+limited time. Each rank makes the same posts in the same order between two exchanges.
 
 A turn is one exchange or one post. Each rank writes its message to the key `<turn>/<rank>`. The last of them reads all
 messages and writes them to `<turn>/all`, the one key that every rank polls and reads: a turn costs a rank the same
-number of requests in a job of any size. Messages are deleted when no rank can ask for them any more. The store may end
-with rank 0, so rank 0 returns from an exchange when all ranks have read it, each of which sends a message to
-`<turn>/read`.
+number of requests in a job of any size. The store may end with rank 0, so rank 0 returns from an exchange when all
+ranks have read it. Messages are deleted when no rank can ask for them any more.
 
 A store may serve several process groups, one after the other, so each has a prefix of its own: how often torchrun has
 started the processes again, and which group it is since then. For that the ranks count themselves in when they join.
 
-A rank that has ended since the first exchange is noticed by the ranks on its machine, which look for its process, and
-by all others when one of these has marked it. A rank that is lost with its whole machine is for the launcher to notice;
-else the wait ends after 30 minutes, as those of torch do.
+A rank that has ended is noticed by the ranks on its machine, which look for its process. A rank of another machine is
+for the launcher to notice; else the wait ends after 30 minutes, as those of torch do.
 """
 
 from __future__ import annotations
@@ -64,8 +59,8 @@ class Mailbox:
         self.exchanges = 0
         self._posts = 0  # since the last exchange
         self._old_posts: deque[str] = deque()
-        self._process = _machine(), os.getpid(), _start_of(os.getpid())
-        self._neighbors: dict[int, Any] = {}  # process and start of the ranks on this machine
+        self._process = _process(os.getpid())
+        self._neighbors: dict[int, tuple[str, int, str]] = {}  # the processes of the ranks on this machine
 
     def exchange(self, value: T) -> list[T]:
         """Every rank's value, by rank. Collective.
@@ -87,8 +82,11 @@ class Mailbox:
             last = f"{self._prefix}/{self.exchanges - 1}"
             self._delete(last)
             self._delete(f"{last}/read")
-        machine, processes = self._process[0], enumerate(process for process, _ in messages)
-        self._neighbors = {rank: process for rank, (where, *process) in processes if where == machine != ""}
+        self._neighbors = {
+            rank: process
+            for rank, (process, _) in enumerate(messages)
+            if process[0] == self._process[0] and process[2]  # without /proc nothing is known
+        }
         self.exchanges += 1
         self._posts = 0
         return [value for _, value in messages]
@@ -115,7 +113,7 @@ class Mailbox:
         """Wait for the messages of all ranks; None if they do not come in time.
 
         Raises:
-            RuntimeError: a rank has ended before it sent its message, or the store has ended.
+            RuntimeError: a rank on this machine has ended before it sent its message, or the store has ended.
         """
         begun, pause = time.monotonic(), _SHORTEST
         look = begun + _LIVENESS_SECONDS
@@ -125,8 +123,9 @@ class Mailbox:
                 return None
             if now >= look:
                 look = now + _LIVENESS_SECONDS
-                if (dead := self._dead_rank(turn)) is not None:
-                    raise RuntimeError(f"rank {dead} has ended")
+                for rank, process in self._neighbors.items():
+                    if process != _process(process[1]) and not self._store.check([f"{turn}/{rank}"]):
+                        raise RuntimeError(f"rank {rank} has ended")
             time.sleep(min(pause, begun + seconds - now))
             pause = min(1.5 * pause, _LONGEST)
         contents: list[bytes] = pickle.loads(self._store.get(f"{turn}/all"))
@@ -136,22 +135,8 @@ class Mailbox:
         """Write this rank's message of a turn; as the last rank, write all messages for everybody."""
         self._store.set(f"{turn}/{self.rank}", content)
         if self._store.add(f"{turn}/count", 1) == self.world:
-            keys = [f"{turn}/{rank}" for rank in range(self.world)]
-            at_once = self._store.has_extended_api()
-            contents = self._store.multi_get(keys) if at_once else [self._store.get(key) for key in keys]
-            self._store.set(f"{turn}/all", pickle.dumps([bytes(content) for content in contents]))
-
-    def _dead_rank(self, turn: str) -> int | None:
-        """A rank that has ended without a message for this turn, as far as this machine or another rank knows."""
-        dead = [rank for rank, (pid, start) in self._neighbors.items() if start != _start_of(pid)]
-        dead_key = f"{self._prefix}/dead"
-        if self._store.check([dead_key]):
-            dead.append(int(self._store.get(dead_key)))
-        for rank in dead:
-            if not self._store.check([f"{turn}/{rank}"]):
-                self._store.set(dead_key, str(rank))
-                return rank
-        return None
+            contents = [bytes(self._store.get(f"{turn}/{rank}")) for rank in range(self.world)]
+            self._store.set(f"{turn}/all", pickle.dumps(contents))
 
     def _delete(self, turn: str) -> None:
         """Delete this rank's message of a turn, and as rank 0 what is there once."""
@@ -160,13 +145,7 @@ class Mailbox:
 
 
 class Posted(Generic[T]):
-    """Messages that are on their way, one from each rank.
-
-    Args:
-        mailbox: of this rank; None in a job of one rank.
-        turn: of the post.
-        values: every rank's value, if known.
-    """
+    """Messages that are on their way, one from each rank; in a job of one rank (no mailbox) they are there."""
 
     def __init__(self, mailbox: Mailbox | None, turn: str, values: list[T] | None = None) -> None:
         self._mailbox, self._turn, self._values = mailbox, turn, values
@@ -185,22 +164,19 @@ class Posted(Generic[T]):
 
 def boot_id() -> str:
     """The id of this machine's boot; empty where there is no /proc."""
+    return _read("/proc/sys/kernel/random/boot_id").strip()
+
+
+def _process(pid: int) -> tuple[str, int, str]:
+    """A process: its machine and pid namespace, its id, and when it has started; "" if it has ended, or is unknown."""
+    state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""]
+    ended = state in ("", "X", "Z")
+    space = "" if ended else str(os.stat("/proc/self/ns/pid").st_ino)
+    return f"{boot_id()} {space}", pid, "" if ended else fields[18]
+
+
+def _read(path: str) -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path(path).read_text()
     except OSError:
         return ""
-
-
-def _machine() -> str:
-    """What the ranks have in common whose process ids mean something here; empty where there is no /proc."""
-    boot = boot_id()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}" if boot else ""
-
-
-def _start_of(pid: int) -> str:
-    """When the process that has an id here has started; empty if it has ended."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in ("X", "Z") else fields[18]

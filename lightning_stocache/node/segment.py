@@ -73,8 +73,7 @@ class Segment:
     """A mapped file that the processes of a node share. Make one with `create`, open one with `attach`.
 
     Args:
-        data: descriptor of the mapped file; the segment owns it from now on.
-        locks: descriptor of the lock file, likewise.
+        data, locks: descriptors of the mapped file and of the lock file; the segment owns them from now on.
         size: payload bytes, without the header.
         path: the file's name, if it has one.
         on_disk: whether the file lies on a disk.
@@ -265,10 +264,7 @@ class Segment:
         reserve(self._data, HEADER_BYTES + offset, length)
 
     def store(self, offset: int, *parts: memoryview) -> None:
-        """Write bytes into the payload, one part after the other, and take the memory that they need.
-
-        One system call allocates and copies. Through the mapping, a new page is first zeroed, and then faulted in by
-        every process that writes.
+        """Write bytes into the payload, one part after the other, through the file: one call allocates and copies.
 
         Raises:
             OSError: there is no memory left (ENOSPC); a part may have been written.

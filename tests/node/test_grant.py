@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +26,7 @@ TIGHT = FreeMemory(12 * GIB, 20 * GIB, 220 * MIB, "/dev/shm", own=480 * MIB)
         ("8GiB", GIB, FreeMemory(4 * GIB, None, None), Reserve(), Grant(GIB, 8 * GIB, None)),
         ("auto", 400 * GIB, FreeMemory(None, 500 * GIB, 100 * GIB), Reserve(), 98 * GIB),
         ("auto", GIB, TIGHT, Reserve(private=64 * MIB), 0),
+        ("auto", GIB, FreeMemory(None, None, None), Reserve(), Grant(0, GIB, "memory that cannot be measured here")),
         (
             "50% of free",
             400 * GIB,
@@ -60,13 +59,6 @@ def test_all_that_is_to_come_is_kept_back():
     assert given_.limited_by == "the cgroup's memory limit (10 GiB free, 4 GiB kept for the training)"
 
 
-def test_readers_pay_page_tables():
-    """Sixteen processes that read a cache need a 32nd part of it for their page tables."""
-    free = FreeMemory(None, None, 33 * GIB + 33 * GIB // 49)  # of which 2 % are the margin
-    got = grant(AUTO, 400 * GIB, free, Reserve(readers=16)).bytes
-    assert got == pytest.approx(32 * GIB, rel=0.001)
-
-
 @given(
     budget=st.one_of(
         st.integers(0, 2**45), st.sampled_from(["auto", "60%", "60% of free", "100% of free", "8GiB", "0"])
@@ -89,12 +81,6 @@ def test_grant_is_within_every_bound(budget, dataset, limits, own, reserve):
             tables = given_.bytes * reserve.readers // 512
             assert given_.bytes + tables <= limit - reserve.bytes - max(64 * MIB, own)
     assert (given_.limited_by is not None) == (given_.bytes < min(given_.wanted, dataset))
-
-
-def test_nothing_known_is_nothing_granted():
-    """Where no limit can be read nothing is safe."""
-    given_ = grant(AUTO, GIB, FreeMemory(None, None, None), Reserve())
-    assert (given_.bytes, given_.limited_by) == (0, "memory that cannot be measured here")
 
 
 @pytest.mark.parametrize(
@@ -130,12 +116,6 @@ def test_batches_of_a_loader(num_workers, prefetch_factor, ranks, batches):
 def test_a_worker_that_was_not_measured(method, own, expected):
     """A forked one shares most pages with the trainer; any other holds as much as the trainer itself."""
     assert loader_reserve(0, 1, None, 1, start_method=method, own=own).private == expected
-
-
-def test_the_systems_start_method_counts_by_default(monkeypatch):
-    """Python 3.14 starts workers by a fork server where nothing else is said."""
-    monkeypatch.setattr(multiprocessing, "get_context", lambda: multiprocessing.context.SpawnContext())
-    assert loader_reserve(0, 1, None, 1, own=GIB).private == GIB
 
 
 def test_reserves_add_up():

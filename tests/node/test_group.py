@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_stocache.node import group as group_module
 from lightning_stocache.node.group import NodeGroup, memory_key
@@ -29,18 +26,6 @@ def test_without_a_process_group_there_is_one_rank_on_one_node() -> None:
     assert group.lead(lambda: lock) is lock
     with pytest.raises(KeyError, match="mine"):
         group.lead(lambda: {}["mine"])
-
-
-@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), data=st.data())
-def test_every_rank_is_on_one_node_that_its_first_rank_leads(sizes: list[int], data: st.DataObject) -> None:
-    """The shares of the nodes are their ranks over all ranks, and each node has one leader."""
-    ranks = data.draw(st.permutations(range(sum(sizes))))
-    nodes = tuple(sorted(tuple(sorted(ranks[sum(sizes[:n]) : sum(sizes[: n + 1])])) for n in range(len(sizes))))
-    groups = [NodeGroup(rank, nodes) for rank in range(sum(sizes))]
-    assert {group.world for group in groups} == {sum(sizes)}
-    assert all(group.rank in nodes[group.node] and group.leader == nodes[group.node][0] for group in groups)
-    assert sorted(group.rank for group in groups if group.is_leader) == sorted(ranks[0] for ranks in nodes)
-    assert sum(groups[0].shares) == pytest.approx(1)
 
 
 def test_a_rank_on_no_node_is_refused() -> None:
@@ -111,20 +96,14 @@ def apart(rank: int) -> tuple[Any, ...]:
     warnings = Log()
     groups = [NodeGroup.discover() for _ in range(2)]
     dist.barrier()
-    return groups[0].nodes, groups[0] == groups[1], warnings.lines, groups[0].exchange(rank)
+    return groups[0].nodes, groups[0] == groups[1], groups[0].exchange(rank), len(warnings.lines)
 
 
 @pytest.mark.processes
 def test_a_rank_that_cannot_share_is_a_node_of_its_own() -> None:
-    """It gets a cache of its own; rank 0 says once what that costs, and what to do."""
-    seen = run_ranks(apart, 4)
-    assert {nodes for nodes, *_ in seen} == {((0, 2), (1,), (3,))}
-    assert all(same and exchanged == [0, 1, 2, 3] for _, same, _, exchanged in seen)
-    assert [len(lines) for _, _, lines, _ in seen] == [1, 0, 0, 0]
-    [line] = seen[0][2]
-    assert line.startswith("ranks 0, 1, 2, 3 run on one machine and do not share memory")
-    assert "Each of [0, 2] and [1] and [3] has a cache of its own, which takes 3 times the memory" in line
-    assert "--ipc=host --pid=host" in line
+    """It gets a cache of its own, and still agrees with all others; rank 0 says once what that costs."""
+    same = ((0, 2), (1,), (3,)), True, [0, 1, 2, 3]
+    assert run_ranks(apart, 4) == [(*same, 1), (*same, 0), (*same, 0), (*same, 0)]
 
 
 def rejoin(rank: int, folder: str) -> list[list[int]]:
@@ -138,9 +117,3 @@ def rejoin(rank: int, folder: str) -> list[list[int]]:
 def test_a_second_process_group_is_not_the_first(tmp_path: Any) -> None:
     """After the process group was destroyed and made anew, ranks talk over a new private group."""
     assert run_ranks(rejoin, 2, os.fspath(tmp_path)) == [[[0, 1], [0, 1]]] * 2
-
-
-def test_a_group_travels() -> None:
-    """A group is plain values: it can be sent to a worker."""
-    group = NodeGroup(1, ((0, 1), (2,)))
-    assert pickle.loads(pickle.dumps(group)) == group

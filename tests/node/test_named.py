@@ -20,14 +20,13 @@ from lightning_stocache.node.files import HEADER_BYTES, Geometry, Manifest
 from lightning_stocache.node.named import (
     check_name,
     clean,
-    is_foreign,
     join_named,
     named_segments,
     open_named,
 )
 from lightning_stocache.node.segment import Segment
 from tests.names import folder, path_of
-from tests.node.test_files import STRANGER, make_foreign, make_link, make_open_to_all
+from tests.node.test_files import make_foreign, make_link, make_open_to_all
 from tests.processes import Child, call, call_many, hanging, wait_until
 
 pytestmark = pytest.mark.named
@@ -287,9 +286,6 @@ def test_what_is_no_segment_is_never_removed(name: str) -> None:
     os.mkfifo(path_of(name + "-pipe"))
     path_of(name + "-folder").mkdir()
     assert listed(name) == [name]
-    assert [is_foreign(name + end) for end in ("-notes.txt", "-link", "-pipe", "-folder", "", "-none")] == (
-        [True] * 4 + [False] * 2
-    )
     for end in ("-notes.txt", "-link", "-pipe", "-folder"):
         assert clean(name + end) == []
         assert os.path.lexists(path_of(name + end))
@@ -326,12 +322,3 @@ def test_no_lock_file_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) 
     segment.unlink()
     assert removed[2] == f"{removed[3]}.locks"
     segment.close()
-
-
-def test_files_of_other_users_are_not_listed(name: str) -> None:
-    """Whatever their headers say."""
-    if os.getuid() != 0:
-        pytest.skip("only root can give a file away")
-    opened(name).close()
-    os.chown(path_of(name), STRANGER, STRANGER)
-    assert listed(name) == []
