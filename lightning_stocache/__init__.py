@@ -9,46 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_stocache.console import Console
 
-if TYPE_CHECKING:
-    from lightning_stocache.cache.compat import SharedCache
-    from lightning_stocache.cache.rows import SampleSpec
-    from lightning_stocache.growing.rolling_cache import RollingCache
-    from lightning_stocache.growing.rolling_writer import RollingWriter
-    from lightning_stocache.growing.stream import CachedStream
-    from lightning_stocache.insight.meter import CacheMeter
-    from lightning_stocache.loading.dataset import CachedDataset
-    from lightning_stocache.loading.loader import CachedLoader
-    from lightning_stocache.node.files import get_shm_size
-    from lightning_stocache.sampling.locality_sampler import LocalitySampler
-    from lightning_stocache.source.lmdb_source import LMDBSource
-    from lightning_stocache.training.callbacks import FillProgress, StochasticCache
-    from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
-    from lightning_stocache.training.monitor import CacheMonitor
-    from lightning_stocache.training.step_timer import StepTimer
+if TYPE_CHECKING:  # the alias says to type checkers that a name is public
+    from lightning_stocache.cache.compat import SharedCache as SharedCache
+    from lightning_stocache.cache.rows import SampleSpec as SampleSpec
+    from lightning_stocache.growing.rolling_cache import RollingCache as RollingCache
+    from lightning_stocache.growing.rolling_writer import RollingWriter as RollingWriter
+    from lightning_stocache.growing.stream import CachedStream as CachedStream
+    from lightning_stocache.insight.meter import CacheMeter as CacheMeter
+    from lightning_stocache.loading.dataset import CachedDataset as CachedDataset
+    from lightning_stocache.loading.loader import CachedLoader as CachedLoader
+    from lightning_stocache.node.files import get_shm_size as get_shm_size
+    from lightning_stocache.sampling.locality_sampler import LocalitySampler as LocalitySampler
+    from lightning_stocache.source.lmdb_source import LMDBSource as LMDBSource
+    from lightning_stocache.training.callbacks import FillProgress as FillProgress
+    from lightning_stocache.training.callbacks import StochasticCache as StochasticCache
+    from lightning_stocache.training.datamodule import StocacheDataModule as StocacheDataModule
+    from lightning_stocache.training.datamodule import cache_datamodule as cache_datamodule
+    from lightning_stocache.training.monitor import CacheMonitor as CacheMonitor
+    from lightning_stocache.training.step_timer import StepTimer as StepTimer
 
     __version__: str
 
 getLogger(__name__).addHandler(Console())
-
-__all__ = [
-    "CacheMeter",
-    "CacheMonitor",
-    "CachedDataset",
-    "CachedLoader",
-    "CachedStream",
-    "FillProgress",
-    "LMDBSource",
-    "LocalitySampler",
-    "RollingCache",
-    "RollingWriter",
-    "SampleSpec",
-    "SharedCache",
-    "StepTimer",
-    "StocacheDataModule",
-    "StochasticCache",
-    "cache_datamodule",
-    "get_shm_size",
-]
 
 _HOMES = {
     "CacheMeter": "insight.meter",
@@ -69,6 +51,7 @@ _HOMES = {
     "cache_datamodule": "training.datamodule",
     "get_shm_size": "node.files",
 }
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,13 +1,14 @@
 """The command line: `python -m lightning_stocache <command>`.
 
-Each command is one function, listed in `COMMANDS`: it is given its own parser, declares its arguments, and returns what
-is to be run with them. Its docstring is its help. What a command needs is imported when it runs, so that `--help`
-costs nothing. Input that is no good is one sentence on stderr and exit code 2; a traceback is a bug of ours.
+Each command is one function, listed in `COMMANDS`: it declares its arguments, and returns what is to be run with them.
+Its docstring is its help. What it needs is imported when it runs, so that `--help` costs nothing. Input that is no good
+is one sentence on stderr and exit code 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import re
@@ -171,14 +172,7 @@ COMMANDS: tuple[Callable[[argparse.ArgumentParser], Action], ...] = (plan, docto
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command.
-
-    Args:
-        arguments: the command line, without the program's name; None: that of this process.
-
-    Raises:
-        SystemExit: with code 2, for arguments or input that are no good.
-    """
+    """Run the command of these arguments, or of this process's command line."""
     import lightning_stocache
 
     about = "Stochastic caching for PyTorch Lightning."
@@ -194,6 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # overrides that stand between options
         chosen.overrides += rest
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding has not
     try:
         chosen.run(chosen)
         sys.stdout.flush()
@@ -253,20 +249,15 @@ def _one_line(error: Exception) -> str:
 
 
 def _say(line: str) -> None:
-    """Write a line, and what the terminal's encoding has not as escapes."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    sys.stdout.write(f"{line}\n")
 
 
 def _yes(question: str) -> bool:
     """Ask. A script that gives no answer has not said yes."""
-    sys.stdout.write(question)
-    sys.stdout.flush()
     try:
-        answer = sys.stdin.readline() if sys.stdin else ""
-    except (KeyboardInterrupt, UnicodeDecodeError):
-        answer = ""
-    return answer.strip().lower() in ("y", "yes")
+        return input(question).strip().lower() in ("y", "yes")
+    except (EOFError, KeyboardInterrupt, RuntimeError):  # RuntimeError: standard input is closed
+        return False
 
 
 def _named(parser: argparse.ArgumentParser, directory: str | None) -> Sequence[NamedSegment]:
@@ -309,9 +300,7 @@ def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves |
     from lightning_stocache.training import plan_inputs
 
     config = _composed(arguments, folder)
-    threads, threads_from = arguments.threads, "--threads"
-    if threads is None:
-        threads, threads_from = _app_threads(arguments, config)
+    threads, threads_from = (arguments.threads, "--threads") if arguments.threads else _app_threads(arguments, config)
     torch.set_num_threads(threads or torch.get_num_threads())
     datamodule = plan_inputs.datamodule_of(_instantiated(config, "data"))
     data = plan_inputs.training_data(datamodule)
@@ -322,22 +311,16 @@ def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves |
         base = {"_target_": "lightning.pytorch.Trainer"}
         trainer = instantiate(OmegaConf.merge(base, options, plan_inputs.ARGUMENTS, {"default_root_dir": folder}))
         step = plan_inputs.measure_step(trainer, instantiate(config.model), datamodule, data)
+    size: Any = data.source
     job = Job(
-        samples=len(data.source),  # type: ignore[arg-type]
-        batch_size=data.batch_size,
-        num_workers=data.num_workers,
-        nodes=nodes,
-        ranks=ranks,
-        mode=data.mode,
+        *(len(size), data.batch_size, data.num_workers, nodes, ranks, data.mode),
         other_bytes=sum(map(cached_bytes, data.others)),
         safe_bytes=data.safe_bytes(paces.codec, ranks),
         threads=f"threads={torch.get_num_threads()} ({threads_from})",
     )
-    if not (arguments.workers or arguments.batch_sizes):
-        return plan(job, paces, step), None
-    curves = measure_curves(
-        data, arguments.workers, arguments.batch_sizes, progress=lambda words: sys.stderr.write(f"{words}\n")
-    )
+    curves, numbers = None, (arguments.workers, arguments.batch_sizes)
+    if any(numbers):
+        curves = measure_curves(data, *numbers, progress=lambda words: sys.stderr.write(f"{words}\n"))
     return plan(job, paces, step), curves
 
 

@@ -1,24 +1,17 @@
 """Every private name of torch's that this package uses, and what happens without it.
 
-- `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, with all it knows of starting, seeding, watching
-  and ending them, is fed by us instead of by a sampler (`WorkerIterator`). `_try_put_index` pushes the feed: an
-  iterator that asked by itself would plan a whole epoch ahead when there is little to ask. `_tasks_outstanding` says
-  whether it may, `_rcvd_idx` how many answers have been handed out, `_data_queue` is where answers come from,
-  `_workers` who may have died, `_shutdown_workers` ends them. Where one of these is missing, a loader with workers is
-  a plain DataLoader, with one warning (`knows_workers`).
-- `_utils.collate`: `collate` with a map of functions is how `default_collate` is extended, and is documented so;
-  `default_collate_fn_map` is the map that it starts from.
-- `_utils.pin_memory.pin_memory`: pins what holds tensors, as DataLoader's own thread does.
-  These two are imported at once: a torch without them is not supported, and says so at the import.
-- `RandomSampler._num_samples`: None for a sampler that draws every index once. Where it is missing, a sampler is taken
-  for one of the user's.
-- Workers wait for requests in `get` of a queue that DataLoader makes by its `multiprocessing_context`: documented, but
-  for that. A worker that waits elsewhere does nothing when it is idle.
+- `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, which is fed by us (`WorkerIterator`):
+  `_try_put_index` pushes the feed, `_tasks_outstanding` and `_rcvd_idx` count requests and answers, `_data_queue` is
+  where answers come from, `_workers` are the processes, `_shutdown_workers` ends them. Where one of these is missing, a
+  loader with workers is a plain DataLoader, with one warning (`knows_workers`).
+- `_utils.collate` and `_utils.pin_memory`: a torch without them is not supported, and says so at the import.
+- `RandomSampler._num_samples`: where it is missing, a sampler is taken for one of the user's.
+- Workers wait for requests in `get` of a queue that DataLoader makes by its `multiprocessing_context`. A worker that
+  waits elsewhere does nothing when it is idle.
 - `_BaseDataLoaderIter`: what a loader that is read already holds.
-- `_utils.worker._worker_info` and `WorkerInfo`: a process that fills a rolling cache is told which part of a stream
-  is its own as a DataLoader worker is. Where they are missing, it is not told, and draws the whole stream.
-- `distributed_c10d._get_default_store`: the key-value store over which the ranks of a job have met. Where it is
-  missing, their messages go over a store of our own.
+- `_utils.worker._worker_info` and `WorkerInfo`: tell a filler of a rolling cache its part of a stream. Where they are
+  missing, it draws the whole stream.
+- `distributed_c10d._get_default_store`: where it is missing, ranks send messages over a store of our own.
 
 The names are the same from torch 2.4 to 2.15.
 """
@@ -165,16 +158,11 @@ class _Mailbox:
         self._answers, self._workers = answers, workers
 
     def get(self, timeout: float | None = None) -> Any:
-        """The next answer.
-
-        Raises:
-            Empty: none has come in that many seconds.
-        """
+        """The next answer; raises `Empty` if none has come in that many seconds."""
         try:
             return self._answers.get(timeout=timeout)
         except (EOFError, ConnectionError, FileNotFoundError):
-            # A worker that is killed closes the socket by which its tensors come before it is known to have ended.
-            # Once it is, DataLoader's own iterator says so; until then it would raise this.
+            # A worker that is killed closes its sockets before it is known to have ended; DataLoader says so then.
             ended = connection.wait([worker.sentinel for worker in self._workers], _ENDING_SECONDS)
             for worker in self._workers:
                 if worker.sentinel in ended:
@@ -183,12 +171,7 @@ class _Mailbox:
 
 
 def shut_down(iterator: Any) -> None:
-    """End the workers of a loader's iterator, and wait for them.
-
-    One that hangs since its fork has the handler of SIGTERM that its parent had, and never comes to call it; Python
-    would wait for it at the parent's end. So what has not ended is killed. Who is in the middle of a read that no
-    signal ends, of a file on a server that is gone, is left.
-    """
+    """End the workers of a loader's iterator, and wait for them; what hangs is killed."""
     iterator._shutdown_workers()
     left = [process for process in iterator._workers if process.is_alive()]
     for process in left:
@@ -230,10 +213,7 @@ def draws_all_once(sampler: Sampler[Any]) -> bool:
 
 
 def job_store() -> Any:
-    """The `torch.distributed.Store` of the running job, on a connection of its own where torch can make one.
-
-    None if the job has none (MPI), or this torch has another name for it.
-    """
+    """The `torch.distributed.Store` of the running job, on a connection of its own; None if it has none (MPI)."""
     from torch.distributed import distributed_c10d
 
     find = getattr(distributed_c10d, "_get_default_store", None)

@@ -2,9 +2,6 @@
 
 import os
 import re
-import subprocess
-import tempfile
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,11 +15,10 @@ from lightning_stocache.cache.store import Store
 from lightning_stocache.insight import doctor
 from lightning_stocache.insight.doctor import Finding, as_text, examine, shared_memory
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.node.files import HEADER_BYTES, MANIFEST_OFFSET
 from lightning_stocache.node.open_files import open_files
 from lightning_stocache.node.segment import Segment
 from tests.commands import write_files
-from tests.processes import hanging, without_room
+from tests.processes import without_room
 from tests.sources import CountedSource
 
 pytestmark = pytest.mark.named
@@ -133,25 +129,6 @@ def test_the_node_of_each_cache_is_told():
     alone.close()
 
 
-def test_other_files_in_memory_are_told_apart():
-    """A file in /dev/shm that is no segment is seen, and is not ours."""
-    descriptor = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
-    try:
-        os.write(descriptor, bytes(4096))
-        facts = os.fstat(descriptor)
-        [found] = [one for one in open_files()[0] if one.key == (facts.st_dev, facts.st_ino)]
-        assert found.contents is None
-    finally:
-        os.close(descriptor)
-
-
-@pytest.mark.processes
-def test_a_process_of_its_own_is_named():
-    """The doctor of one process names another one that holds a segment, by id and command line."""
-    with hanging(partial(Segment.create, reserved=MIB), MIB) as child:
-        assert f"{child.process.pid} (" in words_of(examine(), "held")
-
-
 def test_processes_of_others_are_counted(tmp_path, monkeypatch):
     """A process whose descriptors may not be listed is counted, not passed over in silence."""
     (tmp_path / "proc/7/fd").mkdir(parents=True)
@@ -200,40 +177,6 @@ def verdict_and_caches():
 def bytes_of(text):
     number, unit = text.split()
     return float(number) * {"MiB": MIB, "GiB": GIB}[unit]
-
-
-STRANGE = b'{"geometry": {"size": 1000000000000, "slots": 1000000000000}, "dataset": "\x1b[2J", "nodes": "3"}'
-
-
-@pytest.mark.parametrize("text", [STRANGE, b"[" * 4000, b"null", b"\xff" * 100, b'{"geometry": {}, "nodes": 1}'])
-def test_what_a_header_says_harms_nobody(text, capsys):
-    """A living segment whose header asks for a terabyte, clears the screen or is nested is told in printable words."""
-    segment = Segment.create(4096, "file")
-    with open(segment.path, "r+b") as file:
-        file.seek(MANIFEST_OFFSET)
-        file.write(len(text).to_bytes(4, "little") + text[: HEADER_BYTES - MANIFEST_OFFSET - 4])
-    for command in ("doctor", "list"):
-        main([command])
-    segment.close()
-    out = capsys.readouterr().out
-    assert all(line.isprintable() for line in out.splitlines())
-    own = rf"a cache that is damaged: .{{,120}}?\b{os.getpid()} \("  # tests at the same time have some, too
-    assert len(re.findall(own, " ".join(out.split()))) == 2
-
-
-@pytest.mark.processes
-def test_names_cannot_write_to_the_terminal():
-    """What a process calls itself is escaped."""
-    with tempfile.NamedTemporaryFile(prefix="stocache-test-\x1b[2J", dir="/dev/shm") as file:
-        file.write(bytes(8192))
-        file.flush()
-        command = ["sh", "-c", "read line", "\x1b[2J"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[file.fileno()]) as process:
-            words = words_of(examine(), "held")
-            assert f"{process.pid} (" in words
-            assert all("\x1b" not in str(one.processes) for one in open_files()[0])
-            process.communicate(b"\n")
-    assert "\x1b" not in words
 
 
 def test_of_another_users_file_only_owner_and_size_are_told():

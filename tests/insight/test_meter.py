@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -190,26 +189,6 @@ def test_the_expected_hit_rate_of_nodes():
     """Each node hits the smaller of what it trains on and what it holds; of a random deal nothing is expected."""
     first, second = run_ranks(on_two_nodes, 2, SAMPLES)
     assert first == second == [0, 0.75, 0.75, None, None, None]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("kind", ["array", "tensor", "subset"])
-def test_indices_of_any_kind_are_drawn_as_a_dataloader_draws_them(kind):
-    """An array or a tensor of indices, also from the end; of a SubsetRandomSampler's the hit rate is as expected."""
-    few = [5, 1, -2]
-    sampler = {"array": np.array(few), "tensor": torch.tensor(few), "subset": SubsetRandomSampler(few)}[kind]
-    source = [torch.tensor(index) for index in range(SAMPLES)]
-    dataset = CachedDataset(source)
-    meter = CacheMeter(CachedLoader(dataset, batch_size=2, sampler=sampler))
-    for epoch in range(2):
-        state = torch.get_rng_state()
-        batches = [batch.tolist() for batch in meter]
-        torch.set_rng_state(state)
-        assert batches == [batch.tolist() for batch in DataLoader(source, batch_size=2, sampler=sampler)]
-        metrics = meter.epoch()
-        assert metrics["stocache/hit_rate"] == epoch
-        assert metrics.get("stocache/hit_rate_expected") == (epoch if kind == "subset" else None)
-    dataset.close()
 
 
 @pytest.mark.processes

@@ -62,19 +62,6 @@ def test_a_step_lasts_until_the_next_one() -> None:
     assert taken(clock) == {"wait": 2, "rest": round(10 / 3, 9)}
 
 
-def test_an_epoch_begins_with_waiting() -> None:
-    """Workers that start with an epoch are waited for, before anybody asks them for a batch."""
-    time = ManualClock()
-    clock = StepClock(time.moment)
-    clock.resume("wait")
-    time.spend(5)
-    with part(clock, "wait"):
-        time.spend(1)
-    clock.end_step()
-    clock.pause()
-    assert taken(clock) == {"wait": 6}
-
-
 def test_a_step_that_has_not_ended_is_dropped() -> None:
     """After a break or an exception the steps before it count, and the next epoch is sound."""
     time = ManualClock()
