@@ -32,6 +32,15 @@ class Job:
         self._work, self._result = work, None
         self._lock = threading.Lock()
 
+    def run(self) -> None:
+        """On the thread: do it, unless the consumer has begun it. It never waits for the consumer, who may end it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._result is None:
+                    self._result = self._work()
+            finally:
+                self._lock.release()
+
     def result(self) -> Any:
         """The result: made now if nobody has begun, else waited for."""
         with self._lock:
@@ -67,7 +76,7 @@ class Prefetcher:
 def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         with suppress(Exception):  # it is raised where the result is wanted
-            job.result()
+            job.run()
         del job  # and with it the result, which is memory that is to be used again
 
 
