@@ -1,9 +1,9 @@
-"""How the memory of a node is divided among the datasets, streams and pools that are to be cached.
+"""How the memory, or the disk, of a node is divided among the datasets, streams and pools that are to be cached.
 
 A pot is a budget that several requests share; each gets of it by the size of its dataset. The pots are served in
-order, and what one has taken is no longer free for the next. What the loaders, their workers and the training need is
-kept back before anything is granted. A stream or a pool has a budget of its own. This runs on the leader of a node
-only; nothing here touches memory.
+order: what one has taken is not free for the next. What the loaders, their workers and the training need is kept back
+before anything is granted. A stream or a pool has a budget of its own. Only the leader of a node divides; no memory is
+taken here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant, loader_reserve, margin
 from lightning_stocache.setup.request import BackendChoice, CacheRequest, LoaderSettings
 
-__all__ = ["Allocation", "allocate", "allocate_alone", "allocate_on_disk", "allocate_pool"]
+__all__ = ["Allocation", "allocate", "allocate_alone", "allocate_pool", "largest_grant"]
 
 log = logging.getLogger(__name__)
 
 _MIB = 2**20
-_UNKNOWN = 1 << 60  # the size of what has no end
-_ROOMY = 2  # how large records are, nobody knows from two: all have room where there is room for twice as much
+_UNKNOWN = 1 << 60  # the size of a stream
+_ROOMY = 2  # two records do not show how large all are: the pool holds all where there is room for twice as much
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Allocation:
     Args:
         slots: slots per request.
         granted: bytes per request that these slots may take.
+        keep_free: bytes per request that filling leaves to others, see `Store.keep_free`.
         backend: kind of segment; None is the system's default.
         warnings: one sentence per pot that gets less than it asked for.
-        keep_free: bytes per request that filling leaves to others, see `Store.keep_free`.
     """
 
     slots: tuple[int, ...]
     granted: tuple[int, ...]
-    backend: Backend | None
-    warnings: tuple[str, ...]
-    keep_free: tuple[int, ...] = ()
+    keep_free: tuple[int, ...]
+    backend: Backend | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def allocate(
@@ -59,31 +59,34 @@ def allocate(
     budgets: Mapping[str, Budget],
     ranks: int,
     choice: BackendChoice = "auto",
-    promised: int = 0,
-    *,
-    worker_bytes: int = 0,
-    later_bytes: int = 0,
+    later: Reserve | None = None,
 ) -> Allocation:
-    """Divide this node's memory.
+    """Divide this node's memory, or its disk where the requests have a directory.
 
     Args:
         requests: what is to be cached.
-        codecs: what the samples of each look like; None for what is not to be cached after all.
+        codecs: of the samples of each; None for what is not cached.
         budgets: the budget of every pot, in the order in which they are served.
         ranks: ranks on this node, each of which has loaders of its own.
         choice: kind of segment. "auto" is /dev/shm, or a memfd where /dev/shm is short of what memory allows (Docker).
-        promised: bytes that a named cache which exists may still take.
-        worker_bytes: what a worker was measured to hold for itself; an estimate is the least.
-        later_bytes: what each rank's training will take that it does not hold yet.
+        later: what open caches may still take, and the training.
     """
-    later = Reserve(promised, later_bytes * ranks)
+    if all(codec is None for codec in codecs):  # to measure what is free takes its time
+        nothing = (0,) * len(requests)
+        return Allocation(nothing, nothing, nothing)
+    directory = next((request.dir for request in requests if request.dir is not None), None)
+    if directory is not None:  # a hundredth of the disk is left to others, also while the caches fill
+        stats = os.statvfs(directory)
+        free = FreeMemory(stats.f_frsize * stats.f_bavail, None, None, directory)
+        division = _divide(requests, codecs, budgets, free, [Reserve()] * len(requests), Reserve(), 1, SUM_BYTES)
+        spare = max(stats.f_frsize * stats.f_bavail // 100, 16 * _MIB)
+        return replace(division, keep_free=(spare,) * len(requests))
 
     def divide(free: FreeMemory) -> Allocation:
         reserves = [
-            _reserve(request, codec, ranks, worker_bytes, free.own)
-            for request, codec in zip(requests, codecs, strict=True)
+            _reserve(request.reader, codec, ranks, free.own) for request, codec in zip(requests, codecs, strict=True)
         ]
-        return _divide(requests, codecs, budgets, ranks, free, reserves, later)
+        return _divide(requests, codecs, budgets, free, reserves, later or Reserve(), ranks)
 
     return _in_memory(divide, choice)
 
@@ -114,7 +117,8 @@ def allocate_alone(
             f"granted: limited by {given.limited_by}"
         )
         warnings = () if given.limited_by is None else (words,)
-        return Allocation((given.bytes // slot_bytes,), (given.bytes,), None, warnings, (margin(free, ranks) // 2,))
+        keep_free = margin(free, ranks) // 2
+        return Allocation((given.bytes // slot_bytes,), (given.bytes,), (keep_free,), None, warnings)
 
     allocation = _in_memory(divide, choice)
     for warning in allocation.warnings:
@@ -125,18 +129,14 @@ def allocate_alone(
 def allocate_pool(
     budget: Budget, codec: SampleCodec, length: int | None, writers: int, ranks: int
 ) -> tuple[Allocation, bool]:
-    """Give memory of this node to a rolling cache.
+    """Give memory of this node to a rolling cache. Returns it, and whether all of the source has room.
 
     Args:
         budget: of this node.
-        codec: what a sample looks like.
+        codec: of a sample.
         length: samples in the source; None for a stream.
         writers: processes that append at the same time.
         ranks: of this node.
-
-    Returns:
-        The memory, of records with the number of slots that are expected to find room, and whether all of the source
-        has room.
 
     Raises:
         ValueError: there is no room for the least number of samples, or the budget is a share of a stream.
@@ -159,23 +159,20 @@ def allocate_pool(
     return allocation, holds_all
 
 
-def allocate_on_disk(
-    requests: Sequence[CacheRequest], codecs: Sequence[SampleCodec | None], budgets: Mapping[str, Budget]
-) -> Allocation:
-    """Divide this node's disk. A hundredth of what is free is left to others, also while the caches fill.
+def largest_grant(
+    codec: SampleCodec | None, reader: LoaderSettings | None = None, ranks: int = 1, choice: BackendChoice = "auto"
+) -> tuple[int, Backend | None]:
+    """The bytes that a dataset larger than any memory would be granted now, and the kind of segment.
 
     Args:
-        requests: what is to be cached, all in the same directory.
-        codecs: what the samples of each look like; None for what is not to be cached after all.
-        budgets: the budget of every pot, in the order in which they are served.
+        codec: of its samples; None: nothing is granted.
+        reader: the loader that reads it, whose batches and workers keep their memory.
+        ranks: ranks on this node, each of which has such a loader.
+        choice: kind of segment, as in `allocate`.
     """
-    directory = next(request.dir for request in requests if request.dir is not None)
-    stats, nothing = os.statvfs(directory), Reserve()
-    free = stats.f_frsize * stats.f_bavail
-    facts = FreeMemory(free, None, None, directory)
-    division = _divide(requests, codecs, budgets, 1, facts, [nothing] * len(requests), nothing, SUM_BYTES)
-    kept = max(free // 100, 16 * _MIB)  # no more than `grant` has left, or the end found no room
-    return replace(division, keep_free=(kept,) * len(requests))
+    endless = CacheRequest(cast("Dataset[object]", range(2**48)), reader=reader)
+    division = allocate([endless], [codec], {endless.pot: Budget.parse("auto")}, ranks, choice)
+    return division.granted[0], division.backend
 
 
 def _in_memory(divide: Callable[[FreeMemory], Allocation], choice: BackendChoice) -> Allocation:
@@ -192,30 +189,14 @@ def _in_memory(divide: Callable[[FreeMemory], Allocation], choice: BackendChoice
     return allocation
 
 
-def largest_grant(
-    codec: SampleCodec | None, reader: LoaderSettings | None = None, ranks: int = 1, choice: BackendChoice = "auto"
-) -> tuple[int, Backend | None]:
-    """The bytes that a dataset larger than any memory would be granted now, and the kind of segment.
-
-    Args:
-        codec: what its samples look like; None: nothing is granted.
-        reader: the loader that reads it, whose batches and workers keep their memory.
-        ranks: ranks on this node, each of which has such a loader.
-        choice: kind of segment, as in `allocate`.
-    """
-    endless = CacheRequest(cast("Dataset[object]", range(2**48)), reader=reader)
-    division = allocate([endless], [codec], {endless.pot: Budget.parse("auto")}, ranks, choice)
-    return division.granted[0], division.backend
-
-
 def _divide(
     requests: Sequence[CacheRequest],
     codecs: Sequence[SampleCodec | None],
     budgets: Mapping[str, Budget],
-    ranks: int,
     free: FreeMemory,
     reserves: Sequence[Reserve],
     later: Reserve,
+    ranks: int,
     more: int = 0,
 ) -> Allocation:
     """Divide what is free; `more` bytes are needed per slot besides those that the codec knows of."""
@@ -247,20 +228,13 @@ def _divide(
     # Half of the margin: a part of what was kept back has come by the time at which slots are filled. A cache is filled
     # by its own loader; those of the others may come after that.
     keep_free = tuple(margin(free, ranks) // 2 + loaders.bytes - reserve.bytes for reserve in reserves)
-    return Allocation(tuple(slots), tuple(granted), None, tuple(warnings), keep_free)
+    return Allocation(tuple(slots), tuple(granted), keep_free, None, tuple(warnings))
 
 
-def _reserve(request: CacheRequest, codec: SampleCodec | None, ranks: int, worker_bytes: int, own: int) -> Reserve:
-    """What the request's loaders need on this node."""
-    loader = request.reader
+def _reserve(loader: LoaderSettings | None, codec: SampleCodec | None, ranks: int, own: int) -> Reserve:
+    """The memory that a loader needs on this node."""
     if loader is None or codec is None:
         return Reserve()
-    return loader_reserve(
-        loader.batch_size * codec.batch_bytes,
-        loader.num_workers,
-        loader.prefetch_factor,
-        ranks,
-        start_method=loader.start_method,
-        worker_bytes=worker_bytes,
-        own=own,
-    )
+    batch_bytes = loader.batch_size * codec.batch_bytes
+    workers = loader.num_workers, loader.prefetch_factor
+    return loader_reserve(batch_bytes, *workers, ranks, start_method=loader.start_method, own=own)

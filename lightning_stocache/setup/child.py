@@ -1,214 +1,196 @@
 """A process that reads a source for set-up, answers questions about it, and is thrown away.
 
-Many sources open a file when they are first read, so that each worker has a handle of its own. Read in the trainer's
-process, they would hand all forked workers one handle with one offset, and could not be sent to spawned ones. Others
-draw from generators of their own, count, or remember. Here nothing of that is left in the trainer.
+Many sources open a file when they are first read. Read in the trainer's process, they would give all forked workers one
+file handle with one offset, and could not be sent to spawned workers. Other sources draw from generators of their own,
+count, or remember. Such traces go with the process, which is a worker of a DataLoader over the questions.
 
-The process is like a worker of a DataLoader, so that a source finds there what it would find in the user's own:
-`get_worker_info`, one thread, the same start method. It sends one message when it begins, one before each read, and one
-with each answer. A forked process may hang before it begins: it inherits the locks that other threads of its parent
-held at that moment, and nobody opens them. It is replaced, at most twice.
-
-Where no process can be started (a daemonic process; what cannot be pickled, under spawn), and where the trainer reads
-the source itself and nothing can be forked (macOS), the caller reads in its own process.
+Where no process can be started (a daemonic process; a source or answer that cannot be pickled; by default on systems
+that cannot fork, because a spawned process would run the user's script again) the source is read here. The attributes
+and generators that can be reached from it are put back then.
 """
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import pickle
-import random
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache.node.processes import REPORT_SECONDS, end_with_parent, why_not_begun
-from lightning_stocache.torch_internals import become_worker
+from lightning_stocache.source.generators import Generators, reachable
+from lightning_stocache.torch_internals import set_worker_dataset, shut_down
 
-__all__ = ["Child", "NoAnswerError", "Told", "start_method"]
+__all__ = ["Child", "NoProcessError", "start_method"]
 
 log = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 30.0  # without a read that ends
-_MOST_REPLACED = 2
-_END_SECONDS = 2.0  # for a process to end by itself, or once it is killed
+PATIENCE_SECONDS = 120.0  # for one answer: to learn what samples are takes at least four reads
 
-Told: TypeAlias = Callable[[int], None]
-"""Is told the index of a sample before it is read, -1 where it has none."""
+Answer: TypeAlias = Callable[..., Any]
+"""Answers a question, which is its arguments."""
 
 
-class NoAnswerError(Exception):
-    """No process could be started, or its answer cannot be pickled: the question is for this process."""
+class NoProcessError(Exception):
+    """No process could be started, or its answer cannot be pickled."""
 
 
-def start_method(chosen: str | None = None) -> str | None:
-    """How a process is started that reads a source; None where the source is read in this process.
-
-    Where nobody has chosen and nothing can be forked, a spawned process would run the user's script again.
-    """
+def start_method(chosen: str | None) -> str | None:
+    """The start method of a process that reads a source; None where the source is read in this process."""
     return chosen or ("fork" if sys.platform == "linux" else None)
 
 
 class Child:
-    """A process that is started at the first question, and answers until it is closed.
+    """A process that starts at the first question, and answers until it is closed.
 
     Args:
-        answer: is called there with each question and a `Told`.
+        answer: called there with each question.
         source: the user's dataset, for `get_worker_info`.
-        method: how the process is started: fork, spawn or forkserver.
-        title: what is read, for messages.
-        gives_up: whether a source is given up after half a minute without a read that ends.
+        title: of the source, for messages.
+        method: how the process is started; None: the source is read in this process.
+        init: the user's `worker_init_fn`.
+        here: whether to read in this process where none can be started.
+        gives_up: whether to give a source up that takes too long.
     """
 
     def __init__(
-        self, answer: Callable[[Any, Told], Any], source: Any, method: str, title: str, *, gives_up: bool = True
+        self,
+        answer: Answer,
+        source: Any,
+        title: str,
+        method: str | None,
+        *,
+        init: Callable[[int], None] | None = None,
+        here: bool = True,
+        gives_up: bool = True,
     ) -> None:
-        self._answer, self._source, self._method = answer, source, method
-        self._title, self._gives_up = title, gives_up
-        self._process: BaseProcess | None = None
-        self._pipe: Any = None
-        self._begun = False
+        self._answers, self._title, self._method = _Answers(answer, source, init), title, method
+        self._here, self._gives_up = here, gives_up
+        self._questions = list[bytes]()
+        self._process: Any = None
+        self._closed = False
 
-    def ask(self, question: Any = None) -> Any:
-        """The answer to a question. After an error the process is closed.
+    def ask(self, *question: Any) -> Any:
+        """The answer to a question. After an error no other question is answered.
 
         Raises:
-            NoAnswerError: no process could be started, or its answer cannot be pickled.
-            TimeoutError: the source is given up.
-            ChildProcessError: the process has died.
+            NoProcessError: no process could be started, or its answer cannot be pickled (unless `here`).
+            ChildProcessError: the source is given up, or the process has died or was closed.
             Exception: what `answer` raises there.
         """
-        try:
-            if self._process is None:
-                self._begin()
-            with suppress(ConnectionError):  # it has died, which is told next
-                self._pipe.send_bytes(pickle.dumps(question))
-            return self._receive()
-        except BaseException:
-            self.close()
-            raise
+        if self._closed:
+            raise ChildProcessError(f"{self._title} is not read any more")
+        if self._method is not None:
+            try:
+                return self._ask_process(question)
+            except BaseException as error:
+                self.close()
+                if not self._here or not isinstance(error, NoProcessError):
+                    raise
+                log.debug("%s is read in this process: %s", self._title, error)
+                self._method, self._closed = None, False
+        with _put_back(self._answers.source):
+            return self._answers.answer(*question)
 
     def close(self) -> None:
-        """End the process. One that hangs in a system call which no signal ends is left."""
+        """End the process."""
+        self._closed = True
         process, self._process = self._process, None
-        if process is None:
-            return
-        with suppress(ConnectionError):
-            self._pipe.send_bytes(b"")
-        process.join(_END_SECONDS if self._begun else 0)
-        if process.is_alive():
-            process.kill()
-            process.join(_END_SECONDS)
-        self._pipe.close()
-        if not process.is_alive():
-            process.close()
+        if process is not None:
+            shut_down(process)
 
-    def _begin(self) -> None:
-        for _ in range(_MOST_REPLACED if self._method == "fork" else 0):
-            self._start()
-            if self._pipe.poll(REPORT_SECONDS):
-                return
-            log.warning(
-                "set-up forks another process: one that was to read samples has not begun for %.0f s. A thread of this "
-                "one may have held a lock when it was forked",
-                REPORT_SECONDS,
-            )
-            self.close()
-        self._start()
-
-    def _start(self) -> None:
-        context: Any = multiprocessing.get_context(self._method)
-        self._begun = False
-        self._pipe, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._answer, self._source), daemon=True)
+    def _ask_process(self, question: tuple[Any, ...]) -> Any:
+        self._questions[:] = [pickle.dumps(question)]
         try:
-            process.start()
+            if self._process is None:
+                self._loader: DataLoader[bytes] = DataLoader(
+                    self._answers,
+                    None,
+                    sampler=self._questions,
+                    num_workers=1,
+                    timeout=REPORT_SECONDS,
+                    worker_init_fn=self._answers.begin,
+                    multiprocessing_context=self._method,
+                    generator=torch.Generator(),  # else the process-wide one would move
+                    persistent_workers=True,
+                )
+            self._process = iter(self._loader)
         except Exception as error:  # whatever a start method or a pickle raises
-            self._pipe.close()
-            raise NoAnswerError(f"{type(error).__name__}: {error}") from error
-        finally:
-            theirs.close()
-        self._process = process
-
-    def _receive(self) -> Any:
-        """Wait for the answer, and say so after ten seconds; again and again where nothing is given up."""
-        assert self._process is not None
-        sample, last, told = "sample 0", time.monotonic(), False
-        due = last + REPORT_SECONDS
+            raise NoProcessError(f"{type(error).__name__}: {error}") from error
+        begun, warned = time.monotonic(), False
         while True:
-            if wait([self._pipe, self._process.sentinel], max(due - time.monotonic(), 0)):
-                word, content = self._message()
-                if word == "gives":
-                    return content
-                if word == "raises":
-                    raise content
-                if word == "reads":
-                    sample = "its next sample" if content < 0 else f"sample {content}"
-                last = time.monotonic()
-            if time.monotonic() < due:
-                continue
-            due += REPORT_SECONDS
-            if self._gives_up and time.monotonic() - last > PATIENCE_SECONDS:
-                raise TimeoutError(f"reading {sample} has not ended in {PATIENCE_SECONDS:.0f} s")
-            if not told or not self._gives_up:
-                words = "set-up waits for %s: it reads a few samples to learn what they are, now %s"
-                log.warning(words, self._title, sample)
-            told = True
+            try:
+                word, content = pickle.loads(next(self._process))
+                break
+            except RuntimeError as error:  # of the DataLoader
+                if not str(error).startswith("DataLoader timed out"):
+                    why = why_not_begun(str(self._method))
+                    raise ChildProcessError(f"{error}{f'. {why}' if why else ''}") from None
+            if self._gives_up and time.monotonic() - begun > PATIENCE_SECONDS:
+                raise ChildProcessError(f"reading it has not ended in {PATIENCE_SECONDS:.0f} s")
+            if not warned:
+                log.warning("set-up waits for %s: it reads a few samples to learn what they are", self._title)
+            warned = True
+        if word == "raises":
+            raise content
+        return content
 
-    def _message(self) -> tuple[str, Any]:
-        assert self._process is not None
+
+class _Answers(Dataset[bytes]):
+    """The answers to pickled questions, pickled."""
+
+    def __init__(self, answer: Answer, source: Any, init: Callable[[int], None] | None) -> None:
+        self.answer, self.source, self._init = answer, source, init
+
+    def begin(self, worker: int) -> None:
+        """When the process begins."""
+        end_with_parent()
+        set_worker_dataset(self.source)
+
+    def __getitem__(self, question: Any) -> bytes:
         try:
-            if self._pipe.poll():
-                message: tuple[str, Any] = pickle.loads(self._pipe.recv_bytes())
-                self._begun = True
-                return message
-        except (EOFError, ConnectionError):
-            pass
-        self._process.join(_END_SECONDS)
-        code = self._process.exitcode or 0
-        if not self._begun and (why := why_not_begun(self._method)):
-            raise ChildProcessError(f"the process that was to read it ended before it began. {why}")
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        raise ChildProcessError(f"the process that was reading it exited unexpectedly ({how})")
-
-
-def _serve(pipe: Connection, answer: Callable[[Any, Told], Any], source: Any) -> None:
-    """In the process: answer questions until an empty one comes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends this process
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Lightning's handler would end the other ranks
-    end_with_parent()
-    torch.set_num_threads(1)
-    become_worker(0, 1, random.SystemRandom().getrandbits(31), source)
-
-    def tell(word: str, content: Any = None) -> None:
-        pipe.send_bytes(pickle.dumps((word, content)))
-
-    tell("begins")
-    while question := pipe.recv_bytes():
-        try:
-            outcome = "gives", answer(pickle.loads(question), lambda index: tell("reads", index))
+            init, self._init = self._init, None
+            if init is not None:
+                init(0)
+            outcome = "gives", self.answer(*pickle.loads(question))
         except Exception as error:  # the source is the user's, and may raise anything
             outcome = "raises", _sendable(error)
         try:
-            tell(*outcome)
+            return pickle.dumps(outcome)
         except Exception as error:  # whatever pickle raises of a class that other processes cannot find
-            tell("raises", NoAnswerError(f"{type(error).__name__}: {error}"))
+            return pickle.dumps(("raises", NoProcessError(f"{type(error).__name__}: {error}")))
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error with its traceback as a note; a RuntimeError in its place where pickle refuses it."""
+    """The error with its traceback as a note; a RuntimeError in its place if it cannot be pickled."""
     error.add_note(f"In the process that read it:\n{''.join(traceback.format_exception(error))}")
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
+
+
+@contextmanager
+def _put_back(source: Any) -> Iterator[None]:
+    """Restore the attributes of the objects that can be reached from a source, and its generators."""
+    attributes = [
+        (names, dict(names))
+        for _, node in reachable(source)
+        if not isinstance(node, type | FunctionType) and type(names := getattr(node, "__dict__", None)) is dict
+    ]
+    try:
+        with Generators(source):
+            yield
+    finally:
+        for names, before in attributes:
+            if names != before:
+                names.clear()
+                names.update(before)

@@ -1,11 +1,10 @@
 """In which form samples are stored: as rows or as records, decoded or as their files.
 
-Rows where all samples that were looked at have one shape and hold nothing but numbers: a batch of them is one copy per
-field. Else records, which hold anything that can be pickled and comes out as it went in; that is tried with each.
+Samples of one shape that hold nothing but numbers are rows: a batch of them is one copy per field. Others are records,
+which hold anything that can be pickled and comes out as it went in; that is tried with each sample.
 
-A sample that is stored as its file saves the reading; one that is stored decoded saves the decoding, too, and takes
-more memory. The seconds and bytes of both forms are measured at set-up; what was granted says how many samples each
-form would store, and so how long a later epoch would take.
+A sample that is stored as its file saves the reading. One that is stored decoded saves the decoding too, and takes more
+memory. Set-up measures the seconds and bytes of both; the memory that is granted decides.
 """
 
 from __future__ import annotations
@@ -19,24 +18,22 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeAlias
 
-import torch
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError, named
 from lightning_stocache.cache.placement import Domain
-from lightning_stocache.cache.records import RecordCodec, Required, SampleCodec, is_opened, written
+from lightning_stocache.cache.records import RecordCodec, Required, SampleCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.encoded import EncodedSource, access_to
 from lightning_stocache.source.random_split import Probe
-from lightning_stocache.source.samples import bits, difference, part_at, walk
+from lightning_stocache.source.samples import bits, difference, part_at
 from lightning_stocache.source.transform_split import Cut
 
 __all__ = ["Choice", "EncodedForm", "choose_codec", "keeps_files", "look_at_files"]
 
-_DEEP = 4  # objects inside each other that are looked into
-_ODD = 0.25  # share of the samples that may differ: one by one they pass through
+_ODD = 0.25  # share of the samples that may differ: each of them passes through
 _PROVEN = 4  # samples that are decoded from their files, and compared
 _TIMED = 12  # samples whose files are read for the first time, as far as there are so many
 
@@ -48,11 +45,11 @@ _Failure: TypeAlias = UnsupportedSampleError | SampleMismatchError
 
 @dataclass(frozen=True)
 class Choice:
-    """A codec, and what of the samples it cannot keep.
+    """A codec, and why one of the samples cannot be kept where most can.
 
     Args:
         codec: between samples and bytes.
-        odd: of a sample that will pass through, where most do not, in words.
+        odd: the reason, naming the sample.
     """
 
     codec: SampleCodec
@@ -68,7 +65,7 @@ def choose_codec(
         indices: of the samples, for messages.
         samples: some of the source's.
         layout: "rows", "records", or "auto": rows where all of the samples allow it.
-        cut: where the source was cut; the places on which its tail works have to be there in every sample.
+        cut: where the source was cut; what its tail works on must be in every sample.
 
     Raises:
         UnsupportedSampleError: they hold something that cannot be kept; the message names the field.
@@ -93,11 +90,11 @@ def choose_codec(
     if len(failures) > len(samples) * _ODD:
         raise next(iter(failures.values()))
     kept = [sample for number, sample in enumerate(samples) if number not in failures]
-    return Choice(RecordCodec.infer(kept, codec.required), _told(failures))
+    return Choice(RecordCodec.infer(kept, codec.required), _first(failures))
 
 
 def _rows(indices: Sequence[int], samples: Sequence[Any]) -> Choice | _Failure:
-    """Rows that are like the first sample, or like a later one where the first is odd itself; or why there are none."""
+    """Rows like the first sample, or like a later one if the first is odd itself; or why there are none."""
     first: _Failure | None = None
     for like in samples[: int(len(samples) * _ODD) + 1]:
         try:
@@ -107,7 +104,7 @@ def _rows(indices: Sequence[int], samples: Sequence[Any]) -> Choice | _Failure:
             continue
         failures = _failures(spec.encode, indices, samples)
         if len(failures) <= len(samples) * _ODD:
-            return Choice(spec, _told(failures))
+            return Choice(spec, _first(failures))
         first = first or next(iter(failures.values()))
     assert first is not None
     return first
@@ -126,7 +123,7 @@ def _failures(
     return failures
 
 
-def _told(failures: dict[int, _Failure]) -> str | None:
+def _first(failures: dict[int, _Failure]) -> str | None:
     return next(map(str, failures.values()), None)
 
 
@@ -137,34 +134,8 @@ def _check_record(codec: RecordCodec, sample: Any, index: int) -> None:
         copy = codec.decode(record)
     except Exception as error:  # of the code of the sample's classes
         raise UnsupportedSampleError(f"sample {index} cannot be read back from bytes: {error!r}") from error
-    path = difference(bits(sample), bits(copy))
-    if path is None:
-        losses = (
-            written(path) + lost
-            for (path, node), (_, again) in zip(walk(sample), walk(copy), strict=True)
-            if (lost := _lost(node, again, _DEEP)) is not None
-        )
-        path = next(losses, None)
-    if path is not None:
+    if (path := difference(bits(sample), bits(copy))) is not None:
         raise UnsupportedSampleError(f"sample {index}: {named(path)} does not come back from bytes as it was")
-
-
-def _lost(node: Any, again: Any, deep: int) -> str | None:
-    """Which attribute a copy lacks, also of the objects inside it: `bits` sees what a pickle sees, and no more."""
-    if isinstance(node, torch.Tensor | type) or is_opened(type(node)):
-        return None
-    names = getattr(node, "__dict__", None)
-    if not deep or not isinstance(names, dict):
-        return None
-    found = getattr(again, "__dict__", {})
-    for name, value in names.items():
-        if name not in found:
-            if name[0] == "_":  # what a library keeps for itself
-                continue
-            return f".{name}"
-        if (lost := _lost(value, found[name], deep - 1)) is not None:
-            return f".{name}{lost}"
-    return None
 
 
 def _required(samples: Sequence[Any], cut: Cut | None) -> Required:
@@ -185,9 +156,9 @@ class EncodedForm:
     """What is known of samples as their files.
 
     Args:
-        codec: between them and records.
-        read_seconds: to read one from its source, the first time.
-        decode_seconds: from its file to what is kept decoded.
+        codec: between files and records.
+        read_seconds: to read a sample from its source, the first time.
+        decode_seconds: from its file to the decoded sample.
         reads: how many samples, or files, were read to know it.
     """
 
@@ -201,23 +172,18 @@ def look_at_files(
     source: Dataset[Any],
     head: Dataset[Any],
     indices: Sequence[int],
-    told: Callable[[int], None],
     domain: Domain | None = None,
     *,
     chosen: bool = False,
 ) -> EncodedForm | str:
-    """Try to take a source apart into its files and their decoding.
+    """Take a source apart into its files and their decoding. Returns what was measured, or why it cannot be done.
 
     Args:
         source: the user's dataset.
         head: its deterministic part.
         indices: of samples to try.
-        told: is called with each index before it is read.
         domain: which indices may be read; by default all.
         chosen: whether this form has been chosen before: then no files of other indices are timed.
-
-    Returns:
-        What was measured; or why it cannot be done, in words.
     """
     if access_to(source) is None:
         return (
@@ -225,7 +191,7 @@ def look_at_files(
             "returns what is to be kept (bytes), and decode(content, index), which makes the sample of it"
         )
     files = EncodedSource(source)
-    with Probe(source, told) as probe:
+    with Probe(source) as probe:
         try:
             for index in indices[:_PROVEN]:
                 original = probe.read(source, index, 2 * index)
@@ -235,7 +201,7 @@ def look_at_files(
             among = [] if chosen else range(len(files)) if domain is None else domain.indices.tolist()
             known = set(indices)
             fresh = islice((index for index in among[len(among) // 2 :] if index not in known), _TIMED)
-            form = _timed(files, head, list(fresh) or list(indices), told)
+            form = _timed(files, head, list(fresh) or list(indices))
             return replace(form, reads=form.reads + 2 * len(indices[:_PROVEN]))
         except Exception as error:  # methods of these names that mean something else, a file that cannot be opened
             return f"its files cannot be read and decoded apart: {error!r}"
@@ -251,11 +217,10 @@ class _Decoded(Dataset[Any]):
         return self._files(self._files[index])
 
 
-def _timed(files: EncodedSource, head: Any, indices: Sequence[int], told: Callable[[int], None]) -> EncodedForm:
+def _timed(files: EncodedSource, head: Any, indices: Sequence[int]) -> EncodedForm:
     """The costs of some files, of which a sample is three reads."""
     contents, reads, decodes = [], [], []
     for index in indices:
-        told(index)
         try:
             begin = time.perf_counter()
             content = files[index]
@@ -263,7 +228,7 @@ def _timed(files: EncodedSource, head: Any, indices: Sequence[int], told: Callab
             files[index]
             again = time.perf_counter()
             head[index]
-        except Exception:  # a broken file: who asks for it is told
+        except Exception:  # a broken file: the batch that asks for it raises
             continue
         contents.append(content)
         reads.append(read - begin)

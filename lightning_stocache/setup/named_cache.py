@@ -1,10 +1,9 @@
 """Caches with a name: they stay in memory, or on a disk, when their job ends, and the next job starts warm.
 
-The manifest in the header of a named segment says two things. Its fingerprint is what lies there: the class of the
-source, its length, the fields of a sample, and what the user adds; a job with another one is refused. Its geometry is
-where it lies: the arc of the ring; it wins over the budget and the order of nodes of the job that joins, because the
-samples are where they are. A job with another budget is told so, where not all samples have a slot. Slots that are
-READY stay so; a cache that is half full goes on filling.
+The manifest in the header of a named segment has a fingerprint and a geometry. The fingerprint says what lies there:
+the class of the source, its length, the fields of a sample, and what the user adds; a job with another one is refused.
+The geometry is the arc of the ring. It wins over the budget and the order of nodes of a job that joins, because the
+samples stay where they are; a warning says so. A half filled cache goes on filling.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ __all__ = ["FingerprintError", "fingerprint", "found_before", "open_cache"]
 
 log = logging.getLogger(__name__)
 
-_LONGEST = 400  # bytes that are kept of an entry: the three of them, the title and the geometry fit in the header
+_LONGEST = 400  # bytes of an entry: three of them, the title and the geometry fit in the header
 _TITLE = 100  # characters
 
 
 class FingerprintError(ValueError):
-    """What lies under the name of a cache is not what is to be cached."""
+    """The cache of this name holds something else."""
 
 
 def fingerprint(request: CacheRequest, codec: SampleCodec) -> dict[str, str | int]:
@@ -43,7 +42,7 @@ def fingerprint(request: CacheRequest, codec: SampleCodec) -> dict[str, str | in
         >>> fingerprint(numbers, SampleSpec.infer(1))
         {'dataset': 'builtins.list', 'length': 3, 'spec': 'sample: int', 'fingerprint': 'v2'}
     """
-    frozen = " (allow_random)" if request.allow_random else ""  # its first draw is kept, which a split source's is not
+    frozen = " (allow_random)" if request.allow_random else ""  # its first draw is kept, unlike that of a split source
     domain = request.domain
     part = "" if domain is None else f"{len(domain)} indices {domain.digest} of "
     return {
@@ -55,7 +54,7 @@ def fingerprint(request: CacheRequest, codec: SampleCodec) -> dict[str, str | in
 
 
 def found_before(request: CacheRequest) -> str:
-    """What the maker of the cache with the request's name has found of its source, as `Finding.digest`; "" if none."""
+    """What the maker of an existing cache has found of the source, as `Finding.digest`; "" if there is none."""
     manifest = None if request.name is None else manifest_of(request.name, request.dir)
     return "" if manifest is None else manifest.found
 
@@ -68,18 +67,18 @@ def open_cache(
     granted: int = 0,
     found: str = "",
 ) -> Store | None:
-    """Open the cache that lies under the request's name, or make it, if it is to have slots; else None.
+    """Open the cache of the request's name. If there is none, make it if it is to have slots, else return None.
 
     Args:
         request: what is to be cached.
-        codec: what its samples look like.
-        budget: what the job was given to spend.
+        codec: of its samples.
+        budget: of the job.
         arc: of a new cache: which samples have a slot on this node.
         granted: bytes that a new one may take.
-        found: what was found out about the samples, as `Finding.digest`.
+        found: of the samples, as `Finding.digest`.
 
     Raises:
-        FingerprintError: it is the cache of something else, or (strict) of another budget.
+        FingerprintError: it holds something else, or (strict) was made with another budget.
         ManifestError: it is damaged, or of another version.
         PermissionError: the name belongs to another user's file.
         OSError: there is no memory for the states of the slots.
@@ -87,7 +86,8 @@ def open_cache(
     assert request.name is not None
     name, directory = request.name, request.dir
 
-    def mend(segment: Segment, manifest: Manifest) -> None:  # what a crash may have left on a disk
+    def mend(segment: Segment, manifest: Manifest) -> None:
+        """Repair what a crash may have left on a disk."""
         _check(request, codec, manifest)
         Store.mend(codec, segment, manifest, request.domain)
 
@@ -108,23 +108,19 @@ def open_cache(
     try:
         _check(request, codec, manifest)
         cache = Store.open(segment, codec, manifest.geometry, request.length, request.domain)
-    except FingerprintError:
+    except (ValueError, OSError) as error:
         segment.close()
-        raise
-    except ValueError as error:
-        segment.close()
+        if isinstance(error, OSError) and manifest is made:
+            clean(name, directory)  # it is empty
+        if isinstance(error, FingerprintError | OSError):
+            raise
         raise ManifestError(f"the cache {name!r} is damaged: {error}. {way_out(name, directory)}") from None
-    except OSError:
-        segment.close()
-        if manifest is made:  # made here, and unless another job uses it: empty, and of this size, it is no use
-            clean(name, directory)
-        raise
     _check_budget(request, cache, budget)
     return cache
 
 
 def _check(request: CacheRequest, codec: SampleCodec, manifest: Manifest) -> None:
-    """Refuse the cache of something else (FingerprintError)."""
+    """Refuse the cache of something else."""
     theirs, ours = manifest.fingerprint, fingerprint(request, codec)
     if theirs != ours:
         differ = ", ".join(key for key in ours if theirs.get(key) != ours[key])
@@ -135,13 +131,13 @@ def _check(request: CacheRequest, codec: SampleCodec, manifest: Manifest) -> Non
 
 
 def _check_budget(request: CacheRequest, cache: Store, budget: Budget) -> None:
-    """Tell a job that its budget does not count, where the cache was made with another one and is not for all samples.
+    """Warn that the job's budget does not count, if the cache was made with another one and is not for all samples.
 
     Raises:
         FingerprintError: so it is, and the request is strict.
     """
     made, slots = cache.manifest.budget, len(cache)
-    if not gathers(cache):  # of records, their bytes are what was granted
+    if not gathers(cache):  # the bytes of records are limited, not their slots
         slots = min(cache.granted_bytes // cache.codec.slot_bytes, slots)
     if made == str(budget) or slots >= request.samples:
         return
@@ -157,7 +153,7 @@ def _check_budget(request: CacheRequest, cache: Store, budget: Budget) -> None:
 
 
 def _short(text: str) -> str:
-    """The text as a header can hold it: printable, and of what is long or not printable the beginning and a digest."""
+    """The text if it is short and printable, as a header requires; else its beginning and a digest."""
     if text.isprintable() and len(text.encode()) <= _LONGEST:
         return text
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -1,20 +1,17 @@
-"""How caches open: look at the sources, divide the memory, make the segments, hand them round.
+"""How caches open: look at the sources, divide the memory, make the segments, attach them on all ranks.
 
-All requests of one call open together, because they share budgets. The steps, each one collective over the job's ranks:
+All requests of one call open together, because they share budgets. The steps are collective over the job's ranks:
 
-1. The leader of each node looks at every source (`find`): what its samples look like gives the codec, and the random
-   part is found. The other ranks read nothing; they cut their own copy of the source at the same place. What cannot be
-   cached passes through, with one warning.
-2. Each leader joins the named caches that lie in its node's memory (`named_cache`).
-3. Each leader divides the memory of its node among the others (`allocation`). Where samples may be
-   kept as their files, what was granted decides whether they are (`forms`).
-4. The leaders tell each other their slots, and every rank lays the same rings: who is the home of which index, and how
-   many are expected to find room.
-5. Each leader makes the segments of its node; the other ranks attach (`segments`). What lies under a name is compared
-   with the source, and what was read at set-up is stored (`same_data`).
-6. The leaders tell each other the arcs that they have: a named cache keeps its own, and the ring is made of those.
+1. The leader of each node looks at every source (`find`): its samples give the codec, and the random part is found. The
+   other ranks read nothing; they cut their own copy of the source at the same place.
+2. Each leader joins the named caches that lie in its node's memory (`named_cache`), and divides the memory among the
+   others (`allocation`). What is granted decides whether samples are kept as their files (`forms`).
+3. The leaders exchange their slots, and every rank lays the same rings: which node stores which index.
+4. Each leader makes the segments of its node, and the other ranks attach them (`segments`).
+5. The samples that set-up has read are stored, or compared with those under a name (`same_data`). A named cache keeps
+   the arc that it has; the leaders exchange these.
 
-What fails on one rank is raised on all. Nothing is kept here.
+An error of one rank is raised on all. What cannot be cached passes through, with one warning.
 """
 
 from __future__ import annotations
@@ -27,15 +24,18 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from lightning_stocache.cache.checksums import checksum
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.store import Store, slots_for
 from lightning_stocache.node.budget import Budget, format_bytes
+from lightning_stocache.node.disk import check_directory
 from lightning_stocache.node.files import Backend, printable
+from lightning_stocache.node.grant import Reserve
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, ranks_apart, with_directories
-from lightning_stocache.setup.allocation import Allocation, allocate, allocate_on_disk
+from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, ranks_apart
+from lightning_stocache.setup.allocation import allocate
 from lightning_stocache.setup.find import Finding, SourceReader, parts_of
 from lightning_stocache.setup.forms import keeps_files
 from lightning_stocache.setup.named_cache import FingerprintError, found_before, open_cache
@@ -55,7 +55,7 @@ _APART = (
     "the ranks hold different data of it under the same index.\nGive every rank the whole dataset, in the same order, "
     "and let a DistributedSampler divide it"
 )
-_LONGEST = 200  # characters of a source's title that its segment tells
+_LONGEST = 200  # characters of a source's title in the header of its segment
 
 
 @dataclass
@@ -66,13 +66,13 @@ class _Opening:
         request: what is asked for.
         budget: of its pot.
         reader: reads its source.
-        found: what the leader of this node has found of the source.
+        found: of the source, by the leader of this node.
         joined: on a leader, the cache that lies under its name.
         granted: bytes that it may take on this node.
         keep_free: bytes that filling leaves to others.
         slots: samples that are expected to find room on this node.
         ring: the arcs of all nodes.
-        expected: the arcs, with as many slots as are expected to find room.
+        expected: the arcs, with the slots that are expected to find room.
     """
 
     request: CacheRequest
@@ -90,6 +90,12 @@ class _Opening:
     def wanted(self) -> int:
         """How many samples the budget is for."""
         return self.budget.part_of(self.request.samples)
+
+    def close(self) -> None:
+        """End the reading process, and close a joined cache that nobody has taken."""
+        self.reader.close()
+        if self.joined is not None:
+            self.joined.close()
 
 
 def open_caches(
@@ -116,7 +122,7 @@ def open_caches(
         SampleMismatchError: (`strict`) the samples read at set-up differ in shape, dtype or structure.
         ValueError: the ranks have sources of different lengths; (`strict`) a source is random and cannot be split.
         CacheMemoryError: (`strict`) a segment could not be made or reached, not even by name; on all ranks alike.
-        FingerprintError: what lies under a name is the cache of something else; a RuntimeError on the other ranks.
+        FingerprintError: the cache of a name holds something else; a RuntimeError on the other ranks.
         Exception: (`strict`) what a source itself raises; on the other ranks a RuntimeError that names it.
     """
     if sys.platform == "win32":
@@ -128,42 +134,39 @@ def open_caches(
     domains = drawn_by_any([request.domain for request in requests], group)
     requests = [replace(request, domain=domain) for request, domain in zip(requests, domains, strict=True)]
     try:
-        requests = with_directories(requests, group)
+        requests = group.together(lambda: list(map(_with_directory, requests)))
     except (OSError, ImportError, RuntimeError) as error:
         return _without(requests, group, error)
     is_named = any(request.name is not None for request in requests)
+    backend = "tmpfile" if is_named else backend  # where names are
     with ExitStack() as stack:
-        readers = [stack.enter_context(closing(SourceReader(request))) for request in requests]
         openings = [
-            _Opening(request, budgets[request.pot], reader) for request, reader in zip(requests, readers, strict=True)
+            stack.enter_context(closing(_Opening(request, budgets[request.pot], SourceReader(request))))
+            for request in requests
         ]
         _find(openings, group)
         if is_named:
-            backend = "tmpfile"  # where names are
             group.together(lambda: _join(openings) if group.is_leader else None)
-        kind = _grant(openings, budgets, group, backend, later_bytes, kept_back)
+        later = Reserve(kept_back, later_bytes * len(group.nodes[group.node]))
+        kind = _grant(openings, budgets, group, backend, later)
         parts = group.together(lambda: [parts_of(opening.request.source, opening.found) for opening in openings])
         _lay_rings(openings, group)
         try:
             memories = make_and_attach(lambda kind: [_make(opening, kind, group) for opening in openings], kind, group)
         except CacheMemoryError as error:
             wanted = is_named or any(arc.slots for opening in openings for arc in opening.ring.arcs)
-            return _without([opening.request for opening in openings], group, error, wanted=wanted)
+            return _without(requests, group, error, wanted=wanted)
+        memories = _store_or_refuse(openings, memories, group)
     if is_named:
-        _refuse(openings, memories, group)
-        held = _per_node([None if memory.store is None else memory.store.handle.arc for memory in memories], group)
+        arcs = _per_node([None if memory.store is None else memory.store.handle.arc for memory in memories], group)
         for number, opening in enumerate(openings):
-            arcs = [node[number] or replace(arc, slots=0) for node, arc in zip(held, opening.ring.arcs, strict=True)]
-            opening.ring = Ring(tuple(arcs))
+            nodes = zip(arcs, opening.ring.arcs, strict=True)
+            opening.ring = Ring(tuple(node[number] or replace(arc, slots=0) for node, arc in nodes))
             if opening.request.name is not None:
                 opening.expected = opening.ring
-    for opening, memory in zip(openings, memories, strict=True):
-        odd = opening.found.odd if group.is_leader and not opening.request.strict else None
-        if odd and memory.counters is not None and memory.counters.is_first("odd sample"):
-            warn_of_odd(opening.request.source, odd)
     return [
         OpenCache(
-            replace(opening.request, reader=None),
+            opening.request,
             source,
             tail,
             memory.store,
@@ -176,6 +179,19 @@ def open_caches(
         )
         for opening, memory, (source, tail) in zip(openings, memories, parts, strict=True)
     ]
+
+
+def _with_directory(request: CacheRequest) -> CacheRequest:
+    """The request, with a directory that can hold a cache.
+
+    Raises:
+        DiskError: its directory cannot hold one.
+        ImportError: xxhash is not installed.
+    """
+    if request.dir is None:
+        return request
+    checksum()
+    return replace(request, dir=check_directory(request.dir))
 
 
 def _per_node(value: T, group: NodeGroup) -> list[T]:
@@ -193,7 +209,7 @@ def _find(openings: Sequence[_Opening], group: NodeGroup) -> None:
 
 
 def _look(opening: _Opening, is_apart: bool) -> Finding:
-    """What a source shows, told to people."""
+    """Look at a source, and log what is found."""
     request = opening.request
     if opening.budget.off or (not request.length and not request.strict):
         return Finding()
@@ -210,17 +226,10 @@ def _look(opening: _Opening, is_apart: bool) -> Finding:
 
 
 def _join(openings: Sequence[_Opening]) -> None:
-    """Open the named caches that exist; after an error none stays open."""
-    try:
-        for opening in openings:
-            request, codec = opening.request, opening.found.codec
-            if request.name is not None and codec is not None:
-                opening.joined = open_cache(request, codec, opening.budget)
-    except BaseException:
-        for opening in openings:
-            if opening.joined is not None:
-                opening.joined.close()
-        raise
+    """Open the named caches that exist."""
+    for opening in openings:
+        if opening.request.name is not None and opening.found.codec is not None:
+            opening.joined = open_cache(opening.request, opening.found.codec, opening.budget)
 
 
 def _grant(
@@ -228,38 +237,24 @@ def _grant(
     budgets: Mapping[str, Budget],
     group: NodeGroup,
     backend: BackendChoice,
-    later_bytes: int,
-    kept_back: int,
+    later: Reserve,
 ) -> Backend | None:
-    """Divide the memory of this node, and choose the forms of samples by what was granted. Collective.
+    """Divide the memory of this node, and choose the forms of samples by what is granted. Collective.
 
     Returns:
         The kind of segment; None is the system's default.
     """
-    ranks = len(group.nodes[group.node])
-
-    def divide() -> Allocation:
-        requests = [opening.request for opening in openings]
-        codecs = [None if opening.joined is not None else opening.found.codec for opening in openings]
-        if all(opening.found.codec is None for opening in openings):  # to measure what is free would take its time
-            nothing = (0,) * len(openings)
-            return Allocation(nothing, nothing, None, (), nothing)
-        if any(request.dir is not None for request in requests):
-            return allocate_on_disk(requests, codecs, budgets)
-        promised = kept_back + sum(opening.joined.promised_bytes for opening in openings if opening.joined is not None)
-        worker_bytes = max(opening.found.worker_bytes or 0 for opening in openings)
-        more = {"worker_bytes": worker_bytes, "later_bytes": later_bytes}
-        return allocate(requests, codecs, budgets, ranks, backend, promised, **more)
-
-    plan = group.lead(divide)
-    is_short = False
+    joined = [opening.joined for opening in openings if opening.joined is not None]
+    later += Reserve(sum(cache.promised_bytes for cache in joined))
+    requests = [opening.request for opening in openings]
+    codecs = [None if opening.joined is not None else opening.found.codec for opening in openings]
+    plan = group.lead(lambda: allocate(requests, codecs, budgets, len(group.nodes[group.node]), backend, later))
     for number, opening in enumerate(openings):
         opening.slots, opening.granted = plan.slots[number], plan.granted[number]
         opening.keep_free = plan.keep_free[number]
         if opening.found.codec is not None and opening.joined is None:
             _choose_form(opening, group)
-        is_short |= opening.slots < opening.request.samples
-    if group.is_leader and is_short:  # files, or packed images, may fit where decoded ones do not
+    if group.is_leader and any(opening.slots < opening.request.samples for opening in openings):
         for warning in plan.warnings:
             log.warning(warning)
     return plan.backend if backend == "auto" else backend
@@ -292,12 +287,12 @@ def _choose_form(opening: _Opening, group: NodeGroup) -> None:
 
 
 def _lay_rings(openings: Sequence[_Opening], group: NodeGroup) -> None:
-    """Lay the rings of all nodes: of homes, and of samples that are expected to find room. Collective."""
-    told = [
+    """Lay the rings of all nodes: of slots, and of samples that are expected to find room. Collective."""
+    ours = [
         (opening.slots, _homes(opening, group), None if opening.joined is None else opening.joined.handle.arc)
         for opening in openings
     ]
-    for opening, *nodes in zip(openings, *_per_node(told, group), strict=True):
+    for opening, *nodes in zip(openings, *_per_node(ours, group), strict=True):
         request = opening.request
         slots, homes, arcs = zip(*nodes, strict=True)
         opening.expected = Ring.cut(request.samples, group.shares, slots, request.domain)
@@ -307,9 +302,9 @@ def _lay_rings(openings: Sequence[_Opening], group: NodeGroup) -> None:
 def _homes(opening: _Opening, group: NodeGroup) -> int:
     """How many indices get a slot on this node.
 
-    Of records, all that the node trains on, where its memory is for fewer: who comes first finds room, and a mean that
-    was misjudged costs nothing. Beyond its share an index has several homes, and may be stored twice: there it is as
-    many as are expected to find room.
+    Of records, all that the node trains on, even where its memory is for fewer: the first to come find room, and a mean
+    size that was misjudged costs nothing. Beyond its share an index has several homes, and might be stored twice: there
+    it is as many as are expected to find room.
     """
     codec, expected, wanted = opening.found.codec, opening.slots, opening.wanted
     if not isinstance(codec, RecordCodec) or not expected:
@@ -319,54 +314,63 @@ def _homes(opening: _Opening, group: NodeGroup) -> int:
 
 
 def _make(opening: _Opening, kind: Backend | None, group: NodeGroup) -> OpenMemory[Store]:
-    """Make a cache, or join the one of the request's name, unless other data lies there."""
+    """Make a cache, or join the one of the request's name."""
     request, found, granted = opening.request, opening.found, opening.granted
     store, codec, arc = opening.joined, found.codec, opening.ring.arcs[group.node]
     opening.joined = None
     if store is None and codec is not None and request.name is not None:  # it may have come since
         store = open_cache(request, codec, opening.budget, arc, granted, found.digest)
     elif store is None and codec is not None and arc.slots:
-        title = printable(request.title, _LONGEST)
-        whose = {"dataset": title, "node": group.node, "nodes": len(group.nodes)}
+        whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
         store = Store.create(codec, arc, None if request.dir else kind, whose, granted=granted, directory=request.dir)
-    refusal = None
     try:
         counters = Counters.create(group.rank, kind)
-        if store is not None:
-            store.keep_free(opening.keep_free)
-            refusal = store_or_refuse(request, found, opening.reader.read, store, counters)
-    except BaseException:
+    except OSError:
         if store is not None:
             store.close()
         raise
-    if refusal is not None and store is not None:
-        store.close()
-        return OpenMemory(None, counters, group, 0, refusal=refusal)
-    if store is None or request.name is None:
-        return OpenMemory(store, counters, group, granted)
-    return OpenMemory(store, counters, group, store.granted_bytes, keeps_name=True)
+    if store is None:
+        return OpenMemory(None, counters, group, granted)
+    store.keep_free(opening.keep_free)
+    is_named = request.name is not None
+    return OpenMemory(store, counters, group, store.granted_bytes if is_named else granted, is_named)
 
 
-def _refuse(openings: Sequence[_Opening], memories: Sequence[OpenMemory[Store]], group: NodeGroup) -> None:
-    """Say which caches are not used: what lies under their names is other data. Collective.
+def _store_or_refuse(
+    openings: Sequence[_Opening], memories: Sequence[OpenMemory[Store]], group: NodeGroup
+) -> list[OpenMemory[Store]]:
+    """Store what was read at set-up, and close caches under whose names other data lies. Collective.
 
     Raises:
         FingerprintError: a request for one of these is strict; on the other ranks a RuntimeError. All are closed then.
     """
 
-    def tell() -> None:
-        for opening, memory in zip(openings, memories, strict=True):
-            if memory.refusal is not None and opening.request.strict:
-                raise FingerprintError(f"{opening.request.title} cannot be cached: {memory.refusal}")
-            if memory.refusal is not None and group.is_leader:
-                log.warning("%s passes through uncached: %s", opening.request.title, memory.refusal)
+    def refusal(opening: _Opening, memory: OpenMemory[Store]) -> str | None:
+        request, found = opening.request, opening.found
+        if memory.store is None or memory.counters is None:
+            return None
+        if found.odd and not request.strict and memory.counters.is_first("odd sample"):
+            warn_of_odd(request.source, found.odd)
+        words = store_or_refuse(request, found, opening.reader.read, memory.store, memory.counters)
+        if words is not None and request.strict:
+            raise FingerprintError(f"{request.title} cannot be cached: {words}")
+        if words is not None:
+            log.warning("%s passes through uncached: %s", request.title, words)
+        return words
 
     try:
-        group.together(tell)
+        refusals = group.lead(lambda: list(map(refusal, openings, memories)))
     except BaseException:
         for memory in memories:
             memory.close()
         raise
+    for memory, words in zip(memories, refusals, strict=True):
+        if words is not None and memory.store is not None:
+            memory.store.close()
+    return [
+        memory if words is None else OpenMemory(None, memory.counters, group)
+        for memory, words in zip(memories, refusals, strict=True)
+    ]
 
 
 def _without(

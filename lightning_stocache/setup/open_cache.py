@@ -1,4 +1,4 @@
-"""What came of a request: a source with its cache open in this process."""
+"""A source with its cache open in this process."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class OpenCache:
 
     Args:
         request: what was asked for.
-        source: what samples are loaded from: the request's source, or its deterministic part.
-        tail: the random part, to be applied after the cache.
-        cache: None when the source is passed through uncached.
+        source: from which samples are loaded: the request's source, or its deterministic part.
+        tail: the random part, applied after the cache.
+        cache: None if the source passes through uncached.
         counters: None where counting is impossible (Windows, or no memory at all).
         ring: the arcs of all nodes.
         group: the ranks that share it.
         budget_bytes: memory that was granted on this node.
-        off: whether nothing was to be cached: its budget is 0.
-        borrowed: whether this is a copy's use of the memory, which only the dataset that was copied gives up.
-        expected_ring: the arcs, with as many slots as are expected to find room, which of records may be fewer.
+        off: whether its budget is 0.
+        borrowed: whether this is a copy, which does not close the memory.
+        expected_ring: the arcs, with the slots that are expected to find room; of records they may be fewer.
     """
 
     request: CacheRequest
@@ -57,7 +57,7 @@ class OpenCache:
 
     @classmethod
     def without(cls, request: CacheRequest, group: NodeGroup | None = None) -> OpenCache:
-        """Nothing: samples are loaded from the request's source, uncounted."""
+        """Without memory: samples are loaded from the request's source, uncounted."""
         return cls(request, request.source, group=NodeGroup() if group is None else group)
 
     @property
@@ -66,7 +66,7 @@ class OpenCache:
         return None if self.cache is None or self.cache.closed else self.cache
 
     def given_up(self) -> OpenCache:
-        """The counters alone, around the request's source, whose samples are loaded every time from now on."""
+        """The counters alone: samples are loaded from the request's source from now on."""
         return replace(
             self, source=self.request.source, tail=None, cache=None, ring=None, expected_ring=None, budget_bytes=0
         )
@@ -79,7 +79,7 @@ class OpenCache:
             return sample.sample
         if sample.has_all_places:
             return self.tail(sample.sample)
-        # It is built in another way: the tail would not find its places. It comes anew, from the whole source.
+        # The tail would not find its places in this sample. It is read again, from the whole source.
         whole: Any = self.request.source
         return whole[sample.index] if batch_reader(self.source) is None else whole.__getitems__([sample.index])[0]
 
@@ -97,7 +97,7 @@ class OpenCache:
             self.counters.add(**counts)
 
     def describe(self) -> str:
-        """One line on what is cached, for people; with several nodes, on which one, and its arc of the ring."""
+        """What is cached, in one line; with several nodes, on which one, and its arc of the ring."""
         source: Any = self.request.source
         name, samples, cache, group = type(source).__name__, f"{len(source):,}", self.live_cache, self.group
         if cache is None:
@@ -116,7 +116,7 @@ class OpenCache:
         )
 
     def state(self) -> dict[str, Any]:
-        """What is held on this node now, as plain values."""
+        """What is kept on this node now, as plain values."""
         cache, request = self.live_cache, self.request
         held = (0, 0, 0, 0) if cache is None else (len(cache), cache.filled, cache.memory_bytes, cache.disk_bytes)
         return {
@@ -128,7 +128,7 @@ class OpenCache:
         }
 
     def tell(self) -> None:
-        """Describe it once per node: in the log, or on stderr where a script has not set logging up, which drops it.
+        """Describe it once per node: in the log, or on stderr if a script has not set logging up.
 
         A rank's own cache in a job of several is not described: `share` swaps it for the node's.
         """
@@ -140,7 +140,7 @@ class OpenCache:
             sys.stderr.write(f"{PREFIX}{self.describe()}\n")
 
     def close(self) -> None:
-        """Give cache and counters up in this process; a cache with a name stays for the next job."""
+        """Close cache and counters in this process; a cache with a name stays for the next job."""
         if self.borrowed:
             return
         cache, name = self.live_cache, self.request.name
@@ -157,7 +157,7 @@ class OpenCache:
                 part.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What this process has closed cannot be sent to another one, which passes samples through just the same. What
-        # comes out may share this process's memory: it is a copy's then.
+        # What this process has closed cannot be sent to another one, which passes samples through just the same. A copy
+        # may share this process's memory, so it does not close it.
         counters = None if self.counters is None or self.counters.closed else self.counters
         return self.__dict__ | {"cache": self.live_cache, "counters": counters, "borrowed": True}

@@ -1,7 +1,6 @@
-"""How the memory for a stream opens: granted, made by the leader of each node, reached by its other ranks.
+"""How the memory for a stream opens: look at its first samples, divide the memory, make it, attach it on all ranks.
 
-Neither the length nor the size of a stream is known before it is read, so memory is granted in bytes. What its samples
-look like its first ones tell, which the leader of a node has read by another process.
+The length and the size of a stream are not known before it is read, so its memory is granted in bytes.
 """
 
 from __future__ import annotations
@@ -30,16 +29,12 @@ log = logging.getLogger(__name__)
 OpenStream: TypeAlias = OpenMemory[StreamStore]
 """The memory of a stream in this process."""
 
-_LEAST = 1 << 16  # bytes below which there is nothing to be kept
+_LEAST = 1 << 16  # bytes; less is not worth a segment
 _READERS = 4  # processes per rank that map the memory, where nobody has said how many
 
 
 def check_budget(budget: Budget) -> None:
-    """Refuse a share of a dataset whose size nobody knows.
-
-    Raises:
-        ValueError: it is one.
-    """
+    """Refuse a share of a dataset whose size is not known."""
     if budget.unit == "% of dataset" and budget.amount < 100:
         raise ValueError(
             f"budget of a stream must be in bytes, '% of free', 'auto' (as much as is safely free) or 0, got "
@@ -63,7 +58,7 @@ def open_stream(
         source: the stream.
         budget: memory per node.
         group: which ranks share memory.
-        layout: how samples are to lie.
+        layout: rows or records.
         backend: where segments lie.
         strict: whether memory that cannot be had is an error; else the stream passes through, with a warning.
         kept_back: bytes of this node's free memory that are for something else.
@@ -71,54 +66,43 @@ def open_stream(
     Raises:
         CacheMemoryError: the memory cannot be had or reached, on all ranks alike, and `strict`.
     """
-    trouble: object = None
-    codec: SampleCodec | None = None
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: the stream passes through uncached")
         return OpenMemory(group=group)
-    if len(group.nodes) > 1 and not budget.off:
-        trouble = f"it is kept on one node only, and there are {len(group.nodes)}"
-    elif not budget.off:
-        codec, trouble = group.lead(lambda: _look(source, layout))
+
+    def look() -> SampleCodec | str:
+        try:
+            return codec_of(Draws(source, shuffle=False, passes=1, as_stream=True), layout)
+        except FirstSampleError as error:
+            return str(error)
 
     def make(kind: Backend | None) -> list[OpenStream]:
-        return [_made(codec, budget, group, kind, kept_back)]
+        ranks, counters = len(group.nodes[group.node]), Counters.create(group.rank, kind)
+        if codec is None or isinstance(codec, str):
+            return [OpenMemory(None, counters, group)]
+        given = allocate_alone(budget, None, ranks, Reserve(kept_back, 0, ranks * _READERS), kind or "auto")
+        [granted], [keep_free] = given.granted, given.keep_free
+        if granted < _LEAST:
+            return [OpenMemory(None, counters, group)]
+        try:
+            store = StreamStore.empty(codec, granted, ranks, given.backend, keep_free)
+        except OSError:
+            counters.close()
+            raise
+        return [OpenMemory(store, counters, group, granted)]
 
-    opened: OpenStream = OpenMemory(group=group)
+    codec: SampleCodec | str | None = None
+    if not budget.off:
+        nodes = len(group.nodes)
+        codec = f"it is kept on one node only, and there are {nodes}" if nodes > 1 else group.lead(look)
+    if isinstance(codec, str) and group.rank == 0:
+        log.warning("the stream passes through uncached: %s", codec)
     try:
         [opened] = make_and_attach(make, None if backend == "auto" else backend, group)
+        return opened
     except CacheMemoryError as error:
         if strict:
             raise
-        trouble = error
-    if trouble is not None and group.rank == 0:
-        log.warning("the stream passes through uncached: %s", trouble)
-    return opened
-
-
-def _look(source: Any, layout: Layout) -> tuple[SampleCodec | None, str | None]:
-    """What samples look like, or why the stream cannot be kept."""
-    try:
-        return codec_of(Draws(source, shuffle=False, passes=1, as_stream=True), layout), None
-    except FirstSampleError as error:
-        return None, str(error)
-
-
-def _made(
-    codec: SampleCodec | None, budget: Budget, group: NodeGroup, backend: Backend | None, kept_back: int
-) -> OpenStream:
-    """Made by the leader of a node."""
-    ranks = len(group.nodes[group.node])
-    counters = Counters.create(group.rank, backend)
-    if codec is None:
-        return OpenMemory(None, counters, group)
-    given = allocate_alone(budget, None, ranks, Reserve(kept_back, 0, ranks * _READERS), backend or "auto")
-    [granted], [keep_free] = given.granted, given.keep_free
-    if granted < _LEAST:
-        return OpenMemory(None, counters, group)
-    try:
-        store = StreamStore.empty(codec, granted, ranks, given.backend, keep_free)
-    except OSError:
-        counters.close()
-        raise
-    return OpenMemory(store, counters, group, granted)
+        if group.rank == 0:
+            log.warning("the stream passes through uncached: %s", error)
+        return OpenMemory(group=group)

@@ -1,7 +1,6 @@
 """What is asked for: one source to be cached, and the loader that will read it; what values options may have.
 
-From a YAML file or a command line values come as they were typed: "yes", 2.0, a name with a slip in it. An error names
-the option, the rule, and what was given.
+Values from a YAML file or a command line come as they were typed. An error names the option, the rule, and the value.
 """
 
 from __future__ import annotations
@@ -102,28 +101,28 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 
 
 def check_count(name: str, value: Any, least: int) -> None:
-    """Refuse what is no whole number, or too small."""
+    """Refuse a value that is no whole number, or too small."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither true nor false."""
+    """Refuse a value that is neither true nor false."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """The loader that will read a source: its workers, and the batches that they have finished.
+    """The loader that will read a source.
 
     Args:
         batch_size: samples per batch.
         num_workers: worker processes.
-        prefetch_factor: finished batches that each of them keeps.
-        context: how they are started, if the loader says so: by name, or a context of multiprocessing.
-        worker_init_fn: what is called in each of them.
-        stage: of the Trainer that it belongs to, for messages.
+        prefetch_factor: finished batches that each worker keeps.
+        context: how workers are started, if the loader says so: a name, or a context of multiprocessing.
+        worker_init_fn: called in each worker.
+        stage: of the Trainer, for messages.
     """
 
     batch_size: int
@@ -135,7 +134,7 @@ class LoaderSettings:
 
     @property
     def start_method(self) -> str | None:
-        """The name of the way in which workers are started."""
+        """How workers are started, by name."""
         context = self.context
         return context if context is None or isinstance(context, str) else context.get_start_method()
 
@@ -146,26 +145,23 @@ class CacheRequest:
 
     Args:
         source: the map-style dataset.
-        pot: which budget it draws on, by its name.
-        budget: what it asks for where it opens alone.
-        spec: what its samples look like, if that is known: then no sample is read, and its randomness is not looked
-            for.
-        allow_random: cache it as it is even if it is random.
+        pot: name of the budget that it shares with others.
+        budget: of a request that opens alone.
+        spec: what its samples look like, if that is known: no sample is read then, and random samples are not found.
+        allow_random: whether to cache a random source as it is.
         reader: the loader that will read it, if that is known.
-        name: under which its cache outlives the job.
-        fingerprint: what the user says of the contents, compared where the name exists.
-        strict: whether what cannot be cached, or memory that cannot be had, is an error; else it passes through, with a
-            warning.
-        layout: whether samples are to lie as rows or as records; "auto": as what is seen of them allows.
-        store: whether they are kept as the source decodes them, or as it reads them; "auto": as saves most time.
-        prefill: whether idle workers load what nobody has asked for yet.
-        dir: on a disk, where the cache lies; None: in memory.
-        domain: which indices are drawn, where that is known; None: all of them.
+        name: under which the cache outlives the job.
+        fingerprint: what the user says of the contents; compared with that of an existing cache.
+        strict: whether a source that cannot be cached, or a lack of memory, is an error instead of a warning.
+        layout: rows or records; "auto": rows where the samples allow it.
+        store: samples as the source decodes them, or as the files it reads; "auto": the form that saves most time.
+        prefill: whether idle workers load samples that nobody has asked for yet.
+        dir: directory of a cache on a disk; None: in memory.
+        domain: the indices that are drawn; None: all of them.
 
     Raises:
         TypeError: spec, fingerprint or dir is of another type.
-        ValueError: the name cannot be one, the layout or store is none of its choices, an option is neither true nor
-            false, or they do not go together.
+        ValueError: the name is not valid, or the value of another option.
     """
 
     source: Dataset[object]
@@ -208,7 +204,7 @@ class CacheRequest:
 
     @property
     def samples(self) -> int:
-        """Number of samples in the source that are drawn."""
+        """Number of samples that are drawn."""
         return self.length if self.domain is None else len(self.domain)
 
     @property

@@ -1,35 +1,25 @@
-"""Whether a cache holds the data of a source: what lies under a name, and what a dataset that is made anew would give.
+"""Whether a cache holds the data of a source: under a name, and when a dataset is made anew.
 
-What set-up has read is stored in the cache, unless other data lies there under the request's name (`store_or_refuse`).
+The leader of each node calls `store_or_refuse` when a cache is open, before any rank serves from it. A cache without a
+name is empty: the samples that set-up has read are stored. Under a name another job may have stored something. The
+class, the length and the shapes of a source say little (another folder of photographs has the same), so samples are
+compared:
 
-The leader of each node does it, when the cache is open and before any rank serves from it. A cache without a name is
-empty: what was read at set-up is stored, where it has a slot, and counted apart from the fills of epochs.
+1. Where no slot is ready, the samples that set-up has read are stored, under a lock that every job takes before it
+   fills anything. So a slot that is ready holds a sample of the first job, or of one that has compared its own.
+2. Else samples of ready slots are compared, at least four. A sample of the source is encoded and decoded first.
+3. A sample that differs is read again under other seeds. If it differs from itself it is random, and says nothing.
 
-Under a name another job may have stored something. The class, the length and the shapes of a source say little: another
-folder of photographs has the same. So samples are compared:
+Compared is what is kept: the deterministic part of a split source, the files of `store="encoded"`. Where no sample can
+be compared (`allow_random`), the user's `fingerprint` has to do; a warning says so if there is none.
 
-1. Where no slot is READY, what was read at set-up is stored. The look again whether that is so and the storing happen
-   under a lock of their own, which each job takes before it fills anything: so a slot that is READY holds a sample of
-   the first job, and of a second one that opens at the same time only if its samples are the same.
-2. Else samples of READY slots are compared: those that were read at set-up, and others, read now, until there are four.
-   A sample of the source is encoded and decoded as a cache does it, and `same_sample` compares what comes out. Where
-   they are the same, what was read is stored in the slots that are still empty.
-3. A sample that differs is read once more, under other seeds. If it differs from itself it is random, which nobody has
-   looked for where `spec=` was given, and says nothing.
-
-What is kept of a source is compared: of one that was split its deterministic part, of `store="encoded"` the files.
-A source that is cached as it is (`allow_random`) has other samples in each job. There, and where no sample could be
-compared, the user's `fingerprint` has to do; a warning says so where none was given.
-
-Some loader hooks make their dataset whenever they run, and a dataset that grows is often made anew to be longer. A few
-samples that are in the cache are read from the new object, in a process that is thrown away, and compared
-(`is_continued`).
+`is_continued` compares four samples of a dataset that is made anew, as some loader hooks do.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import islice
@@ -39,10 +29,9 @@ import numpy as np
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
-from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.node.named import way_out
-from lightning_stocache.setup.child import Child, Told, start_method
+from lightning_stocache.setup.child import Child, start_method
 from lightning_stocache.setup.find import Finding
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
@@ -53,8 +42,8 @@ __all__ = ["is_continued", "store_or_refuse"]
 log = logging.getLogger(__name__)
 
 _COMPARED = 4  # samples at least, if so many are stored
-_PIECE_BYTES = 1 << 20  # of samples that are asked for at once
-_TRIED = 64  # samples that are asked for, to have so many
+_PIECE_BYTES = 1 << 20  # of samples that are sent at once
+_TRIED = 64  # samples that are looked at until four could be compared
 _LOOKED_FOR = 256  # indices of a cache that goes on with another object
 
 
@@ -65,17 +54,14 @@ def store_or_refuse(
     cache: Store,
     counters: Counters,
 ) -> str | None:
-    """Store what was read at set-up, unless what lies there is other data.
+    """Store the samples that set-up has read. Returns why the cache must not be used, in two lines, or None.
 
     Args:
         request: what is to be cached.
-        found: what was found of its source, with the codec of the cache.
-        read: reads samples of its source, see `SourceReader`.
+        found: of its source, with the codec of the cache.
+        read: `SourceReader.read` of its source.
         cache: that was opened for the request.
-        counters: of the cache; what is stored is counted as `setup_fills`.
-
-    Returns:
-        Why the cache must not be used, in two lines; None if it may be.
+        counters: of the cache; they count `setup_fills`.
     """
     if request.allow_random:
         if request.name is not None and cache.filled:
@@ -84,24 +70,28 @@ def store_or_refuse(
     seen = list(filter(cache.has_place, found.seen))
     if request.name is None:
         step = max(_PIECE_BYTES // max(cache.codec.nbytes, 1), 1)
-        for start in range(0, len(seen), step):  # this process never holds all of them
+        for start in range(0, len(seen), step):
             _store(cache, read(found, seen[start : start + step], False), counters)
         return None
     contents = dict(read(found, seen, False))
     if not cache.filled:
-        contents |= read(found, _with_slots(cache, contents), False)
+        others = (index for index in map(cache.handle.arc.index, range(len(cache))) if index not in contents)
+        contents |= read(found, list(islice(others, max(_COMPARED - len(contents), 0))), False)
         with cache.alone():
             if not cache.filled:
                 _store(cache, contents, counters)
                 return None
     compared = 0
-    for index, stored in _stored(cache, list(contents)):
+    for index in [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]:
         if index not in contents and compared >= _COMPARED:
             break
         ours = contents.get(index) or read(found, [index], False).get(index)
-        if ours is None or stored is UNREADABLE:
+        place = cache.place(index, verify=True)
+        if ours is None or place == NO_PLACE:
             continue
-        sample = _decoded(cache.codec, ours)
+        sample, stored = _decoded(cache.codec, ours), next(iter(cache.read(np.array([place]))))
+        if stored is UNREADABLE:
+            continue
         if not same_sample(sample, stored):
             again = read(found, [index], True).get(index)
             if again is None or not same_sample(sample, _decoded(cache.codec, again)):
@@ -125,8 +115,6 @@ def is_continued(opened: OpenCache, dataset: Any) -> bool:
     cached as it is, though random.
     """
     cache, request, length = opened.live_cache, opened.request, len(dataset)
-    if (method := start_method()) is None:
-        return False
     if cache is None or type(dataset) is not type(request.source) or opened.source is not request.source:
         return False
     if request.allow_random or request.name is not None or request.domain is not None or length < cache.length:
@@ -138,28 +126,17 @@ def is_continued(opened: OpenCache, dataset: Any) -> bool:
     indices = np.unique(stored[np.linspace(0, len(stored) - 1, _COMPARED).astype(np.int64)]).tolist()
     answer = partial(_gives_the_same, dataset, cache, indices)
     try:
-        with closing(Child(answer, dataset, method, request.title)) as child:
+        with closing(Child(answer, dataset, request.title, start_method(None))) as child:
             return cast(bool, child.ask())
-    except Exception as error:  # no process could be started; or of the source, which is the user's
+    except Exception as error:  # of the source, which is the user's
         log.debug("%s cannot be compared with the one before: %s", request.title, error)
         return False
 
 
-def _gives_the_same(source: Any, cache: Store, indices: Sequence[int], _: None, told: Told) -> bool:
+def _gives_the_same(source: Any, cache: Store, indices: Sequence[int]) -> bool:
     """In a child: whether samples of a source are those of a cache."""
     stored = cache.read(cache.lookup(np.array(indices)))
-    for index, sample in zip(indices, stored, strict=True):
-        told(index)
-        if not same_sample(source[index], sample):
-            return False
-    return True
-
-
-def _with_slots(cache: Store, known: Mapping[int, Any]) -> list[int]:
-    """Indices that have a slot, as many as are needed beside the known ones, which have one."""
-    missing = _COMPARED - len(known)
-    among = map(cache.handle.arc.index, range(len(cache)))
-    return list(islice((index for index in among if index not in known), max(missing, 0)))
+    return all(same_sample(source[index], sample) for index, sample in zip(indices, stored, strict=True))
 
 
 def _store(cache: Store, contents: Mapping[int, Sequence[bytes]], counters: Counters) -> None:
@@ -169,22 +146,14 @@ def _store(cache: Store, contents: Mapping[int, Sequence[bytes]], counters: Coun
             counters.add(setup_fills=1)
 
 
-def _stored(cache: Store, known: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """Indices and samples that can be read from a cache: those of the known indices, then some of all others."""
-    for index in [*known, *(index for index in cache.some_stored(_TRIED) if index not in known)]:
-        if (place := cache.place(index, verify=True)) != NO_PLACE:
-            yield index, next(iter(cache.read(np.array([place]))))
-
-
 def _decoded(codec: SampleCodec, parts: Sequence[bytes]) -> Any:
     if isinstance(codec, RecordCodec):
         return codec.decode(memoryview(b"".join(parts)))
-    assert isinstance(codec, SampleSpec)
     return codec.split([np.frombuffer(bytearray(part), dtype=np.uint8) for part in parts], 1)[0]
 
 
 def _warn_of_trust(request: CacheRequest, why: str) -> None:
-    """Say that nobody knows whose data lies under a name, unless the user has said it."""
+    """Warn that samples under a name were not compared, unless the user has given a fingerprint."""
     if not request.fingerprint:
         log.warning(
             "the samples under the name %r are taken for those of %s without being compared: %s.\nSay what the data is "

@@ -1,20 +1,20 @@
 """The memory of a cache, a stream or a pool: made by the leader of each node, attached by its other ranks.
 
-Where they cannot be reached without a name (another pid namespace), named files are tried, whose names go again as soon
-as all are attached.
+Where a rank cannot reach memory without a name (another pid namespace), named files are tried. Their names are removed
+as soon as all ranks have attached.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.node.segment import Segment
 
 __all__ = ["CacheMemoryError", "OpenMemory", "make_and_attach"]
 
@@ -30,12 +30,11 @@ class OpenMemory(Generic[Kept]):
     """Memory that is open in this process.
 
     Args:
-        store: what is kept; None while nothing is.
-        counters: what was served; None where counting is impossible.
+        store: None if nothing is kept.
+        counters: None where counting is impossible.
         group: the ranks that share it.
         budget_bytes: memory that was granted on this node.
-        keeps_name: whether the store is there for other jobs.
-        refusal: why the store that lies under the name is not used, in words.
+        keeps_name: whether the store has a name for later jobs.
     """
 
     store: Kept | None = None
@@ -43,7 +42,6 @@ class OpenMemory(Generic[Kept]):
     group: NodeGroup = field(default_factory=NodeGroup)
     budget_bytes: int = 0
     keeps_name: bool = False
-    refusal: str | None = None
 
     @property
     def live(self) -> Kept | None:
@@ -73,37 +71,15 @@ class OpenMemory(Generic[Kept]):
 
     def close(self) -> None:
         """Close it in this process."""
-        if self.store is not None:
-            self.store.close()
-        if self.counters is not None and not self.counters.closed:
-            self.counters.close()
-
-
-@dataclass(frozen=True)
-class _Address:
-    """Where memory is, for the other ranks of its node."""
-
-    kind: Any
-    handle: Any
-    counters: SegmentHandle
-    others: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, memory: OpenMemory[Any]) -> _Address:
-        assert memory.counters is not None
-        handle = None if memory.store is None else memory.store.handle
-        others = memory.budget_bytes, memory.keeps_name, memory.refusal
-        return cls(type(memory.store), handle, memory.counters.segment.handle, others)
-
-    def attach(self, group: NodeGroup) -> OpenMemory[Any]:
-        counters = Counters(Segment.attach(self.counters), group.rank)
-        return OpenMemory(None if self.handle is None else self.kind.attach(self.handle), counters, group, *self.others)
+        for part in (self.store, self.counters):
+            if part is not None and not part.closed:
+                part.close()
 
 
 def make_and_attach(
-    make: Callable[[Backend | None], list[OpenMemory[Any]]], backend: Backend | None, group: NodeGroup
+    make: Callable[[Backend | None], Sequence[OpenMemory[Any]]], backend: Backend | None, group: NodeGroup
 ) -> list[OpenMemory[Any]]:
-    """Make memory on every leader and attach elsewhere; by name, where it cannot be reached without one. Collective.
+    """Make memory on every leader and attach it elsewhere. Collective.
 
     Raises:
         CacheMemoryError: a rank could not make or reach it, not even by name; on all ranks alike.
@@ -111,19 +87,17 @@ def make_and_attach(
     troubles: list[str | None] = []
     failure: Exception | None = None
     for kind in dict.fromkeys((backend, "file")):
-        memories: list[OpenMemory[Any]] = []
-        addresses: list[_Address] = []
-        failure = None
+        memories, addresses, failure = list[OpenMemory[Any]](), list[tuple[Any, ...]](), None
         try:
             if group.is_leader:
-                memories = make(kind)
-                addresses = list(map(_Address.of, memories))
+                memories = list(make(kind))
+                addresses = list(map(_address, memories))
         except Exception as error:  # whatever it is, the others are waiting for the addresses
             failure = error
         addresses = group.exchange(addresses)[group.leader]
         try:
             if not group.is_leader:
-                memories += [address.attach(group) for address in addresses]
+                memories += [_attach(group, *address) for address in addresses]
         except Exception as error:  # likewise
             failure = error
         troubles = group.exchange(repr(failure) if failure else None)  # by now everybody has attached, or will not
@@ -135,3 +109,16 @@ def make_and_attach(
             memory.close()
     rank, words = next((rank, words) for rank, words in enumerate(troubles) if words)
     raise CacheMemoryError(f"rank {rank} could not make or reach the shared memory of its node: {words}") from failure
+
+
+def _address(memory: OpenMemory[Any]) -> tuple[Any, ...]:
+    """Where memory is, for the other ranks of its node."""
+    store, counters = memory.store, memory.counters
+    assert counters is not None
+    kind, handle = type(store), None if store is None else store.handle
+    return kind, handle, counters.segment.handle, replace(memory, store=None, counters=None)
+
+
+def _attach(group: NodeGroup, kind: Any, handle: Any, counters: Any, memory: OpenMemory[Any]) -> OpenMemory[Any]:
+    store = None if handle is None else kind.attach(handle)
+    return replace(memory, store=store, counters=Counters(Segment.attach(counters), group.rank), group=group)

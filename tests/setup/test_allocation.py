@@ -39,7 +39,7 @@ def divided(
     free: FreeMemory | Callable[[str | None], FreeMemory] = PLENTY,
     ranks: int = 1,
     choice: Any = "auto",
-    **more: int,
+    **more: Any,
 ) -> Allocation:
     measure = free if callable(free) else lambda directory: free
     specs = [None if size is None else spec_of(size) for size in slot_bytes]
@@ -134,19 +134,12 @@ def test_loaders_are_kept_back(reader: LoaderSettings | None, ranks: int, batche
     assert got.granted == (50_000 * 512 // (512 + readers),)
 
 
-def test_a_worker_that_was_measured_to_need_more_is_kept_back_as_measured() -> None:
-    """What the look at the source has cost takes the place of the estimate, which is the least."""
-    loader, measured = LoaderSettings(0, 2), 2 * WORKER
-    free = FreeMemory(None, MARGIN + 50_000 + 2 * measured, None)
-    for worker_bytes, left in ((measured, 50_000), (1, 50_000 + 2 * WORKER)):
-        got = divided([request(10**7, reader=loader)], [100], {"": "auto"}, free=free, worker_bytes=worker_bytes)
-        assert got.granted[0] == pytest.approx(left * 512 / (512 + 3), abs=101)
-
-
 def test_what_the_training_will_take_is_kept_back() -> None:
     """Gradients and the optimiser's state, on each rank."""
     free = FreeMemory(None, MARGIN + 50_000, None)
-    assert divided([request(1000)], [100], {"": "auto"}, free=free, ranks=2, later_bytes=20_000).granted == (10_000,)
+    assert divided([request(1000)], [100], {"": "auto"}, free=free, ranks=2, later=Reserve(0, 40_000)).granted == (
+        10_000,
+    )
 
 
 def test_filling_leaves_the_other_loaders_room() -> None:

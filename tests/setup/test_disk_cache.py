@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_stocache.cache import shortage
 from lightning_stocache.cache.placement import Ring
@@ -21,12 +20,10 @@ from lightning_stocache.loading import serve
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.disk import DiskError
-from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.named import clean, named_segments
+from lightning_stocache.node.named import clean
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.named_cache import FingerprintError
 from tests.processes import call, call_many
-from tests.ranks import run_ranks
 from tests.sources import CountedSource
 
 LENGTH = 60
@@ -215,28 +212,6 @@ def test_a_directory_that_vanishes_harms_nobody(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "caches")
     epoch(dataset, source)
     dataset.close()
-
-
-def two_nodes(rank: int, folder: str) -> tuple[str, int, float, list[str]]:
-    group = NodeGroup.discover(key=rank)
-    dataset = CachedDataset(CountedSource(LENGTH), "50%", dir=folder, name="shared", defer=True)
-    dataset.share(group)
-    arc, coverage = dataset.ring.arcs[group.node], dataset.ring.coverage
-    dist.barrier()
-    names = sorted(segment.name for segment in named_segments(directory=folder))
-    dataset.close()
-    return f"node {group.node}", arc.start, coverage, names
-
-
-@pytest.mark.processes
-def test_nodes_that_see_the_same_directory_have_files_of_their_own(tmp_path: Path) -> None:
-    """Two containers that share a volume: each has its own arc, and both are found again."""
-    for _ in range(2):
-        results = run_ranks(two_nodes, 2, str(tmp_path))
-        assert [result[1:] for result in results] == [
-            (0, 1.0, ["shared", "shared-node1"]),
-            (LENGTH // 2, 1.0, ["shared", "shared-node1"]),
-        ]
 
 
 def test_a_node_that_comes_new_takes_what_the_others_leave() -> None:

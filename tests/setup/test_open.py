@@ -91,7 +91,7 @@ def test_the_backend_can_be_chosen(backend: Any) -> None:
 
 def test_off_reads_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process is started, and nobody looks for free memory, which takes its time."""
-    for what in ("allocation.FreeMemory", "find.Child"):
+    for what in ("allocation.FreeMemory", "child.DataLoader"):
         monkeypatch.setattr(f"lightning_stocache.setup.{what}", None)
     off = opened(CountedSource(LENGTH), 0)
     assert off.cache is None
