@@ -1,13 +1,12 @@
 """Whether what lies on a disk is what was stored there, and not what a crash or a flipped bit has left.
 
-Each slot has a checksum (XXH3, 64 bits, of which the lowest is always one, so that zero is none). It covers the bytes
-of the sample and their number, the index, where a record begins, and the token of the file. It is written after the
-bytes, and no write waits for the disk. So after a crash a slot may be ready without its checksum, or have a checksum
-without its bytes. Both are found when a job reads the slot for the first time: by `pread`, which reports a bad block as
-an error, where the mapping would end the process. A sound slot is verified from then on, for all processes of the job
-on the node: a byte per slot, in memory, which slots have that the job has filled itself. Verified slots are read
-through the mapping, as from memory. A slot that is not sound is emptied, and loaded anew. A disk with a bad block is
-left alone for a while.
+Each slot has a checksum (XXH3, 64 bits, of which the lowest is always one, so that zero is none) over the bytes of the
+sample, their number, the index, where a record begins, and the token of the file. It is written after the bytes, and no
+write waits for the disk, so a crash may leave either without the other. A job finds out when it reads the slot for the
+first time, by `pread`: that reports a bad block as an error, where the mapping would end the process. A sound slot is
+verified from then on, for all processes of the job on the node: a byte per slot, in memory, which slots have that the
+job has filled itself. Verified slots are read through the mapping. A slot that is not sound is emptied, and loaded
+anew. A disk with a bad block is left alone for a while.
 """
 
 from __future__ import annotations
@@ -74,6 +73,32 @@ class Checksums:
         except OSError:
             return False
 
+    def verify(self, slots: Sequence[int]) -> None:
+        """Read what an earlier job has stored in those slots: what is sound may be read, what is not is emptied."""
+        if time.monotonic() < self._rest_until or not self._disk.is_whole:
+            return
+        for slot in slots:
+            if slot == NO_SLOT or self._layout.states[slot] == EMPTY or self.verified[slot]:
+                continue
+            try:
+                is_sound = self._matches(slot)
+            except OSError as error:
+                self._empty(slot)
+                self._rest_until = time.monotonic() + _REST
+                log.warning(
+                    "the disk of the cache is left alone for %.0f s, samples are loaded meanwhile: %s", _REST, error
+                )
+                return
+            if is_sound:
+                self.verified[slot] = READY
+            else:
+                self._empty(slot)
+
+    def close(self) -> None:
+        """Drop the view, and the memory of what is verified."""
+        self.verified, self._begins = np.empty(0, dtype=np.uint8), None
+        self.segment.close()
+
     def _matches(self, slot: int) -> bool:
         """Whether the checksum of a slot is that of its bytes, read through the file; an OSError if it cannot be."""
         parts = self._layout.fetch(slot)
@@ -82,29 +107,6 @@ class Checksums:
         (stored,) = _SUM.unpack(self._disk.fetch(self._layout.offset_in("sum", slot), SUM_BYTES))
         return bool(stored == self._sum(slot, parts))
 
-    def verify(self, slots: Sequence[int]) -> None:
-        """Read what an earlier job has stored in those slots: what is sound may be read, what is not is emptied."""
-        if time.monotonic() < self._rest_until or not self._disk.is_whole:
-            return
-        states = self._layout.states
-        for slot in slots:
-            if slot == NO_SLOT or states[slot] == EMPTY or self.verified[slot]:
-                continue
-            try:
-                if self._matches(slot):
-                    self.verified[slot] = READY
-                else:
-                    self._empty(slot)
-            except OSError as error:
-                self._empty(slot)
-                self._rest_until = time.monotonic() + _REST
-                log.warning(
-                    "the disk of the cache is left alone for %.0f s, samples are loaded meanwhile: %s",
-                    _REST,
-                    str(error),
-                )
-                return
-
     def _empty(self, slot: int) -> None:
         if self._claims.take(slot):
             try:
@@ -112,11 +114,6 @@ class Checksums:
                     self._layout.states[slot] = EMPTY
             finally:
                 self._claims.release(slot)
-
-    def close(self) -> None:
-        """Drop the view, and the memory of what is verified."""
-        self.verified, self._begins = np.empty(0, dtype=np.uint8), None
-        self.segment.close()
 
     def _sum(self, slot: int, contents: Iterable[Any]) -> int:
         digest, nbytes = self._xxh3(), 0
@@ -129,11 +126,7 @@ class Checksums:
 
 
 def checksum() -> Any:
-    """The algorithm, of the package xxhash.
-
-    Raises:
-        ImportError: it is not installed; the message says how to get it.
-    """
+    """The algorithm, of the package xxhash; an ImportError that says how to get it, where it is missing."""
     try:
         import xxhash
     except ImportError as error:

@@ -52,16 +52,13 @@ class SharedCache:
         self, size_limit_gib: float, dataset_len: int, data_dims: Sequence[int] | int, dtype: torch.dtype = torch.uint8
     ) -> None:
         if not isinstance(size_limit_gib, int | float) or not isinstance(dtype, torch.dtype):
-            raise TypeError(
-                f"size_limit_gib and dtype must be a number and a torch.dtype, got {size_limit_gib!r}, {dtype!r}"
-            )
+            raise TypeError(f"size_limit_gib must be a number and dtype of torch, got {size_limit_gib!r}, {dtype!r}")
         data_dims = (data_dims,) if isinstance(data_dims, int) else tuple(data_dims)
-        if any(size < 0 for size in data_dims):
-            raise ValueError(f"data_dims must hold sizes of zero or more, got {data_dims}")
-        if not 0 <= size_limit_gib < float("inf"):
-            raise ValueError(f"size_limit_gib must be a number of GiB, zero or more, got {size_limit_gib}")
-        if dataset_len < 1:
-            raise ValueError(f"dataset_len must be at least 1, got {dataset_len}")
+        if any(size < 0 for size in data_dims) or not 0 <= size_limit_gib < float("inf") or dataset_len < 1:
+            raise ValueError(
+                "a cache needs a limit and sizes of zero or more and a dataset_len of one or more, got "
+                f"size_limit_gib={size_limit_gib}, dataset_len={dataset_len}, data_dims={data_dims}"
+            )
         spec = SampleSpec.infer(torch.empty(data_dims, dtype=dtype))
         limit = int(size_limit_gib * 1024**3) - dataset_len
         slots = min(max(limit, 0) // max(spec.nbytes, 1), dataset_len)
@@ -91,12 +88,7 @@ class SharedCache:
         self.store.close()
 
     def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True) -> Any | None:
-        """A copy of the sample of an index.
-
-        Args:
-            idx: index in the dataset.
-            allow_oob_idx: whether an index without a slot gives None; else it is an error.
-            allow_empty_slot: whether an empty slot gives None; else it is an error.
+        """A copy of the sample of an index, or None.
 
         Raises:
             IndexError: the index is outside the dataset, or has no slot and `allow_oob_idx=False`.
@@ -110,16 +102,9 @@ class SharedCache:
         return sample
 
     def set_slot(self, idx: int, value: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False) -> None:
-        """Store a sample.
+        """Store a sample with exactly the dtype and shape of the cache.
 
-        Nothing happens where the index has no slot, nor where the slot holds the same bytes already (two processes
-        filled it).
-
-        Args:
-            idx: index in the dataset.
-            value: the sample, with exactly the dtype and shape of the cache.
-            allow_oob_idx: whether an index without a slot is ignored; else it is an error.
-            allow_overwrite: whether a slot that holds other bytes is overwritten; else it is an error.
+        Nothing happens where the index has no slot, nor where the slot holds the same bytes already.
 
         Raises:
             IndexError: the index is outside the dataset, or has no slot and `allow_oob_idx=False`.
@@ -134,12 +119,10 @@ class SharedCache:
             raise RuntimeError(f"the slot of index {idx} already holds another sample, and allow_overwrite=False")
 
     def __getitem__(self, idx: int) -> Any:
-        """A copy of what lies in slot `idx`: zeroes where nothing has been stored, for which memory is taken."""
-        slot = self._slot_number(idx)
-        if self._rows.states[slot] != READY:
-            self._rows.reserve_rows(slot)
-        [sample] = self.store.read(np.array([slot]))
-        return sample
+        """A copy of what lies in slot `idx`: zeroes where nothing has been stored."""
+        content = self._rows.fetch(self._slot_number(idx))
+        memory = [np.frombuffer(bytearray(field), dtype=np.uint8) for field in content]
+        return self.store.codec.split(memory, 1)[0]
 
     def __setitem__(self, idx: int, value: Any) -> None:
         slot = self._slot_number(idx)

@@ -4,15 +4,12 @@ A segment holds rows of sixteen 64-bit numbers: the rank (plus one; zero marks a
 columns of `Counts`; the last number of the first row notes which warnings the node has had. A process takes a row at
 its first count, by the lock of the row's byte, which the kernel gives back when the process ends; a row that is free
 again is taken only by a process of the same rank, which goes on adding. So nothing is ever reset, no two writers share
-a row, worker ids (which repeat) do not matter, and the counts of an epoch are the difference of two sums. One process
-writes a row, anybody may read it; what is read while somebody counts is at most one addition old.
-
-Where all rows are taken a process counts nothing, with one warning.
+a row, and the counts of an epoch are the difference of two sums. Anybody may read; what is read while somebody counts
+is at most one addition old. A process that finds no row (beyond a thousand on a node) counts nothing.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import astuple, dataclass, fields
 from typing import Literal, get_args
@@ -26,9 +23,7 @@ from lightning_stocache.node.segment import Segment
 
 __all__ = ["Counters", "Counts", "Matter"]
 
-log = logging.getLogger(__name__)
-
-Matter = Literal["odd sample", "no row", "random sample", "changed source", "slow disk", "no workers"]
+Matter = Literal["odd sample", "random sample", "changed source", "slow disk", "no workers"]
 """The warnings that a node has once."""
 
 _ROWS = 1024  # 128 KiB, all of it reserved: a row that cannot be had, or read, must not end a training
@@ -50,8 +45,7 @@ class Counts:
         source_ns: nanoseconds spent in the source, summed over processes.
         fill_ns: nanoseconds spent on checking and storing what came from it.
         gather_ns: nanoseconds spent on copying hits out of their slots, on the thread ahead of the consumer too.
-        setup_fills: samples that set-up has read and stored into their slot. They belong to no epoch, and are no
-            `fills`: the first epoch finds them READY, and hits them.
+        setup_fills: samples that set-up has stored. They belong to no epoch, and are no `fills`: epoch one hits them.
 
     Example:
         >>> (Counts(hits=3, misses=1) - Counts(hits=1)).served
@@ -91,11 +85,7 @@ _MATTERS = {matter: 1 << place for place, matter in enumerate(get_args(Matter))}
 
 
 class Counters:
-    """The rows of all processes of a node that use one cache.
-
-    Args:
-        segment: where they lie.
-        rank: the rank that this process works for.
+    """The rows of all processes of a node that use one cache; this process works for `rank`.
 
     Example:
         >>> counters = Counters.create()
@@ -113,11 +103,7 @@ class Counters:
 
     @classmethod
     def create(cls, rank: int = 0, backend: Backend | None = None) -> Counters:
-        """Make the rows; no process has one yet.
-
-        Raises:
-            OSError: there is no memory for them.
-        """
+        """Make the rows, of which no process has one yet; an OSError if there is no memory for them."""
         return cls(Segment.create(_BYTES, backend, reserved=_BYTES), rank)
 
     def __reduce__(self) -> tuple[type[Counters], tuple[Segment, int]]:
@@ -173,8 +159,4 @@ class Counters:
                     row[0] = self.rank + 1
                     return row
                 self.segment.unlock(number)  # another rank's process took it between our look and our lock
-        if self.is_first("no row"):
-            log.warning(
-                "more than %d processes use one cache: what the others do is not counted. Take fewer workers", _ROWS
-            )
         return None

@@ -8,19 +8,16 @@
     rows         one array per field, `[slots, nbytes]`; or
     records      one run of bytes
 
-Every array starts at a multiple of 64 bytes: rows copied from or to less aligned memory cost up to 1.6 times as much.
-Rows have one array per field, not one record per sample, because then one `take` per field gives a whole batch that is
-already collated. It is NumPy's `take`: torch's `index_select` divides the copy among OpenMP threads, which spin while
-they wait for each other: with workers on the same cores, a batch of 64 photographs took 7.7 ms where one thread takes
-0.8.
+Every array starts at a multiple of 64 bytes. Rows have one array per field, so that one `take` per field gives a whole
+batch that is already collated. It is NumPy's: torch's `index_select` divides the copy among OpenMP threads, which spin
+while they wait for each other (with workers on the same cores 7.7 ms for 64 photographs, where one thread takes 0.8).
 
-Memory for the columns and words (the head) is reserved when the store is made, or block by block. Samples are written
+Memory for columns and words (the head) is reserved when the store is made, or block by block. Samples are written
 through the file (`Segment.store`), where a lack of memory is an error. A writer that is killed half-way leaves state 0.
 
 Records lie one behind the other. A writer moves the free offset behind its record under one lock, and writes without
-the lock, so records never overlap. The room of a writer that is killed before its slot is ready stays unused. If a
-write fails and no other writer has taken room since, the offset goes back. A record begins at a multiple of 8, and of
-64 if it has several parts.
+the lock, so records never overlap. The room of a writer that is killed stays unused. If a write fails and nobody has
+taken room since, the offset goes back. A record begins at a multiple of 8, and of 64 if it has several parts.
 
 These classes only move bytes. Who may write a slot, and when it becomes ready, is decided in `store`.
 """
@@ -146,13 +143,7 @@ ONCE = Head({"state": np.uint8})
 
 
 class _Slots:
-    """The head of a store, live.
-
-    Args:
-        segment: where it lies.
-        count: number of slots.
-        head: what lies there; `state` is one of the columns.
-    """
+    """The head of a store, live: the columns of `head` for `count` slots, of which one is `state`."""
 
     own_columns: Mapping[str, npt.DTypeLike] = {}
     """The columns that a layout needs beside those of the policy."""
@@ -173,16 +164,8 @@ class _Slots:
         """Bytes of the head of `count` slots, before the samples."""
         return head.plus(cls.own_columns).nbytes(count)
 
-    def is_stored(self, slot: int) -> bool:
-        """Whether a slot has a sample."""
-        return bool(self.states[slot])
-
     def reserve(self, first: int, last: int) -> None:
-        """Reserve the memory for the columns of some slots, and for the words.
-
-        Raises:
-            OSError: there is none left (ENOSPC).
-        """
+        """Reserve the memory for the columns of some slots, and for the words; an OSError (ENOSPC) if there is none."""
         for name, column in self.columns.items():
             self._segment.reserve(self.offset_in(name, first), (last - first) * column.itemsize)
         self._segment.reserve(self._starts[_END], self.begin - self._starts[_END])
@@ -205,6 +188,9 @@ class _Slots:
 class Rows(_Slots):
     """One array per field."""
 
+    fixed_bytes = 0
+    """Bytes that are as many in every store, which budgets do not count."""
+
     def __init__(self, segment: Segment, codec: Any, count: int, head: Head = ONCE) -> None:
         super().__init__(segment, count, head)
         self._row_bytes: tuple[int, ...] = codec.row_bytes
@@ -213,6 +199,8 @@ class Rows(_Slots):
         self._fields = [offset for name, offset in offsets(dtypes, count, self.begin).items() if name != _END]
         self.fields = list(columns(segment, dtypes, count, self.begin).values())
         """The array of each field, live, uint8 `[slots, nbytes]`."""
+        self.granted_bytes = count * (self._nbytes + self._head.slot_bytes)
+        """Bytes that all slots take when they are filled."""
 
     @staticmethod
     def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:
@@ -221,14 +209,6 @@ class Rows(_Slots):
         The last byte belongs to no row: a file that was cut off never gets its length again by what is stored into it.
         """
         return offsets(_field_dtypes(codec), count, head.nbytes(count))[_END] + 1
-
-    fixed_bytes = 0
-    """Bytes that are as many in every store, which budgets do not count."""
-
-    @property
-    def granted_bytes(self) -> int:
-        """Bytes that all slots take when they are filled."""
-        return self.count * (self._nbytes + self._head.slot_bytes)
 
     def fill_fraction(self, filled: int) -> float:
         """Share of the slots that are ready."""
@@ -239,7 +219,7 @@ class Rows(_Slots):
         return self.count
 
     def size(self, contents: Sequence[memoryview]) -> int:
-        """Bytes of a sample, given its parts: all have the same."""
+        """Bytes of a sample: all have the same."""
         return self._nbytes
 
     def has_room(self, nbytes: int) -> bool:
@@ -267,20 +247,13 @@ class Rows(_Slots):
             rows.take(slots, 0, memory.reshape(len(slots), nbytes), "clip")
 
     def fetch(self, slot: int) -> list[bytes]:
-        """Read the row of a slot through the file, bytes `[nbytes]` per field."""
-        return [
-            self._segment.fetch(start + slot * nbytes, nbytes)
-            for start, nbytes in zip(self._fields, self._row_bytes, strict=True)
-        ]
+        """Read the row of a slot through the file, bytes `[nbytes]` per field; zeroes where nothing was written."""
+        pairs = zip(self._fields, self._row_bytes, strict=True)
+        return [self._segment.fetch(start + slot * nbytes, nbytes) for start, nbytes in pairs]
 
     def stored_bytes(self, slots: Integers) -> int:
         """Bytes of the rows of ready slots."""
         return len(slots) * self._nbytes
-
-    def reserve_rows(self, slot: int) -> None:
-        """Reserve the memory of one slot's row; an OSError if there is none."""
-        for start, nbytes in zip(self._fields, self._row_bytes, strict=True):
-            self._segment.reserve(start + slot * nbytes, nbytes)
 
     def close(self) -> None:
         """Drop all views."""
@@ -309,6 +282,8 @@ class Records(_Slots):
         super().__init__(segment, count, head)
         # The last byte belongs to no record: a file that was cut off never gets its length again by a record.
         self.end, self.fixed_bytes = segment.size - 1, head.fixed_bytes
+        self.granted_bytes = segment.size - self.fixed_bytes
+        """Bytes that slots and records may take."""
         self._begins, self._sizes = self.columns["begin"].data, self.columns["nbytes"].data
         self._numbers: memoryview = self.words.data
         self._run = segment.memory(0, segment.size)
@@ -319,11 +294,6 @@ class Records(_Slots):
     def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:
         """Size of a segment: all that is granted, but no less than `count` slots take without any record."""
         return max(Records.reserved_bytes(count, head) + 1, granted + head.fixed_bytes)
-
-    @property
-    def granted_bytes(self) -> int:
-        """Bytes that slots and records may take."""
-        return self._segment.size - self.fixed_bytes
 
     def fill_fraction(self, filled: int) -> float:
         """Share of the bytes that are taken; 1 as soon as every slot is ready, and nothing is left to be filled."""
@@ -442,13 +412,7 @@ def _field_dtypes(codec: Any) -> dict[str, npt.DTypeLike]:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a segment says about itself.
-
-    Args:
-        manifest: its own words; None if it has none, or none that can be read.
-        damage: why it cannot be read, as it follows after "the cache"; empty if it can.
-        filled: slots that have a sample.
-    """
+    """What a segment says about itself: its manifest, why that cannot be read ("is damaged ..."), its filled slots."""
 
     manifest: Manifest | None
     damage: str = ""

@@ -1,22 +1,17 @@
 """Where an index lives: node and slot, by arithmetic alone.
 
-The N indices of a dataset sit on a ring. `position(i) = i * step mod N` with a step that is coprime to N and close to
-N divided by the golden ratio, so that any arc of the ring takes its indices evenly from the whole dataset: from each
-class of a sorted folder, and from each stretch of an unshuffled one (Weyl's equidistribution; how even it is depends on
-the partial quotients of step/N, and those of the golden ratio are the smallest there are). Of any stretch an arc takes
-its share to within 8 indices (measured up to 1.3 million). With step 1 the order is that of the dataset.
+The N indices of a dataset sit on a ring: `position(i) = i * step mod N`, with a step that is coprime to N and close to
+N divided by the golden ratio. So any arc of the ring takes its indices evenly from the whole dataset: of any stretch
+its share to within 8 indices (Weyl's equidistribution; measured up to 1.3 million). Step 1 keeps the dataset's order.
 
-Node k trains on a share s_k of every global batch. Its arc starts at `N * (s_0 + ... + s_(k-1))` and is as long as
-its slots; the slot of an index is its distance from the start of the arc. So there is no table, no allocator and no
-message: every process can work out every node's ownership. Arcs longer than the node's share run on over its
-neighbours', and give those indices several homes.
+Node k trains on a share s_k of every global batch. Its arc starts at `N * (s_0 + ... + s_(k-1))` and is as long as its
+slots; the slot of an index is its distance from the start of the arc. So there is no table and no message. An arc that
+is longer than the node's share runs on over its neighbours', and gives those indices several homes.
 
-Where it is known that only a part of the dataset is drawn, its domain, the ring is of that part: N is its size, and in
-the formula an index is its rank in the domain (`Domain`). An index outside has no slot.
+Where only a part of the dataset is drawn (its `Domain`), the ring is of that part: an index counts by its rank there.
 
-A cache that outlives its job keeps its arc, whatever nodes the next job has: what was stored is where it was. A node
-that comes new to such caches takes a planned start that none of them has (`beside`). So a node that is lost takes its
-own arc away and moves nothing else, and one that replaces it gets just that arc.
+A cache that outlives its job keeps its arc, whatever nodes the next job has. A node that comes new to such caches takes
+a planned start that none of them has (`beside`): so a lost node takes its own arc away and moves nothing else.
 """
 
 from __future__ import annotations
@@ -45,14 +40,12 @@ _REACH = 150  # numbers looked at on either side, to find that many that are cop
 
 
 class Domain:
-    """The indices of a dataset that are drawn, where those are not all; two of the same indices and length are equal.
+    """The indices of a dataset that are drawn, where those are not all: one fold, or what has a weight.
 
-    A `SubsetRandomSampler` draws one fold of a dataset, a `WeightedRandomSampler` nothing of weight zero. Each index
-    that can be drawn has a rank, from 0 on, in the order of the dataset; ranks take the place of indices on the ring.
-    They lie in one int32 array, four bytes for each index of the dataset.
+    They have ranks from 0 on, in the order of the dataset, in one int32 array of the dataset's length.
 
     Args:
-        indices: which; in any order, and from the end if negative. What comes twice counts once.
+        indices: in any order, from the end if negative, each as often as you like.
         length: number of samples in the dataset.
 
     Raises:
@@ -74,19 +67,15 @@ class Domain:
             raise ValueError(f"indices must lie in the dataset of {length} samples, got {int(outside[0])}")
         drawn = np.zeros(length, dtype=np.bool_)
         drawn[given] = True
-        self.length, self._count = length, int(np.count_nonzero(drawn))
+        self.length = length
+        self.indices: Integers = np.flatnonzero(drawn)
+        """int64 `[len]`, ascending; the rank of each is its place here."""
+        self.indices.flags.writeable = False
         self._ranks = np.full(length, NO_RANK, dtype=np.int32)
-        self._ranks[drawn] = np.arange(self._count, dtype=np.int32)
+        self._ranks[self.indices] = np.arange(len(self.indices), dtype=np.int32)
 
     def __len__(self) -> int:
-        return self._count
-
-    @cached_property
-    def indices(self) -> Integers:
-        """The indices, int64 `[len]`, ascending; the rank of each is its place here."""
-        indices = np.flatnonzero(self._ranks != NO_RANK)
-        indices.flags.writeable = False
-        return indices
+        return len(self.indices)
 
     @property
     def is_whole(self) -> bool:
@@ -94,21 +83,26 @@ class Domain:
         return len(self) == self.length
 
     def rank(self, index: int) -> int:
-        """The rank of an index, which must lie in `[0, length)`, or NO_RANK."""
+        """The rank of an index in `[0, length)`, or NO_RANK."""
         return int(self._ranks[index])
 
     def ranks(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
-        """The ranks of many indices in `[0, length)`, int64 of the same shape, NO_RANK where there is none."""
+        """The ranks of many indices in `[0, length)`, int64 of the same shape."""
         return self._ranks.take(indices).astype(np.int64)
 
     def covers(self, other: Domain | None) -> bool:
         """Whether another domain of the dataset, or all of it (None), lies in this one."""
         return self.is_whole if other is None else bool((self._ranks[other.indices] != NO_RANK).all())
 
+    @property
+    def _bits(self) -> npt.NDArray[np.uint8]:
+        """One bit for each index of the dataset: what a pickle has."""
+        return np.packbits(self._ranks != NO_RANK)
+
     @cached_property
     def digest(self) -> str:
-        """What tells it from another one, in 16 characters."""
-        return hashlib.sha256(np.packbits(self._ranks != NO_RANK).tobytes()).hexdigest()[:16]
+        """The indices in 16 characters."""
+        return hashlib.sha256(self._bits.tobytes()).hexdigest()[:16]
 
     def __or__(self, other: Domain) -> Domain:
         return Domain(np.union1d(self.indices, other.indices), self.length)
@@ -123,11 +117,10 @@ class Domain:
         return f"Domain({len(self)} of {self.length} indices, {self.digest})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _domain_of, (np.packbits(self._ranks != NO_RANK), self.length)
+        return _domain_of, (self._bits, self.length)
 
 
 def _domain_of(bits: npt.NDArray[np.uint8], length: int) -> Domain:
-    """The domain that a pickle has as one bit for each index."""
     return Domain(np.flatnonzero(np.unpackbits(bits, count=length)), length)
 
 
@@ -143,7 +136,7 @@ class Arc:
         domain: the indices that are on the ring, where those are not all of the dataset.
 
     Raises:
-        ValueError: a number is out of range, step and size have a common divisor, or the domain is of another size.
+        ValueError: the numbers do not make an arc.
 
     Example:
         >>> Arc(size=10, slots=3).slot(2), Arc(size=10, slots=3).slot(3)
@@ -157,16 +150,13 @@ class Arc:
     domain: Domain | None = None
 
     def __post_init__(self) -> None:
-        if self.domain is not None and len(self.domain) != self.size:
-            raise ValueError(f"size must be that of the domain, {len(self.domain)}, got {self.size}")
-        if not 0 <= self.slots <= self.size:
-            raise ValueError(f"slots must be between 0 and size={self.size}, got {self.slots}")
-        if not 0 <= self.start < max(self.size, 1):
-            raise ValueError(f"start must be below size={self.size}, got {self.start}")
-        if self.size * self.step >= 2**63:
-            raise ValueError(f"size * step must stay below 2**63, got size={self.size}, step={self.step}")
-        if math.gcd(self.step, self.size) != 1:
-            raise ValueError(f"step must have no common divisor with size={self.size}, got {self.step}")
+        size, of_domain = self.size, self.domain is None or len(self.domain) == self.size
+        places = 0 <= self.slots <= size and 0 <= self.start < max(size, 1)
+        if not (of_domain and places and size * self.step < 2**63 and math.gcd(self.step, size) == 1):
+            raise ValueError(
+                "an arc needs slots of 0 to size, a start below size, a step without a common divisor with size and "
+                f"size * step below 2**63, and the size of its domain; got {self}"
+            )
 
     @property
     def length(self) -> int:
@@ -183,7 +173,7 @@ class Arc:
         length = self.size if self.domain is None else self.domain.length
         if not -length <= index < length:
             return NO_SLOT
-        if self.domain is not None and (index := self.domain.rank(index % length)) == NO_RANK:
+        if self.domain is not None and (index := self.domain.rank(index)) == NO_RANK:
             return NO_SLOT
         slot = (index * self.step - self.start) % self.size
         return slot if slot < self.slots else NO_SLOT
@@ -216,10 +206,7 @@ class Arc:
 
 @dataclass(frozen=True)
 class Ring:
-    """The arcs of all nodes over one dataset, or its domain.
-
-    Args:
-        arcs: one per node, in the order of the nodes.
+    """The arcs of all nodes over one dataset, or its domain, in the order of the nodes.
 
     Example:
         >>> ring = Ring.cut(size=100, shares=(0.5, 0.5), slots=(30, 80))
@@ -231,7 +218,7 @@ class Ring:
 
     @classmethod
     def cut(cls, size: int, shares: Sequence[float], slots: Sequence[int], domain: Domain | None = None) -> Ring:
-        """Lay one arc per node on a ring of `size` indices.
+        """Lay one arc per node on a ring.
 
         Args:
             size: number of indices, N.
@@ -252,10 +239,7 @@ class Ring:
         return cls(tuple(Arc(size, min(count, size), start, step, domain) for start, count in each))
 
     def beside(self, present: Sequence[Arc | None]) -> Ring:
-        """This ring, if some nodes have an arc already; the others take the planned starts that nobody has, in turn.
-
-        Args:
-            present: per node, the arc that it has already, or None.
+        """This ring with the arcs that some nodes have already; the others take the starts that are left, in turn.
 
         Example:
             >>> ring = Ring.cut(size=100, shares=(0.5, 0.5), slots=(40, 40))
@@ -263,13 +247,9 @@ class Ring:
             [(50, 40), (0, 40)]
         """
         taken = {arc.start for arc in present if arc is not None and arc.slots}
-        starts = (arc.start for arc in self.arcs if arc.start not in taken)
-        return Ring(
-            tuple(
-                replace(planned, start=next(starts, planned.start)) if arc is None else arc
-                for planned, arc in zip(self.arcs, present, strict=True)
-            )
-        )
+        starts = iter([arc.start for arc in self.arcs if arc.start not in taken])
+        pairs = zip(self.arcs, present, strict=True)
+        return Ring(tuple(arc or replace(planned, start=next(starts, planned.start)) for planned, arc in pairs))
 
     @property
     def coverage(self) -> float:
@@ -287,8 +267,7 @@ class Ring:
 def _even_step(size: int) -> int:
     """The step whose multiples spread most evenly, of those next to the golden section.
 
-    The nearest one alone can be poor: 1714 of 2775 has a partial quotient of 81, and takes 21 indices too many of some
-    stretch; the best of 64 takes 4.
+    The nearest alone can be poor: 1714 of 2775 takes 21 indices too many of some stretch, the best of 64 takes 4.
     """
     golden = round(size * _GOLDEN)
     near = [step for step in range(max(golden - _REACH, 1), min(golden + _REACH, size)) if math.gcd(step, size) == 1]

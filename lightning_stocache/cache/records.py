@@ -1,7 +1,5 @@
 """Samples of any kind as bytes: a record is one run of them.
 
-A record is a head, the table of its buffers, a pickle, and the buffers that lie outside of the pickle:
-
     bytes of the pickle, number of buffers                                             (<II)
     per buffer: `nbytes << 1 | copies`: its size, and whether the decoder copies it    (<Q)
     pickle of protocol 5
@@ -26,7 +24,7 @@ import pickle
 import random
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pickle import PickleBuffer
 from typing import Any, TypeAlias, cast
@@ -82,8 +80,7 @@ class RecordCodec:
         form: what is stored of a sample, if that is not what the source returns.
 
     Raises:
-        UnsupportedSampleError: (`encode`) something in the sample cannot be pickled, or must not be stored; the
-            message names the field.
+        UnsupportedSampleError: (`encode`) something in the sample cannot be pickled, or must not be stored.
         SampleMismatchError: (`encode`) the sample lacks what is required.
 
     Example:
@@ -159,7 +156,8 @@ class RecordCodec:
         try:
             pickled, buffers = _pickled(sample, packed=self.packed)
         except Exception as error:  # whatever the code of the sample's classes raises when it is pickled
-            raise UnsupportedSampleError(f"{title}: {_unpicklable(sample, error)}") from error
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise UnsupportedSampleError(f"{title} cannot be kept as bytes: {reason}") from error
         if pickled.nbytes > _LONGEST_PICKLE:
             raise UnsupportedSampleError(f"{title} holds more than 4 GiB in text, bytes or small objects")
         head = bytearray(_HEAD.pack(pickled.nbytes, len(buffers)))
@@ -181,12 +179,7 @@ class RecordCodec:
         return parts
 
     def decode(self, record: memoryview, lend: Lend | None = None) -> Any:
-        """The sample of a record, in memory of its own.
-
-        Args:
-            record: its bytes; they are only read.
-            lend: gives the memory; by default it is new.
-        """
+        """The sample of a record, in new memory or what `lend` gives; the record is only read."""
         pickled, count = _HEAD.unpack_from(record)
         start = _HEAD.size + count * _ENTRY.size
         end = start + pickled
@@ -231,10 +224,7 @@ SampleCodec: TypeAlias = SampleSpec | RecordCodec
 
 
 def canonical_bytes(node: Any) -> bytes | None:
-    """An object as bytes, which are equal for equal contents; None if it cannot be pickled.
-
-    For comparisons: they cannot be read back.
-    """
+    """An object as bytes to be compared, equal for equal contents; None if it cannot be pickled."""
     for fast in (True, False):  # without a memo, which writes an object that comes twice as a reference
         try:
             pickled, buffers = _pickled(node, fast=fast)
@@ -332,29 +322,6 @@ class _Encoder(pickle.Pickler):
         """A buffer that PIL copies when it makes an image of it, so that it may be read where it lies."""
         self.images.append(PickleBuffer(content))
         return self.images[-1]
-
-
-def _unpicklable(sample: Any, error: Exception) -> str:
-    """The innermost part of a sample that cannot be pickled, in words, given what was raised."""
-    path, node = "", sample
-    for _ in range(_DEEPEST):
-        try:
-            step, node = next(part for part in _parts(node) if canonical_bytes(part[1]) is None)
-        except Exception:  # there is none, or the code of a container raises something
-            break
-        path += step
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"{named(path)} is a {type_name(type(node))}, which cannot be kept as bytes ({reason})"
-
-
-def _parts(node: Any) -> Iterator[tuple[str, Any]]:
-    """What is in a container or an object, and how one gets there in Python."""
-    if isinstance(node, Mapping):
-        yield from ((f"[{key!r}]", node[key]) for key in node)
-    elif isinstance(node, list | tuple):
-        yield from ((f"[{number}]", part) for number, part in enumerate(node))
-    elif isinstance(attributes := getattr(node, "__dict__", None), dict):
-        yield from ((f".{name}", part) for name, part in attributes.items())
 
 
 # ---- tensors and arrays ----

@@ -1,10 +1,10 @@
 """The policy of stores that processes append to while others read: the oldest samples leave first.
 
-Every sample that is appended gets a ticket, the next number. The state of a slot (int64, its generation) says what lies
-there: 0 nothing, `2 * ticket + 1` the sample of that ticket is being written, `2 * ticket + 2` it can be read, a
-negative number it was dropped. A second column has the time of the sample (nanoseconds of the monotonic clock, which
-the processes of a machine share). The words of the layout are control words, then a row of notes for each of `FILLERS`
-processes, which they define themselves. A writer
+Every sample that is appended gets a ticket, the next number, and the slots take their turns. The state of a slot
+(int64, its generation) says what lies there: 0 nothing, `2 * ticket + 1` the sample of that ticket is being written,
+`2 * ticket + 2` it can be read, a negative number it was dropped. A second column has the time of the sample
+(nanoseconds of the monotonic clock). The words of the layout are control words, then a row of notes for each of
+`FILLERS` processes, which they define themselves. A writer
 
     takes the lock of the tickets -> next slot, whose own lock it claims -> generation odd -> gives the ticket lock back
     -> writes the bytes -> fence -> generation even -> gives the slot back
@@ -13,25 +13,21 @@ and a reader looks at the generation, fences, copies, fences and looks again: if
 copied is whole (a seqlock; Lameter, "Effective Synchronization on Linux/NUMA Systems", 2005). Readers take no lock and
 wait for nobody: what changed while it was copied is taken again, after a few tries from another slot. So a sample that
 leaves during an epoch that wanted it is replaced by another one: all are draws from one source, and the number of
-batches stays. Between the odd generation and the bytes lies a system call (the ticket lock is given back), which no
-store crosses.
+batches stays. Between the odd generation and the bytes lies a system call, which no store crosses.
 
-Writers skip a slot that is still being written. A killed writer leaves an odd generation, which readers skip; the
-kernel frees its lock, and writers take that slot again when its turn comes.
+A slot that is still being written is never taken over: the next writer waits. A killed writer leaves an odd generation,
+which readers skip; the kernel frees its lock, and writers take that slot again when its turn comes.
 
-Rows take their slots in turn, so the oldest sample leaves first. The first sample of a slot is written through the
-file, where a lack of memory is an answer; later ones are copied through the mapping, whose pages exist by then: writes
-through the file exclude each other (two writers of rows of 1 MiB: 4.3 GB/s each through the file, 10 so).
+Of rows, the first sample of a slot is written through the file, where a lack of memory is an answer; later ones are
+copied through the mapping, whose pages exist by then: writes through the file exclude each other (two writers of rows
+of 1 MiB: 4.3 GB/s each through the file, 10 so).
 
 Records lie one behind the other in the run of bytes; one that does not fit at the end begins at the beginning again. A
-writer that takes a slot first ends the samples whose bytes it needs, the oldest first, all under the lock of the
-tickets; then it writes, and publishes. A record that is still being written is never taken over: the next writer waits.
+writer that takes a slot first ends the samples whose bytes it needs, the oldest first, under the lock of the tickets.
 Their bytes are always written through the file: holes that a killed writer left have no memory yet. A reader decodes
 its own copy, never bytes that somebody may write.
 
 Where memory ends, the store stops growing, with one warning per node, and rolls within what it has.
-
-Not promised: that ages are in the order of tickets; writers that began at the same time end in any order.
 """
 
 from __future__ import annotations
@@ -121,18 +117,7 @@ class RollingStore(Store):
         *,
         granted: int = 0,
     ) -> RollingStore:
-        """Make an empty one.
-
-        Args:
-            codec: what a sample looks like.
-            count: number of slots for rows.
-            backend: kind of segment.
-            whose: what the segment says about itself.
-            granted: bytes that a store of records may take.
-
-        Raises:
-            OSError: there is no memory.
-        """
+        """Make an empty one, of `count` slots for rows, or for records that take `granted` bytes; see `Store`."""
         layout = layout_of(codec)
         if isinstance(codec, RecordCodec):
             count = max(granted // (codec.nbytes // _SMALLER + _COLUMN_BYTES), 8)
@@ -150,7 +135,7 @@ class RollingStore(Store):
     # ---- in ----
 
     def append(self, sample: Any, index: int = -1) -> bool:
-        """Check a sample and store it in the place of the oldest; False while all slots are being written.
+        """Check a sample and store it in the place of the oldest; False while that is being written.
 
         Args:
             sample: of the codec.
@@ -175,31 +160,24 @@ class RollingStore(Store):
         return False
 
     def take(self, nbytes: int = 0) -> Taken | None:
-        """Take the next slot, with room for `nbytes` of a record, to be published or dropped; None if it has a writer.
-
-        Rows skip the slots that have one.
-        """
+        """Take the next slot, with room for `nbytes` of a record, to be published or dropped; None if it is taken."""
         words, rows = self._words, isinstance(self.layout, Rows)
         if not rows and (aligned(nbytes) > words[_MOST] or nbytes >= LARGEST):
             room, sample = format_bytes(int(words[_MOST])), format_bytes(nbytes)
             raise ValueError(f"a sample of {sample} is larger than the whole rolling cache of {room}")
-        limit = max(self.limit, 1)
         with self._claims.waiting(self.count):
-            for _ in range(limit if rows else 1):
-                slot = int(words[_NEXT]) % limit
-                if not self._claims.take(slot):
-                    words[_NEXT] += rows
-                    continue
-                if not rows and not self._make_room(slot, nbytes):
-                    self._claims.release(slot)
-                    break
-                words[_NEXT] += 1
-                ticket, is_evicted = self.appended, is_complete(int(self.generations[slot]))
-                words[_EVICTED] += is_evicted
-                words[_APPENDED] += 1
-                self.generations[slot] = 2 * ticket + 1
-                return Taken(slot, ticket, not is_evicted)
-        return None
+            slot = int(words[_NEXT]) % max(self.limit, 1)
+            if not self._claims.take(slot):
+                return None
+            if not rows and not self._make_room(slot, nbytes):
+                self._claims.release(slot)
+                return None
+            words[_NEXT] += 1
+            ticket, is_evicted = self.appended, is_complete(int(self.generations[slot]))
+            words[_EVICTED] += is_evicted
+            words[_APPENDED] += 1
+            self.generations[slot] = 2 * ticket + 1
+        return Taken(slot, ticket, not is_evicted)
 
     def publish(self, taken: Taken) -> None:
         """Let readers read a slot whose bytes are written."""
@@ -222,18 +200,20 @@ class RollingStore(Store):
             for rows, content in zip(layout.fields, contents, strict=True):
                 rows[taken.slot] = np.frombuffer(content, dtype=np.uint8)
             return None
-        short = None
         if not self._words[_LAPPED]:  # else the store takes no more memory than it has
-            short = self._shortage.comes_with(self.layout.size(contents))
+            short = self._shortage.comes_with(layout.size(contents))
+            if short is not None:
+                return short
         try:
-            if short is None and isinstance(layout, Rows):
+            if isinstance(layout, Rows):
                 layout.write(taken.slot, contents)
-            elif short is None:
+            else:
                 self.segment.store(int(layout.columns["begin"][taken.slot]), *contents)
         except OSError as error:
             if (short := refused(error)) is None:
                 raise
-        return short
+            return short
+        return None
 
     def _stop_growing(self, taken: Taken, short: str) -> None:
         """Roll within the slots or the bytes that are in use from now on, and warn once per node."""

@@ -7,8 +7,8 @@ as they are, `contents` their bytes in row order; `split` makes samples anew fro
 field. `FieldRows` is that memory, open to single samples and to many at once.
 
 What comes out has the structure, types, dtypes and values of what went in, bit for bit; a dict has the key order of the
-first sample. Nothing is ever cast, broadcast or cut to fit: a sample that differs is an error which names the index and
-the field. Not promised: strides (what comes out is contiguous), and `numpy.memmap`, which comes out as a plain array.
+first sample. Nothing is ever cast, broadcast or cut to fit. Not promised: strides (what comes out is contiguous), and
+`numpy.memmap`, which comes out as a plain array.
 """
 
 from __future__ import annotations
@@ -75,11 +75,7 @@ class Field:
 
     @classmethod
     def of(cls, path: str, leaf: Any) -> Field:
-        """Describe a leaf.
-
-        Raises:
-            UnsupportedSampleError: it cannot be kept in a slot of fixed size; the message says what to return instead.
-        """
+        """Describe a leaf; an UnsupportedSampleError says what to return instead of one of no fixed size."""
         kind = type(leaf)
         if leaf is None:
             return cls(path, kind)
@@ -88,23 +84,25 @@ class Field:
                 raise UnsupportedSampleError(f"{named(path)} is an int of more than 64 bits: {leaf}")
             return cls(path, kind, _NUMBERS[kind])
         if isinstance(leaf, torch.Tensor):
-            if trouble := _tensor_trouble(leaf):
-                raise UnsupportedSampleError(f"{named(path)} is a tensor that {trouble}")
-            return cls(path, kind, leaf.dtype, tuple(leaf.shape))
-        if kind is np.ndarray or isinstance(leaf, np.memmap | np.generic):
-            if leaf.dtype.kind in "OSUV":
+            is_dense = leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_nested
+            if not (is_dense and leaf.is_cpu) or leaf.requires_grad or leaf.__dict__:
                 raise UnsupportedSampleError(
-                    f"{named(path)} is a NumPy array of dtype {leaf.dtype}; return numbers instead"
+                    f"{named(path)} must be a dense tensor on the CPU without grad and attributes, got a "
+                    f"{type_name(kind)} of layout {leaf.layout} on {leaf.device}; "
+                    "return it with .detach().cpu().to_dense()"
                 )
+            return cls(path, kind, leaf.dtype, tuple(leaf.shape))
+        is_array = kind is np.ndarray or isinstance(leaf, np.memmap | np.generic)
+        if is_array and leaf.dtype.kind not in "OSUV":
             return cls(path, np.ndarray if isinstance(leaf, np.ndarray) else kind, leaf.dtype, leaf.shape)
-        raise UnsupportedSampleError(f"{named(path)} is a {type_name(kind)}, which cannot be cached; {_advice(kind)}")
+        came = f" of dtype {leaf.dtype}" if is_array else ""
+        raise UnsupportedSampleError(
+            f"{named(path)} is a {type_name(kind)}{came}, which cannot be cached; return tensors, arrays of numbers or "
+            "numbers (pil_to_tensor for images, the index of a class), in plain dicts, tuples or lists"
+        )
 
     def agrees(self, leaf: Any) -> bool:
-        """Whether a leaf is of this field.
-
-        Raises:
-            UnsupportedSampleError: it could be of no field.
-        """
+        """Whether a leaf is of this field; an UnsupportedSampleError if it could be of none."""
         if leaf.__class__ is self.kind:  # quickly, what nearly all samples are: a plain tensor or a number
             if self.kind is torch.Tensor:
                 if (
@@ -171,35 +169,10 @@ class Field:
         return f"{type_name(self.kind)} of dtype {self.dtype} and shape {self.shape}"
 
 
-def _tensor_trouble(leaf: torch.Tensor) -> str | None:
-    if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
-        return "is not dense; return it with .to_dense()"
-    if leaf.device.type != "cpu":
-        return f"lies on {leaf.device}; return it with .cpu() and move batches to the device instead"
-    if leaf.requires_grad:
-        return "requires grad; return it with .detach()"
-    return "has attributes; return them as fields of their own" if leaf.__dict__ else None
-
-
-def _advice(kind: type) -> str:
-    if kind.__module__.split(".")[0] == "PIL":
-        return "return a tensor of one size, for instance by torchvision.transforms.v2.functional.pil_to_tensor"
-    if issubclass(kind, str | bytes):
-        return "return a number for it (the class index), or a tensor of fixed length"
-    if issubclass(kind, int | float | complex):
-        return f"return a plain {next(base.__name__ for base in kind.__mro__ if base in _NUMBERS)} instead"
-    if issubclass(kind, dict):
-        return "return a plain dict instead"
-    return "return tensors, NumPy arrays or numbers, in dicts, tuples, lists or namedtuples"
-
-
 class FieldRows:
-    r"""The rows of a batch, open to single samples.
+    r"""The rows of a batch of `samples`, open to single samples.
 
-    Args:
-        fields: of a sample.
-        memory: gives that of the batch when the first sample has come, uint8 `[samples * nbytes]` per field.
-        samples: how many.
+    `memory` gives that of the batch when the first sample has come, uint8 `[samples * nbytes]` per field.
 
     Example:
         >>> field, memory = Field.of("", torch.zeros(2, dtype=torch.int16)), np.zeros(3 * 4, dtype=np.uint8)
@@ -214,11 +187,7 @@ class FieldRows:
         self._fields, self._memory, self._samples = fields, memory, samples
 
     def put_many(self, places: Sequence[int], samples: Sequence[Parts]) -> list[list[memoryview]]:
-        """Copy encoded samples to their places at once: 0.2 us each and field, where one by one costs 1.5.
-
-        Args:
-            places: one or more, all different.
-            samples: as many.
+        """Copy encoded samples to as many places at once: 0.2 us each and field, where one by one costs 1.5.
 
         Returns:
             The bytes of each there, per field.
@@ -243,14 +212,7 @@ class FieldRows:
 
 @dataclass(frozen=True)
 class _Branch:
-    """A container of a sample.
-
-    Args:
-        path: where in the sample it is.
-        kind: its type.
-        keys: of a dict.
-        children: what is in it: branches, and the numbers of fields.
-    """
+    """A container of a sample: its path, type and keys (of a dict), its branches and the numbers of its fields."""
 
     path: str
     kind: type[Any]

@@ -1,21 +1,19 @@
 """When filling has to stop because memory runs short, or time.
 
-A full /dev/shm is an error that the store of a slot reports. Above a cgroup's limit the kernel kills, and the limit
-cannot be found by trying; so what is free is looked at again while a cache is filled: after a small part of what is
-left has been filled, so that many processes that fill at once do not overrun it, and at least ten times a second (0.1
-ms a look).
+A full /dev/shm is an error that the store of a slot reports. Above a cgroup's limit the kernel kills, so what is free
+is looked at again while a cache is filled: after a small part of what is left has been filled, so that many processes
+that fill at once do not overrun it, and at least ten times a second (0.1 ms a look).
 
-What is free at this moment does not count. A training step takes memory and gives it back; a slot that is filled in
-between must not take what the next step needs. So every look adds the bytes of the cache to the free bytes: that much
-the cache could have if all else stayed as it is. The lowest sum that any process of the node has seen lies in the
-segment's header, and limits all of them. It is never raised: a process that starts in a quiet moment would fill too
-much.
+A training step takes memory and gives it back; a slot that is filled in between must not take what the next step needs.
+So every look adds the bytes of the cache to the free bytes: that much the cache could have if all else stayed as it is.
+The lowest sum that any process of the node has seen lies in the segment's header, and limits all of them. It is never
+raised: a process that starts in a quiet moment would fill too much.
 
-For a store on a disk the bytes that are free on the disk now count: filling goes on when others make room. A store in
-/dev/shm also leaves the last bytes there to the batches of loaders' workers, which would die without them.
+For a store on a disk the bytes that are free on the disk now count. A store in /dev/shm also leaves the last bytes
+there to the batches of loaders' workers, which would die without them.
 
-Time can run short, too: on a disk a sample is stored by the process that has loaded it, so a slow disk delays that
-process's batches. Where storing takes longer than loading, storing pauses, and samples are served unstored (`Pace`).
+On a disk a sample is stored by the process that has loaded it, so a slow disk delays that process's batches. Where
+storing takes longer than loading, storing pauses, and samples are served unstored (`Pace`).
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ PAUSE_SECONDS = 10.0
 """Length of a pause; then storing is tried again."""
 
 _MOST_NS = 500_000_000  # that storing may lag behind loading: of a slow disk, training sees half a second in ten
-
 _LEAST = 64 * 2**20  # bytes that are left free where nobody has said how many
 _SHARE = 64  # a process fills this part of what is left before it looks again
 _EVERY = 0.1  # seconds
@@ -42,11 +39,7 @@ _LEAST_FILES = 8 * 2**20  # half of what `node.grant` leaves in /dev/shm beside 
 
 
 class Shortage:
-    """Looks at the free memory while a cache is filled.
-
-    Args:
-        segment: where the cache lies.
-    """
+    """Looks at the free memory while the cache in a segment is filled."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -73,8 +66,8 @@ class Shortage:
             batches = max((room + allocated) // 100, _LEAST_FILES)
             self._unseen = min(left, room - batches) // _SHARE
             if room - batches < nbytes:
-                room_text, kept_text = format_bytes(room), format_bytes(batches)
-                return f"{memory_directory()} ({room_text} free, {kept_text} kept for loaders' batches)"
+                free_text, batches_text = format_bytes(room), format_bytes(batches)
+                return f"{memory_directory()} ({free_text} free, {batches_text} kept for loaders' batches)"
         if left >= nbytes:
             return None
         least, kept = format_bytes(max(lowest - allocated, 0)), format_bytes(reserve)

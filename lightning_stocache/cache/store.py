@@ -16,13 +16,17 @@ A slot is filled by the process that has loaded the sample:
 
 A process that does not get the claim serves its sample unstored; a writer that is killed leaves the slot empty and
 claimable. A slot that is ready stays ready, except after `clear` and an explicit overwrite, during which the caller
-keeps readers away. Where memory runs short (`shortage`), or the kernel has none left, the slot stays empty, with one
-warning per node.
+keeps readers away. Where memory runs short (`shortage`), the slot stays empty, with one warning per node.
+
+Two jobs that miss the same sample would both load it. So where another job can open the store, a slot is claimed before
+its sample is loaded (`divide`), and a thread that finds it claimed loads other samples first and waits then. No thread
+waits while it has a claim, so none waits for ever. A process that has waited in vain (the other one was stopped) loads
+all samples by itself from then on.
 
 On a disk a slot also has a checksum (`checksums`), written before the slot is ready. What an earlier job has stored is
 not read before this job has verified it, which lookups with `verify` do. An error of the disk is no error of the
 training: the slot stays empty. A file that is cut off while it is open is not read any more, because the mapping would
-raise SIGBUS: all samples are loaded until the job ends. The next job gives the file its length again.
+raise SIGBUS; the next job gives it its length again.
 
 Indices may be any number: a negative one counts from the end of the dataset, and one outside has no place.
 """
@@ -40,7 +44,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.checksums import Checksums
-from lightning_stocache.cache.claims import Claims, Turns
+from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Lend, Memory
 from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Records, Rows, layout_of
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Integers
@@ -49,7 +53,7 @@ from lightning_stocache.cache.shortage import Shortage, refused
 from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest, read_manifest
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence
 
-__all__ = ["NO_PLACE", "UNREADABLE", "Store", "StoreHandle", "gathers", "slots_for"]
+__all__ = ["NO_PLACE", "PATIENCE", "UNREADABLE", "Store", "StoreHandle", "gathers", "slots_for"]
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +63,10 @@ UNREADABLE: Any = object()
 NO_PLACE = NO_SLOT
 """Stands for an index without a place, or with one that is not ready."""
 
+PATIENCE = 30.0
+"""Seconds that a process waits for what others load, once."""
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 _ON_DISK = ONCE.plus({"sum": np.uint64})
 _WINDOW = 1 << 24  # slots that are looked through for some that are ready
 _ALONE = 1 << 40  # a byte of the lock file, behind those of all slots
@@ -116,8 +124,8 @@ class Store:
         self._checksums = Checksums(segment, self.layout, arc, cast(Segment, beside)) if segment.on_disk else None
         self._readable = self.layout.state if self._checksums is None else self._checksums.verified
         self._readable_bytes: memoryview = self._readable.data
-        takes_turns = self.stores_misses and segment.path is not None
-        self.turns = Turns(self._claims, arc, self.layout.is_stored, are_taken=takes_turns)
+        self._is_shared = self.stores_misses and segment.path is not None  # other jobs can open it
+        self._waits = self._is_shared
         self._shortage = Shortage(segment)
         self._retry_at = 0.0
         self._closed = False
@@ -209,11 +217,7 @@ class Store:
 
     @classmethod
     def attach(cls, handle: StoreHandle) -> Self:
-        """Open a store that another process of the node has open.
-
-        Raises:
-            OSError: its segment cannot be reached from here.
-        """
+        """Open a store that another process of the node has open; an OSError if it cannot be reached from here."""
         segment = Segment.attach(handle.segment)
         try:
             beside = None if handle.beside is None else Segment.attach(handle.beside)
@@ -310,20 +314,51 @@ class Store:
         """Bytes of the samples of ready places (int64 `[samples]`)."""
         return self.layout.stored_bytes(places)
 
+    # ---- whose turn it is to load ----
+
     def divide(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Divide indices into those that this process loads, and those that others load or have just stored."""
-        if not self.turns.are_taken:
+        """Divide indices into those that this process loads, to be put or released, and those that others load."""
+        if not self._waits:
             return list(indices), []
-        mine = self.turns.take(indices)
+        taken = [index for index in indices if self._take_turn(index)]
         try:
-            places = self.lookup(np.array(mine, dtype=np.int64), verify=True)
-            stored = {index for index, place in zip(mine, places.tolist(), strict=True) if place != NO_PLACE}
+            places = self.lookup(np.array(taken, dtype=np.int64), verify=True)
         except BaseException:
-            self.turns.release(mine)
+            self.release(taken)
             raise
-        self.turns.release(stored)
-        here = set(mine) - stored
+        stored = {index for index, place in zip(taken, places.tolist(), strict=True) if place != NO_PLACE}
+        self.release(stored)
+        here = set(taken) - stored
         return [index for index in indices if index in here], [index for index in indices if index not in here]
+
+    def release(self, indices: Iterable[int]) -> None:
+        """Let others load those of the indices that this process was to load and has not put."""
+        for index in indices if self._is_shared else ():
+            if self._claims.is_mine(slot := self.arc.slot(index)):
+                self._claims.release(slot)
+
+    def wait(self, index: int) -> bool:
+        """Wait until nobody is loading an index; False if that takes too long."""
+        end, pause = time.monotonic() + PATIENCE, _FIRST_PAUSE
+        while self._waits and not self._take_turn(index):
+            if time.monotonic() > end:
+                log.warning(
+                    "another process has been loading a sample for %.0f s (is it stopped, or its disk slow?): from now "
+                    "on all samples are loaded here, too",
+                    PATIENCE,
+                )
+                self._waits = False
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self.release([index])
+        return self._waits
+
+    def _take_turn(self, index: int) -> bool:
+        """Whether nobody else is loading an index; it is claimed then, unless it is stored."""
+        slot = self.arc.slot(index)
+        is_loaded = slot == NO_SLOT or bool(self.layout.states[slot])
+        return is_loaded or self._claims.is_mine(slot) or self._claims.take(slot)
 
     # ---- in ----
 
@@ -372,17 +407,11 @@ class Store:
             yield stored
 
     def replace(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
-        """Store a row, given its parts, as soon as no other process fills its slot.
-
-        Returns:
-            False if the slot has other bytes, and not `overwrite`.
-        """
+        """Store a row when nobody else fills its slot; False if other bytes lie there, and not `overwrite`."""
         states = self.layout.states
         with self._claims.waiting(slot):
             if states[slot] == READY:
-                memory = [np.empty(size, dtype=np.uint8) for size in self.codec.sizes(1)]
-                self.gather(np.array([slot]), memory)
-                if [part.data for part in memory] == list(contents):
+                if cast(Rows, self.layout).fetch(slot) == [bytes(content) for content in contents]:
                     return True
                 if not overwrite:
                     return False
@@ -401,6 +430,10 @@ class Store:
     def alone(self) -> AbstractContextManager[None]:
         """Exclude other processes that call this; claims on slots are not affected."""
         return self._claims.waiting(_ALONE)
+
+    def keep_free(self, nbytes: int) -> None:
+        """Leave `nbytes` of the node's memory to others from now on, in all processes that fill."""
+        self._shortage.keep_free(nbytes)
 
     def _has_memory(self, nbytes: int) -> bool:
         """Whether so many bytes may be filled now."""
@@ -514,10 +547,6 @@ class Store:
     def promised_bytes(self) -> int:
         """Bytes of memory that were granted and are still to be taken."""
         return 0 if self.closed or self.segment.on_disk else self.granted_bytes - self.memory_bytes
-
-    def keep_free(self, nbytes: int) -> None:
-        """Leave `nbytes` of the node's memory to others from now on, in all processes that fill."""
-        self._shortage.keep_free(nbytes)
 
     @property
     def manifest(self) -> Manifest:

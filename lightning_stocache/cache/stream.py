@@ -1,27 +1,26 @@
 """The samples of a stream, stored as they pass, and how far it has come, for all processes of a node.
 
-A stream is read by shards: one per rank and worker of its loader. A shard begins an epoch (`begin`), stores each sample
-that passes (`append`), and ends (`end`). Shards of a rank that begin with the same key (the seed of their loader's
-epoch) are in the same epoch; a shard that begins twice has begun the next one. So epochs are counted per rank, without
-a message from the loader. An epoch of a rank is whole if all of its shards have ended, or if as many samples have
-passed as the stream's length says: a loader that knows the length stops there.
+A stream is read by shards: one per rank and worker of its loader. A shard begins an epoch, appends each sample that
+passes, and ends. Shards of a rank that begin with the same key (the seed of their loader's epoch) are in the same
+epoch; a shard that begins twice has begun the next one. So epochs are counted per rank, without a message from the
+loader. An epoch of a rank is whole if all of its shards have ended, or if as many samples have passed as the stream's
+length says: a loader that knows the length stops there.
 
 The first process that asks after every rank of the node has begun an epoch decides for all shards what the epoch comes
-from (`decide`): then no shard is in the epoch before. An epoch that is read follows on `clear`, so what is counted is
-of one epoch.
+from (`decide`). An epoch that is read follows on `clear`, so what is counted is of one epoch.
 
-There are two segments. The ledger has columns of int64: one number each for all, then one for each rank, then one for
-each of the `MOST_WORKERS` shards of every rank. Its writers take a lock of its lock file, which the kernel frees when
-they die: byte 0 for the numbers of all and of ranks, byte 1 for the next number, byte 2 while deciding, and a byte per
-shard while its process stores a sample. Locks are taken in the order 2, 0, shards, 1, never back.
+There are two segments. The ledger has columns of int64: numbers for all, for each rank, and for each of the
+`MOST_WORKERS` shards of every rank. Writers take locks of its lock file: byte 0 for the numbers of all and of ranks,
+byte 1 for the next number, byte 2 while deciding, and a byte per shard while its process stores a sample; in the order
+2, 0, shards, 1, never back.
 
-The other segment has the samples. A sample takes the next number, and is stored in the slot of that number, as a row or
-a record. Besides its state a slot has two columns: `mark`, by which a sample is found again, and `shard`. They are
-written through the mapping, so their memory is reserved before, for a block of slots at a time. The file has the length
-that was granted, so that other jobs see how much this one may still take.
+The other segment has the samples. A sample takes the next number, and the slot of that number. Besides its state a slot
+has two columns: `mark`, by which a sample is found again, and `shard`. They are written through the mapping, so their
+memory is reserved before, for a block of slots at a time. The file has the length that was granted, so that other jobs
+see how much this one may still take.
 
-When a stream has ended and nothing is added any more, `in_order` numbers its samples from 0 without a gap: one shard
-after the other, whichever was faster, the samples of each as they came. Until then no index has a place.
+When a stream has ended, `in_order` numbers its samples from 0 without a gap: one shard after the other, whichever was
+faster, the samples of each as they came. Until then no index has a place.
 """
 
 from __future__ import annotations
@@ -66,14 +65,7 @@ _SMALLER = 16  # how much smaller than the first samples the mean may be without
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a stream that one process reads.
-
-    Args:
-        rank: its rank, among those of the node.
-        worker: its worker, of the rank's loader; 0 without workers.
-        workers: number of workers.
-        key: the same for all workers of one epoch.
-    """
+    """The part of a stream that one process reads: a worker of a rank of the node; `key` is that of its epoch."""
 
     rank: int = 0
     worker: int = 0
@@ -115,15 +107,7 @@ class StreamLedger:
 
     @classmethod
     def create(cls, ranks: int, backend: Backend | None = None) -> StreamLedger:
-        """Make one for a stream that nobody has read.
-
-        Args:
-            ranks: number of ranks of the node that read the stream.
-            backend: kind of segment.
-
-        Raises:
-            OSError: there is no memory for it.
-        """
+        """Make one for a stream that so many ranks of the node read; an OSError if there is no memory for it."""
         size = offsets(_columns(ranks), 1)[""]
         segment = Segment.create(size, backend, reserved=size)
         columns(segment, {"words": np.int64}, _WORDS)["words"][_RANKS] = ranks
@@ -169,9 +153,7 @@ class StreamLedger:
     def passed(self, epoch: int, length: int | None = None) -> int | None:
         """Count the samples of the epoch that was read last, in all ranks; None if one has broken it off.
 
-        Args:
-            epoch: its number.
-            length: the length of the stream of one rank, if it has one.
+        `length` is that of the stream of one rank, if it has one.
         """
         passed = self._numbers["passed"].reshape(self.ranks, MOST_WORKERS).sum(axis=1)
         whole = self._numbers["whole"] == epoch
@@ -197,12 +179,10 @@ class StreamLedger:
         return _MODES[int(self.words[_MODE])]
 
     def decide(self, epoch: int, choose: Callable[[Sequence[int]], Mode]) -> Mode:
-        """Where the samples of an epoch come from; decides it if no process has. "cache" and "pass" are for good.
+        """Where the samples of an epoch that this rank has begun come from; "cache" and "pass" are for good.
 
-        Args:
-            epoch: an epoch that a shard of this process, or its rank, has begun.
-            choose: called by one process of the node, when no shard is in an epoch before. It is given the ranks that
-                have not begun the epoch within `patience`.
+        One process of the node calls `choose`, when no shard is in an epoch before. It is given the ranks that have not
+        begun the epoch within `patience`.
         """
         start = time.monotonic()
         for seconds in poll(pause=0.002):
@@ -277,13 +257,7 @@ def _columns(ranks: int) -> dict[str, npt.DTypeLike]:
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """Which slot an index has: `places`, int64 `[samples]`. It has the names of an `Arc`.
-
-    Example:
-        >>> order = _Order(10, np.array([7, 3]))
-        >>> order.slot(1), order.slots_of(np.array([-1, 0])).tolist()
-        (3, [3, 7])
-    """
+    """Which slot an index has: `places`, int64 `[samples]`. It has the names of an `Arc`."""
 
     slots: int
     places: Integers
@@ -343,9 +317,6 @@ class StreamStore(Store):
             ranks: ranks of the node that read the stream.
             backend: kind of segments.
             free: bytes of the node's memory that filling leaves to others; 0: as many as it does by itself.
-
-        Raises:
-            OSError: the memory cannot be had.
         """
         slots = granted // (codec.slot_bytes + cls.head.slot_bytes - ONCE.slot_bytes)
         if isinstance(codec, RecordCodec):

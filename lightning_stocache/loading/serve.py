@@ -8,7 +8,7 @@ transform.
 
 A batch is looked up at once. The hits of rows are copied by one gather per field, those of records one by one when
 they are asked for. The other samples are loaded in one call if the source has `__getitems__`. Samples that a batch
-holds twice, that another job is loading (`turns`) or that cannot be decoded are served one by one after that. Samples
+holds twice, that another job is loading or that cannot be decoded are served one by one after that. Samples
 are counted when they have been served. If loading fails, what was loaded before is stored and counted, and the hits of
 the batch are not counted.
 
@@ -163,7 +163,7 @@ class CachedSource:
         """The sample of an index, unfinished. One that lies outside the dataset is the source's business."""
         start = time.perf_counter_ns()
         while (place := cache.place(index, verify=True)) == NO_PLACE:
-            if not (cache.divide([index])[1] and cache.turns.wait([index])):
+            if not (cache.divide([index])[1] and cache.wait(index)):
                 return self.load(cache, [index])[0]
         places = np.array([place])
         [sample] = cache.read(places, self._pool.lend)
@@ -263,7 +263,7 @@ class CachedSource:
                     self._leave_random(cache, indices, samples)
                 self._store(cache, indices, samples, source_ns, served, batch, rows)
             finally:
-                cache.turns.release(indices)
+                cache.release(indices)
         if self._recheck is not None:
             for index, sample in zip(indices, samples, strict=True):
                 if type(sample) is not Odd and cache.has_place(index):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_stocache.cache import claims
+from lightning_stocache.cache import store as store_module
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.node.segment import Segment
 from tests.cache.disks import Disk
@@ -159,7 +159,7 @@ def wait_in_a_circle() -> int:
 
 def load(folder: Path) -> Any:
     store = Disk(folder, "rows").open()
-    assert store.turns.take([3, 4]) == [3, 4]
+    assert store.divide([3, 4]) == ([3, 4], [])
     return store
 
 
@@ -168,15 +168,15 @@ def test_what_another_process_loads_is_waited_for_but_not_for_ever(
     tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     """A process that stands still is waited for once; when it is gone, its samples are free."""
-    monkeypatch.setattr(claims, "PATIENCE", 0.2)
+    monkeypatch.setattr(store_module, "PATIENCE", 0.2)
     with hanging(load, tmp_path), caplog.at_level(logging.WARNING):
         store = Disk(tmp_path, "rows").open()
-        assert store.turns.take([2, 3, 4, 5]) == [2, 5]
-        assert not store.turns.wait([3])
-        assert not store.turns.wait([4])
+        assert store.divide([2, 3, 4, 5]) == ([2, 5], [3, 4])
+        assert not store.wait(3)
+        assert not store.wait(4)
     assert len(caplog.records) == 1, "who has waited in vain does not wait again"
-    assert store.turns.take([3, 4]) == [3, 4]
-    store.turns.release([2, 3, 4, 5])
+    assert store.divide([3, 4]) == ([3, 4], [])
+    store.release([2, 3, 4, 5])
     store.close()
 
 
@@ -184,11 +184,11 @@ def test_what_another_process_loads_is_waited_for_but_not_for_ever(
 def test_a_forked_child_has_none_of_its_parent_s_turns(tmp_path: Path) -> None:
     """It has their numbers, and none of the claims: to store without one would be to store into another's slot."""
     store = Disk(tmp_path, "rows").open()
-    assert store.turns.take([7]) == [7]
+    assert store.divide([7]) == ([7], [])
     slot = store.arc.slot(7)
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
-        os.write(writer, bytes([Claims(store.segment).is_mine(slot), len(store.turns.take([7]))]))
+        os.write(writer, bytes([Claims(store.segment).is_mine(slot), len(store.divide([7])[0])]))
         os._exit(0)
     os.waitpid(child, 0)
     assert os.read(reader, 2) == bytes([False, 0])

@@ -97,12 +97,11 @@ def test_arrays_are_aligned_and_follow_each_other(row_bytes: list[int], count: i
 
 
 @pytest.mark.parametrize("row_bytes", [[1 << 16, 8], [1 << 16, 0, 1]])
-@pytest.mark.parametrize("taken", ["reserved", "stored"])
-def test_only_slots_that_are_used_hold_memory(row_bytes: list[int], taken: str) -> None:
-    """Reserving a slot, or storing into it, takes its own pages, of every field, and no others."""
+def test_only_slots_that_are_used_hold_memory(row_bytes: list[int]) -> None:
+    """Storing into a slot takes its own pages, of every field, and no others."""
     with opened(row_bytes, 100) as (slots, segment):
         assert segment.allocated_bytes == HEADER_BYTES
-        slots.reserve_rows(50) if taken == "reserved" else write(slots, 50, sample(row_bytes, 1))
+        write(slots, 50, sample(row_bytes, 1))
         pages = (1 << 16) // mmap.PAGESIZE + 1 + sum(nbytes > 0 for nbytes in row_bytes[1:])
         assert segment.allocated_bytes <= HEADER_BYTES + pages * mmap.PAGESIZE
         before = segment.allocated_bytes

@@ -461,8 +461,7 @@ def look_without_room() -> tuple[Any, ...]:
     elsewhere = call(warn_elsewhere, store)
     with a_minute_later():
         store.fill(3, large(3))
-    with pytest.raises(OSError, match="No space left on device"):
-        SharedCache.around(store)[5]
+    assert int(SharedCache.around(store)[5].max()) == 0
     store.clear()
     store.close()
     return (*looks, len(log.lines), len(elsewhere))

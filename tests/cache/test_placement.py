@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,24 +106,18 @@ def test_billions_of_indices_do_not_overflow(size: int) -> None:
 
 def test_more_indices_than_64_bits_can_place_are_refused() -> None:
     """Beyond that the constructor says so, where the arithmetic would go wrong in silence."""
-    with pytest.raises(ValueError, match=r"size \* step must stay below 2\*\*63, got size=4000000000"):
+    with pytest.raises(ValueError, match=r"size \* step below 2\*\*63, .*got Arc\(size=4000000000"):
         Ring.cut(4 * 10**9, (1.0,), (10,))
     assert Arc(4 * 10**9, 10).slot(9) == 9  # in the order of the dataset there is room
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"size": 10, "slots": 11}, r"slots must be between 0 and size=10, got 11"),
-        ({"size": 10, "slots": -1}, r"slots must be between 0 and size=10, got -1"),
-        ({"size": 10, "slots": 1, "start": 10}, r"start must be below size=10, got 10"),
-        ({"size": 10, "slots": 1, "step": 4}, r"no common divisor with size=10, got 4"),
-    ],
+    "arguments", [{"slots": 11}, {"slots": -1}, {"start": 10}, {"step": 4}, {"domain": Domain([1, 2], 15)}]
 )
-def test_impossible_arcs_are_refused(arguments: dict[str, int], words: str) -> None:
-    """Each number that cannot be is named with its rule and its value."""
-    with pytest.raises(ValueError, match=words):
-        Arc(**arguments)
+def test_impossible_arcs_are_refused(arguments: dict[str, Any]) -> None:
+    """With the rule, and the numbers; those of a cache that was made for other indices do not become slots of these."""
+    with pytest.raises(ValueError, match=r"an arc needs slots of 0 to size.*got Arc\(size=10, slots="):
+        Arc(**{"size": 10, "slots": 1} | arguments)
 
 
 def test_every_process_lays_the_same_ring() -> None:
@@ -148,12 +143,6 @@ def test_the_arcs_of_a_domain_take_of_each_class() -> None:
     held = arc.slots_of(np.arange(1000)) != NO_SLOT
     assert not held[::5].any()
     assert all(36 <= int(part.sum()) <= 44 for part in held.reshape(10, 100))
-
-
-def test_an_arc_of_another_size_than_its_domain_is_refused() -> None:
-    """The numbers of a cache that was made for other indices do not become slots of these."""
-    with pytest.raises(ValueError, match="size must be that of the domain, 2, got 3"):
-        Arc(3, 3, domain=Domain([1, 2], 5))
 
 
 # ---- domains ----

@@ -531,16 +531,6 @@ def test_least_bytes_counts_what_is_kept_once_once() -> None:
 # --- what cannot be kept
 
 
-class Lazy(dict[str, Any]):
-    """A mapping that reads its values from somewhere."""
-
-    def __getitem__(self, key: str) -> Any:
-        raise OSError("the file is closed")
-
-    def __reduce__(self) -> Any:
-        raise OSError("the file is closed")
-
-
 def counting() -> Iterable[int]:
     yield 1
 
@@ -553,46 +543,28 @@ def deep() -> list[Any]:
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
-    "lambda": (lambda: lambda: 0, "function"),
+    "lambda": (lambda: lambda: 0, "pickle"),
     "generator object": (counting, "generator"),
-    "torch's generator": (torch.Generator, "torch._C.Generator|Generator"),
-    "NumPy's generator": (np.random.default_rng, "Generator.*draws random numbers"),
-    "NumPy's old generator": (np.random.RandomState, "RandomState.*draws random numbers"),
-    "Python's generator": (random.Random, "random.Random.*draws random numbers"),
-    "dataset": (lambda: CountedSource(3, (2,)), "CountedSource.*the whole of it would be kept"),
+    "NumPy's generator": (np.random.default_rng, "Generator draws random numbers"),
+    "Python's generator": (random.Random, "random.Random draws random numbers"),
+    "dataset": (lambda: CountedSource(3, (2,)), "CountedSource is a dataset: the whole of it would be kept"),
     "tensor that requires grad": (lambda: torch.ones(3, requires_grad=True), r"requires grad; return it with .detach"),
     "sparse one": (lambda: torch.eye(3).to_sparse().requires_grad_(), "requires grad"),
-    "mapping that cannot be read": (Lazy, "Lazy.*the file is closed"),
-    "thread lock": (lambda: __import__("threading").Lock(), "lock"),
+    "open file": (lambda: open(os.devnull), "cannot pickle '_io.TextIOWrapper'"),  # noqa: SIM115
+    "nesting without end": (deep, "recursion"),
 }
 
 
 @pytest.mark.parametrize(("make", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
-def test_what_cannot_be_kept_is_named_with_its_field(make: Callable[[], Any], message: str) -> None:
-    """The error says which field of which sample it is, of what type, and why."""
-    for wrap, place in (
-        (lambda bad: {"image": torch.zeros(3), "extra": [1, bad]}, r"field \['extra'\]\[1\]"),
-        (lambda bad: (Target(bad, np.zeros(3, np.bool_)),), r"field \[0\]\.label"),
-        (lambda bad: bad, "the sample"),
-    ):
-        with pytest.raises(UnsupportedSampleError, match=f"(?s)sample 41: {place} is a .*{message}"):
-            CODEC.encode(wrap(make()), 41)
-        with pytest.raises(UnsupportedSampleError, match="a sample: "):
-            CODEC.encode(wrap(make()))
-
-
-def test_an_open_file_cannot_be_kept() -> None:
-    """Neither a file of text nor one of bytes; a copy in memory can."""
-    for mode in ("r", "rb"):
-        with open(os.devnull, mode) as file, pytest.raises(UnsupportedSampleError, match=r"field \['file'\] is a _io"):
-            CODEC.encode({"file": file})
+def test_what_cannot_be_kept_is_an_error_with_its_sample(make: Callable[[], Any], message: str) -> None:
+    """It says which sample it is, and why; a copy of a file in memory can be kept."""
+    bad = make()
+    for sample in ({"image": torch.zeros(3), "extra": [1, bad]}, (Target(bad, np.zeros(3, np.bool_)),), bad):
+        with pytest.raises(UnsupportedSampleError, match=f"^sample 41 cannot be kept as bytes: .*{message}"):
+            CODEC.encode(sample, 41)
+    if isinstance(bad, io.IOBase):
+        bad.close()
     assert through({"file": io.BytesIO(b"abc")})["file"].getvalue() == b"abc"
-
-
-def test_nesting_without_end_is_refused() -> None:
-    """What is nested too deeply to be pickled is refused, not a crash."""
-    with pytest.raises(UnsupportedSampleError, match=r"sample 3: field \['tree'\]\[0\]"):
-        CODEC.encode({"tree": deep()}, 3)
 
 
 def test_a_required_place_must_hold_its_type() -> None:

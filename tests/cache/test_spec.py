@@ -139,35 +139,26 @@ def test_bytes_are_counted_per_field() -> None:
 # --- what is refused, and how
 
 
-class Tagged(dict):  # type: ignore[type-arg]
-    pass
-
-
 @pytest.mark.parametrize(
     ("leaf", "words"),
     [
-        pytest.param(lambda: Image.new("RGB", (2, 2)), "PIL.Image.Image.*pil_to_tensor", id="PIL"),
-        pytest.param(lambda: "cat", "a str,.*class index", id="str"),
-        pytest.param(lambda: b"\xff\xd8", "a bytes,.*tensor of fixed length", id="bytes"),
-        pytest.param(lambda: np.array(["cat"]), "dtype <U3; return numbers", id="array of str"),
-        pytest.param(lambda: np.array([None, 1]), "dtype object; return numbers", id="array of objects"),
-        pytest.param(lambda: np.zeros(2, dtype=[("x", "f4")]), "return numbers", id="structured array"),
-        pytest.param(lambda: np.ma.masked_array([1, 2]), "MaskedArray.*return tensors", id="masked array"),
-        pytest.param(lambda: torch.eye(2).to_sparse(), "not dense.*to_dense", id="sparse"),
-        pytest.param(lambda: torch.zeros(2, requires_grad=True), "requires grad.*detach", id="requires_grad"),
-        pytest.param(lambda: torch.zeros(2, device="meta"), "lies on meta", id="meta"),
-        pytest.param(lambda: BOXES, "has attributes.*fields of their own", id="attributes"),
+        pytest.param(lambda: Image.new("RGB", (2, 2)), "PIL.Image.Image, which cannot be cached", id="PIL"),
+        pytest.param(lambda: "cat", "a str, which cannot be cached; return tensors", id="str"),
+        pytest.param(lambda: np.array([None, 1]), "of dtype object, which", id="array of objects"),
+        pytest.param(lambda: np.zeros(2, dtype=[("x", "f4")]), "which cannot be cached", id="structured array"),
+        pytest.param(lambda: np.ma.masked_array([1, 2]), "MaskedArray, which", id="masked array"),
+        pytest.param(lambda: torch.eye(2).to_sparse(), "Tensor of layout torch.sparse_coo.*to_dense", id="sparse"),
+        pytest.param(lambda: torch.zeros(2, requires_grad=True), "without grad.*detach", id="requires_grad"),
+        pytest.param(lambda: torch.zeros(2, device="meta"), "on meta", id="meta"),
+        pytest.param(lambda: BOXES, "without grad and attributes", id="attributes"),
         pytest.param(lambda: 2**63, "more than 64 bits", id="large int"),
-        pytest.param(lambda: Colour.RED, "Colour,.*a plain int", id="IntEnum"),
-        pytest.param(lambda: Tagged(a=1), "Tagged,.*a plain dict", id="dict subclass"),
-        pytest.param(lambda: collections.defaultdict(int, a=1), "defaultdict,.*a plain dict", id="defaultdict"),
-        pytest.param(lambda: {1, 2}, "a set,.*return tensors", id="set"),
-        pytest.param(lambda: object(), "a object,.*return tensors", id="object"),
+        pytest.param(lambda: Colour.RED, "Colour, which", id="IntEnum"),
+        pytest.param(lambda: collections.defaultdict(int, a=1), "defaultdict, which.*plain dicts", id="defaultdict"),
     ],
 )
 def test_what_cannot_be_cached_is_refused_in_words(leaf: Callable[[], Any], words: str) -> None:
     """The error names the field and what it is, and says what to return instead."""
-    with pytest.raises(UnsupportedSampleError, match=rf"(?s)field \['x'\]\[1\] is .*{words}"):
+    with pytest.raises(UnsupportedSampleError, match=rf"(?s)field \['x'\]\[1\] (is|must be) .*{words}"):
         SampleSpec.infer({"x": (0, leaf())})
     with pytest.raises(SampleMismatchError, match=rf"(?s)sample 5: field \['x'\]\[1\] must be .*; got .*{words}"):
         SampleSpec.infer({"x": (0, torch.zeros(2))}).flatten({"x": (0, leaf())}, 5)
