@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_stocache.cache.layout import Contents
-from lightning_stocache.insight.inventory import count, describe, of_job
+from lightning_stocache.insight.inventory import describe, of_job
 from lightning_stocache.node.files import Geometry, Manifest
 from lightning_stocache.node.named import NamedSegment
 from lightning_stocache.node.open_files import Process
@@ -49,10 +49,3 @@ def test_what_cannot_be_seen_is_said() -> None:
     assert describe(segment("photos", damaged)) == expected
     part = Contents(Manifest(Geometry(10, 5, start=5), "Photos", node=1, nodes=2), "", 4)
     assert "Photos, 4 of 5 slots filled (node 1 of 2), 3 MiB" in describe(segment("p", part))
-
-
-def test_caches_are_counted() -> None:
-    """One is one, and the memory of several is their sum."""
-    assert count([segment("a")]) == "1 cache (3 MiB)"
-    assert count([segment("a"), segment("b")]) == "2 caches (6 MiB)"
-    assert count([]) == "0 caches (0 B)"

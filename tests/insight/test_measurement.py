@@ -7,10 +7,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.insight import measurement
 from lightning_stocache.insight.measurement import Data, PlanError, cached_bytes, measure, measure_curves
-from lightning_stocache.node.free import FreeMemory
 from tests.sources import CountedSource, CountedStream
 
 QUICK = 0.01
@@ -159,15 +157,6 @@ def test_other_sets_count_their_cached_size():
     assert [cached_bytes(source) for source in ([torch.zeros(1)] * 5, [lambda: 1], [])] == [5 * 5, 0, 0]
     with pytest.raises(PlanError, match="sample 0 of Broken"):
         cached_bytes(Broken(0))
-
-
-def test_largest_safe_keeps_room_for_batches(monkeypatch):
-    """What the batches of the loaders take is not granted."""
-    monkeypatch.setattr(FreeMemory, "measure", lambda _: FreeMemory(2**35, 2**36, None))
-    source = [torch.zeros(100)]
-    small, large = (SampleSpec.infer(torch.zeros(size)) for size in (1, 2**14))
-    free = Data(source, 1).safe_bytes(small, ranks=1)
-    assert 0 < Data(source, 16, 2).safe_bytes(large, ranks=1) < free
 
 
 SOURCE = [torch.full((50,), index) for index in range(64)]

@@ -68,13 +68,9 @@ def test_what_is_not_known_is_left_out():
     assert known - unknown == {"bytes_from_source"}
 
 
-def test_one_node_has_no_keys_of_its_own():
-    """Keys per node appear only where there are several nodes."""
-    assert not [key for key in summarise([Tally(0), Tally(0)]) if key.startswith("node")]
-
-
 def test_several_nodes_have_three_keys_each():
-    """hit_rate, fill_fraction and memory_bytes of each node, from its own ranks alone."""
+    """hit_rate, fill_fraction and memory_bytes of each node, from its own ranks alone; of a single node none."""
+    assert not [key for key in summarise([Tally(0), Tally(0)]) if key.startswith("node")]
     job = summarise(
         [
             Tally(0, Counts(hits=1), slots=4, filled=2, memory_bytes=10),
