@@ -32,12 +32,7 @@ class EndOfStreamError(Exception):
 
 @dataclass(frozen=True)
 class Draw:
-    """One sample to come.
-
-    Args:
-        index: in the source, -1 where it has none.
-        load: gives it; raises what the source raises.
-    """
+    """One sample to come: its index in the source, or -1, and the function that loads it."""
 
     index: int
     load: Callable[[], Any]

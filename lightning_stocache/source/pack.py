@@ -210,6 +210,8 @@ class _Writer:
         self._items: list[tuple[bytes, bytes]] = []
         self._bytes, self._last = 0, time.monotonic()
         self._committed: Future[None] | None = None
+        self._is_complete = False
+        self._environment: Any = None
         if sys.platform == "win32":
             raise LMDBError("Windows has not the locks that packing needs: pack on Linux or macOS, read it here")
         self.lock_file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -218,9 +220,6 @@ class _Writer:
             fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.getsize(path):
                 self._examine()
-            self._environment = self._lmdb.open(
-                str(path), subdir=False, lock=False, readahead=False, map_size=_MAP_BYTES
-            )
         except BaseException as error:
             os.close(self.lock_file)
             if isinstance(error, BlockingIOError):
@@ -250,13 +249,14 @@ class _Writer:
     def __exit__(self, kind: Any, *_: object) -> None:
         """Write what waits, and without an error that all is there; let the file go."""
         try:
-            if self._items or kind is None:
+            if self._items or (kind is None and not self._is_complete):
                 self._flush(complete=kind is None)
             if self._committed is not None:
                 self._committed.result()
         finally:
             self._thread.shutdown()
-            self._environment.close()
+            if self._environment is not None:
+                self._environment.close()
             if not self.done and self._committed is None:  # an LMDB without a key
                 self.path.unlink()
             os.close(self.lock_file)
@@ -276,6 +276,7 @@ class _Writer:
             raise LMDBError(
                 f"{self.path} is not overwritten: {error}. Give another path, or remove it first"
             ) from error
+        self._is_complete = there is not None and there["complete"]
         compared = {number * (self.done - 1) // (_COMPARED - 1) for number in range(_COMPARED)} if self.done else ()
         self.known = {index: file.get(key_of(index)) or b"" for index in sorted(compared)}
 
@@ -283,6 +284,10 @@ class _Writer:
         """Give what waits to the thread, once it has committed what it had; its errors come here."""
         if self._committed is not None:
             self._committed.result()
+        if self._environment is None:  # late: who has a whole pack open may call `pack` again
+            self._environment = self._lmdb.open(
+                str(self.path), subdir=False, lock=False, readahead=False, map_size=_MAP_BYTES
+            )
         manifest = json.dumps(self.manifest | {"complete": complete}).encode()
         self._committed = self._thread.submit(self._commit, [*self._items, (MANIFEST_KEY, manifest)])
         self._items, self._bytes, self._last = [], 0, time.monotonic()

@@ -18,11 +18,8 @@ from PIL import Image
 from torch.utils.data import StackDataset, Subset
 
 from lightning_stocache import CachedDataset, CachedLoader, LMDBSource
-from lightning_stocache.source.access import batch_reader
-from lightning_stocache.source.encoded import access_to
 from lightning_stocache.source.lmdb_source import MANIFEST_KEY, LMDBError, key_of
 from lightning_stocache.source.pack import pack
-from lightning_stocache.source.random_split import split
 from lightning_stocache.source.samples import bits
 from tests.processes import call, call_many
 from tests.sources import Made
@@ -195,19 +192,6 @@ def test_several_sources_share_a_file(photos: Path) -> None:
     assert second[4]["label"] == 0
 
 
-def test_a_file_that_other_code_has_open_is_told_of(photos: Path) -> None:
-    """LMDB itself would say that it is already open, without a way out (before 2.0 it allowed that)."""
-    other = lmdb.open(str(photos), subdir=False, readonly=True, lock=False)
-    try:
-        lmdb.open(str(photos), subdir=False, readonly=True, lock=False).close()
-    except lmdb.Error:
-        with pytest.raises(LMDBError, match="open in this process by other code"):
-            LMDBSource(photos)
-    finally:
-        other.close()
-    assert len(LMDBSource(photos)) == LENGTH
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("make", [number, photo])
 @pytest.mark.parametrize("store", ["decoded", "encoded", "auto"])
@@ -223,25 +207,6 @@ def test_it_is_cached(tmp_path: Path, make: Callable[[int], Any], store: str) ->
     assert counts.setup_fills + counts.fills == LENGTH
     assert (counts.hits, counts.misses) == (2 * LENGTH - counts.fills, counts.fills)
     dataset.close()
-
-
-def test_it_is_taken_apart_by_its_own_methods(photos: Path) -> None:
-    """read gives bytes and decode makes the sample of them; it has no way to read a batch, which a cache would lose."""
-    source = LMDBSource(photos)
-    access = access_to(source)
-    assert type(access.read(3)) is bytes
-    assert bits(access.decode(access.read(3), 3)) == bits(source[3])
-    assert batch_reader(source) is None
-
-
-def test_its_random_transform_is_split_off(tmp_path: Path) -> None:
-    """What comes before the first random step can be cached, and the rest draws as it would have drawn."""
-    pack([(torch.arange(48, dtype=torch.uint8).reshape(3, 4, 4) + i, i) for i in range(8)], tmp_path / "x.lmdb")
-    from torchvision.transforms import v2  # here, since spawned children import this file
-
-    parts = split(LMDBSource(tmp_path / "x.lmdb", transform=v2.Compose([v2.Resize(6), v2.RandomHorizontalFlip()])))
-    assert (repr(parts.tail), parts.reason) == ("Tail(RandomHorizontalFlip)", None)
-    assert parts.source[3][0].shape == (3, 6, 6)
 
 
 # ---- bad input ----
