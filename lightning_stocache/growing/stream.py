@@ -58,15 +58,15 @@ _AT_ONCE, _AT_ONCE_BYTES = 64, 4 << 20  # samples that are read from memory toge
 class CachedStream(Forwarding, IterableDataset[Any]):
     """An iterable-style dataset whose samples are kept as they pass, in memory that all processes of the node share.
 
-    When its memory opens, a process that is thrown away reads its first sixteen samples, to see what samples look like.
-    Epoch one is the stream itself, in every worker: order, values, errors. When it has ended everywhere, and all of it
-    was kept, later epochs come from memory, every sample once, in another order each.
+    When its memory opens, another process reads its first sixteen samples, to see what samples look like. Epoch one is
+    the stream itself, in every worker: order, values, errors. When it has ended everywhere, and all of it was kept,
+    later epochs come from memory, every sample once, in another order each.
 
-    A stream that does not fit into its budget passes through uncached, with one warning that says how large it is. So
-    does one whose samples are of many shapes where the first sixteen are not, or random, or others in every epoch.
-    Shuffling is no such thing, unless it draws from the process-wide generators with every sample, or batches are made
-    of what was shuffled (`batched` of WebDataset after its `shuffle`): have the loader make them. So does a stream of
-    which three epochs one after the other are broken off, and one on several nodes.
+    A stream passes through uncached, with one warning, if it does not fit into its budget, is random, has other samples
+    in every epoch, has samples of many shapes where the first sixteen are of one, is broken off in its first three
+    epochs, or is read on several nodes. Shuffling is not random in this sense, unless it draws from the process-wide
+    generators with every sample, or batches are made of what was shuffled (`batched` of WebDataset after its
+    `shuffle`): have the loader make them.
 
     Give it to a CachedLoader, which makes the batches of later epochs in the main process, or to any DataLoader. All
     names but its own (`source`, `cache`, `counters`, `group`, `budget_bytes`, `share`, `close`, `describe`) are those

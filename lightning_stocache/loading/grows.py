@@ -7,21 +7,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeGuard
 
-from torch.utils.data import Sampler
-
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.residents import StreamBatches
 
-__all__ = ["Rolling", "Stream", "is_rolling", "is_stream"]
-
-
-class Rolling(Protocol):
-    """A map-style dataset that has samplers of its own: `RollingCache`."""
-
-    def __loader_sampler__(self, *, shuffle: bool) -> Sampler[int]:
-        """What a loader draws from that was given no sampler."""
+__all__ = ["Stream", "is_rolling", "is_stream"]
 
 
 class Stream(Protocol):
@@ -54,8 +45,8 @@ class Stream(Protocol):
         """Have the ranks of a node share the memory. Collective."""
 
 
-def is_rolling(dataset: Any) -> TypeGuard[Rolling]:
-    """Whether a dataset has samplers of its own."""
+def is_rolling(dataset: Any) -> bool:
+    """Whether a dataset has samplers of its own, as a RollingCache has: `__loader_sampler__(shuffle=)` gives one."""
     return hasattr(type(dataset), "__loader_sampler__")
 
 

@@ -124,7 +124,7 @@ class CachedLoader(DataLoader[Any]):
         if gather == "worker" and num_workers == 0:
             raise ValueError("gather='worker' needs num_workers > 0")
         if is_rolling(dataset) and sampler is None and batch_sampler is None:
-            sampler, shuffle = dataset.__loader_sampler__(shuffle=bool(shuffle)), None
+            sampler, shuffle = cast(Any, dataset).__loader_sampler__(shuffle=bool(shuffle)), None
         elif sampling is not None and batch_sampler is None and not deals_to_ranks(sampler):
             sampler = locality_sampler(
                 dataset, batch_size, bool(shuffle), num_replicas, rank, mode=sampling, draws=sampler
