@@ -409,9 +409,9 @@ class Epoch:
 
     def _is_stale(self) -> bool:
         """Whether the source is to be read as it is now. Workers go on with the one that they were started with."""
-        if self._resources.route == "worker":
-            return False
-        return self._is_closed or (not self._with_workers and self._cached.changed)
+        if not self._with_workers and self._cached.changed:
+            return True
+        return not self._made and self._resources.route == "main" and self._is_closed
 
     def _pass_through(self) -> None:
         """From now on samples come from the source, those too that are planned and that no worker was asked for."""

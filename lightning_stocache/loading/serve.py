@@ -157,7 +157,9 @@ class CachedSource:
     def count_hits(self, samples: int, gather_ns: int = 0) -> None:
         """Count samples that the caller has copied out of the cache, and the nanoseconds that it took."""
         if (cache := self.opened.cache) is not None:
-            self.opened.count(hits=samples, bytes_from_cache=samples * cache.codec.nbytes, gather_ns=gather_ns)
+            self.opened.count(hits=samples, bytes_from_cache=samples * cache.codec.nbytes)
+            if gather_ns:
+                self.opened.count(gather_ns=gather_ns)
 
     def _serve_one(self, cache: Store, index: int) -> Any:
         """The sample of an index, unfinished. One that lies outside the dataset is the source's business."""
@@ -370,7 +372,7 @@ class CachedSource:
     def changed(self) -> bool:
         """Whether the source has changed since it was cached."""
         counters = self.opened.counters if self.opened.group.rank == 0 else None
-        return self._state.look(None if counters is None else partial(counters.is_first, "changed source")) is not None
+        return self._state.look(None if counters is None else lambda: counters.is_first("changed source")) is not None
 
     def refresh(self) -> None:
         """Once the source has been seen to change, serve the source itself, uncached."""
