@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import traceback
 
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.records import SampleCodec
@@ -109,6 +110,7 @@ def open_cache(
         _check(request, codec, manifest)
         cache = Store.open(segment, codec, manifest.geometry, request.length, request.domain)
     except (ValueError, OSError) as error:
+        traceback.clear_frames(error.__traceback__)  # they hold a part of the segment
         segment.close()
         if isinstance(error, OSError) and manifest is made:
             clean(name, directory)  # it is empty
