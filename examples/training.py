@@ -1,4 +1,4 @@
-"""What the examples of photographs, text, boxes, graphs, sound and volumes have in common.
+"""What the examples of photographs and text have in common.
 
 `parser` has their options, `Loads` counts what the source loads in all processes, and `fit` trains with a line per
 epoch. Nothing here is needed for a cache: that is the callback or the DataModule which the example itself shows.

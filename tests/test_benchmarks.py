@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "examples" / "benchmarks"
-SCRIPTS = ("promises", "epochs", "peers", "records", "streams", "rolling", "workers", "train", "lmdb_read", "lifetime")
+SCRIPTS = ("promises", "epochs", "peers", "records", "streams", "rolling", "train", "lifetime")
 PNG = b"\x89PNG\r\n"
 
 

@@ -1,8 +1,7 @@
-"""Samples of any kind, which are cached as records: photographs of many sizes, text, molecules; and their arena.
+"""Samples of any kind, which are cached as records: photographs of many sizes, text, molecules.
 
     python examples/benchmarks/records.py                      # about 15 minutes on 2 cores
     python examples/benchmarks/records.py --only imagenet --photographs 2000
-    python examples/benchmarks/records.py --only arena --sizes "3 KB" mixed --megabytes 1000
 
 imagenet  samples/s of warm epochs over JPEG files around 500x375, with RandomResizedCrop(224) and flip in the workers:
           on images of PIL with ToTensor and Normalize after it (the usual recipe, v1), or on tensors of bytes (v2). The
@@ -12,14 +11,6 @@ imagenet  samples/s of warm epochs over JPEG files around 500x375, with RandomRe
 small     1000 samples/s of warm epochs over reviews (a string, 5 to 200 tokens as a list, a label) and molecules (four
           tensors and a string), collated by padding or to one graph, or not at all. The lists copy each sample that is
           read, as a cache must: by `copy.deepcopy`, or key by key. MONAI's hands out its own samples, not copies
-arena     an arena is filled with tensors of varying length and a label until it is full, by this process alone
-          ("store") or by the first epoch of a CachedLoader:
-
-          records / granted  bytes of the records over those granted
-          own / granted      bytes of the tensors alone; the rest is what a pickle takes
-          copy               CPU us per sample for writing as many bytes to a file in memory
-          CPU                CPU us per sample for encoding and storing, by the clocks of the threads that do it
-          beyond             the difference, within one process
 
 There is no gain where random steps on the CPU take all the time: compare the two recipes. What is cached of the usual
 one is decoding, less than half of it. Nor is there any where samples are made in no time, as these reviews are.
@@ -27,12 +18,11 @@ one is decoding, less than half of it. Nor is there any where samples are made i
 
 from __future__ import annotations
 
-from arenas import MIXED, SIZES, measure_arena
 from measure import Report, parser
 from photographs import measure_photographs
 from small import measure_small
 
-PARTS = {"imagenet": measure_photographs, "small": measure_small, "arena": measure_arena}
+PARTS = {"imagenet": measure_photographs, "small": measure_small}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -42,8 +32,6 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--batch", type=int, default=64, help="samples of a batch (64)")
     options.add_argument("--photographs", type=int, help="JPEG files (600; quick: 48)")
     options.add_argument("--small", type=int, help="reviews, and molecules (8000; quick: 256)")
-    options.add_argument("--sizes", nargs="+", choices=[*SIZES, MIXED], help="of the tensors in an arena (all)")
-    options.add_argument("--megabytes", type=int, help="of an arena; 40 at most for the smallest (200; quick: 8)")
     chosen = options.parse_args(arguments)
     report = Report("records", chosen)
     report.save(**{part: PARTS[part](report, chosen) for part in chosen.only})

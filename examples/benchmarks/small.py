@@ -16,10 +16,11 @@ from measure import Report, Spread, epoch_seconds, fresh, rounds
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache import CachedDataset, CachedLoader
-from molecules import Molecules, one_graph
 from text import Reviews, padded
 
 __all__ = ["measure_small"]
+
+SYMBOLS = ("", "H", "He", "Li", "Be", "B", "C", "N", "O", "F")
 
 
 class Uncounted:
@@ -27,6 +28,37 @@ class Uncounted:
 
     def note(self) -> None:
         pass
+
+
+class Molecules(Dataset[dict[str, Any]]):
+    """Atoms along a chain with some rings, and bonds between those that are near: four tensors and a string."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        chance = torch.Generator().manual_seed(index)
+        atoms = 5 + index % 30
+        z = torch.randint(1, 10, (atoms,), generator=chance)
+        pos = torch.randn(atoms, 3, generator=chance).cumsum(0)
+        near = torch.cdist(pos, pos) < 2
+        edge_index = near.fill_diagonal_(False).nonzero().T.contiguous()
+        formula = "".join(SYMBOLS[number] for number in z.tolist())
+        return {"z": z, "pos": pos, "edge_index": edge_index, "y": z.float().mean()[None], "formula": formula}
+
+
+def one_graph(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """All atoms and bonds of a batch; `batch` says which molecule an atom belongs to."""
+    sizes = torch.tensor([len(sample["z"]) for sample in samples])
+    starts = (sizes.cumsum(0) - sizes).tolist()
+    edges = [sample["edge_index"] + start for sample, start in zip(samples, starts, strict=True)]
+    together = {key: torch.cat([sample[key] for sample in samples]) for key in ("z", "pos", "y")}
+    batch = torch.arange(len(samples)).repeat_interleave(sizes)
+    formulas = [sample["formula"] for sample in samples]
+    return together | {"edge_index": torch.cat(edges, dim=1), "batch": batch, "formula": formulas}
 
 
 class Copied(Dataset[Any]):
@@ -67,7 +99,7 @@ def monai_dataset(source: Any) -> Dataset[Any]:
 
 def source(name: str, samples: int) -> Dataset[Any]:
     uncounted: Any = Uncounted()
-    return Reviews(samples, uncounted) if name == "text" else Molecules(samples, uncounted, plain=True)
+    return Reviews(samples, uncounted) if name == "text" else Molecules(samples)
 
 
 COLLATE: dict[str, Callable[[list[Any]], Any]] = {"text": padded, "molecules": one_graph}

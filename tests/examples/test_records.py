@@ -1,4 +1,4 @@
-"""The examples of photographs, text, boxes, graphs, sound and volumes: each sample is loaded once."""
+"""The examples of photographs and text: each sample is loaded once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 TWO_RANKS = ("--devices", "2", "--strategy", "ddp")  # no fork: a test before may have asked CUDA something
 
 # So many samples, and at most so many more reads: those of set-up, and a few that see whether the source is random.
-CASES = {"text": (160, 80), "detection": (160, 80), "molecules": (160, 80), "speech": (160, 80), "volumes": (64, 50)}
-NEEDS = {"volumes": "monai", "imagenet": "sklearn"}
+CASES = {"text": (160, 80)}
+NEEDS = {"imagenet": "sklearn"}
 
 
 def run(example: str, tmp_path: Path, *arguments: str, samples: int) -> str:
@@ -39,9 +39,9 @@ def check(tmp_path: Path, example: str, *arguments: str) -> None:
     assert second == 0
 
 
-@pytest.mark.parametrize("command", [*CASES, "molecules --plain"])
+@pytest.mark.parametrize("command", CASES)
 def test_each_sample_is_loaded_once(tmp_path, command):
-    """Every sample in epoch one, and nothing in epoch two; molecules as Data of PyG (if there is one), and as dicts."""
+    """Every sample in epoch one, and nothing in epoch two."""
     check(tmp_path, *command.split())
 
 

@@ -47,13 +47,3 @@ def test_small_samples_are_compared_with_and_without_workers(tmp_path):
     assert {f"{name}: {way}, {workers}" for name in ("text", "molecules") for way in ways for workers in (0, 2)} <= set(
         rows
     )
-
-
-@pytest.mark.slow
-def test_an_arena_is_filled_until_it_is_full(tmp_path):
-    """Filled by one process and by two, it holds records in almost all of the bytes granted."""
-    rows = tables(tmp_path, "arena", "--sizes", "mixed")
-    assert rows.keys() == {"mixed, store", "mixed, 2 workers"}
-    for row in rows.values():
-        own, records = float(row[3]), float(row[2])
-        assert 0.5 < own <= records <= 1

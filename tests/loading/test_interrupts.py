@@ -179,8 +179,9 @@ def waits_for_a_request(worker: BaseProcess) -> bool:
     A signal inside of `Condition.notify`, in the `put` of its reply, loses a wake-up of the queue's thread (CPython
     3.11): the worker then waits for that thread until its parent ends it.
     """
-    place = Path(f"/proc/{worker.pid}/wchan").read_text()
-    return place == "0" or "poll" in place
+    place = Path(f"/proc/{worker.pid}/wchan").read_text()  # of one that runs "0", as where the kernel does not tell
+    state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state == "S" and (place == "0" or "poll" in place)
 
 
 @pytest.mark.parametrize("transform", [None, Jitter("torch")])
