@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stocache.cache.counters import Counters, Counts
-from tests.processes import Child, call, call_many, context, hanging, take_all_of_dev_shm, without_room
+from tests.processes import Child, call, call_many, hanging, take_all_of_dev_shm, without_room
 
 ROWS = 1024
 
@@ -103,35 +101,6 @@ def test_a_forked_child_takes_a_row_of_its_own(counters: Counters) -> None:
     call(count, counters, 1)
     assert rows_in_use(counters) == 2
     assert counters.totals().hits == 2
-
-
-@pytest.mark.processes
-def test_a_pool_counts(counters: Counters) -> None:
-    """Counters can be arguments of a Pool's task."""
-    count(counters, 1)
-    with context("forkserver").Pool(2) as pool:
-        pool.starmap(count, [(counters, 10)] * 6)
-    count(counters, 1)  # this process still has its row: pickling has not dropped its lock
-    assert counters.totals().hits == 62
-    assert pickle.loads(pickle.dumps(counters)).totals().hits == 62
-
-
-def test_threads_may_read_while_a_process_counts(counters: Counters) -> None:
-    """What is read meanwhile only grows."""
-    seen: list[int] = []
-    stop = threading.Event()
-
-    def watch() -> None:
-        while not stop.is_set():
-            seen.append(counters.totals().hits)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    count(counters, 3000)
-    stop.set()
-    watcher.join()
-    assert seen == sorted(seen)
-    assert counters.totals().hits == 3000
 
 
 def test_closed_counters_count_nothing(counters: Counters) -> None:

@@ -10,24 +10,17 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stocache.cache.layout import Contents, Records, Rows, contents_of
-from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.store import Store
 from lightning_stocache.node.files import HEADER_BYTES, Geometry, Manifest, make_file, write_header
 from lightning_stocache.node.segment import Segment
-from tests.processes import call_many
 
 row_sizes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 7, 8, 12, 16, 63, 64, 65, 200]), min_size=1, max_size=4)
 counts = st.integers(0, 20)
@@ -59,26 +52,6 @@ def write(slots: Rows, slot: int, content: list[bytes]) -> None:
     slots.write(slot, list(map(memoryview, content)))
 
 
-@settings(deadline=None)
-@given(row_bytes=row_sizes, count=counts, data=st.data())
-def test_every_slot_keeps_its_own_sample(row_bytes: list[int], count: int, data: st.DataObject) -> None:
-    """After all slots are written, backwards, each reads as its own sample: no two overlap, whatever the sizes.
-
-    A gather, in any order and with repetitions, gives what single reads give, and copies of it.
-    """
-    wanted = data.draw(st.lists(st.integers(0, count - 1), max_size=30)) if count else []
-    memory = [np.empty(len(wanted) * nbytes, dtype=np.uint8) for nbytes in row_bytes]
-    with opened(row_bytes, count) as (slots, _):
-        for slot in reversed(range(count)):
-            write(slots, slot, sample(row_bytes, slot))
-        assert not slots.state.any()
-        assert all(read(slots, slot) == sample(row_bytes, slot) for slot in range(count))
-        slots.gather(np.array(wanted, dtype=np.int64), memory)
-    expected = [sample(row_bytes, slot) for slot in wanted]
-    for field, rows in enumerate(memory):
-        assert rows.tobytes() == b"".join(each[field] for each in expected)
-
-
 @given(row_bytes=row_sizes, count=counts)
 def test_arrays_are_aligned_and_follow_each_other(row_bytes: list[int], count: int) -> None:
     """Every field's array begins at a multiple of 64 bytes, after the one before it, within the bytes asked for."""
@@ -108,17 +81,6 @@ def test_only_slots_that_are_used_hold_memory(row_bytes: list[int]) -> None:
         write(slots, 50, sample(row_bytes, 0))
         assert segment.allocated_bytes == before
         assert read(slots, 50) == sample(row_bytes, 0)
-
-
-def test_clear_empties_all_and_gives_memory_back() -> None:
-    """After clear all states are empty, all slots read as zeroes, and only the states hold memory."""
-    store = Store.create(SampleSpec.infer(torch.zeros(5000)), Arc(50, 50))
-    assert all(store.fill(index, torch.ones(5000)) for index in range(50))
-    store.clear()
-    assert store.segment.allocated_bytes == HEADER_BYTES + mmap.PAGESIZE  # before a look, which takes pages
-    assert store.filled == 0
-    assert not any(rows.any() for rows in store.layout.fields)
-    store.close()
 
 
 # ---- what lies in a segment's file ----
@@ -159,8 +121,6 @@ def test_damage_is_said() -> None:
 SLOTS, CODEC = 1024, RecordCodec(1000)
 BEGIN = Records.reserved_bytes(SLOTS)
 
-Places = list[tuple[int, int, int]]
-
 
 def segment_of(room: int) -> Segment:
     segment = Segment.create(BEGIN + room + 1)
@@ -175,13 +135,6 @@ def records_over(segment: Segment) -> Iterator[Records]:
         yield arena
     finally:
         arena.close()
-
-
-@pytest.fixture
-def segment() -> Iterator[Segment]:
-    segment = segment_of(10_000)
-    yield segment
-    segment.close()
 
 
 def put(arena: Records, nbytes: int, alignment: int = 8, mark: int = 1) -> int | None:
@@ -207,30 +160,6 @@ def failing(segment: Segment) -> Iterator[None]:
         segment.store = store  # type: ignore[method-assign]
 
 
-def overlaps(records: Places) -> list[tuple[int, int]]:
-    """Neighbours of which the first ends behind the beginning of the second."""
-    ends = sorted((begin, begin + nbytes) for begin, nbytes, _ in records)
-    return [(first[0], second[0]) for first, second in pairwise(ends) if first[1] > second[0]]
-
-
-def outside(segment: Segment, records: Places) -> Places:
-    """Those that do not lie in the arena."""
-    return [record for record in records if record[0] < BEGIN or record[0] + record[1] > segment.size - 1]
-
-
-def damaged(segment: Segment, records: Places) -> Places:
-    """Those that are not full of their byte."""
-    wrong = []
-    for begin, nbytes, mark in records:
-        with segment.memory(begin, nbytes) as memory:
-            if bytes(memory) != bytes([mark]) * nbytes:
-                wrong.append((begin, nbytes, mark))
-    return wrong
-
-
-# --- one process
-
-
 @given(st.lists(st.tuples(st.integers(1, 700), st.sampled_from([8, 64]), st.booleans()), max_size=60))
 def test_records_lie_one_behind_the_other(wanted: list[tuple[int, int, bool]]) -> None:
     """Each at the next multiple of its alignment; what a write that fails has taken, the next record takes."""
@@ -249,57 +178,4 @@ def test_records_lie_one_behind_the_other(wanted: list[tuple[int, int, bool]]) -
             assert put(arena, nbytes, alignment) == (begin if fits else None)
             end = begin + nbytes if fits else end
             assert (arena.free - BEGIN) == end - BEGIN
-    segment.close()
-
-
-def test_what_is_too_large_finds_no_room_and_takes_none(segment: Segment) -> None:
-    """A record larger than the arena is refused, and one that just fits is stored."""
-    with records_over(segment) as arena:
-        assert not arena.has_room(10_001)
-        assert put(arena, 10_001) is None
-        assert (arena.free - BEGIN) == 0
-        assert put(arena, 10_000) == BEGIN
-        assert (arena.free - BEGIN) == 10_000
-        assert not arena.has_room(1)
-        assert put(arena, 1) is None
-
-
-# --- several
-
-
-def take_all(segment: Segment, seed: int, smallest: int, largest: int) -> Places:
-    """Store records of random sizes, smaller ones where there is no room, until the smallest finds none."""
-    rng, records, mark = random.Random(seed), Places(), seed % 255 + 1
-    with records_over(segment) as arena:
-        while largest >= smallest:
-            nbytes = int(smallest * (largest / smallest) ** rng.random())
-            if arena.has_room(nbytes):
-                offset = put(arena, nbytes, rng.choice([8, 64]), mark)
-                if offset is not None:
-                    records.append((offset, nbytes, mark))
-                    continue
-            largest = nbytes - 1
-    return records
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("mib", "processes", "smallest", "largest", "share"),
-    [(48, 4, 300, 2 << 20, 0.99), (1, 6, 20, 90, 0.5)],  # of 20 bytes at a multiple of 64 much is left
-    ids=["all sizes", "small"],
-)
-def test_records_of_many_processes_never_overlap(
-    mib: int, processes: int, smallest: int, largest: int, share: float
-) -> None:
-    """From several processes at once: each lies inside, whole, and the arena is full."""
-    room = mib << 20
-    segment = segment_of(room)
-    records = sum(call_many(take_all, [(segment, seed, smallest, largest) for seed in range(processes)]), Places())
-    assert overlaps(records) == []
-    assert damaged(segment, records) == []
-    assert outside(segment, records) == []
-    assert sum(nbytes for _, nbytes, _ in records) > share * room
-    with records_over(segment) as arena:
-        assert (arena.free - BEGIN) <= room
-        assert not arena.has_room(smallest + 64)
     segment.close()

@@ -209,9 +209,11 @@ def test_copies_in_one_process_are_closed_apart(store: Any) -> None:
 
 @pytest.mark.processes
 def test_clear_empties_the_store_for_everybody(store: Any) -> None:
-    """After clear all slots are EMPTY in every process, and can be filled again."""
+    """After clear all slots are EMPTY in every process, their memory is given back, and they can be filled again."""
     filled(store)
+    before = store.memory_bytes
     call(store.clear)
+    assert store.memory_bytes < before / 2
     assert set(store.layout.states) == {EMPTY}
     assert served(store) == []
     assert filled(store, [7]) == served(store) == [7]
@@ -225,18 +227,6 @@ def test_a_sample_that_differs_is_refused_even_without_a_slot() -> None:
             store.fill(7, (torch.zeros(8, dtype=torch.uint8), 0))
         assert store.filled == 0
         store.close()
-
-
-@pytest.mark.parametrize("shape", [(3,), (600,), (5000,)])
-def test_memory_is_never_more_than_the_slots_may_take(shape: tuple[int, ...]) -> None:
-    """Neither the header nor the rest of a page is counted: a budget counts neither."""
-    row = torch.ones(shape, dtype=torch.uint8)
-    store = Store.create(SampleSpec.infer(row), Arc(7, 7))
-    assert store.memory_bytes <= 7 * store.codec.slot_bytes
-    for index in range(7):
-        store.fill(index, row)
-    assert 7 * row.numel() <= store.memory_bytes <= 7 * store.codec.slot_bytes
-    store.close()
 
 
 @pytest.mark.processes
@@ -345,8 +335,6 @@ def test_a_sample_larger_than_all_there_is_passes_by(records: Any) -> None:
 
 
 SIZES = {
-    "small": (300, 300, 8 * MIB),
-    "up to 3 KB": (300, 3000, 8 * MIB),
     "all": (300, 2 * MIB, 64 * MIB),
     "large": (100_000, 2 * MIB, 64 * MIB),
     "largest": (2 * MIB, 2 * MIB, 64 * MIB),

@@ -126,25 +126,6 @@ def test_every_process_lays_the_same_ring() -> None:
     assert [(arc.start, arc.slots, arc.step) for arc in ring.arcs] == [(0, 100, 633), (250, 900, 633)]
 
 
-@given(length=sizes, share=st.floats(0, 1))
-def test_a_domain_of_all_indices_changes_nothing(length: int, share: float) -> None:
-    """Over a domain that is the whole dataset each index has the slot that it has without one."""
-    slots = round(length * share)
-    arcs = [Ring.cut(length, (1.0,), (slots,), domain).arcs[0] for domain in (None, Domain(range(length), length))]
-    indices = np.arange(length)
-    assert arcs[0].slots_of(indices).tolist() == arcs[1].slots_of(indices).tolist()
-    assert arcs[0].geometry == arcs[1].geometry
-
-
-def test_the_arcs_of_a_domain_take_of_each_class() -> None:
-    """Half of the slots for one fold of a sorted folder hold half of each class of that fold."""
-    fold = np.array([index for index in range(1000) if index % 5])
-    arc = Ring.cut(len(fold), (1.0,), (400,), Domain(fold, 1000)).arcs[0]
-    held = arc.slots_of(np.arange(1000)) != NO_SLOT
-    assert not held[::5].any()
-    assert all(36 <= int(part.sum()) <= 44 for part in held.reshape(10, 100))
-
-
 # ---- domains ----
 
 

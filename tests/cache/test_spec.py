@@ -173,27 +173,19 @@ BOXES = tv_tensors.BoundingBoxes(torch.zeros(1, 4), format="XYXY", canvas_size=(
     [
         pytest.param(IMAGE, torch.zeros(1, 4, dtype=torch.uint8), r"shape \(3, 4\)", r"shape \(1, 4\)", id="shape"),
         pytest.param(IMAGE, IMAGE.float(), r"dtype torch.uint8", r"dtype torch.float32", id="dtype"),
-        pytest.param(IMAGE, IMAGE.numpy(), "Tensor of dtype torch.uint8", "ndarray of dtype uint8", id="array"),
         pytest.param(IMAGE, tv_tensors.Image(IMAGE), "a? ?Tensor", "Image of dtype", id="subclass"),
         pytest.param(tv_tensors.Mask(IMAGE), IMAGE, "Mask of dtype", "Tensor of dtype", id="lost subclass"),
         pytest.param(np.zeros(2, "<f4"), np.zeros(2, ">f4"), "float32", ">f4", id="byte order"),
         pytest.param(np.zeros(()), np.float64(0), "ndarray", "float64 of dtype", id="0-d and scalar"),
         pytest.param(1, 1.0, "int", "float", id="int and float"),
-        pytest.param(1, True, "int", "bool", id="int and bool"),
         pytest.param(1, np.int64(1), "int", "int64 of dtype", id="int and int64"),
-        pytest.param(1, torch.tensor(1), "int", "Tensor", id="int and tensor"),
         pytest.param(None, 1, "NoneType", "int", id="None and int"),
-        pytest.param(1, None, "int", "NoneType", id="int and None"),
-        pytest.param(1, (1,), "int", "tuple", id="int and tuple"),
-        pytest.param((1, 2), torch.tensor(1), "a tuple of 2", "a Tensor", id="tuple and 0-d tensor"),
         pytest.param((1, 2), [1, 2], "a tuple of 2", "a list", id="tuple and list"),
         pytest.param((1, 2), (1, 2, 3), "a tuple of 2", "one of 3", id="length"),
         pytest.param(Pair(1, 2), (1, 2), r"Pair of 2", "a tuple", id="namedtuple"),
         pytest.param({"a": 1}, {"a": 1, "b": 2}, r"the keys \['a'\]", r"the keys \['a', 'b'\]", id="key too many"),
-        pytest.param({"a": 1}, {"b": 1}, r"the keys \['a'\]", r"the keys \['b'\]", id="other key"),
         pytest.param({"a": 1}, OrderedDict(a=1), "a dict of 1", "OrderedDict", id="OrderedDict"),
         pytest.param(1, 2**63, "int", "an int of more than 64 bits: 9223372036854775808", id="int overflow"),
-        pytest.param(1, -(10**30), "int", "more than 64 bits: -1000000000000", id="int overflow far"),
     ],
 )
 def test_every_mismatch_says_where_what_was_expected_and_what_came(
@@ -203,14 +195,6 @@ def test_every_mismatch_says_where_what_was_expected_and_what_came(
     words = rf"sample 17: field \['x'\]\.label must be .*{expected}.*, as in the first sample; got .*{came}"
     with pytest.raises(SampleMismatchError, match=words):
         SampleSpec.infer({"x": Pair(0, first)}).flatten({"x": Pair(0, other)}, 17)
-
-
-def test_a_sample_that_is_a_single_leaf_is_named_so() -> None:
-    """Without structure and index the error still reads as a sentence."""
-    with pytest.raises(
-        SampleMismatchError, match=r"^a sample: the sample must be int, as in the first sample; got float"
-    ):
-        SampleSpec.infer(1).flatten(1.0)
 
 
 @given(first=nestings, other=nestings)
@@ -225,16 +209,6 @@ def test_a_sample_agrees_exactly_when_its_spec_is_the_same(first: Any, other: An
         assert tuple(len(row) for row in rows) == spec.row_bytes
         reordered = spec.unflatten(rows)
         assert SampleSpec.infer(reordered) == spec
-
-
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (1, 1, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.uint8, torch.complex64], ids=str)
-def test_a_single_element_may_have_any_stride(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """To torch it is contiguous all the same."""
-    leaf = torch.arange(6).to(dtype)[3:].as_strided(shape, (2,) * len(shape))
-    spec = SampleSpec.infer(leaf)
-    assert torch.equal(spec.unflatten(spec.flatten(leaf)), leaf)
-    assert leaf.item() == 3
 
 
 def test_samples_let_go_of_their_memory_when_the_last_of_them_goes() -> None:
