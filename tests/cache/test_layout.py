@@ -21,6 +21,7 @@ from lightning_stocache.cache.layout import Contents, Records, Rows, contents_of
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.node.files import HEADER_BYTES, Geometry, Manifest, make_file, write_header
 from lightning_stocache.node.segment import Segment
+from tests.processes import call_many
 
 row_sizes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 7, 8, 12, 16, 63, 64, 65, 200]), min_size=1, max_size=4)
 counts = st.integers(0, 20)
@@ -178,4 +179,28 @@ def test_records_lie_one_behind_the_other(wanted: list[tuple[int, int, bool]]) -
             assert put(arena, nbytes, alignment) == (begin if fits else None)
             end = begin + nbytes if fits else end
             assert (arena.free - BEGIN) == end - BEGIN
+    segment.close()
+
+
+def write_until_full(segment: Segment, mark: int) -> list[tuple[int, int, int]]:
+    """Store small records until one finds no room; where each begins, its bytes and its mark."""
+    rng, records = random.Random(mark), []
+    with records_over(segment) as arena:
+        while (begin := put(arena, nbytes := rng.randint(20, 90), rng.choice([8, 64]), mark)) is not None:
+            records.append((begin, nbytes, mark))
+    return records
+
+
+@pytest.mark.processes
+def test_records_of_many_processes_never_overlap() -> None:
+    """Thousands of records from six processes at once: each lies inside, whole, and the arena is full."""
+    segment = segment_of(2**20)
+    written = call_many(write_until_full, [(segment, mark) for mark in range(1, 7)])
+    records = sorted(record for records in written for record in records)
+    begins = [begin for begin, *_ in records] + [segment.size - 1]
+    assert begins[0] == BEGIN
+    for (begin, nbytes, mark), end in zip(records, begins[1:], strict=True):
+        assert begin + nbytes <= end
+        assert bytes(segment.memory(begin, nbytes)) == bytes([mark]) * nbytes
+    assert sum(nbytes for _, nbytes, _ in records) > 2**19  # at multiples of 64 much is left between small ones
     segment.close()
