@@ -4,6 +4,7 @@
 - `loop._data_source`: where loaders come from, of a DataModule, of a module and of `fit`'s arguments.
 - `__pl_saved_args` and its relatives: the arguments from which Lightning makes a loader anew.
 - `epoch_loop._on_before_fetch`, `_on_after_fetch`: called before and after the loop asks for a batch.
+- `epoch_loop._batches_that_stepped`: the number under which Lightning logs the values of a step.
 - The logger behind `rank_zero_info`.
 
 Under a version that lacks a name, the feature that needs it is off, with one warning.
@@ -26,6 +27,7 @@ __all__ = [
     "KWARGS",
     "data_sources",
     "leaves_samplers_alone",
+    "logged_step",
     "say",
     "step_calls",
     "warn",
@@ -59,6 +61,14 @@ def leaves_samplers_alone(trainer: Any) -> bool:
     if wanted is None and hasattr(trainer, "fit_loop"):
         _warn_once("this version of Lightning hides use_distributed_sampler=False: samplers are made for all ranks")
     return wanted is False
+
+
+def logged_step(trainer: Any) -> int:
+    """The step under which Lightning logs an epoch's values now: in a fit that of its last batch."""
+    if trainer.state.fn != "fit":
+        return int(trainer.global_step)
+    stepped = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
+    return int(stepped) - (not trainer.validating)  # a batch is counted after the validation that follows it
 
 
 def step_calls(trainer: Any) -> list[tuple[Any, str, str, bool, bool]]:
