@@ -1,4 +1,4 @@
-"""A process that reads a source for set-up, answers questions about it, and is thrown away.
+"""A process that reads sources for set-up, answers questions about them, and is thrown away.
 
 Many sources open a file when they are first read. Read in the trainer's process, they would give all forked workers one
 file handle with one offset, and could not be sent to spawned workers. Other sources draw from generators of their own,
@@ -16,10 +16,10 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -28,7 +28,7 @@ from lightning_stocache.node.processes import REPORT_SECONDS, end_with_parent, w
 from lightning_stocache.source.generators import Generators, reachable
 from lightning_stocache.torch_internals import set_worker_dataset, shut_down
 
-__all__ = ["Child", "NoProcessError", "start_method"]
+__all__ = ["Child", "NoProcessError", "Subject", "start_method"]
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +47,25 @@ def start_method(chosen: str | None) -> str | None:
     return chosen or ("fork" if sys.platform == "linux" else None)
 
 
+class Subject(NamedTuple):
+    """What is asked about.
+
+    Args:
+        answer: called with each question.
+        source: the user's dataset, for `get_worker_info`.
+        title: of the source, for messages.
+    """
+
+    answer: Answer
+    source: Any
+    title: str
+
+
 class Child:
     """A process that starts at the first question, and answers until it is closed.
 
     Args:
-        answer: called there with each question.
-        source: the user's dataset, for `get_worker_info`.
-        title: of the source, for messages.
+        subjects: the sources that it reads.
         method: how the process is started; None: the source is read in this process.
         init: the user's `worker_init_fn`.
         here: whether to read in this process where none can be started.
@@ -62,53 +74,47 @@ class Child:
 
     def __init__(
         self,
-        answer: Answer,
-        source: Any,
-        title: str,
+        subjects: Sequence[Subject],
         method: str | None,
         *,
         init: Callable[[int], None] | None = None,
         here: bool = True,
         gives_up: bool = True,
     ) -> None:
-        self._answers, self._title, self._method = _Answers(answer, source, init), title, method
+        self._subjects, self._answers, self._method = subjects, _Answers(subjects, init), method
         self._here, self._gives_up = here, gives_up
         self._questions = list[bytes]()
         self._process: Any = None
-        self._closed = False
 
-    def ask(self, *question: Any) -> Any:
-        """The answer to a question. After an error no other question is answered.
+    def ask(self, *question: Any, number: int = 0) -> Any:
+        """The answer to a question about the subject of a number. After an error the next one is for a new process.
 
         Raises:
             NoProcessError: no process could be started, or its answer cannot be pickled (unless `here`).
-            ChildProcessError: the source is given up, or the process has died or was closed.
+            ChildProcessError: the source is given up, or the process has died.
             Exception: what `answer` raises there.
         """
-        if self._closed:
-            raise ChildProcessError(f"{self._title} is not read any more")
+        answer, source, title = self._subjects[number]
         if self._method is not None:
             try:
-                return self._ask_process(question)
+                return self._ask_process(title, (number, question))
             except BaseException as error:
                 self.close()
                 if not self._here or not isinstance(error, NoProcessError):
                     raise
-                log.debug("%s is read in this process: %s", self._title, error)
-                self._method, self._closed = None, False
-        with _put_back(self._answers.source):
-            return self._answers.answer(*question)
+                log.debug("%s is read in this process: %s", title, error)
+        with _put_back(source):
+            return answer(*question)
 
     def close(self) -> None:
         """End the process."""
-        self._closed = True
         process, self._process = self._process, None
         if process is not None:
             shut_down(process)
 
-    def _ask_process(self, question: tuple[Any, ...]) -> Any:
-        self._questions[:] = [pickle.dumps(question)]
+    def _ask_process(self, title: str, question: tuple[int, tuple[Any, ...]]) -> Any:
         try:
+            self._questions[:] = [pickle.dumps(question)]
             if self._process is None:
                 self._loader: DataLoader[bytes] = DataLoader(
                     self._answers,
@@ -136,7 +142,7 @@ class Child:
             if self._gives_up and time.monotonic() - begun > PATIENCE_SECONDS:
                 raise ChildProcessError(f"reading it has not ended in {PATIENCE_SECONDS:.0f} s")
             if not warned:
-                log.warning("set-up waits for %s: it reads a few samples to learn what they are", self._title)
+                log.warning("set-up waits for %s: it reads a few samples to learn what they are", title)
             warned = True
         if word == "raises":
             raise content
@@ -146,20 +152,22 @@ class Child:
 class _Answers(Dataset[bytes]):
     """The answers to pickled questions, pickled."""
 
-    def __init__(self, answer: Answer, source: Any, init: Callable[[int], None] | None) -> None:
-        self.answer, self.source, self._init = answer, source, init
+    def __init__(self, subjects: Sequence[Subject], init: Callable[[int], None] | None) -> None:
+        self._subjects, self._init = subjects, init
 
     def begin(self, worker: int) -> None:
         """When the process begins."""
         end_with_parent()
-        set_worker_dataset(self.source)
 
-    def __getitem__(self, question: Any) -> bytes:
+    def __getitem__(self, asked: Any) -> bytes:
         try:
+            number, question = pickle.loads(asked)
+            subject = self._subjects[number]
+            set_worker_dataset(subject.source)
             init, self._init = self._init, None
             if init is not None:
                 init(0)
-            outcome = "gives", self.answer(*pickle.loads(question))
+            outcome = "gives", subject.answer(*question)
         except Exception as error:  # the source is the user's, and may raise anything
             outcome = "raises", _sendable(error)
         try:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, cast
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import SampleCodec
-from lightning_stocache.setup.child import Child, start_method
+from lightning_stocache.setup.child import Child, Subject, start_method
 from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
@@ -74,13 +75,23 @@ class SourceReader:
 
     Args:
         request: whose source.
+        child: a process that reads other sources too; by default one of its own.
+        number: of the source there.
     """
 
-    def __init__(self, request: CacheRequest) -> None:
-        self.request, loader, method, init = request, request.reader, None, None
-        if loader is not None and loader.num_workers:
-            method, init = loader.start_method or multiprocessing.get_start_method(), loader.worker_init_fn
-        self._child = Child(_Reading(request), request.source, request.title, start_method(method), init=init)
+    def __init__(self, request: CacheRequest, child: Child | None = None, number: int = 0) -> None:
+        self.request, self._number, self._failed = request, number, False
+        self._child = _child_for([request]) if child is None else child
+
+    @classmethod
+    def of(cls, requests: Sequence[CacheRequest]) -> list[SourceReader]:
+        """The readers of sources that open together. One process reads all for which it is just forked."""
+        shared = [request for request in requests if _way(request) == ("fork", None)]
+        child, numbers = _child_for(shared) if shared else None, count()
+        return [
+            cls(request, child, next(numbers)) if _way(request) == ("fork", None) else cls(request)
+            for request in requests
+        ]
 
     def look(self, known: str = "") -> Finding:
         """Look at the source.
@@ -98,7 +109,7 @@ class SourceReader:
         if not self.request.length:
             return Finding(reason="it has no samples")
         try:
-            return cast(Finding, self._child.ask("look", known))
+            return cast(Finding, self._child.ask("look", known, number=self._number))
         except Exception as error:  # the source is the user's, and may raise anything
             if self.request.strict:
                 raise
@@ -112,17 +123,33 @@ class SourceReader:
             indices: of the samples; those that were read by `look` are not read again.
             again: whether all are read again, under other seeds than the first time.
         """
-        if not indices:
+        if not indices or self._failed:
             return {}
         try:
-            return cast("dict[int, list[bytes]]", self._child.ask("encoded", found, indices, again))
+            answer = self._child.ask("encoded", found, indices, again, number=self._number)
+            return cast("dict[int, list[bytes]]", answer)
         except Exception as error:  # likewise
             log.debug("%s cannot be read: %s", self.request.title, error)
+            self._failed = True
             return {}
 
     def close(self) -> None:
         """End the process."""
         self._child.close()
+
+
+def _way(request: CacheRequest) -> tuple[str | None, Callable[[int], None] | None]:
+    """How a process starts that reads a source, and the function of the user's that it calls first."""
+    loader = request.reader
+    if loader is None or not loader.num_workers:
+        return start_method(None), None
+    return start_method(loader.start_method or multiprocessing.get_start_method()), loader.worker_init_fn
+
+
+def _child_for(requests: Sequence[CacheRequest]) -> Child:
+    """A process that reads the sources of requests which have one way."""
+    method, init = _way(requests[0])
+    return Child([Subject(_Reading(request), request.source, request.title) for request in requests], method, init=init)
 
 
 class _Reading:

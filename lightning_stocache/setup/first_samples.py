@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 from lightning_stocache.cache.records import SampleCodec
-from lightning_stocache.setup.child import Child, NoProcessError, start_method
+from lightning_stocache.setup.child import Child, NoProcessError, Subject, start_method
 from lightning_stocache.setup.forms import choose_codec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.draws import Draws, EndOfStreamError
@@ -48,9 +48,9 @@ def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -
     method, is_stream = start_method(method), draws.as_stream
     if not is_stream:  # read here, a generator would lose these samples
         method = method or multiprocessing.get_start_method()
-    answer = partial(_codec, draws, layout)
+    subject = Subject(partial(_codec, draws, layout), draws.source, title)
     try:
-        with closing(Child(answer, draws.source, title, method, here=is_stream, gives_up=is_stream)) as child:
+        with closing(Child([subject], method, here=is_stream, gives_up=is_stream)) as child:
             return cast(SampleCodec, child.ask())
     except (TypeError, ValueError, LookupError) as error:
         raise FirstSampleError(f"{title} cannot be kept: {error}") from error
@@ -66,7 +66,8 @@ def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None
         known: gives the samples that were kept and have this mark.
     """
     try:
-        with closing(Child(partial(_differs, source, known), source, "a stream", start_method(None))) as child:
+        subject = Subject(partial(_differs, source, known), source, "a stream")
+        with closing(Child([subject], start_method(None))) as child:
             return cast("str | None", child.ask())
     except (RuntimeError, OSError) as error:
         return f"reading it again: {str(error).partition(chr(10))[0]}"

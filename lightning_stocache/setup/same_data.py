@@ -31,7 +31,7 @@ from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.node.named import way_out
-from lightning_stocache.setup.child import Child, start_method
+from lightning_stocache.setup.child import Child, Subject, start_method
 from lightning_stocache.setup.find import Finding
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
@@ -126,7 +126,7 @@ def is_continued(opened: OpenCache, dataset: Any) -> bool:
     indices = np.unique(stored[np.linspace(0, len(stored) - 1, _COMPARED).astype(np.int64)]).tolist()
     answer = partial(_gives_the_same, dataset, cache, indices)
     try:
-        with closing(Child(answer, dataset, request.title, start_method(None))) as child:
+        with closing(Child([Subject(answer, dataset, request.title)], start_method(None))) as child:
             return cast(bool, child.ask())
     except Exception as error:  # of the source, which is the user's
         log.debug("%s cannot be compared with the one before: %s", request.title, error)
