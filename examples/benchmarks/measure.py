@@ -15,10 +15,12 @@ import json
 import multiprocessing
 import os
 import random
+import statistics
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +29,6 @@ import torch
 from machine import machine
 from tqdm import tqdm
 
-from lightning_stocache.insight import measurement
-
 __all__ = ["Job", "Report", "Spread", "epoch_seconds", "fresh", "parser", "rounds", "thousands"]
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -36,12 +36,15 @@ _SERVER.set_forkserver_preload(["torch", "torchvision.transforms.v2", "lightning
 _PATIENCE_SECONDS = 900
 
 
-class Spread(measurement.Spread):
+@dataclass(frozen=True)
+class Spread:
     """What several runs of one configuration gave.
 
     >>> f"{Spread.of([1.0, 3.0, 2.0]):.1f}"
     '2.0 [1.0..3.0]'
     """
+
+    values: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
@@ -51,6 +54,22 @@ class Spread(measurement.Spread):
     def ratio(cls, over: Iterable[float], under: Iterable[float]) -> Spread:
         """Run by run: both are of the same round."""
         return cls(tuple(a / b for a, b in zip(over, under, strict=True)))
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def low(self) -> float:
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        return max(self.values)
+
+    @property
+    def deviation(self) -> float:
+        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
 
     @property
     def bars(self) -> tuple[float, float]:
