@@ -21,7 +21,8 @@ import pytest
 from lightning_stocache.cache.placement import Ring
 from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, skip_without, start, start_module
 from tests.sampling.theory import rates_of
-from tests.training.cluster_job import BATCH, SAMPLES
+from tests.training.job import CLUSTER_BATCH as BATCH
+from tests.training.job import CLUSTER_SAMPLES as SAMPLES
 from tests.training.tiny import source
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.processes]
@@ -83,7 +84,7 @@ def run(
     base, output = job_environment(free_port()), folder / "said"
     ranks: list[Any] = []
     for place, environment, more in zip(places, told, words, strict=True):
-        job = ["tests.training.cluster_job", str(folder), *more]
+        job = ["tests.training.job", "cluster", str(folder), *more]
         if place:
             ranks.append(start([*place, sys.executable, "-m", *job], base | environment, output))
         else:
@@ -107,7 +108,8 @@ def samples(batches: Sequence[Sequence[tuple[int, list[int]]]], epoch: int) -> l
 
 def epochs(folder: Path, rank: int = 0) -> list[dict[str, float]]:
     """What a rank has logged in each epoch."""
-    logged: list[dict[str, float]] = json.loads((folder / f"rank{rank}.json").read_text())
+    written = json.loads((folder / f"rank{rank}.jsonl").read_text())
+    logged = [{name.removeprefix("stocache/"): value for name, value in epoch.items()} for epoch in written]
     for epoch in logged:
         assert epoch["hits"] + epoch["misses"] + epoch["bypasses"] > 0
     return logged

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, skip_without, start_module
-from tests.training.crossing_job import FITS
+from tests.training.job import FITS
 from tests.training.tiny import SAMPLES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.processes]
@@ -21,7 +21,7 @@ SECONDS = 300
 def run(folder: Path, devices: int, nodes: int) -> list[list[dict[str, Any]]]:
     """What each rank saw in each fit."""
     environment, said = job_environment(free_port()), folder / "said"
-    words = ["tests.training.crossing_job", folder, str(devices), str(nodes)]
+    words = ["tests.training.job", "crossing", folder, str(devices), str(nodes)]
     jobs = []
     for node in range(nodes):
         told = [environment | {"NODE_RANK": str(node), "LOCAL_RANK": str(local)} for local in range(devices)]

@@ -32,8 +32,8 @@ def start(folder: Path, door: str, strategy: str, epochs: int, fits: int = 1, ra
     if ranks:
         meeting = job_environment(free_port())
         environments = [{**meeting, "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    words = [folder, door, strategy, epochs, fits]
-    return start_module("tests.training.ddp_job", *words, environments=environments, said=folder / "said")
+    words = ["tests.training.job", "ddp", folder, door, strategy, epochs, fits]
+    return start_module(*words, environments=environments, said=folder / "said")
 
 
 def wait_for(condition: Callable[[], Any], job: Job, folder: Path) -> None:

@@ -13,7 +13,9 @@ import pytest
 from lightning_stocache.cache.placement import Ring
 from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, skip_without, start, start_module
 from tests.sampling.theory import moved_share
-from tests.training.nodes_job import BATCH, FOLD, SAMPLES
+from tests.training.job import NODES_BATCH as BATCH
+from tests.training.job import NODES_FOLD as FOLD
+from tests.training.job import NODES_SAMPLES as SAMPLES
 from tests.training.tiny import source
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.processes]
@@ -55,7 +57,7 @@ def run_nodes(folder: Path, launcher: str, case: str, epochs: int) -> list[int]:
         epochs: of the training.
     """
     environment, jobs = job_environment(free_port()), list[Any]()
-    script = ["tests.training.nodes_job", str(folder), case, str(epochs)]
+    script = ["tests.training.job", "nodes", str(folder), case, str(epochs)]
     for node in (0, 1):
         if launcher in ("slurm", "ranks"):
             told = [environment | more for more in ranks(launcher, node)]
@@ -72,7 +74,7 @@ def said(folder: Path) -> str:
 
 def logged_by_all(folder: Path) -> list[dict[str, float]]:
     """The metrics of each epoch, which are the same on all ranks."""
-    ranks = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
+    ranks = [json.loads((folder / f"rank{rank}.jsonl").read_text()) for rank in range(4)]
     assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
     return [{name.removeprefix("stocache/"): value for name, value in epoch.items()} for epoch in ranks[0]]
 

@@ -236,9 +236,10 @@ def test_two_ranks_draw_together(tmp_path):
     """Under ddp: the batches of an uncached job, and slots for what any rank draws."""
     meeting = job_environment(free_port())
     environments = [meeting | {"LOCAL_RANK": str(rank)} for rank in (0, 1)]
-    job = start_module("tests.training.samplers_job", tmp_path, environments=environments, said=tmp_path / "said")
+    words = ["tests.training.job", "samplers", tmp_path]
+    job = start_module(*words, environments=environments, said=tmp_path / "said")
     assert exit_codes([job], tmp_path / "said", 200) == [0], (tmp_path / "said").read_text()
-    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    ranks = [json.loads((tmp_path / f"rank{rank}.jsonl").read_text()) for rank in (0, 1)]
     for name, saw in ranks[0].items():
         assert saw["same"], name
         assert ranks[1][name]["same"], name
