@@ -32,6 +32,7 @@ __all__ = [
     "context",
     "default_method",
     "hanging",
+    "idle_worker",
     "mount_own_shm",
     "take_all_of_dev_shm",
     "wait_until",
@@ -131,6 +132,14 @@ def _hang(tell: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Non
     os.write(tell, b"!")
     signal.pause()
     del kept
+
+
+def idle_worker() -> int:
+    """Fork a worker that has what this process has, and does nothing until it is killed."""
+    pid = os.fork()
+    if not pid:
+        signal.pause()
+    return pid
 
 
 def call_many(

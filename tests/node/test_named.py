@@ -27,7 +27,8 @@ from lightning_stocache.node.named import (
 from lightning_stocache.node.segment import Segment
 from tests.names import folder, path_of
 from tests.node.test_files import make_foreign, make_link, make_open_to_all
-from tests.processes import Child, call, call_many, hanging, wait_until
+from tests.proc import descendants
+from tests.processes import Child, call, call_many, hanging, idle_worker, wait_until
 
 pytestmark = pytest.mark.named
 
@@ -126,12 +127,10 @@ def test_a_killed_user_frees_it(name: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_forked_worker_keeps_what_its_dead_rank_used(name: str, tmp_path: Path) -> None:
+def test_a_forked_worker_keeps_what_its_dead_rank_used(name: str) -> None:
     """The rank is killed and its worker reads on: the segment is in use until the worker has gone, too."""
-    child = Child(hold_with_worker, name, str(tmp_path / "pid"))
-    wait_until((tmp_path / "pid").exists)
-    worker = int((tmp_path / "pid").read_text())
-    child.kill()
+    with hanging(open_with_worker, name) as rank:
+        [worker] = descendants() - {rank.process.pid}
     try:
         assert clean(name) == []
     finally:
@@ -145,14 +144,10 @@ def hold(name: str) -> None:
     segment.close()
 
 
-def hold_with_worker(name: str, pid: str) -> None:
+def open_with_worker(name: str) -> Segment:
     segment = opened(name)
-    worker = os.fork()
-    if worker:
-        Path(pid + ".part").write_text(str(worker))
-        os.rename(pid + ".part", pid)
-    time.sleep(300)
-    segment.close()
+    idle_worker()
+    return segment
 
 
 @pytest.mark.processes

@@ -12,7 +12,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ import pytest
 
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence_of
-from tests.processes import Child, call, context, hanging, wait_until, without_room
+from tests.proc import descendants
+from tests.processes import Child, call, context, hanging, idle_worker, wait_until, without_room
 
 BACKENDS: tuple[Backend, ...] = ("tmpfile", "memfd", "file")
 MIB = 2**20
@@ -231,47 +231,26 @@ def test_unlink_takes_the_name_and_leaves_the_memory() -> None:
 # --- death
 
 
-def hold(segment: Segment, ready: str) -> None:
-    Path(ready).touch()
-    time.sleep(300)
-
-
-def create_and_hold(backend: Backend, ready: str) -> None:
+def create_with_workers(backend: Backend) -> Segment:
     """What a rank does: make a segment, start workers, take the name away."""
     segment = stored(Segment.create(16 * MIB, backend), 1)
-    workers = []
-    for number in range(2):
-        workers.append(os.fork())
-        if not workers[-1]:
-            hold(segment, f"{ready}{number}")
-            os._exit(0)
-    wait_until(lambda: os.path.exists(ready + "0") and os.path.exists(ready + "1"))
+    for _ in range(2):
+        idle_worker()
     segment.unlink()
-    Path(ready + "pids.part").write_text(" ".join(map(str, workers)))
-    os.rename(ready + "pids.part", ready + "pids")
-    time.sleep(300)
+    return segment
 
 
-def killed(backend: Backend, folder: str) -> dict[str, int]:
+def killed(backend: Backend) -> dict[str, int]:
     """MiB of the private /dev/shm in use: with everybody alive, after the creator's death, after everybody's."""
 
     def used() -> int:
         stats = os.statvfs("/dev/shm")
         return (stats.f_blocks - stats.f_bfree) * stats.f_frsize // MIB
 
-    creator = os.fork()
-    if creator == 0:
-        try:
-            create_and_hold(backend, folder + "/")
-        finally:
-            os._exit(1)
-    pids = Path(folder, "pids")
-    wait_until(pids.exists)
-    seen = {"alive": used()}
-    os.kill(creator, signal.SIGKILL)
-    os.waitpid(creator, 0)
+    with hanging(create_with_workers, backend) as creator:
+        workers = sorted(descendants() - {creator.process.pid})
+        seen = {"alive": used()}
     seen["creator killed"] = used()
-    workers = [int(pid) for pid in pids.read_text().split()]
     os.kill(workers[0], signal.SIGKILL)
     seen["one worker killed"] = used()
     os.kill(workers[1], signal.SIGKILL)
@@ -282,9 +261,9 @@ def killed(backend: Backend, folder: str) -> dict[str, int]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["tmpfile", "file"])
-def test_nothing_is_left_when_everybody_is_killed(backend: Backend, tmp_path: Path) -> None:
+def test_nothing_is_left_when_everybody_is_killed(backend: Backend) -> None:
     """SIGKILL of the creator and of one worker keeps the memory of those that live; the last one's frees it."""
-    seen = without_room(killed, backend, str(tmp_path))
+    seen = without_room(killed, backend)
     assert seen == {"alive": 16, "creator killed": 16, "one worker killed": 16, "all killed": 0}
 
 
