@@ -29,20 +29,6 @@ class Numbers(CountedStream):
         return torch.full((3,), float(number))
 
 
-class Data(LightningDataModule):
-    """A DataModule of the user's around streams."""
-
-    def __init__(self, train: Any, val: Any) -> None:
-        super().__init__()
-        self.train, self.val = train, val
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(self.train, batch_size=4, num_workers=2)
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(self.val, batch_size=4)
-
-
 ALL = [float(number) for number in range(LENGTH)]
 
 
@@ -51,7 +37,7 @@ def test_the_callback_keeps_streams(tmp_path: Path) -> None:
     train, val, model = Numbers(), Numbers(12), Remembers()
     callbacks = [StochasticCache(budget="64MiB", streams=True), FillProgress()]
     trainer = make_trainer(tmp_path, callbacks, epochs=4)
-    trainer.fit(model, Data(train, val))
+    trainer.fit(model, DataLoader(train, batch_size=4, num_workers=2), DataLoader(val, batch_size=4))
     assert model.sorted_epochs == [ALL] * 4
     assert set(map(tuple, model.validated[1:])) == {tuple(map(float, range(12)))}
     assert train.reads <= LENGTH + 32
@@ -82,22 +68,16 @@ def test_a_stream_that_its_user_keeps_is_left_to_him(tmp_path: Path) -> None:
     stream.close()
 
 
-def test_epochs_that_end_early_are_the_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With limit_train_batches nobody knows what is in a stream: it is what it is without a cache."""
-    train, model = Numbers(), Remembers()
-    callbacks = [StochasticCache(budget="64MiB", streams=True)]
-    make_trainer(tmp_path, callbacks, epochs=5, limit_train_batches=3).fit(model, DataLoader(train, batch_size=4))
-    assert model.sorted_epochs == [ALL[:12]] * 5
-    assert caplog.text.count("broken off") == 1
-
-
-def test_a_share_of_a_stream_cannot_be_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A budget in percent of the dataset passes it by, with one warning."""
-    train, model = Numbers(), Remembers()
-    callbacks = [StochasticCache(budget="50%", streams=True)]
-    make_trainer(tmp_path, callbacks, epochs=2).fit(model, DataLoader(train, batch_size=4))
-    assert model.sorted_epochs == [ALL] * 2
-    assert caplog.text.count("nobody knows the size") == 1
+@pytest.mark.parametrize(
+    ("budget", "batches", "words"), [("64MiB", 3, "broken off"), ("50%", 10, "nobody knows the size")]
+)
+def test_a_stream_of_unknown_contents_passes_by(tmp_path: Path, caplog: Any, budget: str, batches: int, words: str):
+    """With limit_train_batches, or a budget in percent, it is what it is without a cache, with one warning."""
+    model, callbacks = Remembers(), [StochasticCache(budget=budget, streams=True)]
+    trainer = make_trainer(tmp_path, callbacks, epochs=5, limit_train_batches=batches if batches < 10 else 1.0)
+    trainer.fit(model, DataLoader(Numbers(), batch_size=4))
+    assert model.sorted_epochs == [ALL[: 4 * batches]] * 5
+    assert caplog.text.count(words) == 1
 
 
 def test_a_stream_that_is_made_anew_replaces_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
