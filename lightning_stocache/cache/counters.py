@@ -23,7 +23,7 @@ from lightning_stocache.node.segment import Segment
 
 __all__ = ["Counters", "Counts", "Matter"]
 
-Matter = Literal["odd sample", "random sample", "changed source", "slow disk", "no workers"]
+Matter = Literal["odd sample", "random sample", "changed source", "slow disk", "no workers", "ranks alone"]
 """The warnings that a node has once."""
 
 _ROWS = 1024  # 128 KiB, all of it reserved: a row that cannot be had, or read, must not end a training

@@ -148,6 +148,7 @@ class CachedLoader(DataLoader[Any]):
         cached = self._cached()
         if not started and cached is not None:
             warn_of_ranks(cached.opened.group, index_sampler(self))
+            cached.knows_ranks = True
             cached.refresh()  # persistent workers have a source of their own, which stays as it was
         resources = None if cached is None else self._resources_for(cached)
         if resources is not self.resources:

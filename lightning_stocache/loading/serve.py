@@ -35,6 +35,7 @@ from lightning_stocache.cache.rows import FieldRows
 from lightning_stocache.cache.shortage import PAUSE_SECONDS, Pace
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
+from lightning_stocache.node.group import job_ranks
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, warn_of_odd
 from lightning_stocache.source.generators import Generators
@@ -60,7 +61,7 @@ class CachedSource:
     """
 
     def __init__(self, opened: OpenCache, transform: Callable[[Any], Any] | None = None) -> None:
-        self.transform = transform
+        self.transform, self.knows_ranks = transform, False
         self._state = SourceState(opened.request.source, getattr(opened.tail, "steps", ()))
         self._serve_from(opened)
 
@@ -117,6 +118,8 @@ class CachedSource:
             except TypeError:  # a sampler's keys, which only the source understands
                 return self._uncached(self.source, indices, self._transformed)
             if (cache := self.cache) is not None:
+                if not self.knows_ranks:
+                    self._look_at_ranks()
                 return self._each_finished(self._serve(cache, positions))
             if (read := batch_reader(self.opened.source)) is None:
                 return self._uncached(self.opened.source, positions, self._finished)
@@ -124,6 +127,16 @@ class CachedSource:
             samples = read(positions)
             self.opened.count(bypasses=len(positions), source_ns=time.perf_counter_ns() - start)
             return self._each_finished(samples)
+
+    def _look_at_ranks(self) -> None:
+        """Say once that each rank of a job has a cache of its own. A CachedLoader, which knows its sampler, does so."""
+        self.knows_ranks, (world, rank) = True, job_ranks()
+        if not rank and self.opened.group.world < world and self._is_first("ranks alone"):
+            log.warning(
+                "each of %d ranks has a cache of its own: after init_process_group, call share() of the dataset on "
+                "every rank, and give its DataLoader a DistributedSampler, without which each trains on all samples",
+                world,
+            )
 
     def load_into(self, batch: FieldRows, indices: Sequence[SupportsIndex], rows: Sequence[int]) -> dict[int, Any]:
         """Serve samples that were not READY a moment ago, each in its row of a batch, untransformed; store them.

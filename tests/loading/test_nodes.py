@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.logs import Log
-from tests.processes import ChildError
+from tests.processes import ChildError, call
 from tests.ranks import run_ranks
 from tests.sampling.theory import rates_of
 from tests.sources import CountedSource
@@ -83,6 +84,32 @@ def test_ranks_that_neither_share_nor_deal_are_told_once() -> None:
     (status,), others = run_ranks(told, 2, True)
     assert status.startswith("CountedSource: 8 of 8 samples have a slot")
     assert others == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_plain_loader_says_that_ranks_are_alone(monkeypatch, workers):
+    """Under torchrun one warning of all workers and epochs, on rank zero, names share() and a DistributedSampler."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, warnings in ((1, 0), (0, 1)):
+        monkeypatch.setenv("RANK", str(rank))
+        said = call(alone, workers)
+        assert len(said) == warnings
+    assert "each of 2 ranks has a cache of its own" in said[0]
+    assert "share()" in said[0]
+    assert "DistributedSampler" in said[0]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert call(alone, workers) == []
+
+
+def alone(workers: int) -> list[str]:
+    """What a script is told that reads a cache by a plain loader, with logging in a file that workers share."""
+    with tempfile.NamedTemporaryFile("r") as file:
+        logging.getLogger("lightning_stocache").addHandler(logging.FileHandler(file.name))
+        dataset = CachedDataset(CountedSource(8))
+        for _ in range(2):
+            list(DataLoader(dataset, 2, num_workers=workers))
+        dataset.close()
+        return file.read().splitlines()
 
 
 def test_nodes_may_have_different_ranks_and_budgets() -> None:
