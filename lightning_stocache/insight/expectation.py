@@ -56,8 +56,9 @@ class Expectation:
         of_rank, hits = sum(counts.values(), Counts()), 0.0
         for dataset in datasets:
             of_set = counts.get(dataset.counters, Counts())  # type: ignore[arg-type]
-            of_all = served * of_set.served / max(of_rank.served, 1)
-            fills = metrics["fills"] * of_set.fills / max(of_rank.fills, 1)
+            share = of_set.served / of_rank.served if of_rank.served else 1 / len(datasets)
+            of_all = served * share
+            fills = metrics["fills"] * (of_set.fills / of_rank.fills if of_rank.fills else share)
             hits += self._hits(dataset, _reader(loaders, dataset), of_all, fills, metrics["fill_fraction"])
         complaint = self._stray if metrics["bypasses"] else None
         if served and not math.isnan(hits):

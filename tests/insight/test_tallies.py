@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from lightning_stocache import CachedDataset, CachedLoader, CachedStream, RollingCache, RollingWriter, SampleSpec
+from lightning_stocache.cache.counters import Counts
 from lightning_stocache.insight import tallies as module
+from lightning_stocache.insight.expectation import Expectation
 from lightning_stocache.insight.tallies import PoolRates, Seconds, Tallies, coverage, end_call, samples_of
 
 SECONDS = Seconds(0.25, 0.5, 1.0)
@@ -69,6 +71,15 @@ def test_every_sample_is_in_one_tally(steps: list[str]) -> None:
         assert served(tallies.metrics("train", loader, patience=1)) == expected.total()
     finally:
         dataset.close()
+
+
+def test_a_rank_that_stored_nothing_expects_what_the_others_do(dataset: CachedDataset) -> None:
+    """The fills of all ranks are subtracted from what is ready, whichever of them stored the samples."""
+    read(dataset, *range(8))
+    metrics = {"hits": 0.0, "misses": 8.0, "bypasses": 0.0, "fills": 8.0, "fill_fraction": 1.0, "hit_rate": 0.0}
+    of_rank = {dataset.counters: Counts(misses=4)}
+    assert Expectation().compare(metrics, of_rank, [dataset], DataLoader(dataset)) is None  # type: ignore[dict-item]
+    assert metrics["hit_rate_expected"] == 0
 
 
 def test_an_epoch_says_what_was_counted_and_what_is_there(dataset: CachedDataset) -> None:
