@@ -87,7 +87,7 @@ class Expectation:
         if not same and cached_source(dataset).opened.request.domain is not None:
             self._stray = (
                 f"{type(sampler).__name__} draws other samples than when the cache opened, and only those have slots."
-                "\nWith keep_cache=True and memory for the whole dataset all samples have slots"
+                "\nWith keep_cache=True slots are for the whole dataset"
             )
         if not (whole and same and draws_once(sampler) and (dealt or len(group.nodes) == 1)):
             return math.nan

@@ -88,7 +88,6 @@ def split(
     *,
     samples: int = 4,
     quick: int = 0,
-    told: Callable[[int], None] | None = None,
     domain: Domain | None = None,
 ) -> Split:
     """Split a source into what is the same on every read and the random rest.
@@ -98,7 +97,6 @@ def split(
         samples: how many indices to probe, spread evenly from index 0 to the last; two where they take 20 s. A
             deterministic source is read twice per index, a random one up to six times.
         quick: how many more to probe within 0.2 s.
-        told: called with each index before it is read.
         domain: which indices may be read; by default all.
 
     Raises:
@@ -126,7 +124,7 @@ def split(
         raise ValueError(f"split needs a source with samples and samples >= 1, got {length} samples and {samples=}")
     indices = spread(length, samples, domain)
     more = spread(length, quick + 2, domain)[1:-1] if quick else ()
-    with Probe(source, told) as probe, watch_entropy():
+    with Probe(source) as probe, watch_entropy():
         pairs = list(_pairs(source, probe, indices, more))
         originals, again = [first for first, _ in pairs], [second for _, second in pairs]
         whole = _split_of(source, again, probe.reads)
@@ -212,11 +210,10 @@ class Probe:
 
     Args:
         source: its own generators are watched, too.
-        told: called with each index before it is read.
     """
 
-    def __init__(self, source: Dataset[Any], told: Callable[[int], None] | None = None) -> None:
-        self.generators, self.reads, self._told = Generators(source), 0, told
+    def __init__(self, source: Dataset[Any]) -> None:
+        self.generators, self.reads = Generators(source), 0
 
     def __enter__(self) -> Probe:
         self.generators.__enter__()
@@ -232,8 +229,6 @@ class Probe:
         """
         self.generators.seed(seed)
         self.reads += 1
-        if self._told is not None:
-            self._told(index)
         with self.generators.watch() as moved, _worker_of(seed):
             sample = source[index]
         read = Read(index, sample, bits(sample), moved, self.generators.state())
