@@ -11,6 +11,7 @@ and generators that can be reached from it are put back then.
 
 from __future__ import annotations
 
+import gc
 import logging
 import pickle
 import sys
@@ -158,6 +159,7 @@ class _Answers(Dataset[bytes]):
     def begin(self, worker: int) -> None:
         """When the process begins."""
         end_with_parent()
+        gc.freeze()  # a collection would copy every page of the trainer's objects that the process shares
 
     def __getitem__(self, asked: Any) -> bytes:
         try:

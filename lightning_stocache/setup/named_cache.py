@@ -125,10 +125,10 @@ def _check(request: CacheRequest, codec: SampleCodec, manifest: Manifest) -> Non
     """Refuse the cache of something else."""
     theirs, ours = manifest.fingerprint, fingerprint(request, codec)
     if theirs != ours:
-        differ = ", ".join(key for key in ours if theirs.get(key) != ours[key])
+        differ = [f"{key}: {theirs.get(key)!r}, not {ours[key]!r}" for key in ours if theirs.get(key) != ours[key]]
         raise FingerprintError(
-            f"the cache {request.name!r} holds something else than {request.title} ({differ} differ). "
-            f"It holds {theirs}; this job has {ours}. {way_out(str(request.name), request.dir)}"
+            f"the cache {request.name!r} holds something else than {request.title} ({'; '.join(differ)}). "
+            f"{way_out(str(request.name), request.dir)}"
         )
 
 

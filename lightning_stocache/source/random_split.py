@@ -229,9 +229,11 @@ class Probe:
         """
         self.generators.seed(seed)
         self.reads += 1
-        with self.generators.watch() as moved, _worker_of(seed):
+        before = self.generators.state()
+        with _worker_of(seed):
             sample = source[index]
-        read = Read(index, sample, bits(sample), moved, self.generators.state())
+        after = self.generators.state()
+        read = Read(index, sample, bits(sample), self.generators.moved(before, after), after)
         if self.reads == 1:
             self.generators.find_new()
         return read

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import time
 from contextlib import closing
 from pathlib import Path
@@ -157,8 +158,7 @@ def test_another_fingerprint_is_refused(name: str, other: Any, options: dict[str
     with pytest.raises(FingerprintError) as caught:
         cached(other, name, **{"fingerprint": "v1"} | options)
     words = str(caught.value)
-    assert f"({differs} differ)" in words
-    assert words.count(f"'{differs}': ") == 2
+    assert re.search(rf"\({differs}: .+, not .+\)", words)
     assert "another name" in words
     assert f"python -m lightning_stocache clean {name}" in words
     assert first.cache.filled == COMPARED
@@ -169,7 +169,7 @@ def test_another_part_of_the_dataset_is_refused(name: str) -> None:
     """Two random splits of one length are told apart by their indices."""
     whole = CountedSource(LENGTH)
     first = cached(Subset(whole, list(range(0, 20))), name)
-    with pytest.raises(FingerprintError, match="dataset differ"):
+    with pytest.raises(FingerprintError, match=r"\(dataset: "):
         cached(Subset(whole, list(range(20, 40))), name)
     first.close()
 
@@ -185,7 +185,7 @@ def test_the_indices_of_one_fold_are_not_those_of_another(tmp_path, name):
         assert [second[index][1] for index in fold] == [index % 10 for index in fold]
         assert source(tmp_path).loads == len(fold) + COMPARED
     for others in ({"indices": range(0, LENGTH, 5)}, {"indices": range(len(fold))}, {}):
-        with pytest.raises(FingerprintError, match="dataset differ"):
+        with pytest.raises(FingerprintError, match=r"\(dataset: "):
             cached(source(tmp_path), name, **others)
 
 
