@@ -4,8 +4,6 @@ Python tells audit hooks of forks, subprocesses, files and mappings. What multip
 spawned child, a child of the fork server, its servants) is noted where it does.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

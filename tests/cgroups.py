@@ -4,8 +4,6 @@ One is made below that of this process (v1), or below the mount's root (v2, wher
 children that are limited). Making one takes root; a test is skipped where it is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

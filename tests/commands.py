@@ -1,7 +1,5 @@
 """The command line in tests: what it is given, and how it ends where its input is no good."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Only tests that are marked `processes` start any; the others, `-m "not processes"`, are the loop to keep running.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import multiprocessing

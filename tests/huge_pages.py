@@ -6,8 +6,6 @@ much take a quarter less (150 of them 55 s instead of 72 s of the processors). A
 so nothing else changes. Linux 6.1 and later; anywhere else nothing happens.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from pathlib import Path

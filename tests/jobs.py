@@ -5,8 +5,6 @@
 each rank four seconds of a processor. A process that Lightning starts from there is a command again.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

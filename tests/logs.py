@@ -1,7 +1,5 @@
 """The messages of the package, in processes where pytest's caplog does not reach."""
 
-from __future__ import annotations
-
 import logging
 
 __all__ = ["Log"]

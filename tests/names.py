@@ -3,8 +3,6 @@
 Whoever lists or removes names locks each of them for a moment: in one folder tests would find each other's in use.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """What /proc says of a test run: its processes, and the files in memory that they use."""
 
-from __future__ import annotations
-
 import fcntl
 import glob
 import os

@@ -1,7 +1,5 @@
 """A job of several ranks on gloo, each in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable

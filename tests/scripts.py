@@ -3,8 +3,6 @@
 torch and Lightning take four seconds of a processor to import, which is more than most examples take.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import multiprocessing

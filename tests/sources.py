@@ -1,7 +1,5 @@
 """Sources for tests: deterministic from the index, and counted by something that no cache can reach."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence

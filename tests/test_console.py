@@ -1,7 +1,5 @@
 """How the lines of the package reach a console: with their prefix, and above a progress bar."""
 
-from __future__ import annotations
-
 import io
 import logging
 import sys

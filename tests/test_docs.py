@@ -3,8 +3,6 @@
 How the pages are put together is checked by `mkdocs build --strict` and .ci/check_site.py, in .ci/run.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The house: imports point one way, and each room knows only what it may."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

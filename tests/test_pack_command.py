@@ -1,7 +1,5 @@
 """`python -m lightning_stocache pack`: a source of a Hydra config into an LMDB, and what it says of bad input."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What is private of torch's may go away: a loader is then DataLoader's, with one warning, and nothing breaks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

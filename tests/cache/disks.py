@@ -1,7 +1,5 @@
 """Stores on a disk that one job after the other opens, and what happens to the disk in between."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whether two samples of any kind are equal, bit for bit."""
 
-from __future__ import annotations
-
 import collections
 import enum
 from typing import Any

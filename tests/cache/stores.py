@@ -11,8 +11,6 @@ are made or opened in another way. The fences of the whole package, which a chan
 - ../conftest.py, ../audit.py, ../proc.py: a test leaves no process, memory or environment variable behind
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import random

@@ -1,7 +1,5 @@
 """The documented interface of stocaching: a user of that library changes one import."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ One machine for both: in memory and on a disk. A sample that a store serves is t
 what was stored and not lost by a fault is served.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """One process, and one thread of it, has a slot or a turn to load at a time; death gives it back."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Every process counts on a row of its own; sums are exact whatever is forked or killed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

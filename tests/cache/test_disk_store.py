@@ -1,7 +1,5 @@
 """A store on a disk serves what was stored, or nothing: whatever happened to the file in between."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Processes that are killed while they fill leave samples or empty slots: no wrong sample, and no lock."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -3,8 +3,6 @@
 What the death of a writer loses is test_kills' matter.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import random

@@ -1,7 +1,5 @@
 """One contract for stores in memory, of rows and of records: every process is served what was stored, whole."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import pickle

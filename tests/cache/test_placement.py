@@ -1,7 +1,5 @@
 """An arc gives every slot to one index, without a table; a domain is a set of indices that costs little to send."""
 
-from __future__ import annotations
-
 import pickle
 from fractions import Fraction
 from typing import Any

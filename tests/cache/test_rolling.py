@@ -1,7 +1,5 @@
 """A rolling store: the oldest samples leave first, and nobody ever reads half of one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Near a limit of memory the cache stops taking slots, in all processes, before the kernel kills."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A sample comes out of its bytes exactly as it went in, and one that differs from the first is refused in words."""
 
-from __future__ import annotations
-
 import collections
 import enum
 import gc

@@ -1,7 +1,5 @@
 """The samples of a stream in memory: numbered, found again by their marks, laid out anew, seen from other processes."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from contextlib import closing

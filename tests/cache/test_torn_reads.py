@@ -1,7 +1,5 @@
 """Nobody is ever served half of one sample and half of another, while others write and are killed."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

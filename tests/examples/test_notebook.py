@@ -1,7 +1,5 @@
 """The notebook: its cells run, what it shows is a run of theirs, and a kernel that is interrupted goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The examples of photographs and text: each sample is loaded once."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark of records starts, explains itself, and writes what it says. No timing."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

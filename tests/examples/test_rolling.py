@@ -1,7 +1,5 @@
 """The example and the benchmark of the rolling cache."""
 
-from __future__ import annotations
-
 import json
 import re
 

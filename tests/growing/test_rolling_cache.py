@@ -1,7 +1,5 @@
 """A dataset that grows and rolls while it is trained on, in loaders of all kinds; and what its fillers may do wrong."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """A stream that is kept: epoch one is the stream, later epochs come from memory, every sample once."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -1,7 +1,5 @@
 """Random lives of a stream, against a plain list: every epoch that is read to its end gives every sample once."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator

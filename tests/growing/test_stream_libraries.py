@@ -1,7 +1,5 @@
 """Streams of libraries, kept: tar shards of WebDataset, and iterable datasets of Hugging Face."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import closing

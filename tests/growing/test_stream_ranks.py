@@ -1,7 +1,5 @@
 """A stream that the ranks of a node share: every sample once an epoch over all of them, and as many batches on each."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """A host's clock that a test moves, and a GPU that follows it: its time goes on where work is launched."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

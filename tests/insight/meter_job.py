@@ -1,7 +1,5 @@
 """A loop of two ranks over one cache, for test_meter: without Lightning, which would take the ranks seconds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils.data import DistributedSampler

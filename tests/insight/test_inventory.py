@@ -1,7 +1,5 @@
 """The caches with a name, told to people: by job, in a line each."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_stocache.cache.layout import Contents

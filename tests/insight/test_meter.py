@@ -1,7 +1,5 @@
 """CacheMeter: a loop of one's own has the numbers of the monitor, under its keys."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

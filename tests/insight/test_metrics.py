@@ -1,7 +1,5 @@
 """Rates from counts: sums first, then the division."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The clock of steps: every moment belongs to the innermost part, and a device is waited for by `take` alone."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

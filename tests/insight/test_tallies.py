@@ -1,7 +1,5 @@
 """The tallies of a rank: each sample that was served is in one epoch of one stage, whatever comes between."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace

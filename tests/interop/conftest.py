@@ -4,8 +4,6 @@ No sooner: MONAI imports MLflow, Optuna and TensorBoard, which takes seconds of 
 makes each process that runs them twice as large, which takes twice as long to fork.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from importlib import import_module

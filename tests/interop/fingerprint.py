@@ -1,7 +1,5 @@
 """Batches of any library, made comparable: nested tuples of types, dtypes, shapes, bytes and attributes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from enum import Enum

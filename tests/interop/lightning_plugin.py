@@ -9,8 +9,6 @@ the plugin and without it, and compare the outcomes test by test:
 Only tests that look at the identity of their loader or dataset, or at the exact list of callbacks, may differ.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

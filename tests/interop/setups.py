@@ -4,8 +4,6 @@ A set-up is drawn from a seed: a transform with a probability between 0.05 and 1
 how the dataset holds it. The same seed makes the same set-up, with its generators in the same state.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -10,8 +10,6 @@ loader) and what becomes of it:
 Batches and random states are those of the run without a cache, always.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 
 __all__ = ["TABLE", "Outcome"]

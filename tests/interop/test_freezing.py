@@ -1,7 +1,5 @@
 """No random transform of any library is frozen by the cache, however rarely it changes a sample."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A dataset that opens its file on first use, so that each process has a handle of its own, keeps it so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Loaders of other people's classes: cached where Lightning could make them anew, else left alone with a warning."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

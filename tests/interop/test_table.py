@@ -1,7 +1,5 @@
 """Each way of holding data in the table, trained with and without the callback."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from pathlib import Path

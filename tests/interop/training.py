@@ -1,7 +1,5 @@
 """Trains for three epochs on a loader and notes all that a user could see: batches, draws, metrics, warnings, loads."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -1,7 +1,5 @@
 """Memory for batches, private and shared: it comes back when nobody holds it, and only then."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The batch of default_collate, made from fields; and the samples for which there is no short cut."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

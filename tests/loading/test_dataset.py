@@ -1,7 +1,5 @@
 """CachedDataset as a user of plain PyTorch meets it: the samples of the source in any loader, each loaded once."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

@@ -3,8 +3,6 @@
 Those that are gathered here or, with a transform, made by workers.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

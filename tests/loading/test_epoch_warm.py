@@ -1,7 +1,5 @@
 """A dataset that is cached whole: small batches are gathered together, and nobody can tell."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any

@@ -1,7 +1,5 @@
 """Batches made by workers, with a transform per sample: counts, lent memory, errors."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Loops of one's own, in Fabric and in plain PyTorch: locality, epochs and states as in a Trainer."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When indices are drawn: at DataLoader's moments, and ahead of them only where nobody can notice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any

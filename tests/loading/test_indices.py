@@ -1,7 +1,5 @@
 """A CachedDataset of which only some indices are drawn: slots for these, and all others as the source has them."""
 
-from __future__ import annotations
-
 import random
 from contextlib import closing
 from typing import Any

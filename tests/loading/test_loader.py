@@ -1,7 +1,5 @@
 """CachedLoader gives the batches of a DataLoader, bit for bit, in any combination of arguments; and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """CachedLoader in the hands of Lightning: made anew with its attributes, and shut down."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing import active_children

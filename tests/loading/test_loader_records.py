@@ -1,7 +1,5 @@
 """Samples of any kind through a CachedLoader: the batches and draws of a DataLoader, and every sample loaded once."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import Any
 

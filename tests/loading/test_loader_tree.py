@@ -1,7 +1,5 @@
 """The nesting of loaders: what is iterated over in it, and the cached datasets behind that."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The sampler of a loader: LocalitySampler, dealt as the ring of its cached dataset says."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

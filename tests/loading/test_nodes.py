@@ -1,7 +1,5 @@
 """Nodes that are not alike, and ranks that die while caches open, in a plain torch.distributed script."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """One sample that is not like the others: it passes through uncached, and its batch is what DataLoader makes of it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A loader that goes on where another one stood gives the batches that would have come."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

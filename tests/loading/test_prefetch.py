@@ -1,7 +1,5 @@
 """Jobs that are done once, by the thread or by who wants the result."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Workers that wait load what nobody has asked for yet."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole batches that workers make: what lies in their memory, what is sent, what travels as DataLoader sends it."""
 
-from __future__ import annotations
-
 import collections
 import pickle
 from collections.abc import Callable, Iterable, Iterator

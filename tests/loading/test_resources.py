@@ -1,7 +1,5 @@
 """The life of loaders, iterators, workers, threads and memory: whatever is broken off, nothing outlives its loader."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Whose name is whose: the user's dataset behind a CachedDataset, and behind what the doors put in its place."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

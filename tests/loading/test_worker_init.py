@@ -1,7 +1,5 @@
 """A user's worker_init_fn finds the user's dataset, whatever the Trainer's doors put in front of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

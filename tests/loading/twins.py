@@ -1,7 +1,5 @@
 """A CachedLoader beside the DataLoader that it must equal, run in the same way and compared, and covering designs."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import random

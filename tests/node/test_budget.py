@@ -1,7 +1,5 @@
 """Budgets are read or refused in words."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The files of segments: only what is certainly this user's own is opened, and a header is read as it was written."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Free is what filesystem, machine and cgroups all allow; what cannot be read is unknown."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import namedtuple

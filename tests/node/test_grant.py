@@ -1,7 +1,5 @@
 """A grant stays below what is free, now and when workers, batches and the training have come."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Ranks that can map the same memory are one node; what fails on one rank fails on all of them, and none waits."""
 
-from __future__ import annotations
-
 import os
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """A named segment outlives its job: whoever can see it can use it, and nobody loses it while it is used."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -1,7 +1,5 @@
 """What other jobs were granted, and have not taken yet, is not granted again."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is posted reaches every rank, and nobody waits longer than it said."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Who waits looks again and again, and says so after a while, as often as that has passed."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

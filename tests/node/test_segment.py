@@ -1,7 +1,5 @@
 """A segment is one file in memory: shared by the processes of a node, promised before it is touched, never left."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import gc

@@ -5,8 +5,6 @@ ddp_spawn; `named` and `disk` fill a cache that lasts, with a spawned worker, an
 command line. Spawned processes import this module: so that they start fast it imports little.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

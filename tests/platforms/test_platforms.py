@@ -1,7 +1,5 @@
 """Python 3.14's way to start processes; and systems that are not Linux, played on it: what they lack is taken away."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ torch and Lightning are imported before, because a sys.platform of win32 has the
 are nowhere else. What Windows lacks is gone when the package is imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """What a rank that was spawned leaves in a file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

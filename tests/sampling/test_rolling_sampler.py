@@ -1,7 +1,5 @@
 """Every epoch draws what is resident, the same number on all ranks, and none twice on a node."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a sampler can draw is what it does draw, and nothing is drawn to know it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

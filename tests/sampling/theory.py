@@ -1,7 +1,5 @@
 """What LocalitySampler should reach on several nodes: the rates that real processes are compared with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the tests of the set-up room share."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Ranks that hold other data under the same index share no cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A node's memory is divided by arithmetic alone: the loaders' batches first, pots in order, their members by size."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Caches on a disk, through the doors: warm from job to job, budgeted by the disk, refused where they cannot lie."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

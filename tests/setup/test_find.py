@@ -1,7 +1,5 @@
 """The look at a source leaves nothing behind in the trainer, and gives up what cannot be read."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

@@ -1,7 +1,5 @@
 """In which form samples are stored: rows or records, decoded or as their files."""
 
-from __future__ import annotations
-
 import datetime
 from collections.abc import Iterator
 from contextlib import closing

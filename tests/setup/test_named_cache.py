@@ -1,7 +1,5 @@
 """A cache with a name outlives its job: the next one starts warm, and nobody is ever served what is not his."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """Requests open side by side, on one rank and on two: in the memory that was asked for, or the same error for all."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

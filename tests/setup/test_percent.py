@@ -1,7 +1,5 @@
 """A budget of N % is N % of the samples, whatever they are and however they are stored."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A name never serves other data: what lies under it is compared with what the source gives."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import closing

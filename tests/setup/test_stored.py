@@ -1,7 +1,5 @@
 """What set-up has read lies in the cache when the first epoch begins, and is not read again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path

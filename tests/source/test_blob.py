@@ -1,7 +1,5 @@
 """A sample as one blob: it comes back as it was, and is never wrong when damaged."""
 
-from __future__ import annotations
-
 import math
 import random
 import struct

@@ -1,7 +1,5 @@
 """What the fillers of a rolling cache draw, each its own share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import islice, zip_longest
 from typing import Any

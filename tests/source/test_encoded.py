@@ -1,7 +1,5 @@
 """Samples kept as their files: read and decoded apart, they are what the source returns, draws included."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import random

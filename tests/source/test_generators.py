@@ -3,8 +3,6 @@
 They are equal where nothing was drawn, and put back from text, never by a pickle.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import random

@@ -1,7 +1,5 @@
 """What counts as a change of a source, and how random samples are found while it is served."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import random

@@ -1,7 +1,5 @@
 """LMDBSource: what it reads, in which processes, behind a cache, and what it says of files that are no good."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -1,7 +1,5 @@
 """pack: what comes out is the source, each index is read once, and what stops it loses nothing."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """`split` finds what is random in a source, cuts its transform there, and proves that the two parts make the whole."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """Whether two samples are the same, whatever they are made of, and the marks by which one is found."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What holds for every test of the training room."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any

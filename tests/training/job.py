@@ -3,8 +3,6 @@
 Each process leaves in `<pid>.log` what it logged, and each rank in `rank<k>.*` of the folder what it saw.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -5,8 +5,6 @@
 The last line of stdout is JSON: bytes granted and held, and the hit rates of the epochs.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """What a training sees: its batches bit for bit, its loaders and its hooks, to compare with and without a cache."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Each trial adds one line of JSON to `trials` in the folder.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

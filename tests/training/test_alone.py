@@ -1,7 +1,5 @@
 """Each loader stands alone: what cannot be cached goes on as the user gave it, and everything else is cached."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

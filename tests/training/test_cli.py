@@ -1,7 +1,5 @@
 """All three doors under LightningCLI: every knob is a plain value on its command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ All ranks run on this machine. A "node" is a mount namespace with a /dev/shm of 
 keeper; a container has process ids of its own, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Beside progress bars and metrics that are reduced over the ranks, training neither hangs nor counts wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

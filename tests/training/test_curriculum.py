@@ -1,7 +1,5 @@
 """A dataset that is changed while it is trained on: the batches are those of the same training without a cache."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

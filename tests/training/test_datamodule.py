@@ -1,7 +1,5 @@
 """StocacheDataModule: its loaders, its budget, its transforms, and that nothing is built twice."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Two ranks share one cache, under every launcher; and whatever is killed, nothing is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

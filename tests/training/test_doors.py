@@ -1,8 +1,6 @@
 """What the doors promise: the same in all of them, over a counted source; then what the callback and cache_datamodule
 leave as it is."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

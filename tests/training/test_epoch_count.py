@@ -1,7 +1,5 @@
 """Lightning's count of epochs and batches is that of the fit without a break, after any number of breaks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What was asked of the caches, granted and decided reaches loggers and checkpoints, whichever door made them."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

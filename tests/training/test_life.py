@@ -1,7 +1,5 @@
 """The life of the caches: opened once, closed at every kind of end, and nothing left."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import signal

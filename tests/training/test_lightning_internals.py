@@ -1,7 +1,5 @@
 """What is private of Lightning's may go away: then something is left out, with one warning, and training goes on."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Walking a Trainer's loaders and making them anew around another dataset."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 from typing import Any

@@ -1,7 +1,5 @@
 """W&B and MLflow themselves, without the network: what they have kept is what was logged, and drawn as it should be."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """In a cgroup, a fit that lives without a cache lives with one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import cache

@@ -1,7 +1,5 @@
 """CacheMonitor: what it logs is what the source itself has counted."""
 
-from __future__ import annotations
-
 import csv
 import logging
 import time

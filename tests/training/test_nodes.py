@@ -1,7 +1,5 @@
 """Two nodes on one machine, each with a /dev/shm of its own: their memory adds up, and bad luck on one reaches all."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

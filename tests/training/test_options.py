@@ -1,7 +1,5 @@
 """The options of the doors are described once, told at each, and refused in words."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """FillProgress: the fill in the Trainer's own bar, and one line when the cache is full."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -1,7 +1,5 @@
 """The callbacks in a Trainer of the package pytorch_lightning, with its modules and loaders."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

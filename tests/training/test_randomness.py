@@ -1,7 +1,5 @@
 """Training with a cache is training without one, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

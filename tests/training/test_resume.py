@@ -1,7 +1,5 @@
 """Training that goes on from a checkpoint sees exactly the batches that it would have seen without the break."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

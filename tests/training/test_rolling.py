@@ -1,7 +1,5 @@
 """A rolling cache in a Trainer: by the DataModule, the callback and Hydra, its epochs and its metrics."""
 
-from __future__ import annotations
-
 import logging
 import time
 from typing import Any

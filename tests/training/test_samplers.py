@@ -1,7 +1,5 @@
 """The samplers that people use, and several loaders: their own batches, and the hit rate that is expected of them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

@@ -1,7 +1,5 @@
 """The parts of a Trainer's steps, on a clock that goes on only where a test says so."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -1,7 +1,5 @@
 """Streams in a Trainer call: passed by unless `streams=True`, which keeps them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

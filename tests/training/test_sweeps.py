@@ -1,7 +1,5 @@
 """Sweeps: trials of one process and of several, by Hydra and by Optuna, and Lightning's Tuner."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

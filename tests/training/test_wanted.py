@@ -1,7 +1,5 @@
 """Slots go to what is drawn: in every door a budget for a tenth of the samples holds the tenth that is drawn."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

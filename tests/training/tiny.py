@@ -1,7 +1,5 @@
 """What the tests of the training room train: a model of one layer, a Trainer that is silent, and its CSV read back."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Images augmented by albumentations, which draws from a generator of its own and is called by keyword."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recordings as torchaudio's users hold them, of many lengths or one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

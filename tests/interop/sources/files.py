@@ -1,7 +1,5 @@
 """Small files that the ways share: made once, the same in every run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Datasets that draw from a generator of their own, wherever they keep it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

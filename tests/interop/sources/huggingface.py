@@ -1,7 +1,5 @@
 """Arrow datasets of Hugging Face, in its formats and with its transforms."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

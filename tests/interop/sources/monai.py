@@ -1,7 +1,5 @@
 """Volumes as MONAI's users hold them: dictionary transforms, with and without its MetaTensor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

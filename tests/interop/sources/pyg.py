@@ -1,7 +1,5 @@
 """Graphs of PyG, whose loader collates them into one big graph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Samples of any kind that plain PyTorch takes: nested, named, odd, or with something in them that is no number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Arrays in the files of other libraries, opened in `__init__` or, as is usually advised, on first use."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import time

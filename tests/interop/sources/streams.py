@@ -1,7 +1,5 @@
 """Data without an index: iterable-style datasets and WebDataset's tar files."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Samples and datasets of tensordict."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

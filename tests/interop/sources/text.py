@@ -1,7 +1,5 @@
 """Tokens as language models take them: lists, windows, and a padding or masking collate_fn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

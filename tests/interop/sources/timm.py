@@ -1,7 +1,5 @@
 """Images as timm's users hold them: ImageDataset, create_transform and create_loader."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Images as torchvision's users hold them: folders, its own datasets, masks and boxes; transforms v1 and v2."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any
