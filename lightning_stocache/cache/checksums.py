@@ -1,12 +1,14 @@
-"""Whether what lies on a disk is what was stored there, and not what a crash or a flipped bit has left.
+"""Checksums of the samples on a disk, which a crash or a flipped bit may have damaged.
 
-Each slot has a checksum (XXH3, 64 bits, of which the lowest is always one, so that zero is none) over the bytes of the
-sample, their number, the index, where a record begins, and the token of the file. It is written after the bytes, and no
-write waits for the disk, so a crash may leave either without the other. A job finds out when it reads the slot for the
-first time, by `pread`: that reports a bad block as an error, where the mapping would end the process. A sound slot is
-verified from then on, for all processes of the job on the node: a byte per slot, in memory, which slots have that the
-job has filled itself. Verified slots are read through the mapping. A slot that is not sound is emptied, and loaded
-anew. A disk with a bad block is left alone for a while.
+Each slot has a checksum (XXH3, 64 bits; the lowest bit is always one, so zero means no checksum). It covers the bytes
+of the sample, their number, the index, the offset of a record, and the token of the file. It is written after the
+bytes, and no write waits for the disk, so a crash may leave the checksum without the bytes, or the bytes without it.
+
+A job checks a slot when it reads the slot for the first time, by `pread`, which reports a bad block as an error. In the
+mapping a bad block would end the process. A sound slot is then verified for all processes of the job on the node: a
+byte per slot, in memory. Slots that the job has filled itself are verified, too. Verified slots are read through the
+mapping. A slot that is not sound is emptied, and its sample is loaded again. A disk with a bad block is not read for a
+while.
 """
 
 from __future__ import annotations
@@ -32,18 +34,18 @@ SUM_BYTES = 8
 """Bytes of a checksum."""
 
 _SUM = struct.Struct("<Q")
-_ABOUT = struct.Struct("<16sqqQ")  # token, where a record begins, index, bytes
-_REST = 30.0  # seconds for which a disk with a bad block is left alone
+_ABOUT = struct.Struct("<16sqqQ")  # token, offset of the record, index, bytes
+_REST = 30.0  # seconds for which a disk with a bad block is not read
 
 
 class Checksums:
-    """The checksums of a store on a disk, and which slots this job has verified.
+    """The checksums of a store on a disk, and the slots that this job has verified.
 
     Args:
-        segment: of the store.
-        layout: its columns, of which one is `sum`.
-        arc: which indices have a slot, and where.
-        verified: in memory, a byte for each slot: READY where it may be read; zeroes at first.
+        segment: the segment of the store.
+        layout: the layout of the store, with a column `sum`.
+        arc: which indices have a slot, and which slot.
+        verified: memory with a byte per slot, READY where the slot may be read; zeroes at first.
 
     Raises:
         ImportError: xxhash is not installed; the message says how to get it.
@@ -59,7 +61,7 @@ class Checksums:
         self._rest_until = 0.0
 
     def seal(self, slot: int, contents: Iterable[Any]) -> None:
-        """Write the checksum of a sample, given its parts, whose bytes are in their slot already.
+        """Write the checksum of a sample, given its parts, whose bytes are already in their slot.
 
         Raises:
             OSError: the disk is full, or cannot be written.
@@ -67,14 +69,14 @@ class Checksums:
         self._disk.store(self._layout.offset_in("sum", slot), memoryview(_SUM.pack(self._sum(slot, contents))))
 
     def is_sound(self, slot: int) -> bool:
-        """Whether what lies in a slot can be read, and is what was stored there."""
+        """Whether the sample of a slot can be read, and is the one that was stored."""
         try:
             return self._matches(slot)
         except OSError:
             return False
 
     def verify(self, slots: Sequence[int]) -> None:
-        """Read what an earlier job has stored in those slots: what is sound may be read, what is not is emptied."""
+        """Read the samples of slots that an earlier job has filled: mark sound slots verified, and empty the others."""
         if time.monotonic() < self._rest_until or not self._disk.is_whole:
             return
         for slot in slots:
@@ -95,12 +97,12 @@ class Checksums:
                 self._empty(slot)
 
     def close(self) -> None:
-        """Drop the view, and the memory of what is verified."""
+        """Drop the view, and the memory of the verified slots."""
         self.verified, self._begins = np.empty(0, dtype=np.uint8), None
         self.segment.close()
 
     def _matches(self, slot: int) -> bool:
-        """Whether the checksum of a slot is that of its bytes, read through the file; an OSError if it cannot be."""
+        """Whether the checksum of a slot matches its bytes, read through the file. An OSError for a bad block."""
         parts = self._layout.fetch(slot)
         if parts is None:
             return False
@@ -126,7 +128,7 @@ class Checksums:
 
 
 def checksum() -> Any:
-    """The algorithm, of the package xxhash; an ImportError that says how to get it, where it is missing."""
+    """The algorithm, from the package xxhash. Without it, an ImportError that says how to get it."""
     try:
         import xxhash
     except ImportError as error:

@@ -1,10 +1,10 @@
-"""Who may write a slot: one thread of one process at a time.
+"""Claims: one thread of one process at a time may write a slot.
 
-A byte lock on the segment's lock file excludes other processes. It costs 1.5 us, works between ranks that were started
-separately, and the kernel frees it when its process dies (a `multiprocessing.Lock` would stay locked for ever). POSIX
-locks do not exclude other threads of the process; a dict does, whose `setdefault` is atomic. The dict belongs to the
-segment, so two stores that were unpickled over one segment exclude each other. A forked child empties it: it has none
-of the locks, and none of the threads but one.
+A byte lock on the segment's lock file excludes other processes. It costs 1.5 us, and works between ranks that were
+started separately. The kernel frees it when its process dies; a `multiprocessing.Lock` would stay locked for ever.
+POSIX locks do not exclude other threads of the process, so a dict does; its `setdefault` is atomic. The dict belongs to
+the segment, so two stores that were unpickled over one segment exclude each other. A forked child empties the dict,
+because it has none of the locks, and only one of the threads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lightning_stocache.node.segment import Segment
 
 __all__ = ["Claims"]
 
-_taken_here: weakref.WeakKeyDictionary[Segment, dict[int, list[int]]] = weakref.WeakKeyDictionary()
+_owners_here: weakref.WeakKeyDictionary[Segment, dict[int, list[int]]] = weakref.WeakKeyDictionary()
 
 
 def _forget() -> None:
-    for taken in _taken_here.values():
-        taken.clear()
+    for owners in _owners_here.values():
+        owners.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -44,41 +44,41 @@ class Claims:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        self._taken = _taken_here.setdefault(segment, {})
+        self._owners = _owners_here.setdefault(segment, {})
 
     @contextmanager
     def waiting(self, slot: int) -> Iterator[None]:
         """Claim a slot as soon as it is free, and release it in the end."""
         while not self.take(slot, wait=True):
-            time.sleep(0)  # another thread of this process has it, or see `take`
+            time.sleep(0)  # another thread of this process has the slot, or see `take`
         try:
             yield
         finally:
             self.release(slot)
 
     def take(self, slot: int, *, wait: bool = False) -> bool:
-        """Claim a slot. Returns whether this thread has it now and must release it (`waiting` does both)."""
+        """Claim a slot. Returns whether this thread has the claim now, and must release it (`waiting` does both)."""
         mine = [threading.get_ident()]
-        if self._taken.setdefault(slot, mine) is not mine:
+        if self._owners.setdefault(slot, mine) is not mine:
             return False
         locked = False
         try:
             locked = self._segment.lock(slot, wait=wait)
         except OSError as error:
-            # The kernel takes the threads of a process for one: one waits for another process, which waits for another
-            # thread, and that is no deadlock.
+            # The kernel does not know threads. It sees a deadlock when one thread waits for another process, which
+            # waits for another thread of this process.
             if error.errno != errno.EDEADLK:
                 raise
         finally:
             if not locked:
-                del self._taken[slot]
+                del self._owners[slot]
         return locked
 
     def is_mine(self, slot: int) -> bool:
         """Whether this thread has claimed a slot."""
-        return self._taken.get(slot) == [threading.get_ident()]
+        return self._owners.get(slot) == [threading.get_ident()]
 
     def release(self, slot: int) -> None:
         """Release a slot that this thread has claimed."""
         self._segment.unlock(slot)
-        self._taken.pop(slot, None)  # gone in the child of a fork
+        self._owners.pop(slot, None)  # missing in a forked child

@@ -1,4 +1,4 @@
-"""What the codecs of rows (`rows`) and records (`records`) share: errors, types, words, and tensors as bytes."""
+"""Shared parts of the codecs of rows (`rows`) and records (`records`): errors, types, words, tensors as bytes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class SampleMismatchError(ValueError):
 
 
 class UnsupportedSampleError(TypeError):
-    """A sample holds something that cannot be kept: it has no fixed number of bytes, or cannot be pickled."""
+    """A sample holds a part that cannot be stored: it has no fixed number of bytes, or cannot be pickled."""
 
 
 Parts = Sequence[Any]
-"""What a sample is made of, checked and otherwise as it came: tensors, arrays, numbers."""
+"""The leaves of a sample, checked, as they came: tensors, arrays, numbers."""
 
 Memory = Sequence[npt.NDArray[np.uint8]]
 """The memory of a batch, uint8 `[size]` per field, writable, aligned to 64 bytes where it is large."""
@@ -55,7 +55,7 @@ def aligned(size: int) -> int:
 
 
 class _Bytes:
-    """The bytes of a contiguous tensor, for NumPy. After `tensor.numpy()` its user could not resize the storage."""
+    """The bytes of a contiguous tensor, for NumPy. `tensor.numpy()` would forbid the user to resize the storage."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -82,7 +82,7 @@ def tensor_over(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torc
         dtype: of the tensor.
         shape: of the tensor.
     """
-    if (known := array_dtype(dtype)) is not None:  # in half the time of torch's own way
+    if (known := array_dtype(dtype)) is not None:  # twice as fast as torch's own way
         return torch.from_numpy(np.ndarray(shape, known, memory))
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -91,7 +91,7 @@ def tensor_over(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torc
 
 @cache
 def array_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
-    """NumPy's dtype for one of torch's; None for bfloat16 and others that NumPy lacks."""
+    """NumPy's dtype for a dtype of torch; None for bfloat16 and other dtypes that NumPy lacks."""
     try:
         return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     except TypeError:
@@ -107,15 +107,15 @@ def named(path: str) -> str:
 
 
 def type_name(kind: type) -> str:
-    """A type as its user knows it."""
+    """The name of a type, as its user writes it."""
     module = module_name(kind.__module__)
     return kind.__name__ if module in ("builtins", "torch", "numpy") else f"{module}.{kind.__qualname__}"
 
 
 def module_name(module: str) -> str:
-    """The name of a module in the process that a user starts: a spawned process calls the script `__mp_main__`.
+    """The name of a module in the user's process: a spawned process calls the script `__mp_main__`.
 
-    Both names lead to the script in either process.
+    Both names lead to the script in both processes.
 
     Example:
         >>> module_name("__mp_main__"), module_name("torch")

@@ -1,8 +1,8 @@
-"""The interface of the library that the idea comes from, around a store of rows.
+"""The interface of stocaching, the library that the idea comes from, around a store of rows.
 
 stocaching (https://github.com/Charl-AI/stochastic-caching) documents its `SharedCache` by constructor, `get_slot`,
-`set_slot`, `[]`, `len`, `array`, `aux_array` and `clear`: a user of that library changes one import. A cache made by
-that constructor holds the first indices of the dataset; one made around a store has the slots of that store.
+`set_slot`, `[]`, `len`, `array`, `aux_array` and `clear`: a user of that library changes one import. The cache has
+slots for the first indices of the dataset, as in that library.
 """
 
 from __future__ import annotations
@@ -64,16 +64,6 @@ class SharedCache:
         slots = min(max(limit, 0) // max(spec.nbytes, 1), dataset_len)
         self.store = Store.create(spec, Arc(dataset_len, slots))
 
-    @classmethod
-    def around(cls, store: Store) -> SharedCache:
-        """This interface to a store of rows that is open; closing one closes the other."""
-        cache = cls.__new__(cls)
-        cache.store = store
-        return cache
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).around, (self.store,)
-
     def __len__(self) -> int:
         """Number of slots."""
         return len(self.store)
@@ -84,7 +74,7 @@ class SharedCache:
         return self.store.closed
 
     def close(self) -> None:
-        """Close the cache in this process; the memory is free when all processes have."""
+        """Close the cache in this process. The memory is free when all processes have closed the cache."""
         self.store.close()
 
     def get_slot(self, idx: int, allow_oob_idx: bool = True, allow_empty_slot: bool = True) -> Any | None:
@@ -104,7 +94,7 @@ class SharedCache:
     def set_slot(self, idx: int, value: Any, allow_oob_idx: bool = True, allow_overwrite: bool = False) -> None:
         """Store a sample with exactly the dtype and shape of the cache.
 
-        Nothing happens where the index has no slot, nor where the slot holds the same bytes already.
+        Nothing happens if the index has no slot, or if the slot holds the same bytes already.
 
         Raises:
             IndexError: the index is outside the dataset, or has no slot and `allow_oob_idx=False`.
@@ -119,7 +109,7 @@ class SharedCache:
             raise RuntimeError(f"the slot of index {idx} already holds another sample, and allow_overwrite=False")
 
     def __getitem__(self, idx: int) -> Any:
-        """A copy of what lies in slot `idx`: zeroes where nothing has been stored."""
+        """A copy of slot `idx`, zeroes if nothing has been stored there."""
         content = self._rows.fetch(self._slot_number(idx))
         memory = [np.frombuffer(bytearray(field), dtype=np.uint8) for field in content]
         return self.store.codec.split(memory, 1)[0]
@@ -130,17 +120,13 @@ class SharedCache:
 
     @property
     def array(self) -> torch.Tensor:
-        """The slots themselves, `[slots, *data_dims]`: the one live view.
+        """A live view of all slots, `[slots, *data_dims]`.
 
-        Writing to it goes past every check, and marks nothing as set. Touching an empty slot takes memory; where there
-        is none the process dies of SIGBUS.
+        Writing to it bypasses every check, and marks no slot as set. Touching an empty slot takes memory; without
+        memory the process dies of SIGBUS.
         """
         self._check_open()
-        fields = self.store.codec.fields
-        if len(fields) != 1 or not isinstance(fields[0].dtype, torch.dtype):
-            came = ", ".join(map(str, fields))
-            raise TypeError(f"array needs samples of a single tensor; these are of {came or 'nothing'}")
-        live: torch.Tensor = fields[0].over(self._rows.fields[0], len(self))
+        live: torch.Tensor = self.store.codec.fields[0].over(self._rows.fields[0], len(self))
         return live
 
     @property
@@ -154,7 +140,7 @@ class SharedCache:
         return torch.from_numpy(states)
 
     def clear(self) -> None:
-        """Empty all slots and give their memory back. No process may be reading or filling meanwhile."""
+        """Empty all slots and return their memory. No process may read or fill meanwhile."""
         self.store.clear()
 
     @property

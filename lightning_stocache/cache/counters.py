@@ -1,11 +1,13 @@
-"""What a cache has done, counted by every process on its own row.
+"""Counters of a cache: every process counts on its own row.
 
-A segment holds rows of sixteen 64-bit numbers: the rank (plus one; zero marks a row that nobody has used), then the
-columns of `Counts`; the last number of the first row notes which warnings the node has had. A process takes a row at
-its first count, by the lock of the row's byte, which the kernel gives back when the process ends; a row that is free
-again is taken only by a process of the same rank, which goes on adding. So nothing is ever reset, no two writers share
-a row, and the counts of an epoch are the difference of two sums. Anybody may read; what is read while somebody counts
-is at most one addition old. A process that finds no row (beyond a thousand on a node) counts nothing.
+A segment holds rows of sixteen 64-bit numbers: the rank plus one (zero marks an unused row), then the columns of
+`Counts`. The last number of the first row notes the warnings that the node has had.
+
+A process takes a row at its first count, with the lock of the row's byte, which the kernel frees when the process ends.
+A free row with a rank is taken only by a process of the same rank, which goes on adding. So nothing is ever reset, no
+two writers share a row, and the counts of an epoch are the difference of two sums. Every process may read; a sum that
+is read while others count is at most one addition old. A process without a row (beyond a thousand on a node) counts
+nothing.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from lightning_stocache.node.segment import Segment
 __all__ = ["Counters", "Counts", "Matter"]
 
 Matter = Literal["odd sample", "random sample", "changed source", "slow disk", "no workers", "ranks alone"]
-"""The warnings that a node has once."""
+"""The subjects of warnings that a node has once."""
 
-_ROWS = 1024  # 128 KiB, all of it reserved: a row that cannot be had, or read, must not end a training
+_ROWS = 1024  # 128 KiB, reserved at once: a row without memory must not end a training
 _COLUMNS = 16
 _BYTES = _ROWS * _COLUMNS * 8
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of samples, bytes and nanoseconds; they add and subtract. `hits + misses + bypasses` is what was served.
+    """Numbers of samples, bytes and nanoseconds; they add and subtract. `hits + misses + bypasses` are the served ones.
 
     Args:
         hits: samples served from their slot.
@@ -43,8 +45,8 @@ class Counts:
         bytes_from_cache: bytes of the hits.
         bytes_from_source: bytes of the misses and bypasses, as they would lie in a slot.
         source_ns: nanoseconds spent in the source, summed over processes.
-        fill_ns: nanoseconds spent on checking and storing what came from it.
-        gather_ns: nanoseconds spent on copying hits out of their slots, on the thread ahead of the consumer too.
+        fill_ns: nanoseconds spent on checking and storing samples.
+        gather_ns: nanoseconds spent on copying hits out of their slots, also on the prefetching thread.
         setup_fills: samples that set-up has stored. They belong to no epoch, and are no `fills`: epoch one hits them.
 
     Example:
@@ -65,7 +67,7 @@ class Counts:
 
     @property
     def served(self) -> int:
-        """Samples handed out by the cache layer, whether a trainer consumed them or not."""
+        """Samples served, whether or not a trainer has used them."""
         return self.hits + self.misses + self.bypasses
 
     def __add__(self, other: Counts) -> Counts:
@@ -75,17 +77,17 @@ class Counts:
         return Counts(*(left - right for left, right in zip(self.values(), other.values(), strict=True)))
 
     def values(self) -> tuple[int, ...]:
-        """The numbers in the order of the fields, as one vector to reduce over ranks."""
+        """The numbers in the order of the fields, as a vector to reduce over ranks."""
         return astuple(self)
 
 
 _PLACE = {column.name: place for place, column in enumerate(fields(Counts), start=1)}
-_SAID = _COLUMNS - 1  # of the first row: one bit for each matter
+_SAID = _COLUMNS - 1  # in the first row: one bit for each matter
 _MATTERS = {matter: 1 << place for place, matter in enumerate(get_args(Matter))}
 
 
 class Counters:
-    """The rows of all processes of a node that use one cache; this process works for `rank`.
+    """The rows of all processes of a node that use one cache. This process counts for `rank`.
 
     Example:
         >>> counters = Counters.create()
@@ -103,24 +105,24 @@ class Counters:
 
     @classmethod
     def create(cls, rank: int = 0, backend: Backend | None = None) -> Counters:
-        """Make the rows, of which no process has one yet; an OSError if there is no memory for them."""
+        """Make the rows. An OSError if there is no memory for them."""
         return cls(Segment.create(_BYTES, backend, reserved=_BYTES), rank)
 
     def __reduce__(self) -> tuple[type[Counters], tuple[Segment, int]]:
         return type(self), (self.segment, self.rank)
 
     def add(self, **counts: int) -> None:
-        """Add to this process's row, by the names of `Counts`. 0.2 us per number."""
+        """Add to this process's row, by the names of `Counts`, in 0.2 us per number."""
         if self.segment.closed:
             return
-        if self._pid != os.getpid():  # first use here, or after a fork
+        if self._pid != os.getpid():  # the first count in this process
             self._row, self._pid = self._take_row(), os.getpid()
         if (row := self._row) is not None:
             for name, count in counts.items():
                 row[_PLACE[name]] += count
 
     def is_first(self, matter: Matter) -> bool:
-        """Whether nobody on the node has asked this before; the caller for which it is true warns for all."""
+        """Whether this is the node's first call for a matter. Then the caller warns for the whole node."""
         if self.closed:
             return False
         with Claims(self.segment).waiting(_ROWS):
@@ -129,7 +131,7 @@ class Counters:
         return first
 
     def totals(self, rank: int | None = None) -> Counts:
-        """The sum over all rows, or over those of one rank."""
+        """The sum over all rows, or over the rows of one rank."""
         if self.closed:
             return Counts()
         owners = self._rows[:, 0]
@@ -138,15 +140,15 @@ class Counters:
 
     @property
     def closed(self) -> bool:
-        """Whether this process has closed them."""
+        """Whether this process has closed the rows."""
         return self.segment.closed
 
     def unlink(self) -> None:
-        """Remove the name of their file, if it has one."""
+        """Remove the name of the file, if it has one."""
         self.segment.unlink()
 
     def close(self) -> None:
-        """Close the rows in this process; counting goes nowhere from then on."""
+        """Close the rows in this process. Nothing is counted from then on."""
         self._rows = np.empty((0, _COLUMNS), dtype=np.int64)
         self._row, self._pid = None, 0
         self.segment.close()
@@ -158,5 +160,5 @@ class Counters:
                 if row[0] in (0, self.rank + 1):
                     row[0] = self.rank + 1
                     return row
-                self.segment.unlock(number)  # another rank's process took it between our look and our lock
+                self.segment.unlock(number)  # a process of another rank took the row between our look and our lock
         return None

@@ -8,18 +8,18 @@
     rows         one array per field, `[slots, nbytes]`; or
     records      one run of bytes
 
-Every array starts at a multiple of 64 bytes. Rows have one array per field, so that one `take` per field gives a whole
-batch that is already collated. It is NumPy's: torch's `index_select` divides the copy among OpenMP threads, which spin
-while they wait for each other (with workers on the same cores 7.7 ms for 64 photographs, where one thread takes 0.8).
+Every array starts at a multiple of 64 bytes. Rows have one array per field, so one `take` per field gives a whole batch
+that is already collated. NumPy takes, because torch's `index_select` divides the copy among OpenMP threads, which spin
+while they wait for each other (with workers on the same cores 7.7 ms for 64 photographs; one thread takes 0.8 ms).
 
 Memory for columns and words (the head) is reserved when the store is made, or block by block. Samples are written
-through the file (`Segment.store`), where a lack of memory is an error. A writer that is killed half-way leaves state 0.
+through the file (`Segment.store`), where a lack of memory is an error. A killed writer leaves state 0.
 
 Records lie one behind the other. A writer moves the free offset behind its record under one lock, and writes without
-the lock, so records never overlap. The room of a writer that is killed stays unused. If a write fails and nobody has
-taken room since, the offset goes back. A record begins at a multiple of 8, and of 64 if it has several parts.
+the lock, so records never overlap. The room of a killed writer stays unused. If a write fails, and no process has taken
+room since, the offset goes back. A record begins at a multiple of 8, and of 64 if it has several parts.
 
-These classes only move bytes. Who may write a slot, and when it becomes ready, is decided in `store`.
+These classes only move bytes. The store decides who may write a slot, and when it is ready (`store`).
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ ROLLING: Mapping[str, str | int] = {"form": "rolling"}
 """The fingerprint of a rolling store, whose states are int64."""
 
 LARGEST = 2**32
-"""Bytes that a record must stay below."""
+"""A record must have fewer bytes."""
 
 _END = ""
-_SMALL = 8  # alignment of records that have one part
-_KNOWN = 32  # records whose mean is believed, rather than that of the samples that were looked at
-_TRIES, _PAUSE = 200, 50e-6  # a process that has the lock of the run for longer than 10 ms was stopped
+_SMALL = 8  # alignment of records with one part
+_KNOWN = 32  # with so many records, their mean size replaces the estimate of set-up
+_TRIES, _PAUSE = 200, 50e-6  # 10 ms: a process that keeps the lock of the run for longer was stopped
 
 
 def offsets(dtypes: Mapping[str, npt.DTypeLike], count: int, begin: int = 0) -> dict[str, int]:
-    """Where the array of each column begins; under the empty name, where all of them end."""
+    """The offset of each column's array; under the name "", the end of all arrays."""
     starts = {}
     for name, dtype in dtypes.items():
         starts[name] = begin
@@ -90,9 +90,9 @@ def columns(
 
     Args:
         segment: must be long enough.
-        dtypes: by name; a dtype with a shape makes an array of more dimensions.
-        count: length of each.
-        begin: where the first one begins, a multiple of 64.
+        dtypes: dtypes by name; a dtype with a shape makes an array of more dimensions.
+        count: length of each array.
+        begin: offset of the first array, a multiple of 64.
 
     Example:
         >>> segment = Segment.create(256)
@@ -104,7 +104,7 @@ def columns(
     arrays = {}
     for name, dtype in dtypes.items():
         kind = np.dtype(dtype)
-        if count * kind.itemsize:  # `frombuffer` holds the buffer, which `ndarray` does not
+        if count * kind.itemsize:  # `frombuffer` keeps a reference to the buffer, `ndarray` does not
             array = np.frombuffer(segment.memory(starts[name], count * kind.itemsize), kind.base)
         else:
             array = np.empty(0, kind.base)
@@ -124,17 +124,17 @@ class Head:
         return Head({**self.columns, **columns}, self.words)
 
     def nbytes(self, count: int) -> int:
-        """Its size for `count` slots."""
+        """Bytes of the head for `count` slots."""
         return aligned(offsets(self.columns, count)[_END] + 8 * self.words)
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that a slot has in its columns."""
+        """Bytes of a slot in all columns."""
         return sum(np.dtype(dtype).itemsize for dtype in self.columns.values())
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes for the words, and the most that alignment wastes: as many whatever the number of slots."""
+        """Bytes of the words, and the most that alignment wastes. The number of slots does not matter."""
         return 8 * self.words + 256
 
 
@@ -143,10 +143,10 @@ ONCE = Head({"state": np.uint8})
 
 
 class _Slots:
-    """The head of a store, live: the columns of `head` for `count` slots, of which one is `state`."""
+    """The live head of a store: the columns of `head` for `count` slots. One column is `state`."""
 
     own_columns: Mapping[str, npt.DTypeLike] = {}
-    """The columns that a layout needs beside those of the policy."""
+    """The columns that a layout needs besides the columns of the policy."""
 
     def __init__(self, segment: Segment, count: int, head: Head) -> None:
         head = head.plus(self.own_columns)
@@ -157,7 +157,7 @@ class _Slots:
         self.words = columns(segment, {"words": np.int64}, head.words, self._starts[_END])["words"]
         self.state = self.columns["state"]
         self.states: memoryview = self.state.data
-        """The states again: a single look costs 30 ns, and 100 through the array."""
+        """The states as a memoryview: one look costs 30 ns, through the array 100 ns."""
 
     @classmethod
     def reserved_bytes(cls, count: int, head: Head = ONCE) -> int:
@@ -165,21 +165,21 @@ class _Slots:
         return head.plus(cls.own_columns).nbytes(count)
 
     def reserve(self, first: int, last: int) -> None:
-        """Reserve the memory for the columns of some slots, and for the words; an OSError (ENOSPC) if there is none."""
+        """Reserve the memory for the columns of some slots, and for the words. An OSError (ENOSPC) without memory."""
         for name, column in self.columns.items():
             self._segment.reserve(self.offset_in(name, first), (last - first) * column.itemsize)
         self._segment.reserve(self._starts[_END], self.begin - self._starts[_END])
 
     def offset_in(self, column: str, slot: int) -> int:
-        """Where a slot's number of a column lies in the segment."""
+        """The offset of a slot's number in a column."""
         return self._starts[column] + slot * self.columns[column].itemsize
 
     def mend(self, is_sound: Callable[[int], bool]) -> None:
-        """Empty the slots whose state a crash has spoilt, while no other process has the store open."""
+        """Empty the slots whose state a crash has damaged, while no other process has the store open."""
         self.state[self.state != READY] = EMPTY
 
     def close(self) -> None:
-        """Drop all views, without which the segment cannot be unmapped."""
+        """Drop all views. Before that the segment cannot be unmapped."""
         self.state = self.words = np.empty(0, dtype=np.int64)
         self.states = memoryview(b"")
         self.columns = {}
@@ -189,7 +189,7 @@ class Rows(_Slots):
     """One array per field."""
 
     fixed_bytes = 0
-    """Bytes that are as many in every store, which budgets do not count."""
+    """Bytes that every store has and budgets do not count."""
 
     def __init__(self, segment: Segment, codec: Any, count: int, head: Head = ONCE) -> None:
         super().__init__(segment, count, head)
@@ -204,9 +204,9 @@ class Rows(_Slots):
 
     @staticmethod
     def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:
-        """Size of a segment for `count` slots, whatever is granted.
+        """Size of a segment for `count` slots. `granted` does not matter.
 
-        The last byte belongs to no row: a file that was cut off never gets its length again by what is stored into it.
+        The last byte belongs to no row: a file that was cut off does not get its full length back by storing a row.
         """
         return offsets(_field_dtypes(codec), count, head.nbytes(count))[_END] + 1
 
@@ -219,7 +219,7 @@ class Rows(_Slots):
         return self.count
 
     def size(self, contents: Sequence[memoryview]) -> int:
-        """Bytes of a sample: all have the same."""
+        """Bytes of a sample, equal for all samples."""
         return self._nbytes
 
     def has_room(self, nbytes: int) -> bool:
@@ -235,19 +235,19 @@ class Rows(_Slots):
         return True
 
     def gather(self, slots: Integers, into: Memory) -> None:
-        """Copy many samples out.
+        """Copy many samples into the memory of a batch.
 
         Args:
             slots: int64 `[samples]`, each in `[0, count)`.
-            into: where to, uint8 `[samples * nbytes]` per field, aligned to 64 bytes. Fresh memory costs as much again
-                in page faults.
+            into: uint8 `[samples * nbytes]` per field, aligned to 64 bytes. Fresh memory costs as much again in page
+                faults.
         """
         for rows, nbytes, memory in zip(self.fields, self._row_bytes, into, strict=True):
-            # The mode is any but "raise", which makes a copy first, to leave the memory as it was after an error.
+            # The mode "raise" would copy first, to leave the memory unchanged after an error.
             rows.take(slots, 0, memory.reshape(len(slots), nbytes), "clip")
 
     def fetch(self, slot: int) -> list[bytes]:
-        """Read the row of a slot through the file, bytes `[nbytes]` per field; zeroes where nothing was written."""
+        """Read the row of a slot through the file, bytes `[nbytes]` per field; zeroes where no sample was written."""
         pairs = zip(self._fields, self._row_bytes, strict=True)
         return [self._segment.fetch(start + slot * nbytes, nbytes) for start, nbytes in pairs]
 
@@ -262,7 +262,7 @@ class Rows(_Slots):
 
 
 class Records(_Slots):
-    """One run of bytes, from which all processes of a node take room and never give it back.
+    """One run of bytes, from which all processes of a node take room. Room is never returned.
 
     Example:
         >>> codec, segment = RecordCodec.infer(["a"]), Segment.create(8192)
@@ -280,7 +280,7 @@ class Records(_Slots):
 
     def __init__(self, segment: Segment, codec: Any, count: int, head: Head = ONCE) -> None:
         super().__init__(segment, count, head)
-        # The last byte belongs to no record: a file that was cut off never gets its length again by a record.
+        # The last byte belongs to no record: a file that was cut off does not get its full length back by a record.
         self.end, self.fixed_bytes = segment.size - 1, head.fixed_bytes
         self.granted_bytes = segment.size - self.fixed_bytes
         """Bytes that slots and records may take."""
@@ -292,23 +292,23 @@ class Records(_Slots):
 
     @staticmethod
     def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:
-        """Size of a segment: all that is granted, but no less than `count` slots take without any record."""
+        """Size of a segment: all granted bytes, and at least the columns of `count` slots."""
         return max(Records.reserved_bytes(count, head) + 1, granted + head.fixed_bytes)
 
     def fill_fraction(self, filled: int) -> float:
-        """Share of the bytes that are taken; 1 as soon as every slot is ready, and nothing is left to be filled."""
+        """Share of the bytes that are taken; 1 when every slot is ready, because no slot is left to fill."""
         if filled == self.count:
             return 1.0
         return min(max(self.free - self.fixed_bytes, 0) / max(self.granted_bytes, 1), 1.0)
 
     def capacity(self, filled: int) -> int:
-        """Number of samples for which there is room, if those to come are as large as those that have come."""
+        """Number of samples for which there is room, if the next samples are as large as those before."""
         mean = (self.free - self.begin) / filled if filled >= _KNOWN else self._expected
         return min(filled + int((self.end - self.free) / max(mean, 1)), self.count)
 
     @property
     def free(self) -> int:
-        """Where the free part of the run begins."""
+        """The offset of the free part of the run."""
         return max(int(self._numbers[0]), self.begin)
 
     def size(self, contents: Sequence[memoryview]) -> int:
@@ -320,7 +320,7 @@ class Records(_Slots):
         return bool(nbytes <= self.end - self.free and nbytes < LARGEST)
 
     def write(self, slot: int, contents: Sequence[memoryview]) -> bool:
-        """Write a record and its place; False if there is no room, or if another writer was stopped in the lock."""
+        """Write a record and its place. Returns False without room, or if another writer was stopped in the lock."""
         nbytes = self.size(contents)
         if not self.has_room(nbytes):
             return False
@@ -342,12 +342,12 @@ class Records(_Slots):
         return True
 
     def record(self, slot: int) -> memoryview:
-        """The record of a ready slot: a live, read-only view."""
+        """The record of a ready slot, as a live, read-only view."""
         begin = self._begins[slot]
         return self._run[begin : begin + self._sizes[slot]].toreadonly()
 
     def fetch(self, slot: int) -> list[bytes] | None:
-        """Read the record of a slot through the file; None if it does not lie in the run."""
+        """Read the record of a slot through the file. Returns None if the record lies outside of the run."""
         begin, nbytes = self._begins[slot], self._sizes[slot]
         if not self.begin <= begin < self.end or not 0 < nbytes <= self.end - begin:
             return None
@@ -358,7 +358,7 @@ class Records(_Slots):
         return int(self.columns["nbytes"].take(slots).sum())
 
     def mend(self, is_sound: Callable[[int], bool]) -> None:
-        """Empty slots whose record lies outside of the run; the free part begins behind the last sound record."""
+        """Empty the slots with a record outside of the run. The free part begins behind the last sound record."""
         super().mend(is_sound)
         begin, nbytes = self.columns["begin"], self.columns["nbytes"]
         inside = (begin >= self.begin) & (begin < self.end) & (nbytes > 0) & (nbytes <= self.end - begin)
@@ -379,7 +379,7 @@ class Records(_Slots):
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Try to take the lock of the run, for as long as it takes to move the offset; yields whether it was taken."""
+        """Try to take the lock of the run while another process moves the offset. Yields whether it was taken."""
         for _ in range(_TRIES):
             if self._claims.take(self._lock):
                 break
@@ -394,7 +394,7 @@ class Records(_Slots):
 
 
 Layout: TypeAlias = Rows | Records
-"""How the samples of a store lie."""
+"""A layout of samples."""
 
 
 def layout_of(codec: SampleCodec) -> type[Layout]:
@@ -403,16 +403,16 @@ def layout_of(codec: SampleCodec) -> type[Layout]:
 
 
 def _field_dtypes(codec: Any) -> dict[str, npt.DTypeLike]:
-    # By number: two fields may have one path where a key is written as another one's.
+    # The names are numbers, because two fields may have one path.
     return {str(number): (np.uint8, (nbytes,)) for number, nbytes in enumerate(codec.row_bytes)}
 
 
-# ---- for people who ask what takes their memory ----
+# ---- for people who look for the memory of caches ----
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a segment says about itself: its manifest, why that cannot be read ("is damaged ..."), its filled slots."""
+    """The description of a segment: its manifest, or its damage in words, and the number of its filled slots."""
 
     manifest: Manifest | None
     damage: str = ""
@@ -420,11 +420,11 @@ class Contents:
 
 
 def contents_of(file: int) -> Contents:
-    """What lies in a segment's file that is open for reading, without mapping it; another process may be filling it.
+    """Read the description of a segment's file without mapping it. Another process may be filling it.
 
     Raises:
-        ValueError: it is no segment.
-        OSError: it cannot be read.
+        ValueError: the file is no segment.
+        OSError: the file cannot be read.
     """
     token_of(file)
     try:
@@ -438,5 +438,5 @@ def contents_of(file: int) -> Contents:
 
 
 def is_complete(generation: Integers | int) -> Any:
-    """Whether a complete sample lies in a slot of this generation (`rolling`); of an array, for each."""
+    """Whether a slot of this generation has a complete sample (`rolling`); for an array, each of them."""
     return (generation > 0) & (generation & 1 == 0)

@@ -1,17 +1,18 @@
-"""Where an index lives: node and slot, by arithmetic alone.
+"""Where an index lives: its node and slot, by arithmetic alone.
 
-The N indices of a dataset sit on a ring: `position(i) = i * step mod N`, with a step that is coprime to N and close to
-N divided by the golden ratio. So any arc of the ring takes its indices evenly from the whole dataset: of any stretch
-its share to within 8 indices (Weyl's equidistribution; measured up to 1.3 million). Step 1 keeps the dataset's order.
+The N indices of a dataset sit on a ring: `position(i) = i * step mod N`. The step is coprime to N, and close to N
+divided by the golden ratio. So any arc of the ring takes its indices evenly from the whole dataset: from any stretch of
+the dataset it takes its share to within 8 indices (Weyl's equidistribution; measured up to 1.3 million). Step 1 keeps
+the dataset's order.
 
-Node k trains on a share s_k of every global batch. Its arc starts at `N * (s_0 + ... + s_(k-1))` and is as long as its
-slots; the slot of an index is its distance from the start of the arc. So there is no table and no message. An arc that
-is longer than the node's share runs on over its neighbours', and gives those indices several homes.
+Node k trains on a share s_k of every global batch. Its arc starts at `N * (s_0 + ... + s_(k-1))` and is as long as the
+node's slots. The slot of an index is its distance from the start of the arc. So no table and no message is needed. An
+arc that is longer than the node's share overlaps the arcs of its neighbours, and the indices in it have several homes.
 
-Where only a part of the dataset is drawn (its `Domain`), the ring is of that part: an index counts by its rank there.
+If only a part of the dataset is drawn (its `Domain`), the ring has the indices of that part, by their ranks.
 
-A cache that outlives its job keeps its arc, whatever nodes the next job has. A node that comes new to such caches takes
-a planned start that none of them has (`beside`): so a lost node takes its own arc away and moves nothing else.
+A cache that outlives its job keeps its arc, whatever nodes the next job has. A node without such a cache takes a
+planned start that no cache has (`with_arcs`). So when a node is lost, only its own arc is lost, and no other arc moves.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ NO_RANK = -1
 """Stands for an index that is not drawn."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _CANDIDATES = 64
-_REACH = 150  # numbers looked at on either side, to find that many that are coprime to N
+_REACH = 150  # numbers on either side among which so many coprime to N are looked for
 
 
 class Domain:
-    """The indices of a dataset that are drawn, where those are not all: one fold, or what has a weight.
+    """The indices of a dataset that are drawn, if they are not all: one fold, or the samples with a weight.
 
-    They have ranks from 0 on, in the order of the dataset, in one int32 array of the dataset's length.
+    Their ranks from 0 on, in the order of the dataset, lie in one int32 array of the dataset's length.
 
     Args:
-        indices: in any order, from the end if negative, each as often as you like.
+        indices: in any order, repeated or not; a negative index counts from the end.
         length: number of samples in the dataset.
 
     Raises:
-        ValueError: an index is outside of the dataset, or no whole number.
+        ValueError: an index is outside of the dataset, or is no whole number.
 
     Example:
         >>> domain = Domain([7, 2, -1], length=10)
@@ -69,7 +70,7 @@ class Domain:
         drawn[given] = True
         self.length = length
         self.indices: Integers = np.flatnonzero(drawn)
-        """int64 `[len]`, ascending; the rank of each is its place here."""
+        """int64 `[len]`, ascending; the rank of an index is its position here."""
         self.indices.flags.writeable = False
         self._ranks = np.full(length, NO_RANK, dtype=np.int32)
         self._ranks[self.indices] = np.arange(len(self.indices), dtype=np.int32)
@@ -91,17 +92,17 @@ class Domain:
         return self._ranks.take(indices).astype(np.int64)
 
     def covers(self, other: Domain | None) -> bool:
-        """Whether another domain of the dataset, or all of it (None), lies in this one."""
+        """Whether this domain contains another domain of the dataset, or all of the dataset (None)."""
         return self.is_whole if other is None else bool((self._ranks[other.indices] != NO_RANK).all())
 
     @property
     def _bits(self) -> npt.NDArray[np.uint8]:
-        """One bit for each index of the dataset: what a pickle has."""
+        """One bit for each index of the dataset, for pickles."""
         return np.packbits(self._ranks != NO_RANK)
 
     @cached_property
     def digest(self) -> str:
-        """The indices in 16 characters."""
+        """A digest of the indices, 16 characters."""
         return hashlib.sha256(self._bits.tobytes()).hexdigest()[:16]
 
     def __or__(self, other: Domain) -> Domain:
@@ -130,10 +131,10 @@ class Arc:
 
     Args:
         size: number of indices on the ring, N.
-        slots: number of slots, that is the length of the arc.
+        slots: number of slots, which is the length of the arc.
         start: position of slot 0.
-        step: what an index is multiplied with; 1 keeps the dataset's order.
-        domain: the indices that are on the ring, where those are not all of the dataset.
+        step: factor of an index; 1 keeps the dataset's order.
+        domain: the indices on the ring, if they are not all of the dataset.
 
     Raises:
         ValueError: the numbers do not make an arc.
@@ -165,11 +166,11 @@ class Arc:
 
     @property
     def geometry(self) -> dict[str, int]:
-        """Its numbers, by name; the domain is not among them."""
+        """Its numbers by name, without the domain."""
         return {"size": self.size, "slots": self.slots, "start": self.start, "step": self.step}
 
     def slot(self, index: int) -> int:
-        """The slot of an index, counted from the end if it is negative; NO_SLOT without one, or outside the dataset."""
+        """The slot of an index; a negative index counts from the end. NO_SLOT outside, or if the index has no slot."""
         length = self.size if self.domain is None else self.domain.length
         if not -length <= index < length:
             return NO_SLOT
@@ -179,7 +180,7 @@ class Arc:
         return slot if slot < self.slots else NO_SLOT
 
     def index(self, slot: int) -> int:
-        """The index that has a slot, which must lie in `[0, slots)`."""
+        """The index of a slot in `[0, slots)`."""
         position = (slot + self.start) * self._back % self.size
         return position if self.domain is None else int(self.domain.indices[position])
 
@@ -188,9 +189,9 @@ class Arc:
         return pow(self.step, -1, self.size)
 
     def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
-        """The slots of many indices, int64 of the same shape, NO_SLOT where there is none.
+        """The slots of many indices, int64 of the same shape; NO_SLOT for an index without a slot.
 
-        An index outside of the dataset has the slot of the one at which it comes out, round and round.
+        An index outside of the dataset wraps around, and has the slot of the index where it comes out.
         """
         if self.domain is None:
             ranks = indices.astype(np.int64, copy=False)
@@ -206,7 +207,7 @@ class Arc:
 
 @dataclass(frozen=True)
 class Ring:
-    """The arcs of all nodes over one dataset, or its domain, in the order of the nodes.
+    """The arcs of all nodes on one ring, in the order of the nodes.
 
     Example:
         >>> ring = Ring.cut(size=100, shares=(0.5, 0.5), slots=(30, 80))
@@ -223,8 +224,8 @@ class Ring:
         Args:
             size: number of indices, N.
             shares: share of every global batch that each node trains on; they sum to one.
-            slots: number of slots that each node has memory for; what exceeds N is left unused.
-            domain: which indices these are, where the dataset has more.
+            slots: number of slots that each node has memory for; slots beyond N stay unused.
+            domain: the indices on the ring, if the dataset has more.
 
         Example:
             >>> ring = Ring.cut(size=2, shares=(1,), slots=(2,), domain=Domain([3, 8], length=10))
@@ -232,18 +233,18 @@ class Ring:
             [-1, -1, -1, 0, -1, -1, -1, -1, 1, -1]
         """
         step = _even_step(size)
-        # Shares are ranks over ranks; as floats their sums miss half of an index by a hair, and with it leave a gap.
+        # Shares are ranks over ranks. As floats, their sums could miss the half of an index by a hair, and leave a gap.
         exact = [Fraction(share).limit_denominator(1 << 20) for share in shares]
         starts = [round(size * sum(exact[:node])) % max(size, 1) for node in range(len(exact))]
         each = zip(starts, slots, strict=True)
         return cls(tuple(Arc(size, min(count, size), start, step, domain) for start, count in each))
 
-    def beside(self, present: Sequence[Arc | None]) -> Ring:
-        """This ring with the arcs that some nodes have already; the others take the starts that are left, in turn.
+    def with_arcs(self, present: Sequence[Arc | None]) -> Ring:
+        """This ring with the arcs that some nodes have already. The other nodes take the starts that are left, in turn.
 
         Example:
             >>> ring = Ring.cut(size=100, shares=(0.5, 0.5), slots=(40, 40))
-            >>> [(arc.start, arc.slots) for arc in ring.beside((ring.arcs[1], None)).arcs]
+            >>> [(arc.start, arc.slots) for arc in ring.with_arcs((ring.arcs[1], None)).arcs]
             [(50, 40), (0, 40)]
         """
         taken = {arc.start for arc in present if arc is not None and arc.slots}
@@ -257,7 +258,7 @@ class Ring:
         size = self.arcs[0].size
         pieces = sorted((arc.start + lap, arc.start + lap + arc.slots) for arc in self.arcs for lap in (-size, 0))
         covered = reached = 0
-        for begin, end in pieces:  # arcs that run over the end of the ring come in from below zero
+        for begin, end in pieces:  # an arc that runs over the end of the ring has a second piece, from below zero
             begin, end = max(begin, reached), min(end, size)
             covered += max(end - begin, 0)
             reached = max(reached, end)
@@ -265,9 +266,10 @@ class Ring:
 
 
 def _even_step(size: int) -> int:
-    """The step whose multiples spread most evenly, of those next to the golden section.
+    """The step next to the golden section whose multiples spread most evenly.
 
-    The nearest alone can be poor: 1714 of 2775 takes 21 indices too many of some stretch, the best of 64 takes 4.
+    The nearest step alone can be poor: with step 1714, size 2775, a stretch has up to 21 indices too many. The best of
+    64 steps has 4.
     """
     golden = round(size * _GOLDEN)
     near = [step for step in range(max(golden - _REACH, 1), min(golden + _REACH, size)) if math.gcd(step, size) == 1]

@@ -1,18 +1,20 @@
-"""Samples of any kind as bytes: a record is one run of them.
+"""Samples of any kind as bytes: a record is the bytes of one sample.
+
+A record consists of:
 
     bytes of the pickle, number of buffers                                             (<II)
     per buffer: `nbytes << 1 | copies`: its size, and whether the decoder copies it    (<Q)
     pickle of protocol 5
     buffers, each at a multiple of 64 bytes of the record
 
-Tensors, NumPy arrays and images of PIL are taken apart by `reducer_override`, so that nothing large runs through the
-pickle (a tensor of 560 KB: 8 us, where its own way to be pickled takes 220). What is below 4 KiB stays in the pickle.
-An image of PIL is kept as PIL holds it, four bytes per pixel of RGB, which is a plain copy (30 us for 500x375, where
-three bytes take 450); `packed` records take three.
+`reducer_override` takes tensors, NumPy arrays and images of PIL apart, so nothing large runs through the pickle (a
+tensor of 560 KB: 8 us; torch's own way takes 220 us). Buffers below 4 KiB stay in the pickle. An image of PIL keeps
+PIL's four bytes per pixel of RGB, which is a plain copy (30 us for 500x375; three bytes per pixel take 450 us). In
+`packed` records it has three bytes per pixel.
 
-What comes out is what went in: types, dtypes, shapes, the order of dimensions in memory, attributes, palettes, keys;
-references that a sample has twice, and cycles, as pickle keeps them. Each buffer that comes out is writable and memory
-of its own, so a user who keeps the boxes of an image does not keep the image.
+Samples come out as they went in: types, dtypes, shapes, the order of dimensions in memory, attributes, palettes, keys,
+and, as in pickle, repeated references and cycles. Each buffer comes out in its own writable memory, so a user who keeps
+the boxes of an image does not keep the image.
 
 A pickle may run any code, so records are read only from files of this user alone.
 """
@@ -52,36 +54,36 @@ __all__ = ["RecordCodec", "Required", "SampleCodec", "canonical_bytes", "is_imag
 _HEAD = struct.Struct("<II")  # bytes of the pickle, number of buffers
 _ENTRY = struct.Struct("<Q")
 _LONGEST_PICKLE = 2**32 - 1
-_IN_PICKLE = 4096  # bytes; a copy of so few costs less than memory of their own
-_ONCE = 20  # bytes that the columns of a slot take, and what alignment wastes of a small record
-_DEEPEST = 8  # levels to which a sample is looked through
+_IN_PICKLE = 4096  # bytes; to copy so few costs less than a buffer
+_SLOT_BYTES = 20  # bytes of a slot in the columns, and of the alignment of a small record
+_DEEPEST = 8  # levels of a sample that `least_bytes` looks through
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_OF_IMAGES = ("info", "palette", "readonly", "im", "pyaccess")  # attributes of PIL's own; others are the user's
+_IMAGE_ATTRIBUTES = ("info", "palette", "readonly", "im", "pyaccess")  # attributes of PIL; all others are the user's
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
-# What a spawned worker calls a class of the script: who reads its records must know it by that name, too.
+# A spawned worker calls the script's module `__mp_main__`. The readers of its records must know that name, too.
 sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
 
 Required = tuple[tuple[tuple[Any, ...], type[Any]], ...]
-"""Where a sample must have a value of which type: one key or position per level."""
+"""The type that a sample must have at each path: one key or position per level."""
 
 
 @dataclass(frozen=True)
 class RecordCodec:
-    """Between samples of any kind and records.
+    """Turns samples of any kind into records, and back.
 
     Args:
-        nbytes: mean bytes of the records that have been seen; budgets are divided by it.
-        most_bytes: upper estimate of the mean bytes of all records: with that many bytes each, all will fit.
-        required: what a sample must have at which place, because the tail of a transform works on it.
-        packed: whether images of PIL take three bytes for a pixel of RGB, not the four that PIL itself takes.
+        nbytes: mean bytes of the records that were seen; budgets are divided by it.
+        most_bytes: upper estimate of the mean bytes of all records: with so many bytes per record, all fit.
+        required: the values that the random part of a transform needs: their paths and types.
+        packed: whether images of PIL take three bytes per pixel of RGB, instead of PIL's four.
         packed_bytes: `nbytes` of packed records.
         finished_bytes: bytes of a sample after its transforms, if that is more than `nbytes`.
         form: what is stored of a sample, if that is not what the source returns.
 
     Raises:
         UnsupportedSampleError: (`encode`) something in the sample cannot be pickled, or must not be stored.
-        SampleMismatchError: (`encode`) the sample lacks what is required.
+        SampleMismatchError: (`encode`) the sample lacks a required value.
 
     Example:
         >>> codec = RecordCodec.infer([{"text": "a cat", "ids": [3, 14], "pixels": torch.zeros(2, 3)}])
@@ -100,7 +102,7 @@ class RecordCodec:
 
     @classmethod
     def infer(cls, samples: Sequence[Any], required: Required = ()) -> RecordCodec:
-        """The codec of a source, from some of its samples; one that cannot be encoded is an error."""
+        """Make the codec of a source from some of its samples. An error if one of them cannot be encoded."""
         codec, packed = cls(0, required=required), cls(0, required=required, packed=True)
         sizes = np.array([codec.stored_size(codec.encode(sample)) for sample in samples], dtype=np.float64)
         packed_sizes = [packed.stored_size(packed.encode(sample)) for sample in samples]
@@ -110,7 +112,7 @@ class RecordCodec:
         return cls(round(mean), int(np.ceil(most)), required, packed_bytes=round(sum(packed_sizes) / len(samples)))
 
     def for_bytes(self, granted: int, samples: int) -> RecordCodec:
-        """This codec, packed where so many samples do not fit in so many bytes otherwise: that costs 40 us an image."""
+        """This codec, or its packed form if so many samples do not fit otherwise. Packing costs 40 us per image."""
         if samples * self.slot_bytes <= granted or not 0 < self.packed_bytes < self.nbytes:
             return self
         return replace(self, packed=True, nbytes=self.packed_bytes)
@@ -119,13 +121,13 @@ class RecordCodec:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that a sample costs in a store: its record, on average, its state and where it lies."""
-        return self.nbytes + _ONCE
+        """Mean bytes of a sample in a store: its record and its columns."""
+        return self.nbytes + _SLOT_BYTES
 
     @property
     def most_slot_bytes(self) -> int:
-        """Upper estimate of the bytes that a sample costs on average."""
-        return max(self.most_bytes, self.nbytes) + _ONCE
+        """Upper estimate of the mean bytes of a sample in a store."""
+        return max(self.most_bytes, self.nbytes) + _SLOT_BYTES
 
     @property
     def batch_bytes(self) -> int:
@@ -133,12 +135,12 @@ class RecordCodec:
         return max(self.nbytes, self.finished_bytes)
 
     def stored_size(self, parts: Sequence[memoryview]) -> int:
-        """Bytes that an encoded sample takes, with its alignment."""
+        """Bytes of an encoded sample, with its alignment."""
         size = sum(part.nbytes for part in parts)
         return size if len(parts) == 1 else aligned(size)
 
     def least_bytes(self, sample: Any) -> int:
-        """Least bytes of a sample's record, without encoding it: those of its arrays, images and text."""
+        """Least bytes of a sample's record, found without encoding it: the bytes of its arrays, images and text."""
         return _HEAD.size + _bytes_inside(sample, _DEEPEST, set())
 
     @property
@@ -150,12 +152,12 @@ class RecordCodec:
     # ---- from samples to bytes, and back ----
 
     def encode(self, sample: Any, index: int | None = None) -> list[memoryview]:
-        """The parts of a record, one after the other, as bytes; those of a large tensor are its own memory."""
+        """The parts of a record as bytes, one after the other; of a large tensor, its own memory."""
         title = "a sample" if index is None else f"sample {index}"
         self._check_required(sample, title)
         try:
             pickled, buffers = _pickled(sample, packed=self.packed)
-        except Exception as error:  # whatever the code of the sample's classes raises when it is pickled
+        except Exception as error:  # the code of the sample's classes may raise anything
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise UnsupportedSampleError(f"{title} cannot be kept as bytes: {reason}") from error
         if pickled.nbytes > _LONGEST_PICKLE:
@@ -179,7 +181,7 @@ class RecordCodec:
         return parts
 
     def decode(self, record: memoryview, lend: Lend | None = None) -> Any:
-        """The sample of a record, in new memory or what `lend` gives; the record is only read."""
+        """Make the sample of a record, in new memory or in what `lend` gives. The record is only read."""
         pickled, count = _HEAD.unpack_from(record)
         start = _HEAD.size + count * _ENTRY.size
         end = start + pickled
@@ -196,7 +198,7 @@ class RecordCodec:
         return pickle.loads(record[start : start + pickled], buffers=buffers)
 
     def is_alike(self, sample: Any) -> bool:
-        """Whether a sample has what is required."""
+        """Whether a sample has all required values."""
         try:
             self._check_required(sample, "")
         except SampleMismatchError:
@@ -220,27 +222,27 @@ class RecordCodec:
 
 
 SampleCodec: TypeAlias = SampleSpec | RecordCodec
-"""What turns samples into bytes, and bytes into samples again. Nothing outside this room looks into the bytes."""
+"""Turns samples into bytes, and back. Nothing outside this room looks into the bytes."""
 
 
 def canonical_bytes(node: Any) -> bytes | None:
-    """An object as bytes to be compared, equal for equal contents; None if it cannot be pickled."""
-    for fast in (True, False):  # without a memo, which writes an object that comes twice as a reference
+    """An object as bytes for comparison, equal for equal contents; None if it cannot be pickled."""
+    for fast in (True, False):  # fast is without a memo, which would write a repeated object as a reference
         try:
             pickled, buffers = _pickled(node, fast=fast)
-        except Exception:  # a cycle, if it was fast; else whatever the object's own code raises
+        except Exception:  # a cycle if it was fast; else the object's own code may raise anything
             continue
         return b"".join([pickled, *(buffer for buffer, _ in buffers)])
     return None
 
 
 def written(path: tuple[Any, ...]) -> str:
-    """A place in a sample, as one would write it in Python."""
+    """A path in a sample, as Python code."""
     return "".join(f"[{step!r}]" for step in path)
 
 
 def _bytes_inside(node: Any, deep: int, seen: set[int]) -> int:
-    if id(node) in seen:  # kept once
+    if id(node) in seen:  # stored once
         return 1
     seen.add(id(node))
     if isinstance(node, torch.Tensor):
@@ -254,7 +256,7 @@ def _bytes_inside(node: Any, deep: int, seen: set[int]) -> int:
     if deep and isinstance(node, Mapping):
         return sum(_bytes_inside(value, deep - 1, seen) for value in node.values())
     if deep and isinstance(node, list | tuple):
-        if node and isinstance(node[0], int | float):  # numbers, in all likelihood
+        if node and isinstance(node[0], int | float):  # then probably all items are numbers
             return len(node)
         return sum(_bytes_inside(value, deep - 1, seen) for value in node)
     return 1
@@ -273,14 +275,14 @@ def _pickled(node: Any, *, packed: bool = True, fast: bool = False) -> tuple[mem
 
 
 class _Encoder(pickle.Pickler):
-    """Pickles a sample, with large buffers beside."""
+    """Pickles a sample, and collects its large buffers."""
 
     def __init__(self, file: io.BytesIO, packed: bool) -> None:
         buffers: list[tuple[memoryview, bool]] = []
         images: list[PickleBuffer] = []
         self.packed, self.buffers, self.images = packed, buffers, images
 
-        # No method: an encoder that knows itself would keep the sample until the garbage collector runs.
+        # Not a method: an encoder that refers to itself would keep the sample until the garbage collector runs.
         def is_small(buffer: PickleBuffer) -> bool:
             content = buffer.raw()
             if content.nbytes < _IN_PICKLE:
@@ -291,7 +293,7 @@ class _Encoder(pickle.Pickler):
         super().__init__(file, 5, buffer_callback=cast(Any, is_small))
 
     def reducer_override(self, node: Any) -> Any:
-        """How an object is taken apart."""
+        """Take an object apart."""
         kind = type(node)
         if issubclass(kind, torch.Tensor):
             return _reduced_tensor(node)
@@ -309,17 +311,17 @@ class _Encoder(pickle.Pickler):
 
     def _reduced_image(self, image: Any) -> Any:
         kind = type(image)
-        if is_opened(kind):  # as PIL itself pickles it
+        if is_opened(kind):  # as PIL pickles it
             state = [self._image_bytes(part) if type(part) is bytes else part for part in image.__getstate__()]
             return _opened_image, (kind, state)
         raw = "RGBX" if image.mode == "RGB" and not self.packed else image.mode
         content = self._image_bytes(image.tobytes("raw", raw) if raw == "RGBX" else image.tobytes())
         palette = None if image.palette is None else (image.palette.mode, bytes(image.getpalette(None) or b""))
-        own = {name: value for name, value in vars(image).items() if name[0] != "_" and name not in _OF_IMAGES}
+        own = {name: value for name, value in vars(image).items() if name[0] != "_" and name not in _IMAGE_ATTRIBUTES}
         return _image, (image.mode, image.size, image.info, palette, raw, content, own)
 
     def _image_bytes(self, content: bytes) -> PickleBuffer:
-        """A buffer that PIL copies when it makes an image of it, so that it may be read where it lies."""
+        """A buffer that PIL copies when it makes an image, so the decoder need not copy it."""
         self.images.append(PickleBuffer(content))
         return self.images[-1]
 
@@ -336,7 +338,7 @@ def _reduced_tensor(tensor: torch.Tensor) -> Any:
     if tensor.requires_grad:
         raise UnsupportedSampleError("a tensor requires grad; return it with .detach()")
     if kind is not torch.Tensor:
-        # What dispatches by itself may be a wrapper without memory, and knows how to be pickled.
+        # A subclass with its own dispatch may be a wrapper without memory, and knows how to be pickled.
         dispatch: Any = kind.__torch_dispatch__
         if hasattr(kind, "__tensor_flatten__") or dispatch is not torch.Tensor.__torch_dispatch__:
             return NotImplemented
@@ -363,7 +365,7 @@ def _reduced_array(array: npt.NDArray[Any]) -> Any:
         if array.transpose(order).flags.c_contiguous:
             array, axes = array.transpose(order), [_inverse(order)]
     whole, dtype = np.ascontiguousarray(array), array.dtype
-    if not whole.flags.writeable:  # pickle would have it read-only, and over memory that is not its own
+    if not whole.flags.writeable:  # pickle would make it read-only, over memory of another buffer
         whole = whole.copy()
     by_name = dtype.names is None and dtype.metadata is None and dtype.isbuiltin != 2  # 2: another library's
     content = whole.reshape(-1).view(np.uint8).data if array.nbytes else bytearray()
@@ -371,12 +373,12 @@ def _reduced_array(array: npt.NDArray[Any]) -> Any:
 
 
 def _slowest_first(strides: Sequence[int]) -> list[int]:
-    """The dimensions in the order in which they lie in memory, if that is without gaps."""
+    """The dimensions in the order of their memory, slowest first."""
     return sorted(range(len(strides)), key=lambda axis: -strides[axis])
 
 
 def _inverse(order: list[int]) -> tuple[int, ...]:
-    """The permutation that takes another one back."""
+    """The inverse of a permutation."""
     return tuple(order.index(axis) for axis in range(len(order)))
 
 
@@ -388,13 +390,13 @@ def _tensor(dtype: str, shape: tuple[int, ...], buffer: Any, axes: tuple[int, ..
 def _foreign_tensor(
     dtype: str, shape: tuple[int, ...], buffer: Any, axes: tuple[int, ...] | None = None
 ) -> torch.Tensor:
-    """A tensor of bfloat16, or another dtype that NumPy lacks."""
+    """A tensor of bfloat16, or of another dtype that NumPy lacks."""
     tensor = tensor_over(buffer, getattr(torch, dtype), shape)
     return tensor if axes is None else tensor.permute(axes)
 
 
 def _sparse(layout: torch.layout, parts: tuple[Any, ...]) -> torch.Tensor:
-    """As torch would rebuild it, which also keeps it until the next `torch.load` has checked it."""
+    """Rebuild a sparse tensor. torch's own way also keeps the tensor until the next `torch.load` has checked it."""
     if layout is torch.sparse_coo:
         return torch.sparse_coo_tensor(*parts[:3], is_coalesced=parts[3], check_invariants=False)
     return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
@@ -402,7 +404,7 @@ def _sparse(layout: torch.layout, parts: tuple[Any, ...]) -> torch.Tensor:
 
 def _subclass(kind: type[torch.Tensor], plain: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
     tensor = plain.as_subclass(kind)
-    tensor.__dict__ = attributes  # itself: attributes that lead back to the tensor come into it later
+    tensor.__dict__ = attributes  # not a copy: attributes that lead back to the tensor are added later
     return tensor
 
 
@@ -415,13 +417,13 @@ def _array(dtype: Any, shape: tuple[int, ...], buffer: Any, axes: tuple[int, ...
 
 
 def is_image(kind: type) -> bool:
-    """Whether it is a class of images that belongs to PIL, without importing it."""
-    module = sys.modules.get("PIL.Image")  # never imported: then nobody made one
+    """Whether a class belongs to PIL's images. PIL is not imported."""
+    module = sys.modules.get("PIL.Image")  # without it, nobody has made an image
     return module is not None and issubclass(kind, module.Image) and kind.__module__.startswith("PIL.")
 
 
 def is_opened(kind: type) -> bool:
-    """Whether it is a class of images that have been opened and not converted: PIL's pickles leave out their file."""
+    """Whether a class is of images that were opened and not converted. Their pickles leave out the file."""
     return is_image(kind) and kind.__module__ != "PIL.Image"
 
 

@@ -1,19 +1,19 @@
-"""When filling has to stop because memory runs short, or time.
+"""Stops filling where memory runs short, or where storing is slower than loading.
 
-A full /dev/shm is an error that the store of a slot reports. Above a cgroup's limit the kernel kills, so what is free
-is looked at again while a cache is filled: after a small part of what is left has been filled, so that many processes
-that fill at once do not overrun it, and at least ten times a second (0.1 ms a look).
+A full /dev/shm is an error that storing a sample reports. Above a cgroup's limit the kernel kills. So a process looks
+at the free memory again while it fills: at least ten times a second (0.1 ms a look), and after it has filled a small
+part of what is left, so that many processes that fill at once do not overrun the limit.
 
-A training step takes memory and gives it back; a slot that is filled in between must not take what the next step needs.
-So every look adds the bytes of the cache to the free bytes: that much the cache could have if all else stayed as it is.
-The lowest sum that any process of the node has seen lies in the segment's header, and limits all of them. It is never
-raised: a process that starts in a quiet moment would fill too much.
+A training step takes memory and gives it back. A slot that is filled in between must not take what the next step needs.
+So every look adds the bytes of the cache to the free bytes: the cache could have so many bytes if all else stayed the
+same. The lowest sum of any process of the node lies in the segment's header, and limits all processes. It is never
+raised, because a process that starts in a quiet moment would fill too much.
 
-For a store on a disk the bytes that are free on the disk now count. A store in /dev/shm also leaves the last bytes
-there to the batches of loaders' workers, which would die without them.
+For a store on a disk the bytes that are free on the disk count. A store in /dev/shm also leaves the last bytes there to
+the batches of workers, which would die without them.
 
-On a disk a sample is stored by the process that has loaded it, so a slow disk delays that process's batches. Where
-storing takes longer than loading, storing pauses, and samples are served unstored (`Pace`).
+On a disk the process that has loaded a sample stores it, so a slow disk delays that process's batches. Where storing
+takes longer than loading, storing pauses, and samples are served unstored (`Pace`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lightning_stocache.node.segment import Segment
 __all__ = ["PAUSE_SECONDS", "Pace", "Shortage", "refused"]
 
 PAUSE_SECONDS = 10.0
-"""Length of a pause; then storing is tried again."""
+"""Length of a pause."""
 
-_MOST_NS = 500_000_000  # that storing may lag behind loading: of a slow disk, training sees half a second in ten
-_LEAST = 64 * 2**20  # bytes that are left free where nobody has said how many
+_MOST_NS = 500_000_000  # delay by storing before a pause: a slow disk costs training half a second in ten
+_LEAST = 64 * 2**20  # bytes that are left free unless `keep_free` was called
 _SHARE = 64  # a process fills this part of what is left before it looks again
-_EVERY = 0.1  # seconds
-_LEAST_FILES = 8 * 2**20  # half of what `node.grant` leaves in /dev/shm beside the loaders' batches
+_EVERY = 0.1  # seconds between two looks
+_LEAST_FILES = 8 * 2**20  # half of what `node.grant` leaves in /dev/shm besides the batches of loaders
 
 
 class Shortage:
@@ -43,17 +43,17 @@ class Shortage:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        self._unseen = self._until = 0.0  # bytes that may be filled, and the time, before the next look
+        self._unchecked = self._next_look = 0.0  # bytes that may be filled, and time, before the next look
 
     def comes_with(self, nbytes: int) -> str | None:
-        """What is short if that many bytes are filled, in words; None if nothing is."""
+        """The shortage that filling so many bytes would cause, in words; None if there is none."""
         now = time.monotonic()
-        self._unseen -= nbytes
-        if self._unseen >= 0 and now < self._until:
+        self._unchecked -= nbytes
+        if self._unchecked >= 0 and now < self._next_look:
             return None
         segment, allocated = self._segment, self._segment.allocated_bytes
         measured = (segment.free_bytes or 0, "the disk") if segment.on_disk else FreeMemory.now().memory
-        if measured is None:  # it cannot be known here: then it limits nothing
+        if measured is None:  # unknown memory limits nothing
             return None
         free, name = measured
         with segment.numbers as numbers:
@@ -61,10 +61,10 @@ class Shortage:
             seen = 0 if segment.on_disk else numbers[1]
             lowest = numbers[1] = max(min(free + allocated, seen or 2**62), 1)
         left = lowest - allocated - reserve
-        self._unseen, self._until = left // _SHARE, now + _EVERY
+        self._unchecked, self._next_look = left // _SHARE, now + _EVERY
         if numbered and not segment.on_disk and (room := segment.free_bytes) is not None:
             batches = max((room + allocated) // 100, _LEAST_FILES)
-            self._unseen = min(left, room - batches) // _SHARE
+            self._unchecked = min(left, room - batches) // _SHARE
             if room - batches < nbytes:
                 free_text, batches_text = format_bytes(room), format_bytes(batches)
                 return f"{memory_directory()} ({free_text} free, {batches_text} kept for loaders' batches)"
@@ -76,13 +76,13 @@ class Shortage:
         return f"{name} (at times {least} free, {kept} kept for the training)"
 
     def keep_free(self, nbytes: int) -> None:
-        """Leave that many bytes to others, and forget what was seen before, in all processes that fill the cache."""
+        """Leave so many bytes free, and forget earlier looks, in all processes that fill the cache."""
         with self._segment.numbers as numbers:
             numbers[0], numbers[1] = max(nbytes, 1), 0
 
 
 def refused(error: OSError, *, on_disk: bool = False) -> str | None:
-    """Why the system has no room for what was to be stored, in words; None if it is another error."""
+    """The reason why the system has no room for a sample, in words; None if it is another error."""
     if on_disk:
         return f"the disk refuses them ({error.strerror})"
     if error.errno != errno.ENOSPC:
@@ -91,7 +91,7 @@ def refused(error: OSError, *, on_disk: bool = False) -> str | None:
 
 
 class Pace:
-    """Compares the seconds of storing with those of loading.
+    """Compares the time of storing with the time of loading.
 
     Example:
         >>> pace = Pace()
@@ -101,15 +101,15 @@ class Pace:
 
     def __init__(self) -> None:
         self._behind_ns = 0
-        self._paused_until = 0.0
+        self._paused_next_look = 0.0
 
     @property
     def pauses(self) -> bool:
-        """Whether nothing is to be stored now."""
+        """Whether storing pauses now."""
         return time.monotonic() < self._paused_until
 
     def note(self, load_ns: int, store_ns: int) -> bool:
-        """Add what it took to load some samples, and to store them; whether a pause begins now."""
+        """Add the time of loading some samples, and of storing them. Returns whether a pause begins now."""
         self._behind_ns = max(self._behind_ns + store_ns - load_ns, 0)
         if self._behind_ns < _MOST_NS:
             return False

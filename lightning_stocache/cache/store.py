@@ -1,34 +1,34 @@
-"""Where samples are stored: the one class of this room that loaders and set-up use.
+"""The store of samples, the one class of this room that loaders and set-up use.
 
 A store is a segment (memory or a file on a disk), a layout (rows or records) and a policy, which is its class:
 
     Store           an index has a fixed slot on the ring; the store stops when there is no room
     StreamStore     a sample takes the next slot; when the stream has ended, samples have an order (`stream`)
-    RollingStore    a sample takes the slot of the oldest one (`rolling`)
+    RollingStore    a sample takes the slot of the oldest sample (`rolling`)
 
-An index has a place in the store or none, which never changes. A place is the number of a slot. A loader looks places
-up, reads those that are ready, and puts the samples that were missing. Rows are also gathered into the memory of a
+An index has a place in the store, or none; that never changes. A place is the number of a slot. A loader looks up the
+places of a batch, reads the ready ones, and puts the missing samples. Rows can also be gathered into the memory of a
 batch. Readers get copies, never views.
 
-A slot is filled by the process that has loaded the sample:
+The process that has loaded a sample fills its slot:
 
     claim the slot -> look again -> write, which takes the memory -> fence -> ready -> release the claim
 
-A process that does not get the claim serves its sample unstored; a writer that is killed leaves the slot empty and
-claimable. A slot that is ready stays ready, except after `clear` and an explicit overwrite, during which the caller
-keeps readers away. Where memory runs short (`shortage`), the slot stays empty, with one warning per node.
+A process that does not get the claim serves its sample unstored. A killed writer leaves the slot empty and claimable. A
+ready slot stays ready, except after `clear` and an explicit overwrite, during which the caller keeps readers away.
+Where memory runs short (`shortage`), the slot stays empty, with one warning per node.
 
-Two jobs that miss the same sample would both load it. So where another job can open the store, a slot is claimed before
-its sample is loaded (`divide`), and a thread that finds it claimed loads other samples first and waits then. No thread
-waits while it has a claim, so none waits for ever. A process that has waited in vain (the other one was stopped) loads
-all samples by itself from then on.
+Two jobs that miss the same sample would both load it. So where other jobs can open the store, a slot is claimed before
+its sample is loaded (`divide`). A thread that finds the slot claimed loads other samples first, and then waits. No
+thread waits while it has a claim, so no thread waits for ever. A process that has waited in vain (the other process was
+stopped) loads all samples by itself from then on.
 
 On a disk a slot also has a checksum (`checksums`), written before the slot is ready. What an earlier job has stored is
-not read before this job has verified it, which lookups with `verify` do. An error of the disk is no error of the
-training: the slot stays empty. A file that is cut off while it is open is not read any more, because the mapping would
-raise SIGBUS; the next job gives it its length again.
+verified before it is read, by lookups with `verify`. An error of the disk is no error of the training: the slot stays
+empty. A file that is cut off while it is open is not read any more, because the mapping would raise SIGBUS. The next
+job restores the full length of the file.
 
-Indices may be any number: a negative one counts from the end of the dataset, and one outside has no place.
+Any number can be an index: a negative index counts from the end of the dataset, and an index outside has no place.
 """
 
 from __future__ import annotations
@@ -58,43 +58,43 @@ __all__ = ["NO_PLACE", "PATIENCE", "UNREADABLE", "Store", "StoreHandle", "gather
 log = logging.getLogger(__name__)
 
 UNREADABLE: Any = object()
-"""Stands for a sample that another job has stored and this one cannot decode."""
+"""Stands for a sample that another job has stored and this job cannot decode."""
 
 NO_PLACE = NO_SLOT
-"""Stands for an index without a place, or with one that is not ready."""
+"""Stands for an index without a place, or with a place that is not ready."""
 
 PATIENCE = 30.0
-"""Seconds that a process waits for what others load, once."""
+"""Seconds that a process waits, once, for a sample that another process loads."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 _ON_DISK = ONCE.plus({"sum": np.uint64})
-_WINDOW = 1 << 24  # slots that are looked through for some that are ready
-_ALONE = 1 << 40  # a byte of the lock file, behind those of all slots
+_WINDOW = 1 << 24  # slots in which `some_stored` looks for ready ones
+_ALONE = 1 << 40  # a byte of the lock file, behind the bytes of all slots
 _RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
-_DIRECTORY_SHARE = 28  # at most this part of the bytes granted is for slots of records that may find no room
+_DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most this part of the granted bytes
 
 
 @dataclass(frozen=True)
 class StoreHandle:
     """The address of a store for other processes of the node. It can be pickled and sent anywhere.
 
-    `beside` is the second segment of a store on a disk (which slots this job has verified) or of a stream (its ledger).
+    `companion` is the second segment: the slots that this job has verified (disk), or the ledger (stream).
     """
 
     segment: SegmentHandle
     codec: Any
     arc: Arc
-    beside: SegmentHandle | None = None
+    companion: SegmentHandle | None = None
 
 
 class Store:
-    """Samples by their index, filled lazily and read by many processes.
+    """Samples by index, filled lazily and read by many processes.
 
     Args:
-        segment: where they lie.
+        segment: the memory of the samples.
         codec: what a sample looks like: the spec of rows, or the codec of records.
-        arc: which indices have a slot, and where.
-        beside: of a store on a disk: memory that tells which slots this job may read.
+        arc: which indices have a slot, and which slot.
+        companion: memory in which a store on a disk marks the slots that this job may read.
 
     Raises:
         ImportError: xxhash, which makes the checksums of a store on a disk, is not installed.
@@ -112,16 +112,16 @@ class Store:
     """
 
     head: ClassVar[Head] = ONCE
-    """What lies before the samples, in memory."""
+    """The columns and words that lie before the samples, in memory."""
 
     stores_misses: ClassVar[bool] = True
-    """Whether samples that were missing are put here."""
+    """Whether this store takes missing samples by `put`."""
 
-    def __init__(self, segment: Segment, codec: Any, arc: Arc, beside: Segment | None = None) -> None:
-        self.segment, self.codec, self.arc, self._beside = segment, codec, arc, beside
+    def __init__(self, segment: Segment, codec: Any, arc: Arc, companion: Segment | None = None) -> None:
+        self.segment, self.codec, self.arc, self._companion = segment, codec, arc, companion
         self.layout: Layout = layout_of(codec)(segment, codec, arc.slots, _ON_DISK if segment.on_disk else self.head)
         self._claims = Claims(segment)
-        self._checksums = Checksums(segment, self.layout, arc, cast(Segment, beside)) if segment.on_disk else None
+        self._checksums = Checksums(segment, self.layout, arc, cast(Segment, companion)) if segment.on_disk else None
         self._readable = self.layout.state if self._checksums is None else self._checksums.verified
         self._readable_bytes: memoryview = self._readable.data
         self._is_shared = self.stores_misses and segment.path is not None  # other jobs can open it
@@ -147,16 +147,16 @@ class Store:
 
         Args:
             codec: what a sample looks like.
-            arc: which indices have a slot, and where.
+            arc: which indices have a slot, and which slot.
             backend: kind of segment, see `lightning_stocache.node.segment`.
-            whose: what the segment says about itself besides the arc, see `lightning_stocache.node.files`.
+            whose: fields of the manifest besides the arc, see `lightning_stocache.node.files`.
             granted: bytes that a store of records may take.
-            directory: on a disk, where the store lies; `check_directory` has accepted it.
+            directory: the directory on a disk where the store lies; `check_directory` has accepted it.
         """
         size, manifest = cls.plan(codec, arc, whose, granted=granted, on_disk=directory is not None)
         segment = Segment.create(size, backend, manifest, directory)
         try:
-            return cls._over(segment, codec, arc)
+            return cls._in_segment(segment, codec, arc)
         except OSError:
             segment.close()
             raise
@@ -178,7 +178,7 @@ class Store:
     def open(
         cls, segment: Segment, codec: SampleCodec, geometry: Geometry, length: int, domain: Domain | None = None
     ) -> Store:
-        """Open the store in a segment that this job or another one has made, for a dataset of `length` samples.
+        """Open the store in a segment that this job or another job has made, for a dataset of `length` samples.
 
         Raises:
             ValueError: its manifest does not fit its size or the dataset, or a slot has a state that does not exist.
@@ -188,7 +188,7 @@ class Store:
         size = layout_of(codec).bytes_for(codec, arc.slots, segment.size - head.fixed_bytes, head)
         if arc.length != length or size != segment.size:
             raise ValueError(f"{arc.slots:,} slots for {arc.size:,} samples do not fit in its {segment.size:,} bytes")
-        store = cls._over(segment, codec, arc)
+        store = cls._in_segment(segment, codec, arc)
         if not segment.on_disk and not np.isin(store.layout.state, (EMPTY, READY)).all():
             store.layout.close()
             raise ValueError("a slot is in a state that there is not")
@@ -196,8 +196,8 @@ class Store:
 
     @classmethod
     def mend(cls, codec: SampleCodec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
-        """Empty the slots that a crash has spoilt in a segment on a disk, while no other process has it open."""
-        store = cls._over(segment, codec, Arc(**asdict(manifest.geometry), domain=domain))
+        """Empty the slots that a crash has damaged in a segment on a disk, while no other process has it open."""
+        store = cls._in_segment(segment, codec, Arc(**asdict(manifest.geometry), domain=domain))
         checksums = cast(Checksums, store._checksums)
         try:
             store.layout.mend(checksums.is_sound)
@@ -206,34 +206,34 @@ class Store:
             checksums.close()
 
     @classmethod
-    def _over(cls, segment: Segment, codec: SampleCodec, arc: Arc) -> Store:
-        """The store in a segment whose columns have memory; a job that joins sees to it, too: its maker may be dead."""
+    def _in_segment(cls, segment: Segment, codec: SampleCodec, arc: Arc) -> Store:
+        """Open the store in a segment, and reserve its columns: a maker that died may not have reserved them."""
         head = layout_of(codec).reserved_bytes(arc.slots, _ON_DISK if segment.on_disk else ONCE)
         segment.reserve(0, head)
         if not segment.on_disk:
             return cls(segment, codec, arc)
-        segment.fetch(0, head)  # what cannot be read is an error here, and would be a SIGBUS later
+        segment.fetch(0, head)  # a bad block is an error here, and would be a SIGBUS later
         return cls(segment, codec, arc, Segment.create(arc.slots, reserved=arc.slots))
 
     @classmethod
     def attach(cls, handle: StoreHandle) -> Self:
-        """Open a store that another process of the node has open; an OSError if it cannot be reached from here."""
+        """Open a store that another process of the node has open. An OSError if this process cannot reach it."""
         segment = Segment.attach(handle.segment)
         try:
-            beside = None if handle.beside is None else Segment.attach(handle.beside)
-            return cls(segment, handle.codec, handle.arc, beside)
+            companion = None if handle.companion is None else Segment.attach(handle.companion)
+            return cls(segment, handle.codec, handle.arc, companion)
         except BaseException:
             segment.close()
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.segment, self.codec, self.arc, self._beside)
+        return type(self), (self.segment, self.codec, self.arc, self._companion)
 
     @property
     def handle(self) -> StoreHandle:
         """The address of this store for other processes."""
-        beside = None if self._beside is None else self._beside.handle
-        return StoreHandle(self.segment.handle, self.codec, self.arc, beside)
+        companion = None if self._companion is None else self._companion.handle
+        return StoreHandle(self.segment.handle, self.codec, self.arc, companion)
 
     @property
     def length(self) -> int:
@@ -251,7 +251,7 @@ class Store:
         return self.arc.slot(index) != NO_SLOT
 
     def place(self, index: int, *, verify: bool = False) -> int:
-        """The place of an index that can be read now, or NO_PLACE; see `lookup`."""
+        """The place of an index if it can be read now, or NO_PLACE; see `lookup`."""
         slot = self.arc.slot(index)
         if slot == NO_SLOT:
             return NO_PLACE
@@ -266,12 +266,12 @@ class Store:
         return slot
 
     def lookup(self, indices: Integers, *, verify: bool = False) -> Integers:
-        """The places of indices that can be read now, and NO_PLACE for the others; int64 `[samples]`.
+        """The places of the indices that can be read now, and NO_PLACE for the others; int64 `[samples]`.
 
         Args:
             indices: int64 `[samples]`.
-            verify: whether to verify first what an earlier job has stored under them on a disk. That reads the disk, so
-                workers ask for it, not the process that trains.
+            verify: whether to verify first what an earlier job has stored under these indices on a disk. That reads the
+                disk, so workers ask for it, and the training process does not.
         """
         slots, size = self.arc.slots_of(indices), self.length
         if self.arc.slots == 0:
@@ -291,14 +291,15 @@ class Store:
         cast(Rows, self.layout).gather(places, into)
 
     def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
-        """Copies of the samples of ready places (int64 `[samples]`), in lent or new memory, or UNREADABLE.
+        """Copy the samples of ready places (int64 `[samples]`) into lent or new memory.
 
-        Rows own their memory together. Records are decoded one by one as the caller iterates, also after `close`.
+        Rows share their memory. Records are decoded one by one as the caller iterates, even after `close`; a record
+        that cannot be decoded is UNREADABLE.
         """
         layout, codec = self.layout, self.codec
         if isinstance(layout, Records):
             records = [layout.record(place) for place in places.tolist()]
-            return (_decoded(codec, record, lend) for record in records)
+            return (_decode(codec, record, lend) for record in records)
         sizes = codec.sizes(len(places))
         memory = [np.empty(size, dtype=np.uint8) for size in sizes] if lend is None else lend(sizes)
         self.gather(places, memory)
@@ -314,10 +315,10 @@ class Store:
         """Bytes of the samples of ready places (int64 `[samples]`)."""
         return self.layout.stored_bytes(places)
 
-    # ---- whose turn it is to load ----
+    # ---- which process loads a sample ----
 
     def divide(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Divide indices into those that this process loads, to be put or released, and those that others load."""
+        """Divide indices into those that this process loads, then puts or releases, and those that others load."""
         if not self._waits:
             return list(indices), []
         taken = [index for index in indices if self._take_turn(index)]
@@ -332,13 +333,13 @@ class Store:
         return [index for index in indices if index in here], [index for index in indices if index not in here]
 
     def release(self, indices: Iterable[int]) -> None:
-        """Let others load those of the indices that this process was to load and has not put."""
+        """Let other processes load indices that `divide` gave to this process."""
         for index in indices if self._is_shared else ():
             if self._claims.is_mine(slot := self.arc.slot(index)):
                 self._claims.release(slot)
 
     def wait(self, index: int) -> bool:
-        """Wait until nobody is loading an index; False if that takes too long."""
+        """Wait until no process is loading an index. Returns False if that takes too long."""
         end, pause = time.monotonic() + PATIENCE, _FIRST_PAUSE
         while self._waits and not self._take_turn(index):
             if time.monotonic() > end:
@@ -355,7 +356,7 @@ class Store:
         return self._waits
 
     def _take_turn(self, index: int) -> bool:
-        """Whether nobody else is loading an index; it is claimed then, unless it is stored."""
+        """Claim an index before it is loaded, unless it is stored. Returns False if another process is loading it."""
         slot = self.arc.slot(index)
         is_loaded = slot == NO_SLOT or bool(self.layout.states[slot])
         return is_loaded or self._claims.is_mine(slot) or self._claims.take(slot)
@@ -363,27 +364,27 @@ class Store:
     # ---- in ----
 
     def has_room(self, sample: Any) -> bool:
-        """Whether a sample may find room. Where it is false, encoding the sample would be wasted work."""
+        """Whether a sample may find room. Encode no sample without room."""
         return self.stores_misses and self.layout.has_room(self.codec.least_bytes(sample))
 
     def fill(self, index: int, sample: Any) -> bool:
         """Check and store a sample, unless its index has no place or another process fills it. Returns whether stored.
 
         Raises:
-            SampleMismatchError: it is not of the codec; also where it has no place.
+            SampleMismatchError: the sample does not match the codec. Samples without a place are checked, too.
         """
         return any(self.put([index], [self.codec.contents(self.codec.encode(sample, index))]))
 
     def put(self, indices: Iterable[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """Store samples one by one as the caller iterates, each if its slot is empty and no other process fills it.
+        """Store samples one by one as the caller iterates, if the slot is empty and no other process fills it.
 
         Args:
-            indices: of the samples.
-            samples: the parts of each, as bytes. Whether there is memory is asked once for all of them, so a call
-                should hold few megabytes.
+            indices: the index of each sample.
+            samples: the parts of each sample, as bytes. The free memory is checked once for the whole call, so a call
+                should have few megabytes.
 
         Yields:
-            Whether this call has stored the sample; None where it has no place, or there is no room for it in any.
+            Whether this call has stored the sample. None if the sample has no place, or there is no room for it.
         """
         states, claims, may_store = self.layout.states, self._claims, None
         if self._checksums is not None and not self.segment.is_whole:
@@ -407,7 +408,7 @@ class Store:
             yield stored
 
     def replace(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
-        """Store a row when nobody else fills its slot; False if other bytes lie there, and not `overwrite`."""
+        """Store a row as soon as no other process fills its slot. Without `overwrite`, False if it has other bytes."""
         states = self.layout.states
         with self._claims.waiting(slot):
             if states[slot] == READY:
@@ -423,20 +424,20 @@ class Store:
         return True
 
     def clear(self) -> None:
-        """Empty all slots and give their memory back. No process may be reading or filling meanwhile."""
+        """Empty all slots and return their memory. No process may read or fill meanwhile."""
         self.layout.state[:] = EMPTY
         self.segment.discard(len(self))
 
     def alone(self) -> AbstractContextManager[None]:
-        """Exclude other processes that call this; claims on slots are not affected."""
+        """Exclude other processes that call `alone`. Claims on slots are not affected."""
         return self._claims.waiting(_ALONE)
 
     def keep_free(self, nbytes: int) -> None:
-        """Leave `nbytes` of the node's memory to others from now on, in all processes that fill."""
+        """Leave `nbytes` of the node's memory free from now on, in all processes that fill the store."""
         self._shortage.keep_free(nbytes)
 
     def _has_memory(self, nbytes: int) -> bool:
-        """Whether so many bytes may be filled now."""
+        """Whether that many bytes may be filled now."""
         if self._retry_at and time.monotonic() < self._retry_at:
             return False
         short = self._shortage.comes_with(nbytes)
@@ -445,7 +446,7 @@ class Store:
         return short is None
 
     def _write(self, slot: int, contents: Sequence[memoryview]) -> bool | None:
-        """Write a sample into a claimed slot and set it ready; False without memory, None without room."""
+        """Write a sample into a claimed slot and set it ready. Returns False without memory, None without room."""
         checksums = self._checksums
         try:
             if not self.layout.write(slot, contents):
@@ -465,7 +466,7 @@ class Store:
 
     def _stop(self, short: str) -> None:
         """Store nothing for a while, and warn once per node."""
-        # The lock behind those of the slots stays locked until this process ends: one warning per node.
+        # This process keeps the lock behind those of the slots until it ends, so each node has one warning.
         if not self._retry_at and self.segment.lock(self.layout.count):
             log.warning(
                 "the cache stops at %s of %s samples: %s.\nThe others are loaded every time. Give %s, or lower the "
@@ -481,21 +482,21 @@ class Store:
 
     @property
     def _stored(self) -> npt.NDArray[np.bool_]:
-        """Which slots are ready, bool `[slots]`, whether or not they can be read now."""
+        """Which slots are ready, bool `[slots]`, readable now or not."""
         state = self.layout.state
         if self._checksums is not None and not self.segment.is_whole:
             return np.zeros(len(state), dtype=np.bool_)
         return np.asarray(state != EMPTY)
 
     def is_stored(self, indices: Integers) -> npt.NDArray[np.bool_]:
-        """Which of those indices (int64 `[samples]`, in the dataset) are stored here, verified or not."""
+        """Which indices of the dataset (int64 `[samples]`) are stored here, verified or not."""
         slots, stored = self.arc.slots_of(indices), self._stored
         if not len(stored):
             return np.zeros(slots.shape, dtype=np.bool_)
         return np.asarray(stored[slots] & (slots != NO_SLOT))
 
     def some_stored(self, count: int) -> list[int]:
-        """About `count` indices whose slots are ready, or all if there are fewer."""
+        """About `count` indices with ready slots, or all such indices if there are fewer."""
         stored = self._stored
         first = int(stored.argmax()) if len(stored) else 0
         slots = np.flatnonzero(stored[first : first + _WINDOW]) + first
@@ -515,7 +516,7 @@ class Store:
 
     @property
     def fill_fraction(self) -> float:
-        """Share of the slots that are filled, or of the bytes where samples differ in size."""
+        """Share of the slots that are filled; for records, share of the bytes."""
         return self.layout.fill_fraction(self.filled)
 
     @property
@@ -525,7 +526,7 @@ class Store:
 
     @property
     def granted_bytes(self) -> int:
-        """Bytes that it may take, as budgets count."""
+        """Bytes that the store may take, as budgets count."""
         return self.layout.granted_bytes
 
     @property
@@ -535,7 +536,7 @@ class Store:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that samples take in this node's memory now; the page cache of a disk does not count."""
+        """Bytes that samples take in this node's memory now, without the page cache of a disk."""
         return 0 if self.segment.on_disk else self._used_bytes
 
     @property
@@ -545,7 +546,7 @@ class Store:
 
     @property
     def promised_bytes(self) -> int:
-        """Bytes of memory that were granted and are still to be taken."""
+        """Bytes of memory that were granted and are not taken yet."""
         return 0 if self.closed or self.segment.on_disk else self.granted_bytes - self.memory_bytes
 
     @property
@@ -556,10 +557,10 @@ class Store:
     # ---- life ----
 
     def unlink(self) -> None:
-        """Remove the names of its files, if they have any: no other process can open the store any more."""
+        """Remove the names of the files, if they have names: no other process can open the store any more."""
         self.segment.unlink()
-        if self._beside is not None:
-            self._beside.unlink()
+        if self._companion is not None:
+            self._companion.unlink()
 
     @property
     def closed(self) -> bool:
@@ -567,8 +568,8 @@ class Store:
         return self._closed or self.segment.closed
 
     def close(self) -> None:
-        """Close the store in this process; the memory is free when all processes have."""
-        # Also where another copy has closed the segment: these views are our own.
+        """Close the store in this process. The memory is free when all processes have closed the store."""
+        # The views belong to this object, even if another copy has closed the segment.
         self.layout.close()
         self._readable = np.empty(0, dtype=np.uint8)
         self._readable_bytes.release()
@@ -579,29 +580,30 @@ class Store:
             self.segment.close()
 
 
-def _decoded(codec: Any, record: memoryview, lend: Lend | None) -> Any:
+def _decode(codec: Any, record: memoryview, lend: Lend | None) -> Any:
     try:
         return codec.decode(record, lend)
-    except Exception:  # of a class that has another name by now, for instance; its own code may raise anything
+    except Exception:  # the class may have another name by now, and its code may raise anything
         return UNREADABLE
 
 
 def gathers(store: Any) -> bool:
-    """Whether a store holds rows, which it can gather into the memory of a batch, one array per field."""
+    """Whether a store has rows, which it can gather into the memory of a batch, one array per field."""
     return not isinstance(store.codec, RecordCodec)
 
 
 def slots_for(granted: int, codec: RecordCodec, most: int, head: Head = ONCE) -> int:
-    """How many slots a store of records gets for the bytes that it may take.
+    """The number of slots of a store of records, given the bytes that it may take.
 
-    Never fewer than will find room, and otherwise as many as a small part of the bytes has columns for: a store for
-    large records has a slot for every index, one for a small part of a dataset of small records has not.
+    At least as many slots as records are expected to find room, and more while their columns take a small part of the
+    bytes. So a store of large records has a slot for every index, and a store for a small part of a dataset of small
+    records has not.
 
     Args:
-        granted: the bytes.
-        codec: says how large records are expected to be.
-        most: for how many samples there can be a use.
-        head: what slots have besides their records.
+        granted: the bytes that the store may take.
+        codec: tells the expected size of a record.
+        most: the largest useful number of slots.
+        head: what a slot has besides its record.
     """
     expected = granted // (codec.slot_bytes + head.slot_bytes - ONCE.slot_bytes)
     column_bytes = head.plus(Records.own_columns).slot_bytes

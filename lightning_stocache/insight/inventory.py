@@ -5,7 +5,6 @@ The doors call the caches of a job with `name="photos"` `photos-train0`, `photos
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,9 +72,7 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
     sizes = Counter[str]()
     for file in files:
         where = " on a disk" if file.on_disk else ""
-        if file.owner != os.getuid():
-            kind = f"files{where or ' in memory'} of uid {file.owner}"
-        elif file.contents is None:
+        if file.contents is None:
             kind = "files beside caches (a loader's batches, say)"
         else:
             kind = f"{_what(file.contents)}{where}"

@@ -31,7 +31,7 @@ from lightning_stocache.insight.metrics import LIVE, LIVE_METRICS, Tally, rates,
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
 from lightning_stocache.loading.position import LoaderState
-from lightning_stocache.node.post import Posted
+from lightning_stocache.node.post import Post
 
 __all__ = ["PoolRates", "Seconds", "Tallies", "coverage", "end_call", "loader_seconds", "samples_of"]
 
@@ -70,7 +70,7 @@ class Tallies:
         self._expectation = Expectation()
         self._seen: dict[Counters, Counts] = {}
         self._aside: dict[Counters, Counts] = {}  # served to training since its last epoch's end, but seen by now
-        self._posted: dict[str, tuple[Posted[Tally], dict[Counters, Counts]]] = {}
+        self._posted: dict[str, tuple[Post[Tally], dict[Counters, Counts]]] = {}
         self._was_late = False
 
     def post(self, stage: str, loaders: Any, seconds: Seconds | None = None) -> None:

@@ -366,7 +366,7 @@ class Epoch:
         resources, samples = self._resources, len(plan.indices)
         codec = resources.cache.codec
         rows = resources.gather(places, plan.missing)
-        into = codec.rows(lambda: rows, samples)
+        into = codec.rows(rows, samples)
         odd = self._cached.load_into(into, plan.indices[plan.missing].tolist(), plan.missing)
         if odd:
             batch = default_collate([odd.get(at, sample) for at, sample in enumerate(codec.split(rows, samples))])

@@ -28,10 +28,9 @@ from typing import Any, SupportsIndex, cast
 import numpy as np
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.codec import Parts, SampleMismatchError, UnsupportedSampleError
+from lightning_stocache.cache.codec import Memory, Parts, SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.counters import Counters, Matter
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.rows import FieldRows
 from lightning_stocache.cache.shortage import PAUSE_SECONDS, Pace
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
@@ -138,7 +137,7 @@ class CachedSource:
                 world,
             )
 
-    def load_into(self, batch: FieldRows, indices: Sequence[SupportsIndex], rows: Sequence[int]) -> dict[int, Any]:
+    def load_into(self, batch: Memory, indices: Sequence[SupportsIndex], rows: Sequence[int]) -> dict[int, Any]:
         """Serve samples that were not READY a moment ago, each in its row of a batch, untransformed; store them.
 
         Returns:
@@ -155,7 +154,7 @@ class CachedSource:
                 fitting = [number for number, sample in enumerate(samples) if type(sample) is not Odd]
                 if fitting:
                     parts = [cache.codec.encode(samples[number], positions[number]) for number in fitting]
-                    batch.put_many([rows[number] for number in fitting], parts)
+                    cache.codec.put_many(batch, [rows[number] for number in fitting], parts)
         return {row: sample.sample for row, sample in zip(rows, samples, strict=True) if type(sample) is Odd}
 
     def load_ahead(self, index: int) -> bool:
@@ -243,7 +242,7 @@ class CachedSource:
         indices: list[int],
         *,
         in_one_call: bool = False,
-        batch: FieldRows | None = None,
+        batch: Memory | None = None,
         rows: Sequence[int] = (),
         served: bool = True,
     ) -> list[Any]:
@@ -292,7 +291,7 @@ class CachedSource:
         samples: list[Any],
         source_ns: int,
         served: bool,
-        batch: FieldRows | None,
+        batch: Memory | None,
         rows: Sequence[int],
     ) -> None:
         """Store samples, which may be fewer than indices, and count them; an odd one becomes an `Odd` in the list."""
@@ -417,17 +416,18 @@ class CachedSource:
 
 
 def _contents(
-    cache: Store, fitting: dict[int, Parts], batch: FieldRows | None, rows: Sequence[int]
+    cache: Store, fitting: dict[int, Parts], batch: Memory | None, rows: Sequence[int]
 ) -> Sequence[Sequence[memoryview]]:
     """The bytes of encoded samples, which are copied to their rows of a batch if there is one."""
     parts, codec, count = list(fitting.values()), cache.codec, len(fitting)
-    if batch is not None and parts:
-        return batch.put_many([rows[number] for number in fitting], parts)
-    if count < 2 or not gathers(cache):
+    if not parts or (batch is None and (count < 2 or not gathers(cache))):
         return [codec.contents(part) for part in parts]
-    # A copy of many small ones at once costs less than a view of each.
-    memory = [np.empty(size, dtype=np.uint8) for size in codec.sizes(count)]
-    copied: list[list[memoryview]] = codec.rows(lambda: memory, count).put_many(range(count), parts)
+    places: Sequence[int] = range(count)
+    if batch is None:  # a copy of many small samples at once costs less than a view of each
+        batch = codec.rows([np.empty(size, dtype=np.uint8) for size in codec.sizes(count)], count)
+    else:
+        places = [rows[number] for number in fitting]
+    copied: list[list[memoryview]] = codec.put_many(batch, places, parts)
     return copied
 
 

@@ -106,7 +106,7 @@ class Responder(Dataset[Any]):
         """Load the samples that a batch misses, each into its row."""
         count, codec = len(indices), cache.codec
         memory = fields_of(segment, codec.sizes(count))
-        odd = cached.load_into(codec.rows(lambda: memory, count), [indices[at] for at in missing], missing)
+        odd = cached.load_into(codec.rows(memory, count), [indices[at] for at in missing], missing)
         if not odd:
             return Reply()
         cached.count_hits(count - len(missing))

@@ -1,4 +1,4 @@
-"""What the user asks for: `Budget.parse` reads "8GiB", "60%", "60% of free", "auto", bytes, 0, or refuses in words."""
+"""The user's budget. `Budget.parse` reads "8GiB", "60%", "60% of free", "auto", bytes, 0, and refuses other values."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True)
 class Budget:
-    """What the user asked for, per node; made by `parse`.
+    """The user's budget per node. Made by `parse`.
 
     Args:
         amount: Bytes, or a percentage from 0 to 100.
-        unit: What `amount` counts: bytes, or percent of the dataset's cached size or of what may safely be used.
+        unit: What `amount` counts: bytes, percent of the dataset's cached size, or percent of the free memory.
 
     Raises:
         ValueError: `amount` is negative, not whole (bytes), or above 100 (percent).
@@ -55,11 +55,11 @@ class Budget:
         """Read a budget as people write it in Python, YAML and on the command line.
 
         Units may be written in any case, with or without a space. An integral float above 1 is bytes (Hydra reads
-        `8e9` as a float); one in (0, 1] could mean a share or bytes, and is refused.
+        `8e9` as a float). A float in (0, 1] could mean a share or bytes, and is refused.
 
         Raises:
-            ValueError: None of the accepted forms; the message names the value and lists the forms.
-            TypeError: None, a bool, or anything that is no number and no string.
+            ValueError: The value has none of the accepted forms; the message names the value and lists the forms.
+            TypeError: The value is None, a bool, or neither a number nor a string.
 
         Example:
             >>> [Budget.parse(value).wanted(2000, 1000) for value in ("auto", "25%", "25% of free", 0, "0%")]
@@ -76,8 +76,8 @@ class Budget:
                 raise TypeError("budget must be a number or a string")
             if isinstance(value, float):
                 return cls._of_decimal(Fraction(value))
-            return cls(Fraction(value.__index__()))  # NumPy's integers too
-        except (TypeError, ValueError, OverflowError) as error:  # infinity, and no number, have no fraction
+            return cls(Fraction(value.__index__()))  # NumPy's integers, too
+        except (TypeError, ValueError, OverflowError) as error:  # infinity and NaN have no fraction
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{error}; got {value!r}. Accepted are {_FORMS}.") from None
 
@@ -94,10 +94,10 @@ class Budget:
         number = Fraction(match["number"])
         if match["unit"]:
             return cls(Fraction(math.floor(number * _UNITS[match["unit"].upper().replace("I", "i")])))
-        if not match["percent"]:  # the shell or YAML may have made a string of a number: the same rules
+        if not match["percent"]:  # the shell or YAML may have turned a number into a string: the same rules
             return cls(number) if match["number"].isdigit() else cls._of_decimal(number)
         if number == 0:
-            return cls(Fraction(0))  # there is only one way to be off, so that equal budgets are equal
+            return cls(Fraction(0))  # every way to be off gives an equal budget
         return cls(number, "% of free" if match["free"] else "% of dataset")
 
     @classmethod
@@ -109,20 +109,20 @@ class Budget:
 
     @property
     def off(self) -> bool:
-        """Whether nothing is to be cached at all."""
+        """Whether nothing is to be cached."""
         return self.amount == 0
 
     def part_of(self, samples: int) -> int:
-        """How many of so many samples are meant: of a percentage of the dataset that many, else all."""
+        """The samples that the budget asks for: a percentage of the dataset's samples, or all samples."""
         return round(self.amount * samples / 100) if self.unit == "% of dataset" else samples
 
     def wanted(self, dataset_bytes: int, free_bytes: int) -> int:
-        """The bytes asked for, rounded down; never negative, and not yet limited by anything."""
+        """The bytes that the budget asks for, rounded down; never negative, and not limited by anything."""
         whole = {"bytes": 100, "% of dataset": dataset_bytes, "% of free": free_bytes}[self.unit]
         return max(0, math.floor(self.amount * whole / 100))
 
     def __str__(self) -> str:
-        """A form that `parse` reads back as an equal budget."""
+        """The text that `parse` reads back as an equal budget."""
         if self.unit != "bytes":
             if self.unit == "% of dataset" and self.amount == 100:
                 return "auto"
@@ -141,6 +141,6 @@ def format_bytes(n: int) -> str:
         ('1.7 GiB', '64 MiB', '0 B')
     """
     power = 0
-    while power < 4 and round(abs(n) / 1024**power, 1) >= 1024:  # after rounding, or 1023.99 MiB would read "1024 MiB"
+    while power < 4 and round(abs(n) / 1024**power, 1) >= 1024:  # rounded first, or 1023.99 MiB would read "1024 MiB"
         power += 1
     return f"{n / 1024**power:.1f}".removesuffix(".0") + (" B", " KiB", " MiB", " GiB", " TiB")[power]

@@ -1,6 +1,6 @@
 """Directories on a disk that can hold caches.
 
-Network filesystems are refused: a mapping shows a machine only what it has written itself.
+Network filesystems are refused: through a mapping a machine does not see what other machines write.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REMOTE = {
     *("orangefs", "panfs", "ocfs2", "gfs2", "virtiofs", "davfs", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs"),
     *("fuse.gcsfuse", "fuse.juicefs", "fuse.rclone", "fuse.ceph", "fuse.mount-s3", "fuse.goofys"),
 }
-"""Network filesystems, as /proc/self/mountinfo calls them."""
+"""Network filesystems, by their names in /proc/self/mountinfo."""
 
 
 class DiskError(OSError):
@@ -32,10 +32,10 @@ class DiskError(OSError):
 
 
 def check_directory(directory: str) -> str:
-    """The absolute path of a directory that can hold a cache; it is made if its parent exists.
+    """Check that a directory can hold a cache, and make it if its parent exists. Returns its absolute path.
 
     Raises:
-        DiskError: it can hold none; the message says why, and what to do.
+        DiskError: the directory cannot hold a cache; the message says why, and what to do.
     """
     path = os.path.abspath(os.path.expanduser(directory))
     try:
@@ -45,7 +45,7 @@ def check_directory(directory: str) -> str:
             raise OSError(f"it lies on another machine ({kind}), where a mapping does not see what others write")
         with tempfile.TemporaryFile(dir=path) as file:  # segments take both kinds of lock
             fcntl.flock(file, fcntl.LOCK_SH)
-            fcntl.flock(file, fcntl.LOCK_UN)  # BSD and macOS: the two kinds exclude each other
+            fcntl.flock(file, fcntl.LOCK_UN)  # on BSD and macOS the two kinds of lock exclude each other
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
     except OSError as error:
         raise DiskError(
@@ -56,7 +56,7 @@ def check_directory(directory: str) -> str:
 
 
 def filesystem_of(path: str) -> str:
-    """The type of filesystem that a directory lies on, by its device; empty if it cannot be known."""
+    """The type of the filesystem of a directory, found by its device, or "" if it is unknown."""
     device = os.stat(path).st_dev
     try:
         mounts = Path("/proc/self/mountinfo").read_text(errors="replace")

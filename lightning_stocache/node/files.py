@@ -1,8 +1,10 @@
-"""The files that segments are made of: where they lie, who may open them, and their header.
+"""The files of segments: where they lie, who may open them, and their header.
 
-Kinds: `tmpfile` (O_TMPFILE in /dev/shm) and `memfd` have no name, so nothing collides with them and nothing is left
-behind. A `file` has a name, and a shared `flock` as long as a process uses it. Where there is no O_TMPFILE (macOS, some
-disks), a `tmpfile` is a `file`.
+Three kinds:
+
+- `tmpfile` (O_TMPFILE in /dev/shm) and `memfd` have no name: nothing collides with them and no file is left behind.
+- `file` has a name, and a shared `flock` while a process uses it. Where O_TMPFILE is missing (macOS, some disks), a
+  `tmpfile` is a `file`.
 
 A file begins with a header of 4096 bytes:
 
@@ -12,8 +14,8 @@ A file begins with a header of 4096 bytes:
     byte 48  two int64 for the owner of the segment (16)
     byte 64  length of the manifest (4), then the manifest as JSON
 
-A named segment needs a manifest. In others it tells people what takes their memory. `open_own` refuses what is not this
-user's own file, so what it opens is trusted.
+A named segment needs a manifest. In other segments the manifest tells people what takes their memory. `open_own` opens
+only files of this user, so their content is trusted.
 """
 
 from __future__ import annotations
@@ -57,12 +59,12 @@ __all__ = [
 
 Backend = Literal["tmpfile", "memfd", "file"]
 LOCKS = ".locks"
-"""The end of the name of a lock file."""
+"""The suffix of the names of lock files."""
 
 HEADER_BYTES = 4096
 NUMBERS_OFFSET = 48
 MANIFEST_OFFSET = 64
-FORMAT = 6  # of header, manifest and payload; another one is refused, so change it with any of them
+FORMAT = 6  # of header, manifest and payload: change it with any of them, and files of other formats are refused
 _MAGIC = b"STOCACHE"
 _TOKEN_BYTES = 16
 _NUMBER = struct.Struct("<I")  # the format, and the manifest's length
@@ -76,7 +78,7 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the samples lie: the numbers of a `cache.placement.Arc`."""
+    """Where the samples lie: the numbers of a `cache.placement.Arc`, without its domain."""
 
     size: int
     slots: int
@@ -86,26 +88,26 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a segment. What only a segment with a name says is empty in others."""
+    """The description of a segment. The fields that only named segments need are empty in other segments."""
 
     geometry: Geometry
-    dataset: str = ""  # for people
-    node: int = 0  # of the job, whose part this is
+    dataset: str = ""  # the dataset's name, for people
+    node: int = 0  # number of the node in its job
     nodes: int = 1
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
-    payload: int = 0  # bytes behind the header, which show whether a file was cut off
-    budget: str = ""  # of the job that made it
-    fingerprint: Mapping[str, str | int] = field(default_factory=dict)  # what jobs that share it have in common
-    found: str = ""  # digest of what set-up found out about the samples
+    payload: int = 0  # bytes behind the header: a shorter file was cut off
+    budget: str = ""  # budget of the job that made the segment
+    fingerprint: Mapping[str, str | int] = field(default_factory=dict)  # equal in all jobs that share the segment
+    found: str = ""  # digest of what set-up learned about the samples
 
 
 def memory_directory() -> str:
-    """The directory whose files lie in memory: /dev/shm, or the temp folder where there is none (macOS)."""
+    """The directory of files in memory: /dev/shm, or the temp folder where there is none (macOS)."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
 
 
 def get_shm_size() -> int:
-    """Size of /dev/shm in whole GiB, 0 where there is none. The command `doctor` says how much of it is free."""
+    """Size of /dev/shm in whole GiB, or 0 without /dev/shm. The command `doctor` shows how much of it is free."""
     if not os.path.isdir("/dev/shm"):
         return 0
     stats = os.statvfs("/dev/shm")
@@ -113,15 +115,15 @@ def get_shm_size() -> int:
 
 
 def prefix() -> str:
-    """The beginning of the names of this user's files."""
+    """The prefix of the names of this user's files."""
     return f"lsc-{os.getuid()}-"
 
 
 def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str | None]:
-    """Make an empty file, in memory or in a directory on a disk. Returns its descriptor, and its path if it has a name.
+    """Make an empty file, in memory or in a directory on a disk. Returns its descriptor, and its path or None.
 
     Raises:
-        OSError: the system refuses it, or has no memfd.
+        OSError: the system refuses the file, or has no memfd.
     """
     where = directory or memory_directory()
     if backend == "memfd" and directory is None:
@@ -131,22 +133,22 @@ def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str 
     if backend != "file" and hasattr(os, "O_TMPFILE"):
         try:
             return os.open(where, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
-        except OSError as error:  # the filesystem of a disk may not have such files
+        except OSError as error:  # some filesystems of disks lack such files
             if directory is None or error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise
     data, path = tempfile.mkstemp(prefix=prefix(), dir=where)
-    fcntl.flock(data, fcntl.LOCK_SH)  # the file is in use; the lock goes with the last copy of the descriptor
+    fcntl.flock(data, fcntl.LOCK_SH)  # marks the file as used, until the last copy of the descriptor is closed
     return data, path
 
 
 def open_own(path: str, *, create: bool = False) -> int:
     """Open a regular file that only this user may open, or make one. Returns its descriptor.
 
-    Any user may put a link, a pipe or a file into /dev/shm under the name of a cache: none of these is opened.
+    Any user may put a link, a pipe or a file into /dev/shm under the name of a cache. None of these is opened.
 
     Raises:
         FileNotFoundError: there is no such file.
-        PermissionError: it is no file of this user alone; the message says what to do.
+        PermissionError: other users may open the file, or it is no regular file; the message says what to do.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     refusal = PermissionError(
@@ -167,7 +169,7 @@ def open_own(path: str, *, create: bool = False) -> int:
 
 
 def reserve(data: int, offset: int, length: int) -> None:
-    """Have the kernel promise the memory of a range, whose contents stay as they are; macOS has no such call.
+    """Reserve the memory of a range, whose contents stay as they are. Does nothing on macOS, which has no such call.
 
     Raises:
         OSError: there is no memory left (ENOSPC); nothing has changed.
@@ -177,7 +179,7 @@ def reserve(data: int, offset: int, length: int) -> None:
 
 
 def write_header(data: int, size: int, manifest: Manifest | None = None, reserved: int = 0) -> None:
-    """Give a file a header with a new token, and `size` bytes behind it, of which the first are reserved at once.
+    """Write a header with a new token, and give the file `size` bytes behind it. The first `reserved` are reserved.
 
     Raises:
         ManifestError: the manifest is too large.
@@ -207,10 +209,11 @@ def token_of(data: int) -> bytes:
 
 
 def read_manifest(header: bytes, payload: int) -> Manifest:
-    """The manifest in the header of a segment with so many bytes behind it.
+    """The manifest in a header, given the number of bytes behind the header.
 
     Raises:
-        ManifestError: there is none, or it is damaged or of another version. The message continues "the cache ...".
+        ManifestError: there is no manifest, or it is damaged or of another version. The message continues "the cache
+            ...".
     """
     if len(header) < HEADER_BYTES:
         raise ManifestError("is damaged: its header is cut off")
@@ -223,7 +226,7 @@ def read_manifest(header: bytes, payload: int) -> Manifest:
     try:
         values = json.loads(header[_MANIFEST_START : _MANIFEST_START + length])
         manifest = Manifest(**values | {"geometry": Geometry(**values["geometry"])})
-        fits = manifest.geometry.slots <= payload  # a slot has a byte at least, its state
+        fits = manifest.geometry.slots <= payload  # a slot has at least one byte, its state
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError("is damaged: what it says of itself cannot be read") from error
     if not fits:
@@ -232,9 +235,9 @@ def read_manifest(header: bytes, payload: int) -> Manifest:
 
 
 def printable(text: str, longest: int | None = None) -> str:
-    r"""The text with every unprintable character escaped, cut to at most `longest` characters.
+    r"""Escape every unprintable character of a text, and cut the text to at most `longest` characters.
 
-    File names and command lines can hold terminal codes, or halves of characters that cannot be written at all.
+    File names and command lines can contain terminal codes, and halves of characters that cannot be written.
 
     Example:
         >>> printable("photos\x1b[2J"), printable("a long name", longest=8)

@@ -1,9 +1,9 @@
-"""What a cache may take: the user's wish, limited by the memory that is free now and later.
+"""What a cache may take: the user's budget, limited by the memory that is free now and later.
 
-`grant` takes the smallest of three: the wish, the dataset, and the free memory (`FreeMemory`) less a margin, the
-`Reserve` for what will still come beside the caches (batches, workers, gradients, the optimizer's state), and the
-promises to caches of other jobs. Of memory a job gets half of what is left at least, so that a job that was granted
-everything and never fills it does not keep the others from caching; filling looks at the free memory again.
+`grant` gives the smallest of three numbers: the budget, the size of the dataset, and the free memory (`FreeMemory`)
+less a margin, less the `Reserve` for what comes beside the caches (batches, workers, gradients, the optimizer's state),
+less the promises to caches of other jobs. A job gets at least half of the memory that is left. So a job that was
+granted everything, and never fills it, does not keep the others from caching. Filling looks at the free memory again.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from lightning_stocache.node.free import FreeMemory
 __all__ = ["Grant", "Reserve", "grant", "loader_reserve", "margin"]
 
 _MIB = 2**20
-_FORKED_WORKER = 32 * _MIB  # measured: 12 to 18 MiB of pages that a worker writes to, with its page tables
-_READER_SHARE = 512  # a process pays this part of what it reads for page tables: 8 bytes per page of 4 KiB
+_FORKED_WORKER = 32 * _MIB  # measured: a worker writes to 12 to 18 MiB of pages, with its page tables
+_READER_SHARE = 512  # page tables take this part of the memory that a process maps: 8 bytes per page of 4 KiB
 
 
 @dataclass(frozen=True)
 class Reserve:
-    """Memory that stays free beside the caches of a node. The reserves of several loaders add up."""
+    """Memory that stays free beside the caches of a node. Reserves of several loaders add up."""
 
     files: int = 0  # bytes in /dev/shm: batches on their way, other caches
-    private: int = 0  # bytes of processes: workers, and what a training step will take
-    readers: int = 0  # processes that map the cache, each of which needs page tables for what it reads
+    private: int = 0  # bytes of processes: workers, and the training steps
+    readers: int = 0  # processes that map the cache, each of which needs page tables
 
     def __add__(self, other: Reserve) -> Reserve:
         return Reserve(self.files + other.files, self.private + other.private, self.readers + other.readers)
 
     @property
     def bytes(self) -> int:
-        """Bytes of files and processes, without the page tables."""
+        """Bytes of files and processes, without page tables."""
         return self.files + self.private
 
 
@@ -43,16 +43,16 @@ class Grant:
     """What a cache gets."""
 
     bytes: int  # slot states included
-    wanted: int  # by the budget; may be more than the dataset needs
-    limited_by: str | None  # the shortage of memory that made it less than budget and dataset, in words
+    wanted: int  # bytes that the budget asks for; may be more than the dataset needs
+    limited_by: str | None  # the shortage that made `bytes` smaller than budget and dataset, in words
 
 
 def grant(budget: Budget, dataset_bytes: int, free: FreeMemory, reserve: Reserve, ranks: int = 1) -> Grant:
-    """Give the bytes that the budget asks for, but no more than the dataset needs and no more than is safely free.
+    """Grant the bytes that the budget asks for, at most what the dataset needs and what is safely free.
 
     Args:
-        budget: The user's wish.
-        dataset_bytes: What the whole dataset takes in the cache, slot states included.
+        budget: The user's budget.
+        dataset_bytes: Bytes of the whole dataset in the cache, slot states included.
         free: The node's free memory, measured before the cache takes any.
         reserve: Memory that stays free for others.
         ranks: Ranks on this node.
@@ -64,8 +64,8 @@ def grant(budget: Budget, dataset_bytes: int, free: FreeMemory, reserve: Reserve
     """
     rooms = []
     if free.filesystem is not None:
-        # A full filesystem kills nobody. 16 MiB are for others' small files, yet little of Docker's 64 MiB. All that is
-        # promised there counts: workers that put their batches there die when it is full.
+        # A full filesystem kills nobody. 16 MiB stay free for small files of others, little of Docker's 64 MiB. All
+        # promises count here: workers whose batches find no room in a full filesystem die.
         promised = free.promised.in_directory
         room = free.filesystem - promised - reserve.files - max(free.filesystem // 50, 16 * _MIB)
         rooms.append((room, f"{free.directory or 'the filesystem'} ({_free(free.filesystem, promised)})"))
@@ -87,10 +87,10 @@ def _free(size: int, promised: int) -> str:
 
 
 def margin(free: FreeMemory, ranks: int = 1) -> int:
-    """Bytes of memory that are left alone for the unforeseen, because above a cgroup's limit the kernel kills.
+    """Bytes of memory that stay free for the unforeseen, because above a cgroup's limit the kernel kills.
 
-    At least as much as the trainers have already: a trainer's heap grows with its first steps, and workers that are
-    started later share pages that it then writes to (measured: 0.5 to 1.4 GB within two epochs, without any cache).
+    At least as much as the trainers have already. A trainer's heap grows in its first steps, and workers that start
+    later share pages that it then writes to (measured: 0.5 to 1.4 GB within two epochs, without any cache).
     """
     tightest = free.memory
     return max((tightest[0] if tightest else 0) // 50, 64 * _MIB, free.own * ranks)
@@ -103,26 +103,24 @@ def loader_reserve(
     ranks: int,
     *,
     start_method: str | None = None,
-    worker_bytes: int = 0,
     own: int = 0,
 ) -> Reserve:
-    """What a loader will need on this node, beside the cache that it reads.
+    """The memory that a loader will need on this node, beside the cache that it reads.
 
     Args:
         batch_bytes: One batch of one rank.
         num_workers: Worker processes of each rank.
-        prefetch_factor: Batches that each worker makes ahead; None means DataLoader's own default, 2.
+        prefetch_factor: Batches that each worker makes ahead; None for DataLoader's default, 2.
         ranks: Ranks on this node.
-        start_method: Start method of workers; None means the system's default.
-        worker_bytes: Measured anonymous memory of a worker; at least an estimate is used.
-        own: This process's anonymous memory, which a worker that is not forked takes too.
+        start_method: Start method of workers; None for the system's default.
+        own: This process's anonymous memory. A worker that is not forked takes as much.
     """
     ahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
     forked = (start_method or multiprocessing.get_context().get_start_method()) == "fork"
-    worker_bytes = max(worker_bytes, _FORKED_WORKER, 0 if forked else own)
-    # Five more than the workers have: the batch of the running step, the one that Lightning fetches ahead, the one that
-    # is gathered or copied to pinned memory meanwhile, and two to spare. Each worker also has the samples of the batch
-    # that it is loading.
+    worker_bytes = max(_FORKED_WORKER, 0 if forked else own)
+    # Five batches beside those of the workers: the batch of the running step, the batch that Lightning fetches ahead,
+    # the batch that is gathered or copied to pinned memory meanwhile, and two spare. Each worker also has the samples
+    # of the batch that it is loading.
     return Reserve(
         ranks * (ahead + 5) * batch_bytes, ranks * num_workers * (worker_bytes + batch_bytes), ranks * (num_workers + 1)
     )

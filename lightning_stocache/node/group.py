@@ -1,13 +1,13 @@
 """Which ranks share memory, and how they agree.
 
-A node is the set of ranks that can map the same memory: same boot id, same memory filesystem, same user, whatever
-NODE_RANK says: two containers with a /dev/shm each are two nodes. Whether a rank can really open what the node's leader
-makes is seen when it attaches (`setup.segments`).
+A node is the set of ranks that can map the same memory: same boot id, same memory filesystem, same user. NODE_RANK does
+not matter: two containers with a /dev/shm each are two nodes. Whether a rank can really open the files of its node's
+leader shows when it attaches (`setup.segments`).
 
-Set-up is collective: every rank of the job makes the same calls in the same order, and `together` and `lead` end with
-the same outcome on all ranks, so that none waits for a rank that has failed. While training runs, values are posted.
-Messages go through the job's store (`post`), not through its process groups. Without a process group the job is one
-rank on one node, and nothing is sent.
+Set-up is collective: every rank of the job makes the same calls in the same order. `together` and `lead` end with the
+same outcome on all ranks, so no rank waits for a rank that has failed. During training, values are posted. Messages go
+through the job's store (`post`), not through its process groups. Without a process group the job is one rank on one
+node, and sends nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_stocache.node.files import memory_directory
-from lightning_stocache.node.post import Mailbox, Posted, boot_id
+from lightning_stocache.node.post import Mailbox, Post, boot_id
 from lightning_stocache.torch_internals import job_store
 
 __all__ = ["NodeGroup", "job_ranks", "memory_key"]
@@ -33,18 +33,18 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# What each default process group has: its mailbox, and the nodes once they are found out. Both end with the group.
+# For each default process group: its mailbox, and its nodes once they are known. Both end with the group.
 _mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, Mailbox] = weakref.WeakKeyDictionary()
 _nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[tuple[int, ...], ...]] = weakref.WeakKeyDictionary()
 
 
 def memory_key() -> tuple[str, int, int]:
-    """The machine, the filesystem of this process's memory, and its user: equal in processes that share files there."""
+    """The machine, the memory filesystem and the user of this process: equal in processes that share files there."""
     return boot_id() or socket.gethostname(), os.stat(memory_directory()).st_dev, getattr(os, "getuid", int)()
 
 
 def job_ranks() -> tuple[int, int]:
-    """The number of ranks of the job, and this rank; from torchrun's variables before there is a process group."""
+    """The number of ranks of the job, and this rank. Before there is a process group, torchrun's variables tell."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     return int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -52,14 +52,14 @@ def job_ranks() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """The ranks of a job, grouped by the memory that they can share.
+    """The ranks of a job, grouped by shared memory.
 
     Args:
-        rank: this process's global rank.
-        nodes: the global ranks of each node, in rising order; nodes by their first rank.
+        rank: global rank of this process.
+        nodes: global ranks of each node, rising; nodes by their first rank.
 
     Raises:
-        ValueError: `rank` is on none of the nodes.
+        ValueError: no node has `rank`.
 
     Example:
         >>> group = NodeGroup(rank=2, nodes=((0, 1), (2, 3)))
@@ -76,7 +76,7 @@ class NodeGroup:
 
     @classmethod
     def discover(cls, key: Hashable | None = None) -> NodeGroup:
-        """Group the ranks of the running job. Collective; without an initialised process group, the group of one.
+        """Group the ranks of the running job. Collective. Without a process group, the job is one rank.
 
         Args:
             key: ranks with the same key share memory; for tests, which play several nodes on one machine.
@@ -115,7 +115,7 @@ class NodeGroup:
 
     @property
     def leader(self) -> int:
-        """The rank that makes this node's segments: the node's first."""
+        """The rank that makes the segments of this node: its first rank."""
         return self.nodes[self.node][0]
 
     @property
@@ -125,36 +125,36 @@ class NodeGroup:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Share of every global batch that each node trains on: its ranks over all ranks."""
+        """The share of every global batch that each node trains on: its ranks over all ranks."""
         return tuple(len(node) / self.world for node in self.nodes)
 
     def exchange(self, value: T) -> list[T]:
-        """Every rank's value, by rank. Collective."""
+        """Collect the values of all ranks, by rank. Collective."""
         return [value] if self.world == 1 else _mailbox().exchange(value)
 
-    def post(self, value: T) -> Posted[T]:
-        """Send a value of at most 2 KiB to every rank, and wait for nothing.
+    def post(self, value: T) -> Post[T]:
+        """Send a value of at most 2 KiB to every rank, without waiting.
 
-        Every rank makes the same posts in the same order. A post that some ranks have not made before the next
-        collective call comes to nothing on all ranks.
+        Every rank makes the same posts in the same order. If a rank has not made a post before the next collective
+        call, `collect` returns None for it on all other ranks.
         """
-        return Posted(None, "", [value]) if self.world == 1 else _mailbox().post(value)
+        return Post(None, "", [value]) if self.world == 1 else _mailbox().post(value)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Call `work` on every rank. If it fails on one, it fails on all. Collective.
+        """Call `work` on every rank. If it fails on one rank, it fails on all ranks. Collective.
 
         Raises:
-            Exception: on the rank that failed, the error of `work`.
-            RuntimeError: on the others; it names that rank and its error.
+            Exception: the error of `work`, on the rank that failed.
+            RuntimeError: on the other ranks; the message names that rank and its error.
         """
         results: list[T] = []
         self._agree(lambda: results.append(work()))
         return results[0]
 
     def lead(self, work: Callable[[], T]) -> T:
-        """Call `work` on each node's leader. Returns its result on all ranks of that node. Collective.
+        """Call `work` on the leader of each node. Returns its result on all ranks of the node. Collective.
 
-        Errors are those of `together`; a result that cannot be pickled is one of them.
+        Raises the errors of `together`, also for a result that cannot be pickled.
         """
         results: list[T] = []
 
@@ -167,12 +167,12 @@ class NodeGroup:
         return outcome
 
     def _agree(self, work: Callable[[], Any] | None) -> list[Any]:
-        """Every rank's result of `work`, in plain values: a result that cannot be pickled here would end no wait."""
+        """Collect plain results of `work` from all ranks, so that pickling cannot fail while other ranks wait."""
         result: Any = None
         failure: Exception | None = None
         try:
             result = work() if work is not None else None
-        except Exception as error:  # the others must be told of it before it is raised
+        except Exception as error:  # the other ranks must hear of it before it is raised
             failure = error
         outcomes = self.exchange((repr(failure) if failure else None, result))
         if failure is not None:
@@ -184,19 +184,19 @@ class NodeGroup:
 
 
 def _mailbox() -> Mailbox:
-    """This rank's mailbox in the running job; the first call of a job makes it, and is collective."""
+    """This rank's mailbox in the running job. The first call in a job makes it, and is collective."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _mailboxes:
         if dist.get_backend(world) == "gloo":
-            # A rank that dies before it comes here is noticed by its broken connection, once. (NCCL notices none.)
+            # Once, here, a broken connection shows that a rank has died. (NCCL does not notice.)
             dist.barrier()
         _mailboxes[world] = Mailbox(job_store() or _new_store(), dist.get_rank(), dist.get_world_size())
     return _mailboxes[world]
 
 
 def _new_store() -> Any:
-    """A store of our own, for a job that has none (MPI). Collective."""
+    """Make a store for a job without one (MPI). Collective."""
     stores: Any = dist  # torch's types do not export its stores
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()
     server = stores.TCPStore(host, 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None

@@ -1,21 +1,21 @@
-"""Segments with a name, which outlive their job: open, join, list, clean.
+"""Named segments, which outlive their job: open, join, list, clean.
 
-A named segment is a file `lsc-<uid>-<name>` in the memory directory, or in a directory of the user on a disk, whose
-header carries a manifest. Several jobs of one user may use it. The protocol, by `flock` on the file and by inode:
+A named segment is a file `lsc-<uid>-<name>` in the memory directory, or in a directory on a disk. Its header has a
+manifest. Several jobs of one user may use it. The protocol uses `flock` on the file, and its inode:
 
-- A process that uses the segment has a shared lock, from before the name can be seen until the process ends: forked
-  workers inherit the lock of their rank, and the kernel drops it when they die.
-- A process that makes the segment writes header and manifest, takes the lock, and only then links the name. So a name
-  that can be seen is complete. If another process has linked the name meanwhile, its segment is joined.
-- A process that joins a segment on a disk and gets the exclusive lock is the first since a possible crash. It repairs
-  the file (`mend`), and gives it its full length again, before it shares the lock.
-- A process that removes the segment takes the exclusive lock, so nobody uses it, and removes the lock file before the
-  name. So no lock file is left alone.
-- After every lock the process checks that the name still leads to the same inode, because another process may have
-  removed it.
+- A process that uses the segment has a shared lock, from before the name appears until the process ends. Forked workers
+  inherit the lock of their rank, and the kernel drops it when they die.
+- A process that makes the segment writes header and manifest, takes the lock, and then links the name. So every visible
+  segment is complete. If another process has linked the name first, its segment is joined.
+- The first process that joins a segment on a disk after a possible crash gets the exclusive lock. Before it shares the
+  lock, it repairs the file (`mend`) and restores its full length.
+- A process that removes the segment takes the exclusive lock, so no process uses it. It removes the lock file before
+  the file, so no lock file is left without its file.
+- After every lock a process checks that the name still leads to the same inode, because another process may have
+  removed the segment.
 
-Files of other users, links, pipes and files that others may open are never opened (`files.open_own`). A file that is no
-segment, by its magic number, is never removed.
+Files of other users, links, pipes and files that others may open are never opened (`files.open_own`). A file without
+the magic number of a segment is never removed.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ __all__ = [
 ]
 
 Mend = Callable[[Segment, Manifest], None]
-"""Repairs what a crash may have left in a segment on a disk."""
+"""Repairs what a crash may have damaged in a segment on a disk."""
 
 _NAME = re.compile(r"(?!.*\.locks$)[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
 class NamedSegment:
-    """A named segment in a list."""
+    """An entry in the list of named segments."""
 
     name: str
     key: tuple[int, int]  # device and inode
@@ -94,7 +94,7 @@ def check_name(name: str) -> str:
 
 
 def join_named(name: str, directory: str | None = None, mend: Mend | None = None) -> tuple[Segment, Manifest] | None:
-    """Open the segment of a name with its manifest, as `open_named` does; None if there is no such segment."""
+    """Open the segment of a name with its manifest, as `open_named` does. Returns None without such a segment."""
     path = _path(check_name(name), directory)
     try:
         data = open_own(path)
@@ -107,11 +107,11 @@ def join_named(name: str, directory: str | None = None, mend: Mend | None = None
         if not _leads_to(path, data):
             return None
         manifest = _manifest(data, path, directory)
-        if (known := Segment.opened(token_of(data))) is not None:
-            return known.share(), manifest  # a second lock file's descriptor would drop the locks of the first
+        if (known := Segment.find_open(token_of(data))) is not None:
+            return known.share(), manifest  # closing a second descriptor of its lock file would drop its locks
         if alone and os.fstat(data).st_size < HEADER_BYTES + manifest.payload:
-            os.ftruncate(data, HEADER_BYTES + manifest.payload)  # it was cut off; what is missing is empty
-        segment = _mapped(data, os.fstat(data).st_size - HEADER_BYTES, path, directory)
+            os.ftruncate(data, HEADER_BYTES + manifest.payload)  # the file was cut off; the missing slots are empty
+        segment = _segment_in(data, os.fstat(data).st_size - HEADER_BYTES, path, directory)
         if alone:
             try:
                 if mend is not None:
@@ -120,7 +120,7 @@ def join_named(name: str, directory: str | None = None, mend: Mend | None = None
             except BaseException:
                 segment.close()
                 raise
-            if not _leads_to(path, data):  # between two kinds of lock there is none
+            if not _leads_to(path, data):  # the file had no lock while the kind of lock changed
                 segment.close()
                 return None
         return segment, manifest
@@ -135,18 +135,18 @@ def open_named(
 
     Args:
         name: letters, digits, dots, dashes and underscores, at most 100.
-        size: payload bytes of a new segment; one that exists may differ in size and manifest.
+        size: payload bytes of a new segment; an existing segment may differ in size and manifest.
         manifest: of a new segment; must fit in the header as JSON.
-        directory: on a disk; by default the segment lies in memory.
-        mend: called with a segment on a disk and its manifest, while no other process has it open.
+        directory: a directory on a disk; by default the segment lies in memory.
+        mend: called with a segment on a disk and its manifest, while no other process has the segment open.
 
     Returns:
-        The segment and its manifest. If this process has it open already, it takes one more `close`.
+        The segment and its manifest. If this process has the segment open already, it takes one more `close`.
 
     Raises:
         ValueError: the name is not valid, or the manifest is too large.
-        ManifestError: the file of this name is no segment, damaged, or of another version; the message says what to do.
-        PermissionError: this file, or its lock file, is not a file of this user alone.
+        ManifestError: the file is no segment, damaged, or of another version; the message says what to do.
+        PermissionError: the file, or its lock file, is not a file of this user alone.
         OSError: there is no memory for the header.
     """
     while True:
@@ -157,35 +157,35 @@ def open_named(
 
 
 def manifest_of(name: str, directory: str | None = None) -> Manifest | None:
-    """The manifest of a name, without joining the segment; None if it cannot be read."""
+    """Read the manifest of a name without joining the segment. Returns None if it cannot be read."""
     with contextlib.suppress(OSError, ManifestError), _own_file(_path(check_name(name), directory)) as data:
         return read_manifest(os.pread(data, HEADER_BYTES, 0), os.fstat(data).st_size)
     return None
 
 
 def named_segments(look: Callable[[int], Any] = token_of, directory: str | None = None) -> list[NamedSegment]:
-    """The named segments of this user on this node, by name.
+    """List the named segments of this user on this node, by name.
 
     Args:
-        look: reads a segment from a descriptor of its file; ValueError if it is no segment.
-        directory: on a disk; by default the segments in memory.
+        look: reads a segment from a descriptor of its file; raises ValueError if the file is no segment.
+        directory: a directory on a disk; by default the segments in memory.
     """
     return list(_inspect(directory, look=look))
 
 
 def clean(name: str | None = None, directory: str | None = None) -> list[NamedSegment]:
-    """Remove the named segments of this user that nobody uses, or only that of one name. Returns the removed ones."""
+    """Remove the unused named segments of this user, or only that name. Returns the removed segments."""
     only = None if name is None else check_name(name)
     return [segment for segment in _inspect(directory, only, remove=True) if not segment.in_use]
 
 
 def way_out(name: str, directory: str | None = None) -> str:
-    """What to do about a cache that cannot be joined."""
+    """The advice for a cache that cannot be joined."""
     return f"Give another name, or remove it: {clean_command(name, directory)}"
 
 
 def clean_command(name: str = "", directory: str | None = None) -> str:
-    """The shell command that removes a cache, or all that nobody uses.
+    """The shell command that removes one cache, or all unused caches.
 
     Example:
         >>> clean_command("photos", "/local/nvme")
@@ -196,7 +196,7 @@ def clean_command(name: str = "", directory: str | None = None) -> str:
 
 
 def _publish(path: str, size: int, manifest: Manifest, directory: str | None) -> Segment | None:
-    """Make the segment and give it its name; None if another process was first."""
+    """Make the segment and link its name. Returns None if another process was first."""
     with contextlib.ExitStack() as cleanup:
         folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         cleanup.callback(os.close, folder)
@@ -209,27 +209,27 @@ def _publish(path: str, size: int, manifest: Manifest, directory: str | None) ->
             os.fsync(data)  # once, so that no crash leaves a name without a header
         fcntl.flock(data, fcntl.LOCK_SH)
         try:
-            # src_dir_fd makes Python call linkat, which follows the link below /proc; link(2) would fail with EXDEV.
+            # src_dir_fd makes Python call linkat, which follows the link below /proc. link(2) would fail with EXDEV.
             os.link(temporary or f"/proc/self/fd/{data}", path, src_dir_fd=folder, follow_symlinks=True)
         except FileExistsError:
             return None
-        return _mapped(data, size, path, directory)
+        return _segment_in(data, size, path, directory)
 
 
-def _mapped(data: int, size: int, path: str, directory: str | None) -> Segment:
-    """The segment in a locked file, with descriptors of its own, which keep the lock."""
+def _segment_in(data: int, size: int, path: str, directory: str | None) -> Segment:
+    """Map a locked file. The segment has its own descriptors, which keep the lock."""
     locks = open_own(path + LOCKS, create=True)
     return Segment(os.dup(data), locks, size, path, on_disk=directory is not None)
 
 
 def _manifest(data: int, path: str, directory: str | None) -> Manifest:
-    """The manifest of a segment; ManifestError, with the way out, if the file is no segment or damaged."""
+    """Read the manifest of a file. A ManifestError, with the advice, if the file is no segment or damaged."""
     try:
         token_of(data)
     except ValueError as error:
         raise ManifestError(f"{path} is no cache: give another name, or remove it (rm {path})") from error
     try:
-        # A file on a disk that was cut off gets its length again.
+        # A file on a disk that was cut off gets its full length again.
         payload = 2**62 if directory is not None else os.fstat(data).st_size - HEADER_BYTES
         return read_manifest(os.pread(data, HEADER_BYTES, 0), payload)
     except ManifestError as error:
@@ -258,7 +258,7 @@ def _inspect(
 
 @contextlib.contextmanager
 def _own_file(path: str) -> Iterator[int]:
-    """A descriptor of a file of this user alone."""
+    """Open a file of this user alone, and close it in the end."""
     descriptor = open_own(path)
     try:
         yield descriptor
@@ -271,7 +271,7 @@ def _path(name: str, directory: str | None) -> str:
 
 
 def _try_exclusive(descriptor: int) -> bool:
-    """Take the exclusive lock of a file; False if another descriptor has a lock."""
+    """Take the exclusive lock of a file. Returns False if another descriptor has a lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,16 +1,16 @@
-"""Which processes have caches open, and how much memory those may still take: one scan of `/proc/<pid>/fd`.
+"""Which processes have caches open, and how much memory those caches may still take.
 
-A segment without a name is seen nowhere else. The scan looks at every descriptor of the processes that this user may
-look into: files in /dev/shm, deleted or named, memfds of ours, and named caches on a disk. A file that begins with a
-segment's magic number is a segment; its lock file is empty and is left out. Other files in /dev/shm (torch's batches)
-are listed too, because they take the same room. Of another user's file (root sees them all) only owner and size are
-read. Processes that may not be looked into are counted.
+A segment without a name is visible in `/proc/<pid>/fd` alone. The scan looks at every descriptor of the processes that
+this user may inspect, and lists this user's files: files in /dev/shm (deleted or named), memfds of this package, and
+named caches on a disk. A file that begins with the magic number of a segment is a segment. Its lock file is empty and
+is left out. Other files in /dev/shm (torch's batches) are listed too, because they take the same memory. Processes that
+cannot be inspected are counted.
 
-A cache takes its memory when its slots are filled, so what is free now is not what is free later: four trials of a
-sweep that begin together would each count on all of it. A segment's file has its full length from the beginning; its
-length less its allocated blocks is what its cache may still take. `promised_to_others` adds that up over the segments
-that other processes have open and this one has not. What cannot be seen (other users, other containers, no /proc) is
-not counted, so `cache.shortage` looks at the free memory again while a cache is filled.
+A cache takes its memory while its slots are filled, so more memory is free now than later: four trials of a sweep that
+start together would each count on all of it. A segment's file has its full length from the beginning, so its length
+less its allocated blocks is what its cache may still take. `promised_to_others` adds that up over the segments that
+other processes have open and this process has not. Segments of other users and other containers are invisible, so
+`cache.shortage` looks at the free memory again while a cache is filled.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["OpenFile", "Process", "Promised", "open_files", "promised_to_others"
 
 _IN_MEMORY = ("/dev/shm/", "/memfd:lightning_stocache")
 _ON_DISK = re.compile(r".*/lsc-[0-9]+-[^/]*(?<!\.locks)")
-_COMMAND = 120  # characters of a command line that are shown
-_LEAST = 2**20  # bytes of a promise; less is the rest of a page, or counters
+_COMMAND = 120  # most characters of a command line that are shown
+_LEAST = 2**20  # bytes of a promise; smaller differences are the rest of a page, or counters
 
 
 class Process(NamedTuple):
-    """A process: its id and its command line, printable."""
+    """A process: its id and its printable command line."""
 
     pid: int
     command: str
@@ -43,23 +43,22 @@ class Process(NamedTuple):
 
 @dataclass
 class OpenFile:
-    """A file in memory, or a cache on a disk, and the processes that have it open, in the order of their ids."""
+    """A file in memory, or a cache on a disk, with the processes that have it open, by their ids."""
 
     key: tuple[int, int]  # device and inode
-    owner: int  # the user whose file it is
     size: int  # length in bytes
     allocated_bytes: int
     on_disk: bool
-    contents: Any = None  # result of `look`; None if it is no segment of a cache, or another user's
+    contents: Any = None  # result of `look`; None if the file is no segment
     processes: list[Process] = field(default_factory=list)
 
 
 def open_files(root: Path = Path("/"), look: Callable[[int], Any] = token_of) -> tuple[list[OpenFile], int]:
-    """The files that processes have open, the largest first, and how many processes cannot be looked into.
+    """List the files that processes have open, the largest first, and count the processes that cannot be inspected.
 
     Args:
-        root: where `proc` is found; another one is for tests.
-        look: reads a segment from a descriptor of its file; ValueError if it is no segment.
+        root: the folder that contains `proc`; tests give another one.
+        look: reads a segment from a descriptor of its file; raises ValueError if the file is no segment.
 
     Raises:
         OSError: there is no /proc here.
@@ -78,7 +77,7 @@ def open_files(root: Path = Path("/"), look: Callable[[int], Any] = token_of) ->
         except OSError:  # the process has ended
             continue
         for number in numbers:
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # the descriptor was closed meanwhile
                 path = f"{folder}/{number}"
                 name = os.readlink(path)
                 in_memory = name.startswith(_IN_MEMORY)
@@ -86,31 +85,31 @@ def open_files(root: Path = Path("/"), look: Callable[[int], Any] = token_of) ->
                     continue
                 facts = os.stat(path)
                 key = facts.st_dev, facts.st_ino
-                if key in seen or not facts.st_blocks or not stat.S_ISREG(facts.st_mode):
+                own = facts.st_uid == os.getuid() and stat.S_ISREG(facts.st_mode)
+                if key in seen or not facts.st_blocks or not own:
                     continue
                 if key not in files:
-                    contents = _contents(path, look) if facts.st_uid == os.getuid() else None
                     sizes = facts.st_size, facts.st_blocks * 512
-                    files[key] = OpenFile(key, facts.st_uid, *sizes, not in_memory, contents)
+                    files[key] = OpenFile(key, *sizes, not in_memory, _contents(path, look))
                 seen.add(key)
                 files[key].processes.append(Process(pid, _command(root, pid)))
     return sorted(files.values(), key=lambda file: -file.allocated_bytes), hidden
 
 
 class Promised(NamedTuple):
-    """Bytes that were granted to caches of this user's other processes, and are not taken yet."""
+    """Bytes that other processes' caches of this user were granted, and have not taken yet."""
 
-    memory: int = 0  # of all that lie in memory
-    in_cgroup: int = 0  # of those with a process in this process's cgroup
-    in_directory: int = 0  # of those that lie in the filesystem of a directory; a memfd lies in none
+    memory: int = 0  # of all caches in memory
+    in_cgroup: int = 0  # of the caches with a process in this process's cgroup
+    in_directory: int = 0  # of the caches in the filesystem of a directory; a memfd lies in no directory
 
 
 def promised_to_others(directory: str | None = None, root: Path = Path("/")) -> Promised:
-    """What other processes were promised.
+    """Count what other processes were promised.
 
     Args:
-        directory: in memory, whose filesystem is asked for, as it is (not below `root`).
-        root: where `proc` is found; another one is for tests.
+        directory: a directory in memory, whose filesystem `in_directory` counts; not below `root`.
+        root: the folder that contains `proc`; tests give another one.
     """
     memory = in_cgroup = in_directory = 0
     with contextlib.suppress(OSError):  # there is no /proc here
@@ -126,7 +125,7 @@ def promised_to_others(directory: str | None = None, root: Path = Path("/")) -> 
 
 
 def _contents(path: str, look: Callable[[int], Any]) -> Any:
-    """The result of `look`; None if the file is no segment, or was closed meanwhile."""
+    """The result of `look`, or None if the file is no segment, or was closed meanwhile."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

@@ -1,20 +1,23 @@
-"""Messages between the ranks of a job, by the key-value store that the job has from `init_process_group`.
+"""Messages between the ranks of a job, over the key-value store of `init_process_group`.
 
-No collective takes part, so no message crosses the collectives of others, and no thread of gloo runs that a fork could
-hang on (CPython 3.11). There are two kinds of message. All ranks call `exchange` in the same order and wait for each
-other. A post is for the training, where nobody may wait for all: `post` returns at once, and `Posted.collect` waits a
-limited time. Each rank makes the same posts in the same order between two exchanges.
+No collective takes part. So no message crosses a collective of the training, and no thread of gloo runs, on which a
+fork could hang (CPython 3.11). There are two kinds of message:
 
-A turn is one exchange or one post. Each rank writes its message to the key `<turn>/<rank>`. The last of them reads all
-messages and writes them to `<turn>/all`, the one key that every rank polls and reads: a turn costs a rank the same
-number of requests in a job of any size. The store may end with rank 0, so rank 0 returns from an exchange when all
+- All ranks call `exchange` in the same order, and wait for each other.
+- During training no rank may wait for all others. `post` returns at once, and `Post.collect` waits a limited time. Each
+  rank makes the same posts in the same order between two exchanges.
+
+A turn is one exchange or one post. Each rank writes its message to the key `<turn>/<rank>`. The last rank reads all
+messages and writes them to `<turn>/all`, the one key that every rank polls and reads. So a turn costs a rank the same
+number of requests in a job of any size. The store may end with rank 0, so rank 0 returns from an exchange after all
 ranks have read it. Messages are deleted when no rank can ask for them any more.
 
-A store may serve several process groups, one after the other, so each has a prefix of its own: how often torchrun has
-started the processes again, and which group it is since then. For that the ranks count themselves in when they join.
+A store may serve several process groups, one after the other. So each group has its own prefix: how often torchrun has
+restarted the processes, and the number of the group since then. To number the groups, ranks count themselves when they
+join.
 
-A rank that has ended is noticed by the ranks on its machine, which look for its process. A rank of another machine is
-for the launcher to notice; else the wait ends after 30 minutes, as those of torch do.
+The other ranks of a machine notice that a rank has ended, because they look for its process. On other machines the
+launcher must notice; else the wait ends after 30 minutes, as in torch.
 """
 
 from __future__ import annotations
@@ -27,19 +30,19 @@ from collections import deque
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Mailbox", "Posted", "boot_id"]
+__all__ = ["Mailbox", "Post", "boot_id"]
 
 T = TypeVar("T")
 
-_POST_BYTES = 2048  # at most, of a posted message
-_POSTS = 8  # of this rank that stay in the store: their readers wait for seconds, and an epoch makes a few
+_POST_BYTES = 2048  # most bytes of a posted message
+_POSTS = 8  # posts of this rank that stay in the store: readers wait for seconds, and an epoch makes a few posts
 _EXCHANGE_SECONDS = 1800.0
 _LIVENESS_SECONDS = 0.5
 _SHORTEST, _LONGEST = 0.0005, 0.02  # seconds between two polls
 
 
 class Mailbox:
-    """The messages of one rank of a job. All ranks of a process group make theirs, each one.
+    """The messages of one rank of a job. Every rank of a process group makes its own mailbox.
 
     Args:
         store: the job's `torch.distributed.Store`.
@@ -60,13 +63,13 @@ class Mailbox:
         self._posts = 0  # since the last exchange
         self._old_posts: deque[str] = deque()
         self._process = _process(os.getpid())
-        self._neighbors: dict[int, tuple[str, int, str]] = {}  # the processes of the ranks on this machine
+        self._neighbors: dict[int, tuple[str, int, str]] = {}  # the processes of the other ranks on this machine
 
     def exchange(self, value: T) -> list[T]:
-        """Every rank's value, by rank. Collective.
+        """Collect the values of all ranks, by rank. Collective.
 
         Raises:
-            RuntimeError: a rank has ended, or has not come within 30 minutes; or the store has ended.
+            RuntimeError: a rank has ended, or did not come within 30 minutes, or the store has ended.
         """
         turn = f"{self._prefix}/{self.exchanges}"
         self._send(turn, pickle.dumps((self._process, value)))
@@ -76,9 +79,9 @@ class Mailbox:
         messages = [pickle.loads(content) for content in contents]
         self._send(f"{turn}/read", b"")
         if self.rank == 0:
-            with contextlib.suppress(RuntimeError):  # a rank that has ended reads no more
+            with contextlib.suppress(RuntimeError):  # a rank that has ended reads nothing
                 self.receive(f"{turn}/read", _EXCHANGE_SECONDS)
-        if self.exchanges:  # all ranks have come to this exchange, so they have left the last one
+        if self.exchanges:  # all ranks are in this exchange, so they have left the last one
             last = f"{self._prefix}/{self.exchanges - 1}"
             self._delete(last)
             self._delete(f"{last}/read")
@@ -91,8 +94,8 @@ class Mailbox:
         self._posts = 0
         return [value for _, value in messages]
 
-    def post(self, value: T) -> Posted[T]:
-        """Send a value of at most 2 KiB to every rank, and wait for nothing.
+    def post(self, value: T) -> Post[T]:
+        """Send a value of at most 2 KiB to every rank, without waiting.
 
         Raises:
             ValueError: the value takes more than 2 KiB.
@@ -103,14 +106,14 @@ class Mailbox:
         turn = f"{self._prefix}/{self.exchanges}/post/{self._posts}"
         self._posts += 1
         self._old_posts.append(turn)
-        with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, whose own error tells better
+        with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, whose own error says more
             self._send(turn, content)
             if len(self._old_posts) > _POSTS:
                 self._delete(self._old_posts.popleft())
-        return Posted(self, turn)
+        return Post(self, turn)
 
     def receive(self, turn: str, seconds: float) -> list[bytes] | None:
-        """Wait for the messages of all ranks; None if they do not come in time.
+        """Wait for the messages of all ranks. Returns None if they do not come in time.
 
         Raises:
             RuntimeError: a rank on this machine has ended before it sent its message, or the store has ended.
@@ -132,43 +135,43 @@ class Mailbox:
         return contents
 
     def _send(self, turn: str, content: bytes) -> None:
-        """Write this rank's message of a turn; as the last rank, write all messages for everybody."""
+        """Write this rank's message of a turn. The last rank also writes all messages under one key."""
         self._store.set(f"{turn}/{self.rank}", content)
         if self._store.add(f"{turn}/count", 1) == self.world:
             contents = [bytes(self._store.get(f"{turn}/{rank}")) for rank in range(self.world)]
             self._store.set(f"{turn}/all", pickle.dumps(contents))
 
     def _delete(self, turn: str) -> None:
-        """Delete this rank's message of a turn, and as rank 0 what is there once."""
+        """Delete this rank's message of a turn. Rank 0 also deletes the shared keys."""
         for name in (self.rank, "count", "all") if self.rank == 0 else (self.rank,):
             self._store.delete_key(f"{turn}/{name}")
 
 
-class Posted(Generic[T]):
-    """Messages that are on their way, one from each rank; in a job of one rank (no mailbox) they are there."""
+class Post(Generic[T]):
+    """A post on its way: a message from each rank. In a job of one rank (no mailbox) the values are there at once."""
 
     def __init__(self, mailbox: Mailbox | None, turn: str, values: list[T] | None = None) -> None:
         self._mailbox, self._turn, self._values = mailbox, turn, values
         self._exchanges = mailbox.exchanges if mailbox is not None else 0
 
     def collect(self, seconds: float) -> list[T] | None:
-        """Every rank's value, by rank; None if not all have come within `seconds`, or a rank made no such post."""
+        """The values of all ranks, by rank; None if some did not come within `seconds`, or a rank made no such post."""
         if self._values is None and self._mailbox is not None:
-            # No rank posts in this turn any more once all have come to the next exchange.
-            over = self._mailbox.exchanges > self._exchanges
-            with contextlib.suppress(RuntimeError):  # a rank has died, or the store with rank 0: its error tells better
-                contents = self._mailbox.receive(self._turn, 0.0 if over else seconds)
+            # After the next exchange no rank posts in this turn any more.
+            is_past = self._mailbox.exchanges > self._exchanges
+            with contextlib.suppress(RuntimeError):  # a rank, or the store of rank 0, has ended: its error says more
+                contents = self._mailbox.receive(self._turn, 0.0 if is_past else seconds)
                 self._values = None if contents is None else [pickle.loads(content) for content in contents]
         return self._values
 
 
 def boot_id() -> str:
-    """The id of this machine's boot; empty where there is no /proc."""
+    """The id of this machine's boot, or "" without /proc."""
     return _read("/proc/sys/kernel/random/boot_id").strip()
 
 
 def _process(pid: int) -> tuple[str, int, str]:
-    """A process: its machine and pid namespace, its id, and when it has started; "" if it has ended, or is unknown."""
+    """The identity of a process: machine and pid namespace, id, and start time ("" if it has ended or is unknown)."""
     state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""]
     ended = state in ("", "X", "Z")
     space = "" if ended else str(os.stat("/proc/self/ns/pid").st_ino)

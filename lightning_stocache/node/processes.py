@@ -1,7 +1,7 @@
-"""Processes of ours: waiting for another one, children that end with their parent, and why a child did not start.
+"""Child processes: waiting for another process, ending with the parent, and why a child did not start.
 
-A process that is killed tells nobody, but its children get another parent, so a child looks at its parent's id now and
-then. Under forkserver the parent is the server, which ends with the process that uses it.
+A killed process tells nobody, but its children get another parent. So a child looks at its parent's id now and then.
+Under forkserver the parent is the server, which ends with the process that uses it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 __all__ = ["REPORT_SECONDS", "end_with_parent", "not_sent", "poll", "why_not_begun"]
 
 REPORT_SECONDS = 10.0
-"""How often people are told what is waited for."""
+"""Seconds between two reports about a wait."""
 
 _LOOK_SECONDS = 0.5
 _FORK = 'say multiprocessing_context="fork" (Linux\'s default until Python 3.13)'
@@ -36,7 +36,7 @@ def poll(pause: float) -> Iterator[float]:
 
 
 def end_with_parent() -> None:
-    """Have a thread end this process when its parent has ended, also in the middle of a load."""
+    """End this process when its parent has ended, even in the middle of a load. A thread does so."""
     threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
 
 
@@ -47,7 +47,7 @@ def _end_without(parent: int) -> None:
 
 
 def why_not_begun(method: str) -> str:
-    """Why a process with this start method may have ended before it did anything; empty for a forked one.
+    """The likely reason why a process with this start method ended before it did anything; "" for a forked process.
 
     Example:
         >>> why_not_begun("spawn").partition(":")[0]
@@ -63,7 +63,7 @@ def why_not_begun(method: str) -> str:
 
 
 def not_sent(method: str, error: Exception) -> str:
-    """Why a source cannot be sent to a process with this start method; `error` is that of pickling."""
+    """The reason why a source cannot be sent to a process with this start method; `error` comes from pickling."""
     return (
         f"the source cannot be sent to a process that is started by {method!r} ({type(error).__name__}: {error}). Make "
         f"it of what can be pickled (no lambda, local class, generator or open file; at most 200 tensors), or {_FORK}"

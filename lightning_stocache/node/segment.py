@@ -1,18 +1,18 @@
-"""One file, mapped into memory by every process of a node. It lies in memory, or on a disk.
+"""One file in memory or on a disk, mapped by every process of a node.
 
-Layout: a header (`files`), then the payload, whose meaning only the owner of the segment knows. Byte locks lie on a
-second, empty file beside it, because closing any descriptor of a file drops all POSIX locks that the process has on it.
+Layout: a header (`files`), then the payload, whose meaning only the owner of the segment knows. The byte locks lie on a
+second, empty file, because closing any descriptor of a file drops all POSIX locks that the process has on that file.
 
-1. The leader of a node calls `Segment.create`: the file has its full length at once but takes no memory yet.
-2. It sends `segment.handle` to the other ranks, which call `Segment.attach`: they open the same file, through
-   `/proc/<pid>/fd/<n>` if it has no name, and check inode and token, so that a recycled pid never leads to foreign
-   memory. DataLoader workers inherit the descriptors (fork) or receive them while they start (spawn, forkserver).
-3. A process reserves pages before it writes to them, or writes by `store`, through the file: a full filesystem is an
-   `OSError(ENOSPC)` then, and a SIGBUS through the mapping. Everything that goes to a disk goes through the file, and
-   so do first reads (`fetch`), because a bad block or a file that was cut off is a SIGBUS in the mapping, too.
-4. `close` ends this process's mapping. The memory is free when the last process has closed or died.
+1. The leader of a node calls `Segment.create`. The file has its full length at once, but takes no memory yet.
+2. The leader sends `segment.handle` to the other ranks, which call `Segment.attach`. They open the same file, through
+   `/proc/<pid>/fd/<n>` if it has no name, and check inode and token: a recycled pid never leads to foreign memory.
+   DataLoader workers inherit the descriptors (fork) or receive them while they start (spawn, forkserver).
+3. A process reserves pages before it writes to them, or writes through the file (`store`). A full filesystem is then an
+   `OSError(ENOSPC)`; through the mapping it would be a SIGBUS. All writes to a disk go through the file. So do first
+   reads (`fetch`), because a bad block or a file that was cut off is a SIGBUS in the mapping, too.
+4. `close` ends the mapping of this process. The memory is free when the last process has closed the segment or died.
 
-The order in which other processes see two stores is up to the caller: `fence` keeps it.
+Other processes may see two stores in another order, unless the writer calls `fence` between them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ if sys.platform != "win32":
 __all__ = ["Segment", "SegmentHandle", "fence", "fence_of"]
 
 _MOST_PARTS = 1024  # that one call writes (IOV_MAX)
-# The segments that this process has open, by token. A second lock descriptor of the same file must not be opened:
-# closing either would drop the locks of both.
+# The segments that this process has open, by token. A process opens each lock file once: closing a second descriptor
+# would drop the locks of the first.
 _open_here: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
 
 
@@ -62,7 +62,7 @@ class SegmentHandle:
     """The address of a segment for other processes of the node, in plain values."""
 
     data: str  # path of the file's name, or of the creator's descriptor below /proc
-    locks: str  # of the lock file, likewise
+    locks: str  # path of the lock file, likewise
     inode: int
     token: bytes
     size: int
@@ -73,14 +73,14 @@ class Segment:
     """A mapped file that the processes of a node share. Make one with `create`, open one with `attach`.
 
     Args:
-        data, locks: descriptors of the mapped file and of the lock file; the segment owns them from now on.
+        data, locks: descriptors of the mapped file and of the lock file, which the segment closes.
         size: payload bytes, without the header.
         path: the file's name, if it has one.
         on_disk: whether the file lies on a disk.
         owned: whether this process removes the name when it closes the segment or ends.
 
     Raises:
-        ValueError: the file is not a segment, or (methods that need its memory or its files) the segment is closed.
+        ValueError: the file is not a segment, or the segment is closed.
 
     Example:
         >>> segment = Segment.create(1024)
@@ -107,7 +107,7 @@ class Segment:
         self._own_paths = [path] if owned and path else []
         self._users = 1
         self._map: mmap.mmap | None = None
-        self.closed = True  # in this process; an attribute, because a loader looks at it for each batch
+        self.closed = True  # in this process; an attribute, because a loader reads it for each batch
         self._finalizer = weakref.finalize(self, _release, data, locks, self._own_paths, os.getpid())
         try:
             self.token = token_of(data)
@@ -128,14 +128,14 @@ class Segment:
         *,
         reserved: int = 0,
     ) -> Segment:
-        """Make a segment of `size` payload bytes, which takes no memory until it is reserved.
+        """Make a segment of `size` payload bytes. It takes no memory before pages are reserved.
 
         Args:
             size: payload bytes.
             backend: kind of file; by default `tmpfile` where there is a /dev/shm, else `file`.
-            manifest: description for people.
-            directory: on a disk; by default the file lies in memory.
-            reserved: how many bytes of the payload, from its beginning, are reserved at once.
+            manifest: the description of the content, for people.
+            directory: a directory on a disk; by default the file lies in memory.
+            reserved: number of payload bytes, from the first on, that are reserved at once.
 
         Raises:
             ValueError: the manifest does not fit in the header.
@@ -158,15 +158,15 @@ class Segment:
 
     @classmethod
     def attach(cls, handle: SegmentHandle) -> Segment:
-        """Open the segment that another process of this node made. It is closed by the caller.
+        """Open the segment that another process of this node made. The caller closes it.
 
-        If this process has it open already, this is the same object, which then takes one more `close`.
+        If this process has the segment open already, the same object is returned, and takes one more `close`.
 
         Raises:
-            OSError: the file cannot be reached (another pid namespace, another user, or its creator is gone).
+            OSError: the file cannot be reached: another pid namespace, another user, or the creator has ended.
             ValueError: another file, or another segment, lies there now.
         """
-        if (known := cls.opened(handle.token)) is not None:
+        if (known := cls.find_open(handle.token)) is not None:
             return known.share()
         named = not handle.data.startswith("/proc/")
         with contextlib.ExitStack() as undo:
@@ -181,14 +181,14 @@ class Segment:
         return cls(data, locks, handle.size, handle.data if named else None, on_disk=handle.on_disk)
 
     @staticmethod
-    def opened(token: bytes) -> Segment | None:
-        """The segment with this token, if this process has it open."""
+    def find_open(token: bytes) -> Segment | None:
+        """The open segment of this process with that token, or None."""
         known = _open_here.get(token)
         return None if known is None or known.closed else known
 
     @property
     def handle(self) -> SegmentHandle:
-        """The address of this segment, valid while this process has it open, or while the name exists."""
+        """The address of this segment, valid while this process has the segment open, or while the name exists."""
         self._check_open()
         here = f"/proc/{os.getpid()}/fd/"
         paths = (self.path, self.path + LOCKS) if self.path else (f"{here}{self._data}", f"{here}{self._locks}")
@@ -196,7 +196,7 @@ class Segment:
 
     @property
     def header(self) -> bytes:
-        """The header as it is."""
+        """A copy of the header."""
         return bytes(self._check_open()[:HEADER_BYTES])
 
     @property
@@ -206,7 +206,7 @@ class Segment:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of memory, or of the disk, that the file takes right now, with its header."""
+        """Bytes of memory, or of the disk, that the file takes now, with its header."""
         return 0 if self.closed else os.fstat(self._data).st_blocks * 512
 
     @property
@@ -232,7 +232,7 @@ class Segment:
         """A copy of a range of the payload, read through the file.
 
         Raises:
-            OSError: a block cannot be read, or the file ends before (EIO).
+            OSError: a block cannot be read, or the file ends too early (EIO).
         """
         self._check_open()
         content = b""
@@ -244,18 +244,18 @@ class Segment:
         return content
 
     def bytes(self, offset: int, length: int) -> torch.Tensor:
-        """A live view, uint8 `[length]`, of the payload from `offset` on. Drop it before `close`."""
+        """A live view of the payload from `offset` on, uint8 `[length]`. Drop it before `close`."""
         if length == 0:
             return torch.empty(0, dtype=torch.uint8)
-        # torch releases the buffer, so below a view of the mmap itself `close` would unmap the memory.
+        # torch would release the buffer of the mmap itself, and `close` would then unmap the memory below the view.
         return torch.frombuffer(self.memory(offset, length), dtype=torch.uint8)
 
     def memory(self, offset: int, length: int) -> memoryview:
-        """A live memoryview: reading one byte of it costs 30 ns, of a tensor 1 us. Release it before `close`."""
+        """A live memoryview. Reading a byte of it costs 30 ns, of a tensor 1 us. Release it before `close`."""
         return memoryview(self._check_open())[HEADER_BYTES + offset : HEADER_BYTES + offset + length]
 
     def reserve(self, offset: int, length: int) -> None:
-        """Have the kernel promise the pages below a range of the payload, whose contents stay as they are.
+        """Reserve the pages below a range of the payload. Their contents stay as they are.
 
         Raises:
             OSError: there is no memory left (ENOSPC); nothing has changed.
@@ -264,7 +264,7 @@ class Segment:
         reserve(self._data, HEADER_BYTES + offset, length)
 
     def store(self, offset: int, *parts: memoryview) -> None:
-        """Write bytes into the payload, one part after the other, through the file: one call allocates and copies.
+        """Write parts into the payload, one after the other, through the file. One call allocates memory and copies.
 
         Raises:
             OSError: there is no memory left (ENOSPC); a part may have been written.
@@ -279,18 +279,22 @@ class Segment:
             offset, written = offset + part.nbytes, written - part.nbytes
 
     def discard(self, offset: int = 0) -> None:
-        """Zero the payload from `offset` on, in every process, and give its memory back to the system at once.
+        """Zero the payload from `offset` on, in every process, and return its memory to the system at once.
 
-        No process may touch that part meanwhile: the file is shorter for a moment.
+        No process may touch that part meanwhile, because the file is shorter for a moment.
         """
         self._check_open()
         os.ftruncate(self._data, HEADER_BYTES + offset)
         os.ftruncate(self._data, HEADER_BYTES + self.size)
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
-        """Take the lock of one byte for this process; False if another process has it (never with `wait`). 1.5 us.
+        """Take the lock of one byte for this process, in 1.5 us. Returns False if another process has the lock.
 
-        The threads of a process share a lock, and a forked child has none. The kernel frees it when its process dies.
+        Args:
+            byte: the number of the byte.
+            wait: whether to wait until the lock is free, and return True.
+
+        All threads of a process share a lock. A forked child has none. The kernel frees a lock when its process dies.
         """
         self._check_open()
         try:
@@ -300,26 +304,26 @@ class Segment:
         return True
 
     def unlock(self, byte: int) -> None:
-        """Release the lock of one byte; `close` has done so already."""
+        """Release the lock of one byte. `close` releases all locks."""
         if not self.closed:
             fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, byte)
 
     def unlink(self) -> None:
-        """Remove the name, if there is one: from then on the memory goes with the last process that uses it."""
+        """Remove the name, if there is one. The memory is free when the last process has closed the segment."""
         if self.path is not None:
             _unlink(self.path)
             self.path = None
             self._own_paths.clear()
 
     def share(self) -> Segment:
-        """This segment, which takes one more `close` from now on."""
+        """Count one more user of this segment in this process: it takes one more `close`."""
         self._users += 1
         return self
 
     def close(self) -> None:
-        """Unmap the file in this process, once each of its users here has closed it.
+        """Unmap the file in this process, once each user in this process has closed the segment.
 
-        A view that is still alive keeps the memory. A name goes with its creator.
+        A live view keeps the memory. The creator removes the file's name.
         """
         if self._map is None:
             return
@@ -327,7 +331,7 @@ class Segment:
         if self._users:
             return
         mapped, self._map, self.closed = self._map, None, True
-        with contextlib.suppress(BufferError):  # a view of the user's is alive: the mapping goes when that view does
+        with contextlib.suppress(BufferError):  # a view is alive: the mapping ends with the view
             mapped.close()
         self._finalizer()
 
@@ -337,21 +341,21 @@ class Segment:
         return self._map
 
     def __reduce__(self) -> tuple[Callable[..., Segment], tuple[Any, ...]]:
-        # A child that is being started gets the descriptors. Everybody else (a Pool's task) gets the address: DupFd
-        # would duplicate and close a descriptor of the lock file here, and with it drop this process's locks.
+        # A child that is being started gets the descriptors. A task of a Pool gets the address: DupFd would duplicate
+        # and close a descriptor of the lock file in this process, and so drop the locks of this process.
         self._check_open()
         if context.get_spawning_popen() is None:
-            return _attached, (self.handle,)
+            return _from_handle, (self.handle,)
         descriptors = reduction.DupFd(self._data), reduction.DupFd(self._locks)
-        return _inherited, (*descriptors, self.size, self.path, self.on_disk)
+        return _from_descriptors, (*descriptors, self.size, self.path, self.on_disk)
 
 
 def fence_of(machine: str, lock: contextlib.AbstractContextManager[Any]) -> Callable[[], None]:
-    """The fence of a kind of processor, as `platform.machine` names it.
+    """The fence for a processor, given its name in `platform.machine`.
 
-    A writer stores bytes, fences, and sets a state; a reader reads the state, fences, and reads the bytes. x86-64 keeps
-    that order by itself. Elsewhere (arm64) a lock is acquired and released twice: nothing can pass both the first
-    release and the second acquire (0.2 us). That follows from the memory model; it has not been run on arm64.
+    A writer stores bytes, fences, and sets a state. A reader reads the state, fences, and reads the bytes. x86-64 keeps
+    that order by itself. On other processors (arm64) the fence acquires and releases a lock twice: nothing can pass
+    both the first release and the second acquire (0.2 us). That follows from the memory model; nobody ran it on arm64.
     """
 
     def by_lock() -> None:
@@ -366,32 +370,32 @@ def fence_of(machine: str, lock: contextlib.AbstractContextManager[Any]) -> Call
 
 
 fence = fence_of(platform.machine(), threading.Lock())
-"""Stores and loads before the call are done before those after it."""
+"""Keeps the order of stores and loads: all before the call finish before any after the call begins."""
 
 
 def _open(path: str) -> int:
-    """The descriptor of a file by its name, or by another process's descriptor below /proc."""
+    """Open a file by its name, or by another process's descriptor below /proc. Returns the descriptor."""
     return os.open(path, os.O_RDWR | os.O_CLOEXEC) if path.startswith("/proc/") else open_own(path)
 
 
 def _unlink(path: str) -> None:
-    """Remove the name of a file, and its lock file first, so that a kill in between leaves no lock file alone."""
+    """Remove a file's lock file, then the file: a kill in between leaves no lock file without its file."""
     for name in (path + LOCKS, path):
         with contextlib.suppress(FileNotFoundError):  # another process was first
             os.unlink(name)
 
 
 def _release(data: int, locks: int, own_paths: list[str], pid: int) -> None:
-    """Close a segment's two files, and remove the names that process `pid` has made, in that process only."""
+    """Close the two files of a segment. In process `pid`, which made the names, remove them, too."""
     os.close(data)
     os.close(locks)
     for path in own_paths if os.getpid() == pid else ():
         _unlink(path)
 
 
-def _inherited(data: Any, locks: Any, size: int, path: str | None, on_disk: bool) -> Segment:
+def _from_descriptors(data: Any, locks: Any, size: int, path: str | None, on_disk: bool) -> Segment:
     return Segment(data.detach(), locks.detach(), size, path, on_disk=on_disk)
 
 
-def _attached(handle: SegmentHandle) -> Segment:
-    return Segment.opened(handle.token) or Segment.attach(handle)  # one copy's `close` closes all of a process
+def _from_handle(handle: SegmentHandle) -> Segment:
+    return Segment.find_open(handle.token) or Segment.attach(handle)  # the first `close` of a copy closes all copies

@@ -296,7 +296,7 @@ def _lay_rings(openings: Sequence[_Opening], group: NodeGroup) -> None:
         request = opening.request
         slots, homes, arcs = zip(*nodes, strict=True)
         opening.expected = Ring.cut(request.samples, group.shares, slots, request.domain)
-        opening.ring = Ring.cut(request.samples, group.shares, homes, request.domain).beside(arcs)
+        opening.ring = Ring.cut(request.samples, group.shares, homes, request.domain).with_arcs(arcs)
 
 
 def _homes(opening: _Opening, group: NodeGroup) -> int:

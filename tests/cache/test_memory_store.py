@@ -392,14 +392,13 @@ def a_minute_later() -> Iterator[None]:
 
 
 def fill_without_room(layout: str) -> dict[str, Any]:
-    codec: Any = SampleSpec.infer(large(0)) if layout == "rows" else RecordCodec(MIB)
-    log, store = Log(), Store.create(codec, Arc(100, 100), granted=90 * MIB)
+    log, shared = Log(), SharedCache(1, 100, (MIB,))
+    store = shared.store if layout == "rows" else Store.create(RecordCodec(MIB), Arc(100, 100), granted=90 * MIB)
     with open("/dev/shm/other", "wb") as other:
         os.posix_fallocate(other.fileno(), 0, 40 * MIB)
-    samples = [encoded(codec, large(index), index) for index in range(100)]
+    samples = [encoded(store.codec, large(index), index) for index in range(100)]
     stored = [index for index, was_stored in enumerate(store.put(range(100), samples)) if was_stored]
     if layout == "rows":  # as a user of the ancestor's interface does
-        shared = SharedCache.around(store)
         shared.set_slot(99, large(99))
         shared.set_slot(stored[0], large(77), allow_overwrite=True)
         assert torch.equal(store.get(stored[0]), large(77))  # type: ignore[arg-type]
@@ -437,7 +436,8 @@ def warn_elsewhere(store: Store) -> list[str]:
 
 
 def look_without_room() -> tuple[Any, ...]:
-    store = Store.create(SampleSpec.infer(large(0)), Arc(100_000, 100_000))
+    shared = SharedCache(100, 100_000, (MIB,))
+    store = shared.store
     take_all_of_dev_shm()
     with pytest.raises(OSError, match="No space left on device"):
         Store.create(SampleSpec.infer(large(0)), Arc(100_000, 100_000))
@@ -447,7 +447,7 @@ def look_without_room() -> tuple[Any, ...]:
     elsewhere = call(warn_elsewhere, store)
     with a_minute_later():
         store.fill(3, large(3))
-    assert int(SharedCache.around(store)[5].max()) == 0
+    assert int(shared[5].max()) == 0
     store.clear()
     store.close()
     return (*looks, len(log.lines), len(elsewhere))

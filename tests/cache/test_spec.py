@@ -228,17 +228,6 @@ def test_samples_let_go_of_their_memory_when_the_last_of_them_goes() -> None:
 # --- at their places of a batch
 
 
-def test_memory_is_asked_for_when_the_first_sample_comes() -> None:
-    """Once."""
-    asked, spec = list[int](), SampleSpec.infer((torch.zeros(3), 0))
-    memory = [np.zeros(size, dtype=np.uint8) for size in spec.sizes(2)]
-    batch = spec.rows(lambda: asked.append(1) or memory, 2)  # type: ignore[func-returns-value]
-    assert asked == []
-    for place in (0, 1):
-        batch.put_many([place], [spec.encode((torch.zeros(3), 0))])
-    assert asked == [1]
-
-
 def leaves_of(number: int) -> dict[str, Any]:
     """A leaf of every sort that a sample may have, others for each number."""
     generator = torch.Generator().manual_seed(number)
@@ -290,13 +279,13 @@ def test_many_samples_land_as_single_ones_do(kind: str, places: list[int]) -> No
     assert_round_trip(*samples)
     spec = SampleSpec.infer(samples[0])
     memory, single = ([np.full(size, 9, dtype=np.uint8) for size in spec.sizes(6)] for _ in range(2))
-    contents = spec.rows(lambda: memory, 6).put_many(places, [spec.encode(sample) for sample in samples])
+    contents = spec.put_many(spec.rows(memory, 6), places, [spec.encode(sample) for sample in samples])
     for place, sample, content in zip(places, samples, contents, strict=True):
         expected = [bytes(row.numpy().data) for row in spec.flatten(sample)]
         parts = spec.encode(sample)
         assert [bytes(field) for field in content] == expected
         assert [bytes(field) for field in spec.contents(parts)] == expected
-        assert [bytes(field) for field in spec.rows(lambda: single, 6).put_many([place], [parts])[0]] == expected
+        assert [bytes(field) for field in spec.put_many(spec.rows(single, 6), [place], [parts])[0]] == expected
         assert [bytes(field.reshape(6, -1)[place]) for field in memory] == expected
     for field, other in zip(memory, single, strict=True):
         assert np.array_equal(field, other)

@@ -163,7 +163,7 @@ def test_samples_are_stored_counted_and_put_at_their_places(kept: Kept, in_batch
     """All that fit, wherever they lie among those that are odd and those that have no slot."""
     source, indices, places = Mixed(kept.size, (3, 12)), list(range(2, 16)), list(range(1, 29, 2))
     memory = [np.zeros(size, dtype=np.uint8) for size in kept.store.codec.sizes(30)]
-    rows = kept.store.codec.rows(lambda: memory, 30)
+    rows = kept.store.codec.rows(memory, 30)
     samples = kept.load(source, indices, **({"batch": rows, "rows": places} if in_batch else {}))
     assert [type(sample) is Odd for sample in samples] == [index in (3, 12) for index in indices]
     fitting = [index for index in indices if index not in (3, 12)]

@@ -101,9 +101,9 @@ def test_margin(free, ranks, expected):
 )
 def test_batches_of_a_loader(num_workers, prefetch_factor, ranks, batches):
     """What workers make ahead and five batches more lie in files, for each rank; every process reads the cache."""
-    reserve = loader_reserve(1000, num_workers, prefetch_factor, ranks, worker_bytes=10**8)
+    reserve = loader_reserve(1000, num_workers, prefetch_factor, ranks, start_method="fork")
     assert reserve.files == batches * 1000
-    assert reserve.private == ranks * num_workers * (10**8 + 1000)
+    assert reserve.private == ranks * num_workers * (32 * MIB + 1000)
     assert reserve.readers == ranks * (num_workers + 1)
 
 
@@ -111,8 +111,8 @@ def test_batches_of_a_loader(num_workers, prefetch_factor, ranks, batches):
     ("method", "own", "expected"),
     [("fork", GIB, 32 * MIB), ("spawn", GIB, GIB), ("forkserver", GIB, GIB), ("spawn", 0, 32 * MIB)],
 )
-def test_a_worker_that_was_not_measured(method, own, expected):
-    """A forked one shares most pages with the trainer; any other holds as much as the trainer itself."""
+def test_memory_of_a_worker(method, own, expected):
+    """A forked worker shares most pages with the trainer; any other worker takes as much memory as the trainer."""
     assert loader_reserve(0, 1, None, 1, start_method=method, own=own).private == expected
 
 

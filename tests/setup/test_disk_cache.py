@@ -218,8 +218,8 @@ def test_a_node_that_comes_new_takes_what_the_others_leave() -> None:
     for lost in range(4):
         held = [None if node == lost else arc for node, arc in enumerate(ring.arcs)]
         order = [held[(node + 1) % 4] for node in range(4)]  # the nodes may come in another order
-        again = ring.beside(order)
+        again = ring.with_arcs(order)
         assert again.coverage == 1.0
         assert {arc.start for arc in again.arcs} == {0, 250, 500, 750}
-    fewer = Ring.cut(1000, (1 / 3,) * 3, (250,) * 3).beside(ring.arcs[:3])
+    fewer = Ring.cut(1000, (1 / 3,) * 3, (250,) * 3).with_arcs(ring.arcs[:3])
     assert fewer.arcs == ring.arcs[:3]
