@@ -108,12 +108,19 @@ class CallCaches:
         self._said.add(message)
 
     def open(
-        self, requests: Iterable[CacheRequest], group: NodeGroup, *, later_bytes: int = 0, train_to_come: bool = False
+        self,
+        requests: Iterable[CacheRequest],
+        stages: Iterable[str],
+        group: NodeGroup,
+        *,
+        later_bytes: int = 0,
+        train_to_come: bool = False,
     ) -> None:
         """Open the caches that are not open yet. Collective: every rank asks for the same, in the same order.
 
         Args:
-            requests: one for each dataset or stream of these stages' loaders; other caches of these stages are closed.
+            requests: one for each dataset or stream that can be cached in the loaders of these stages.
+            stages: the stages whose loaders are known; their other caches are closed.
             group: which ranks share memory.
             later_bytes: memory that the training will take, and does not hold yet.
             train_to_come: whether the training set will open later, so that half of its pot is kept for it.
@@ -131,7 +138,7 @@ class CallCaches:
         drawn = drawn_by_any(known, group)
         requests = [replace(request, domain=domain) for request, domain in zip(requests, drawn, strict=True)]
         self._go_on(requests)
-        self._close_unread(requests)
+        self._close_unread(requests, set(stages))
         new: dict[int, CacheRequest] = {}
         for request in requests:  # what is in several stages has pot and name of the first, and slots for all
             if self._serving(request) is None and id(request.source) not in new:
@@ -200,10 +207,9 @@ class CallCaches:
                 cache = replace(before, request=replace(before.request, source=new.source), source=new.source)
                 opened.source, opened.dataset = new.source, dataset_over(CachedSource(cache))
 
-    def _close_unread(self, requests: Sequence[CacheRequest]) -> None:
+    def _close_unread(self, requests: Sequence[CacheRequest], stages: set[str]) -> None:
         """Close caches that no loader of their stages reads any more: their successors get the memory."""
         new = [request for request in requests if self._serving(request) is None]
-        stages = set(map(_stage, requests))
         if new and self._train_to_come and not self.options.keep_cache:
             stages.add("train")  # what is open for it was opened by hand, before the call
         for before in list(self._open):

@@ -143,7 +143,7 @@ class CallLoaders:
             requests.append(options.request(source, settings_of(loader, stage), name, domain))
             number[stage] += not isinstance(source, IterableDataset)
         later = training_bytes(self._trainer)
-        self._caches.open(requests, group, later_bytes=later, train_to_come=self._train_to_come)
+        self._caches.open(requests, loaders, group, later_bytes=later, train_to_come=self._train_to_come)
         for dataset in cached_in_leaves(list(loaders.values())):
             # Cached by the user: it only has to become the node's common one, and must not start anew in every epoch.
             if dataset not in self._shared and (dataset.counters is None or dataset.group != group):

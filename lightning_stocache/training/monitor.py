@@ -15,7 +15,7 @@ are one step. All values go to the loggers by `log_metrics`, which takes 6 us; `
 from __future__ import annotations
 
 import time
-import warnings
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +29,7 @@ from lightning_stocache.setup.request import check_flag
 from lightning_stocache.training.lightning_internals import logged_step, say, warn
 from lightning_stocache.training.loaders import running_datasets, running_loaders
 
-__all__ = ["CacheMonitor", "log_every"]
+__all__ = ["CacheMonitor", "log_epoch", "log_every"]
 
 
 class CacheMonitor(Callback):
@@ -112,8 +112,7 @@ class CacheMonitor(Callback):
         return self._monitors
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move to the front, and silence Lightning's advice to sum these values over the ranks."""
-        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\('stocache/")
+        """Move to the front of the callbacks."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         monitors = [callback for callback in callbacks if isinstance(callback, CacheMonitor)]
         self._monitors = self is min(monitors, key=lambda monitor: monitor.gives_way, default=self)
@@ -236,20 +235,24 @@ class CacheMonitor(Callback):
         """Log and return the metrics of an epoch, by their names without a prefix."""
         self._post(trainer, stage)
         metrics = self._tallies.metrics(stage, running_loaders(trainer, stage), self.patience)
-        if not metrics or trainer.barebones:  # which refuses to log
-            return metrics
         prefix = "stocache/" if stage == "train" else f"stocache/{stage}/"
         logged = [name for name in metrics if self.per_node or not name.startswith("node")]
-        values = {prefix + name: metrics[name] for name in logged}
-        if trainer.state.fn == "fit":
-            device = trainer.strategy.root_device
-            watched = {name: torch.tensor(float(value), device=device) for name, value in values.items()}
-            trainer.callback_metrics.update(watched)
-            trainer.logged_metrics.update(watched)
-        for logger in trainer.loggers:
-            logger.log_metrics(values | {"epoch": trainer.current_epoch}, step=logged_step(trainer))
-            logger.save()
+        log_epoch(trainer, {prefix + name: metrics[name] for name in logged})
         return metrics
+
+
+def log_epoch(trainer: Trainer, values: Mapping[str, float]) -> None:
+    """Log values at an epoch's end. In a fit other callbacks can watch them. A barebones Trainer logs nothing."""
+    if not values or trainer.barebones:
+        return
+    if trainer.state.fn == "fit":
+        device = trainer.strategy.root_device
+        watched = {name: torch.tensor(float(value), device=device) for name, value in values.items()}
+        trainer.callback_metrics.update(watched)
+        trainer.logged_metrics.update(watched)
+    for logger in trainer.loggers:
+        logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=logged_step(trainer))
+        logger.save()
 
 
 def log_every(trainer: Trainer) -> int:

@@ -8,7 +8,6 @@ epoch's end, and the first batch of a dataset without a length, which Lightning 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
@@ -18,6 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_stocache.insight.steps import StepClock, cuda_moment
 from lightning_stocache.training.lightning_internals import say, step_calls
+from lightning_stocache.training.monitor import log_epoch
 
 __all__ = ["StepTimer"]
 
@@ -57,10 +57,6 @@ class StepTimer(Callback):
         """The clock for a model on a device; to be replaced for a device with events of its own."""
         return StepClock(cuda_moment if device.type == "cuda" else time.perf_counter)
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep Lightning from advising to average the values of rank zero over the ranks."""
-        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\('stocache/")
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         clock = self._clock = self.clock(trainer.strategy.root_device)
@@ -93,9 +89,8 @@ class StepTimer(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the means of the epoch."""
-        if self._end_epoch() and not trainer.barebones:  # a barebones Trainer refuses to log
-            values = {f"stocache/step/{part}_seconds": seconds for part, seconds in self.epochs[-1].items()}
-            pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
+        if self._end_epoch():
+            log_epoch(trainer, {f"stocache/step/{part}_seconds": mean for part, mean in self.epochs[-1].items()})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what a step of the last epoch was made of."""

@@ -152,6 +152,29 @@ def test_setup_twice_opens_once(tmp_path):
 
 
 @pytest.mark.processes
+def test_a_loader_that_a_subclass_hides_gives_its_cache_back(tmp_path):
+    """A subclass whose hook returns no DataLoader reads its set uncached: the set's cache is closed by then."""
+
+    class Hiding(StocacheDataModule):
+        def train_dataloader(self):
+            return Hidden(super().train_dataloader())
+
+    class Hidden:
+        def __init__(self, loader):
+            self.loader = loader
+
+        def __iter__(self):
+            states.append(dm.cache_state())
+            return iter(self.loader)
+
+    states = []
+    dm = Hiding(source(tmp_path), source(tmp_path, "val", 8), batch_size=4)
+    make_trainer(tmp_path).fit(Model(), dm)
+    assert states
+    assert all([state["stages"] for state in held] == [["val"]] for held in states)
+
+
+@pytest.mark.processes
 def test_a_stage_without_a_set_is_undefined(tmp_path):
     """Lightning sees no val loader where no val set was given, and says itself that there is no test loader."""
     dm = StocacheDataModule(source(tmp_path), batch_size=4)
