@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_stocache.console import Console
 
-if TYPE_CHECKING:  # the alias says to type checkers that a name is public
+if TYPE_CHECKING:  # the aliases tell type checkers that the names are public
     from lightning_stocache.cache.compat import SharedCache as SharedCache
     from lightning_stocache.cache.rows import SampleSpec as SampleSpec
     from lightning_stocache.growing.rolling_cache import RollingCache as RollingCache

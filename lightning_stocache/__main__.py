@@ -1,8 +1,8 @@
 """The command line: `python -m lightning_stocache <command>`.
 
-Each command is one function, listed in `COMMANDS`: it declares its arguments, and returns what is to be run with them.
-Its docstring is its help. What it needs is imported when it runs, so that `--help` costs nothing. Input that is no good
-is one sentence on stderr and exit code 2.
+Each command is one function in `COMMANDS`: it declares its arguments, and returns the function that runs with them. Its
+docstring is its help. It imports its modules when it runs, so that `--help` is fast. Wrong input gives one sentence on
+stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "main"]
 
 Action: TypeAlias = Callable[[argparse.Namespace], None]
-_BESIDE = Path()  # the page: what report's --png is without a path
+_BESIDE = Path()  # stands for `--png` of `report` without a path
 
 
 def report(parser: argparse.ArgumentParser) -> Action:
-    """Show what the cache gave: one HTML page of the runs in these folders."""
-    folders = "folder of a run, or one above several"
+    """Write one HTML page about the caches of the runs in these folders."""
+    folders = "folder of a run, or a folder above several runs"
     parser.add_argument("folders", metavar="RUN_DIR", nargs="+", type=Path, help=folders)
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
-    _add_png(parser, _BESIDE, "the same panels as a picture, too; by default beside the page")
+    _add_png(parser, _BESIDE, "also draw the charts and the table as a picture (default: beside the page)")
 
     def run(arguments: argparse.Namespace) -> None:
         png = arguments.output.with_suffix(".png") if arguments.png == _BESIDE else arguments.png
@@ -54,19 +55,19 @@ def report(parser: argparse.ArgumentParser) -> Action:
 
 
 def plan(parser: argparse.ArgumentParser) -> Action:
-    """Say what a budget would give before it is paid, for your own data and model, by Hydra's configs."""
+    """Measure your data and model, by your Hydra configs, and calculate the gain of each budget."""
     _add_config(parser)
-    parser.add_argument("--workers", type=_numbers, default=[], metavar="N,N,..", help="measure these num_workers, too")
-    parser.add_argument("--batch-sizes", type=_numbers, default=[], metavar="N,N,..", help="and these batch sizes")
-    threads = "threads of torch, if not those that the app beside your configs sets (torch.set_num_threads)"
+    workers, sizes = "also measure these numbers of workers", "also measure these batch sizes"
+    parser.add_argument("--workers", type=_numbers, default=[], metavar="N,N,..", help=workers)
+    parser.add_argument("--batch-sizes", type=_numbers, default=[], metavar="N,N,..", help=sizes)
+    threads = "the number that your app gives torch.set_num_threads (default: torch's own number)"
     parser.add_argument("--threads", type=int, metavar="N", help=threads)
-    drawn = "seconds per epoch over the budget, and the curves, as a picture; by default plan.png"
-    _add_png(parser, Path("plan.png"), drawn)
+    _add_png(parser, Path("plan.png"), "also draw the table and the curves as a picture (default: plan.png)")
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.plan import as_text, curves_as_text, save
 
-        with _refusing(parser, Exception):  # configs, data and model are the user's, and may raise anything
+        with _refusing(parser, Exception):  # configs, data and model belong to the user, and may raise any error
             with _measuring() as folder:
                 plan, curves = _planned(arguments, folder)
             _say(("" if curves is None else curves_as_text(curves) + "\n\n") + as_text(plan))
@@ -78,15 +79,17 @@ def plan(parser: argparse.ArgumentParser) -> Action:
 
 
 def pack(parser: argparse.ArgumentParser) -> Action:
-    """Pack a source of your Hydra configs into one LMDB, for LMDBSource. Stopped, the same command goes on."""
-    parser.add_argument("path", metavar="OUT.lmdb", type=Path, help="a file that does not exist, or is packed in part")
+    """Pack a source of your Hydra configs into one LMDB for LMDBSource. If you stop it, the same command goes on."""
+    parser.add_argument("path", metavar="OUT.lmdb", type=Path, help="a new file, or a file that is partly packed")
     _add_config(parser)
-    which = "of the config: data.val, for instance; of a DataModule, as `data` is (the default), the training set"
-    parser.add_argument("--source", default="data", metavar="KEY", help=which)
-    parser.add_argument("--encoded", action="store_true", help="images as their files, without the source's transform")
+    key = "the source in the config, such as data.val (default: data). The source of a DataModule is its training set"
+    parser.add_argument("--source", default="data", metavar="KEY", help=key)
+    parser.add_argument("--encoded", action="store_true", help="pack image files, without the source's transform")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that load (default: this one)")
-    parser.add_argument("--fingerprint", default="", help="a word for whatever else decides what the samples are")
-    parser.add_argument("--allow-random", action="store_true", help="pack random samples, their first draw frozen")
+    fingerprint = "a text for what else decides the samples; a file packed with another text is refused"
+    parser.add_argument("--fingerprint", default="", help=fingerprint)
+    random = "pack random samples; each sample stays as it is drawn now"
+    parser.add_argument("--allow-random", action="store_true", help=random)
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.source.pack import pack
@@ -94,12 +97,12 @@ def pack(parser: argparse.ArgumentParser) -> Action:
 
         chosen = {name: getattr(arguments, name) for name in ("encoded", "workers", "fingerprint", "allow_random")}
         try:
-            with _refusing(parser, Exception):  # configs and data are the user's, and may raise anything
+            with _refusing(parser, Exception):  # configs and data belong to the user, and may raise any error
                 with TemporaryDirectory() as folder:
                     source = source_in(_instantiated(_composed(arguments, folder), arguments.source))
                 written = pack(source, arguments.path, progress=True, **chosen)
         except KeyboardInterrupt:
-            parser.exit(130, f"{parser.prog}: stopped; the same command goes on where it was\n")
+            parser.exit(130, f"{parser.prog}: stopped; the same command continues from here\n")
         size = arguments.path.stat().st_size
         _say(f"{arguments.path}: {len(source):,} samples, {written:,} of them now, {size:,} bytes")
 
@@ -107,9 +110,9 @@ def pack(parser: argparse.ArgumentParser) -> Action:
 
 
 def doctor(parser: argparse.ArgumentParser) -> Action:
-    """Say what this machine allows a cache, who holds memory, and how to mend what is wrong."""
-    held = "a directory on a disk that is to hold caches; may be given several times"
-    parser.add_argument("--dir", metavar="DIR", action="append", default=[], help=held)
+    """Report how much memory a cache may take here, which processes hold memory, and how to get more of it."""
+    directory = "also check a directory on a disk; may be repeated"
+    parser.add_argument("--dir", metavar="DIR", action="append", default=[], help=directory)
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.doctor import as_text, examine
@@ -121,9 +124,9 @@ def doctor(parser: argparse.ArgumentParser) -> Action:
 
 
 def list_(parser: argparse.ArgumentParser) -> Action:
-    """Show the named caches of this user on this node, by job."""
-    shown = "a directory whose caches are shown, too; may be given several times"
-    parser.add_argument("--dir", metavar="DIR", action="append", default=[], help=shown)
+    """List the named caches of this user on this node, by job."""
+    directory = "also list the caches in a directory on a disk; may be repeated"
+    parser.add_argument("--dir", metavar="DIR", action="append", default=[], help=directory)
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.inventory import named_lines
@@ -140,8 +143,8 @@ def list_(parser: argparse.ArgumentParser) -> Action:
 
 def clean(parser: argparse.ArgumentParser) -> Action:
     """Remove named caches that no process uses."""
-    parser.add_argument("name", metavar="NAME", nargs="?", help="only this one, or those of the job of this name")
-    parser.add_argument("--dir", metavar="DIR", help="a directory on a disk, whose caches are meant; else in memory")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="only the cache or the job of this name")
+    parser.add_argument("--dir", metavar="DIR", help="remove caches in this directory on a disk, not in memory")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
     def run(arguments: argparse.Namespace) -> None:
@@ -161,8 +164,7 @@ def clean(parser: argparse.ArgumentParser) -> Action:
         if dead and not arguments.yes and not _yes(f"remove {count(dead)}? [y/N] "):
             _say("nothing removed; --yes removes without asking")
             return
-        shown = [cache.name for cache in dead]  # what has come since was not
-        removed = [gone for cache in shown for gone in clean(cache, arguments.dir)]
+        removed = [segment for cache in dead for segment in clean(cache.name, arguments.dir)]
         _say(f"removed {count(removed)}" if dead else "nothing to remove")
 
     return run
@@ -172,7 +174,7 @@ COMMANDS: tuple[Callable[[argparse.ArgumentParser], Action], ...] = (plan, docto
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command of these arguments, or of this process's command line."""
+    """Run the command of these arguments (default: the command line of this process)."""
     import lightning_stocache
 
     about = "Stochastic caching for PyTorch Lightning."
@@ -189,23 +191,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if rest:  # overrides that stand between options
         chosen.overrides += rest
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding has not
+        sys.stdout.reconfigure(errors="backslashreplace")  # characters that the terminal's encoding lacks
     try:
         chosen.run(chosen)
         sys.stdout.flush()
-    except BrokenPipeError:  # of `... | head`: what is left goes nowhere, and at exit without a word
+    except BrokenPipeError:  # of `... | head`: the rest, and the flush at exit, go to /dev/null
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="as Hydra takes them: data=photos model=conv")
-    parser.add_argument("--config-dir", type=Path, help="folder of your configs; modules beside it are found")
+    parser.add_argument("overrides", metavar="OVERRIDE", nargs="*", help="overrides of Hydra: data=photos model=conv")
+    parser.add_argument("--config-dir", type=Path, help="folder of your configs; modules beside it can be imported")
     parser.add_argument("--config-name", help="your primary config there (default: this package's `train`)")
 
 
 def _add_png(parser: argparse.ArgumentParser, default: Path, what: str) -> None:
     def path(text: str) -> Path:
-        if not text.endswith(".png"):  # a folder or an override that stands behind --png
+        if not text.endswith(".png"):  # a folder or an override after a --png without a path
             raise argparse.ArgumentTypeError(f"a path that ends in .png, or none, got {text}; write --png last")
         return Path(text)
 
@@ -220,7 +222,7 @@ def _numbers(text: str) -> list[int]:
 
 @contextmanager
 def _refusing(parser: argparse.ArgumentParser, *kinds: type[Exception]) -> Iterator[None]:
-    """End the program with one sentence where such an error comes."""
+    """Turn errors of these kinds into one sentence on stderr and exit code 2."""
     try:
         yield
     except kinds as error:
@@ -228,7 +230,10 @@ def _refusing(parser: argparse.ArgumentParser, *kinds: type[Exception]) -> Itera
 
 
 def _one_line(error: Exception) -> str:
-    """The words of an exception; of Hydra's those about the key, or what the user's own constructor raised."""
+    """The message of an exception in one line, without Hydra's lines about classes.
+
+    Hydra wraps an error of the user's own constructor: the line has the key and the wrapped error.
+    """
     key = ""
     while type(error).__name__ == "InstantiationException":
         key = key or str(error).partition("full_key: ")[2].strip()
@@ -253,7 +258,7 @@ def _say(line: str) -> None:
 
 
 def _yes(question: str) -> bool:
-    """Ask. A script that gives no answer has not said yes."""
+    """Ask for a yes. No answer, as in a script, means no."""
     try:
         return input(question).strip().lower() in ("y", "yes")
     except (EOFError, KeyboardInterrupt, RuntimeError):  # RuntimeError: standard input is closed
@@ -274,7 +279,10 @@ def _named(parser: argparse.ArgumentParser, directory: str | None) -> Sequence[N
 
 @contextmanager
 def _measuring() -> Iterator[str]:
-    """A folder for what a Trainer leaves, without the words of Lightning and of our caches; torch's threads stay."""
+    """A temporary folder for a Trainer's files, without logs and warnings. Restores torch's number of threads.
+
+    The messages of Lightning and of this package are about training, and `plan` does not train.
+    """
     import torch
 
     before, ours, silent = torch.get_num_threads(), logging.getLogger("lightning_stocache"), logging.NullHandler()
@@ -283,69 +291,46 @@ def _measuring() -> Iterator[str]:
         undone.callback(logging.disable, logging.NOTSET)
         undone.callback(ours.removeHandler, silent)
         logging.disable(logging.WARNING)
-        ours.addHandler(silent)  # without one, the caches of the measurements are told of on stderr
+        ours.addHandler(silent)  # without a handler, the package prints its messages itself
         undone.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # Lightning's advice is about training, of which this is none
+        warnings.simplefilter("ignore")
         yield undone.enter_context(TemporaryDirectory())
 
 
 def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves | None]:
-    """The plan for what the configs describe, and curves if asked for; what a Trainer leaves goes to the folder."""
+    """The plan for the data and model of the configs, and curves if asked for. A Trainer writes into the folder."""
     import torch
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
-    from lightning_stocache.insight.measurement import cached_bytes, measure, measure_curves
-    from lightning_stocache.insight.plan import Job, plan
+    from lightning_stocache.insight.measurement import measure, measure_curves
+    from lightning_stocache.insight.plan import plan
     from lightning_stocache.training import plan_inputs
 
     config = _composed(arguments, folder)
-    threads, threads_from = (arguments.threads, "--threads") if arguments.threads else _app_threads(arguments, config)
-    torch.set_num_threads(threads or torch.get_num_threads())
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     datamodule = plan_inputs.datamodule_of(_instantiated(config, "data"))
-    data = plan_inputs.training_data(datamodule)
     options = dict(config.get("trainer") or {})
     nodes, ranks = plan_inputs.world(options)
-    paces, step = measure(data, ranks=ranks), None
+    data = replace(plan_inputs.training_data(datamodule), nodes=nodes, ranks=ranks)
+    paces, step, curves = measure(data), None, None
     if config.get("model") is not None:
         base = {"_target_": "lightning.pytorch.Trainer"}
         trainer = instantiate(OmegaConf.merge(base, options, plan_inputs.ARGUMENTS, {"default_root_dir": folder}))
         step = plan_inputs.measure_step(trainer, instantiate(config.model), datamodule, data)
-    size: Any = data.source
-    job = Job(
-        *(len(size), data.batch_size, data.num_workers, nodes, ranks, data.mode),
-        other_bytes=sum(map(cached_bytes, data.others)),
-        safe_bytes=data.safe_bytes(paces.codec, ranks),
-        threads=f"threads={torch.get_num_threads()} ({threads_from})",
-    )
-    curves, numbers = None, (arguments.workers, arguments.batch_sizes)
-    if any(numbers):
-        curves = measure_curves(data, *numbers, progress=lambda words: sys.stderr.write(f"{words}\n"))
-    return plan(job, paces, step), curves
-
-
-def _app_threads(arguments: argparse.Namespace, config: Any) -> tuple[int | None, str]:
-    """The number that the Hydra app beside the configs gives `torch.set_num_threads`, and who says so.
-
-    It is a number there, or a value of the config (`config.threads`); of several that differ none is taken.
-    """
-    from omegaconf import OmegaConf
-
-    found: dict[int, str] = {}
-    for path in sorted(arguments.config_dir.resolve().parent.glob("*.py")) if arguments.config_dir else ():
-        text = path.read_text(errors="replace")
-        for given in re.findall(r"^\s*torch\.set_num_threads\(([\w.]+)\)", text, re.MULTILINE):
-            threads = int(given) if given.isdigit() else OmegaConf.select(config, given.partition(".")[2])
-            if "hydra.main" in text and type(threads) is int:
-                found.setdefault(threads, f"as {path.name} sets them")
-    return found.popitem() if len(found) == 1 else (None, "torch's default; --threads if your app sets others")
+    if arguments.workers or arguments.batch_sizes:
+        curves = measure_curves(
+            data, arguments.workers, arguments.batch_sizes, progress=lambda line: sys.stderr.write(f"{line}\n")
+        )
+    return plan(data, paces, step), curves
 
 
 def _instantiated(config: Any, key: str) -> Any:
     """The object that the config describes under a key.
 
     Raises:
-        PlanError: it has nothing there.
+        PlanError: the config has nothing there.
     """
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
@@ -358,7 +343,7 @@ def _instantiated(config: Any, key: str) -> Any:
 
 
 def _composed(arguments: argparse.Namespace, folder: str) -> Any:
-    """The config, resolved as in a Hydra app that runs in this directory and leaves its files in the folder."""
+    """The config, composed as in a Hydra app that runs in this directory and writes its files into the folder."""
     from hydra import compose, initialize_config_dir, initialize_config_module
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict

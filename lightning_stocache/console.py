@@ -1,8 +1,11 @@
-"""The lines of the package on a console: each begins with `stocache:`, and stands above a progress bar.
+"""The package's lines on a console: each begins with `stocache:`, and stands above a progress bar.
 
-Where logging is set up (Hydra, basicConfig), its handlers decide. Elsewhere a handler of our own prints warnings, as
-Python itself would. A line that a bar of tqdm is drawn over, or is glued to, is written by `tqdm.write`; Rich puts a
-stderr of its own in place while it draws, which a handler that has kept the one of before does not use: `above_bars`.
+If logging is set up (by Hydra or basicConfig), its handlers print the lines. Otherwise `Console` prints the warnings,
+as Python itself would.
+
+A progress bar needs two measures, because it would overwrite a line or share its line with it. While tqdm draws a bar,
+lines go through `tqdm.write`. Rich replaces `sys.stderr` while it draws, and a handler that was made before still has
+the former stream: `above_bars` gives the handler the present stream.
 """
 
 from __future__ import annotations
@@ -20,26 +23,26 @@ _OURS = logging.getLogger("lightning_stocache")
 
 
 class Console(logging.Handler):
-    """Prints the package's warnings where nobody has set logging up."""
+    """Prints the package's warnings if logging is not set up."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.setFormatter(logging.Formatter(f"{PREFIX}%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a record, unless somebody else does."""
+        """Print a record, unless another handler prints it."""
         if not is_heard():
             _AboveBars("stderr").write(f"{self.format(record)}\n")
 
 
 def is_heard() -> bool:
-    """Whether somebody has set logging up, who gets what the package logs."""
+    """Whether logging is set up, so that another handler than `Console` gets the package's records."""
     return bool(logging.getLogger().handlers) or any(type(handler) is not Console for handler in _OURS.handlers)
 
 
 @contextmanager
 def above_bars(name: str) -> Iterator[None]:
-    """Have the console handlers of a logger write above the bars that are drawn."""
+    """Let the console handlers of a logger write above progress bars."""
     before: list[tuple[logging.StreamHandler[Any], Any]] = []
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
@@ -58,7 +61,7 @@ def above_bars(name: str) -> Iterator[None]:
 
 
 class _AboveBars:
-    """Standard output or error as it is now, for whole lines."""
+    """A stream for whole lines, which writes to the present `sys.stdout` or `sys.stderr`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -66,7 +69,7 @@ class _AboveBars:
     def write(self, text: str) -> None:
         stream = getattr(sys, self.name)
         bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
-        if getattr(bars, "_instances", None):  # those that are drawn; `write` makes a semaphore, which stays
+        if getattr(bars, "_instances", None):  # a bar is drawn; without one, `write` would make a semaphore for ever
             bars.write(text, file=stream, end="")
         else:
             stream.write(text)

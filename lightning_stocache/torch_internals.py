@@ -1,17 +1,17 @@
-"""Every private name of torch's that this package uses, and what happens without it.
+"""Every private name of torch that this package uses, and what happens without it.
 
-- `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, which is fed by us (`WorkerIterator`):
-  `_try_put_index` pushes the feed, `_tasks_outstanding` and `_rcvd_idx` count requests and answers, `_data_queue` is
-  where answers come from, `_workers` are the processes, `_shutdown_workers` ends them. Where one of these is missing, a
-  loader with workers is a plain DataLoader, with one warning (`knows_workers`).
-- `_utils.collate` and `_utils.pin_memory`: a torch without them is not supported, and says so at the import.
-- `RandomSampler._num_samples`: where it is missing, a sampler is taken for one of the user's.
-- Workers wait for requests in `get` of a queue that DataLoader makes by its `multiprocessing_context`. A worker that
-  waits elsewhere does nothing when it is idle.
-- `_BaseDataLoaderIter`: what a loader that is read already holds.
-- `_utils.worker._worker_info` and `WorkerInfo`: tell a filler of a rolling cache its part of a stream. Where they are
-  missing, it draws the whole stream.
-- `distributed_c10d._get_default_store`: where it is missing, ranks send messages over a store of our own.
+- `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, which `WorkerIterator` feeds. `_try_put_index`
+  pushes the feed, `_tasks_outstanding` and `_rcvd_idx` count requests and answers, `_data_queue` gives the answers,
+  `_workers` are the processes, `_shutdown_workers` ends them. Without one of these, a loader with workers is a plain
+  DataLoader, with one warning (`knows_workers`).
+- `_utils.collate` and `_utils.pin_memory`: without them, the import of this module fails.
+- `RandomSampler._num_samples`: without it, a RandomSampler is treated as a sampler of the user's.
+- Workers wait for requests in `get` of a queue that DataLoader makes with its `multiprocessing_context`. If a worker
+  waits elsewhere, it does nothing while it is idle.
+- `_BaseDataLoaderIter`: the iterator of a loader that is read.
+- `_utils.worker._worker_info` and `WorkerInfo`: give a filler of a rolling cache its part of a stream. Without them,
+  the filler draws the whole stream.
+- `distributed_c10d._get_default_store`: without it, ranks send messages over a store that this package makes.
 
 The names are the same from torch 2.4 to 2.15.
 """
@@ -56,15 +56,15 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_TERMINATED_SECONDS = 2.0  # for workers that were sent SIGTERM, which torch's handler obeys at once, or SIGKILL
-_ENDING_SECONDS = 10.0  # for a worker that has closed its socket to be dead: moments, on a busy machine seconds
+_TERMINATED_SECONDS = 2.0  # for workers to end after SIGTERM, which torch's handler obeys at once, or after SIGKILL
+_ENDING_SECONDS = 10.0  # for a worker to end after its socket has closed: milliseconds, on a busy machine seconds
 
 _OF_WORKERS = ("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_data_queue", "_workers", "_shutdown_workers")
 
 
 @cache
 def knows_workers() -> bool:
-    """Whether this version of torch has the names by which workers are fed; says once if it has not."""
+    """Whether this version of torch has the names that `WorkerIterator` needs. Warns once if it does not."""
     kind: Any = getattr(dataloaders, "_MultiProcessingDataLoaderIter", None)
     known = set(dir(kind)) | _names_in(kind, "__init__") | _names_in(kind, "_reset")
     if missing := sorted(set(_OF_WORKERS) - known):
@@ -81,7 +81,7 @@ class WorkerIterator:
     """The iterator of a loader with persistent workers, fed from outside.
 
     Args:
-        loader: its `batch_sampler` is the feed: an iterator that may be empty now and have more later.
+        loader: a loader whose `batch_sampler` is the feed: an iterator that may be empty now and have more later.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -90,30 +90,30 @@ class WorkerIterator:
         self._iterator._data_queue = _Mailbox(self._iterator._data_queue, self._iterator._workers)
 
     def begin_epoch(self) -> None:
-        """Wait for answers that nobody wants any more; the first worker is next again."""
+        """Wait for the answers of the last epoch and drop them. The first worker gets the next request."""
         self._iterator = iter(self._loader)
 
     def push(self) -> None:
-        """Send what the feed has next to the next worker."""
+        """Send the next item of the feed to the next worker."""
         self._iterator._try_put_index()
 
     def receive(self) -> Any:
-        """The next answer, or what the worker raised."""
+        """The next answer. Raises the error of the worker, if it had one."""
         return next(self._iterator)
 
     @property
     def outstanding(self) -> int:
-        """Number of answers that are to come."""
+        """Number of requests without an answer."""
         return int(self._iterator._tasks_outstanding)
 
     @property
     def answered(self) -> int:
-        """Number of answers, this epoch."""
+        """Number of answers in this epoch."""
         return int(self._iterator._rcvd_idx)
 
     @property
     def ended(self) -> list[BaseProcess]:
-        """The workers that do not run any more."""
+        """The workers that have ended."""
         return [worker for worker in self._iterator._workers if not worker.is_alive()]
 
     def shut_down(self) -> None:
@@ -122,29 +122,33 @@ class WorkerIterator:
 
 
 class _IdleQueue(Queue):  # type: ignore[type-arg]
-    """A queue whose reader may do something useful while it is empty."""
+    """A queue whose reading process works while the queue is empty."""
 
     work: ClassVar[Callable[[], bool] | None] = None
-    """In the process that reads: does a little, and says whether there may be more."""
+    """The work of the reading process: does a small part, and returns whether there may be more."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """The next item, as `Queue.get` gives it; work takes no more time than may be waited."""
+        """The next item, as from `Queue.get`. Working counts as waiting."""
         end = None if timeout is None else time.monotonic() + timeout
         while _IdleQueue.work is not None and self.empty():
             if end is not None and time.monotonic() >= end:
-                raise queue.Empty  # who reads looks now and then whether the other side is alive
+                raise queue.Empty  # the worker checks then whether the main process is alive
             if not _IdleQueue.work():
                 _IdleQueue.work = None
         return super().get(block, timeout)
 
 
 def do_when_idle(work: Callable[[], bool]) -> None:
-    """In a worker: do this, again and again until it gives False, while no request waits."""
+    """In a worker: call this whenever no request waits, until it returns False."""
     _IdleQueue.work = work
 
 
 def idling_context(given: str | BaseContext | None) -> BaseContext:
-    """The context of a loader, with queues that know `do_when_idle`."""
+    """A multiprocessing context whose queues support `do_when_idle`.
+
+    Args:
+        given: the context that the loader asks for, or its name; None for the default.
+    """
     base = given if isinstance(given, BaseContext) else multiprocessing.get_context(given)
     context: Any = copy.copy(base)
     context.Queue = lambda maxsize=0: _IdleQueue(maxsize, ctx=base)
@@ -158,31 +162,31 @@ class _Mailbox:
         self._answers, self._workers = answers, workers
 
     def get(self, timeout: float | None = None) -> Any:
-        """The next answer; raises `Empty` if none has come in that many seconds."""
+        """The next answer. Raises `queue.Empty` if there is none within the timeout, in seconds."""
         try:
             return self._answers.get(timeout=timeout)
         except (EOFError, ConnectionError, FileNotFoundError):
-            # A worker that is killed closes its sockets before it is known to have ended; DataLoader says so then.
+            # A killed worker closes its sockets before it has ended. DataLoader raises its own error after the end.
             ended = connection.wait([worker.sentinel for worker in self._workers], _ENDING_SECONDS)
             for worker in self._workers:
                 if worker.sentinel in ended:
-                    worker.join()  # its files close before it is dead
+                    worker.join()  # its sentinel is ready before it is dead
             raise
 
 
 def shut_down(iterator: Any) -> None:
-    """End the workers of a loader's iterator, and wait for them; what hangs is killed."""
+    """End the workers of a loader's iterator, and wait for them. A worker that hangs is killed."""
     iterator._shutdown_workers()
     left = [process for process in iterator._workers if process.is_alive()]
     for process in left:
-        process.terminate()  # the iterator does not where the interpreter is about to end
+        process.terminate()  # the iterator does not do so while the interpreter ends
     for process in _still_alive(left):
         process.kill()
     _still_alive(left)
 
 
 def _still_alive(processes: Sequence[BaseProcess]) -> list[BaseProcess]:
-    """The processes that do not end in time."""
+    """The processes that have not ended after `_TERMINATED_SECONDS`."""
     deadline = time.monotonic() + _TERMINATED_SECONDS
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0))
@@ -190,19 +194,19 @@ def _still_alive(processes: Sequence[BaseProcess]) -> list[BaseProcess]:
 
 
 def set_worker_dataset(dataset: Any) -> None:
-    """In a worker: what `get_worker_info().dataset` is from now on. The object refuses to be changed."""
+    """In a worker: replace `get_worker_info().dataset`, which forbids ordinary assignment."""
     object.__setattr__(get_worker_info(), "dataset", dataset)
 
 
 def become_worker(number: int, workers: int, seed: int, dataset: Any) -> None:
-    """In a process of ours: what `get_worker_info()` says from now on."""
+    """In a process that DataLoader did not start: set the result of `get_worker_info()`."""
     if hasattr(worker, "_worker_info") and hasattr(worker, "WorkerInfo"):
-        told: Any = worker
-        told._worker_info = told.WorkerInfo(id=number, num_workers=workers, seed=seed, dataset=dataset)
+        module: Any = worker
+        module._worker_info = module.WorkerInfo(id=number, num_workers=workers, seed=seed, dataset=dataset)
 
 
 def is_loader_iterator(value: Any) -> bool:
-    """Whether it is an iterator of a DataLoader."""
+    """Whether a value is an iterator of a DataLoader."""
     return isinstance(value, dataloaders._BaseDataLoaderIter)
 
 
@@ -213,12 +217,12 @@ def draws_all_once(sampler: Sampler[Any]) -> bool:
 
 
 def job_store() -> Any:
-    """The `torch.distributed.Store` of the running job, on a connection of its own; None if it has none (MPI)."""
+    """The `torch.distributed.Store` of the running job, on a new connection; None if the job has none (MPI)."""
     from torch.distributed import distributed_c10d
 
     find = getattr(distributed_c10d, "_get_default_store", None)
     store = None if find is None else find()
-    clone = getattr(store, "clone", None)  # not before torch 2.6
+    clone = getattr(store, "clone", None)  # torch 2.6 brought it
     return store if clone is None else clone()
 
 

@@ -123,7 +123,7 @@ def test_it_is_stopped_and_goes_on(tmp_path: Path, configs: Path) -> None:
     wait_until(lambda: path.exists() and path.stat().st_size > 8192)
     os.kill(child.process.pid or 0, signal.SIGINT)
     assert child.result() == 130, said.read_text()
-    assert "stopped; the same command goes on where it was" in said.read_text()
+    assert "stopped; the same command continues from here" in said.read_text()
     assert call(packing, [*arguments, "--workers", "2"], said) == 0
     assert "40 samples, " in said.read_text()
     assert "40 samples, 40 of them now" not in said.read_text()

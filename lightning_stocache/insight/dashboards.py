@@ -1,11 +1,11 @@
 """Messages to loggers besides values: charts for TensorBoard, axes for W&B, and hyperparameters of the caches.
 
-`LAYOUT` is what `SummaryWriter.add_custom_scalars` takes: category -> chart -> ["Multiline", patterns of tags].
-TensorBoard matches the beginning of a tag, so each pattern ends with `$`. It smooths by 0.6: a hit rate of 0.70
-in epoch two reads 0.43; `/#custom_scalars&_smoothingWeight=0` is the tab without smoothing.
+`LAYOUT` is the argument of `SummaryWriter.add_custom_scalars`: category -> chart -> ["Multiline", patterns of tags].
+TensorBoard matches the beginning of a tag, so each pattern ends with `$`. TensorBoard smooths curves by 0.6, so that a
+hit rate of 0.70 in epoch two reads 0.43. The address `/#custom_scalars&_smoothingWeight=0` shows them unsmoothed.
 
-`axes` are what W&B's `run.define_metric` takes: the values of an epoch are drawn over `epoch`, live ones over
-`trainer/global_step`. Hyperparameters are nested under `stocache`, those of another stage than training below its name.
+`axes` are the arguments of W&B's `run.define_metric`: epoch values are drawn over `epoch`, live values over
+`trainer/global_step`. Hyperparameters are nested under `stocache`, and of validation under its name below that.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_stocache.source.encoded import EncodedSource
 
 __all__ = ["LAYOUT", "axes", "hyperparameters", "lay_out"]
 
-_ADDED = ("samples", "drawn", "slots", "budget_bytes")  # over the datasets of a stage
-_laid_out: WeakSet[Any] = WeakSet()
+_ADDED = ("samples", "drawn", "slots", "budget_bytes")  # hyperparameters that are summed over the datasets of a stage
+_laid_out: WeakSet[Any] = WeakSet()  # runs of TensorBoard or W&B
 
 
 def lay_out(logger: Any, nodes: int = 1) -> None:
-    """Tell TensorBoard or W&B how the metrics of so many nodes are drawn, once for each run."""
+    """Tell TensorBoard or W&B how to draw the metrics of some nodes, once for each run."""
     experiment: Any = getattr(logger, "experiment", None)
     has_charts, has_axes = (hasattr(experiment, name) for name in ("add_custom_scalars", "define_metric"))
     if not (has_charts or has_axes) or experiment in _laid_out:
@@ -66,19 +66,19 @@ LAYOUT: dict[str, dict[str, list[str | list[str]]]] = {
         "Memory per node, in bytes": _chart(r"node\d+/memory_bytes"),
     },
 }
-"""The layout: one or two curves a chart, because a run has one colour. Without validation or with one node the last
-categories stay empty."""
+"""Charts of one or two curves, because all curves of a run have one colour. The last two categories stay empty without
+validation and with a single node."""
 
 
 def axes(nodes: int = 1) -> list[dict[str, Any]]:
-    """The axes of all metrics, with so many nodes; without values they draw nothing."""
+    """The axes of all metrics of some nodes. An axis without values draws nothing."""
     of_stages = [*rates(Tally()), "coverage"]
     of_epochs = [*rates(Tally(ranks=1)), "coverage", "hit_rate_expected"]
     of_epochs += [f"{stage}/{name}" for stage in ("val", "test", "predict") for name in of_stages]
     of_epochs += [f"rolling/{name}" for name in ROLLING_METRICS]
     of_epochs += [f"node{node}/{name}" for node in range(nodes) if nodes > 1 for name in NODE_METRICS]
     extremes = {name: {"summary": "last,min,max"} for name in ("data_wait_seconds", "samples_per_second")}
-    # No patterns: of two that match W&B takes one at random, and Lightning has defined `*`.
+    # Not a pattern: if two patterns match, W&B takes one of them at random, and Lightning has defined `*`.
     return [
         {"name": "epoch"},
         *({"name": f"stocache/{name}", "step_metric": "epoch", **extremes.get(name, {})} for name in of_epochs),
@@ -93,12 +93,12 @@ def hyperparameters(stages: Mapping[str, Any]) -> dict[str, Any]:
         stages: the loaders of each stage, nested as Lightning takes them.
 
     Returns:
-        Under `stocache` the keys `dataset` (its class), `samples` (of the whole dataset), `drawn` (those of them that
-        the loader draws, where that is known, else all), `budget` (as it was asked for), `budget_bytes` (granted on
-        this node), `slots` (on this node), `coverage` (share of `drawn` that has a slot somewhere),
-        `layout` ("rows", "records", "none"), `store` ("decoded", "encoded"), `backend` ("tmpfile", "memfd",
-        "file", "disk"), `sampling` (the mode of a LocalitySampler, else the sampler's class), `nodes`, `ranks`, `name`
-        and `dir`, for training; for another stage the same below its name. Of several datasets numbers are summed.
+        Under `stocache` the keys `dataset` (its class), `samples` (of the whole dataset), `drawn` (samples that the
+        loader draws, if that is known, else all samples), `budget` (as the user gave it), `budget_bytes` (granted on
+        this node), `slots` (on this node), `coverage` (share of `drawn` that has a slot on some node), `layout`
+        ("rows", "records", "stream", "none"), `store` ("decoded", "encoded"), `backend` ("tmpfile", "memfd", "file",
+        "disk"), `sampling` (the mode of a LocalitySampler, or the sampler's class), `nodes`, `ranks`, `name` and
+        `dir`, for training; the same keys for another stage below its name. Numbers of several datasets are summed.
     """
     found: dict[str, Any] = {}
     for stage, loaders in stages.items():
@@ -148,6 +148,6 @@ def _sampling(loader: Any) -> str | None:
 
 
 def _common(values: list[Any]) -> Any:
-    """The value that all have, or the different ones with commas between them."""
+    """The value if all values are the same, or the different values with commas between them."""
     different = list(dict.fromkeys(values))
     return different[0] if len(different) == 1 else ", ".join(map(str, different))

@@ -1,7 +1,8 @@
-"""A report on this machine: how much memory a cache may take, who holds memory, and the fix where it is too little.
+"""A report on this machine: how much memory a cache may take, which processes hold memory, and how to get more of it.
 
-`examine` gives findings: a topic, a sentence, and a fix where something should be changed. The first is the verdict:
-what a cache would get here now. What cannot be known here (no /proc, no cgroup: macOS) is a sentence, not an error.
+`examine` gives findings: a topic, a sentence, and a fix if something should be changed. The first finding is the
+verdict: the memory that a cache would get now. Where the system hides a fact (macOS has no /proc and no cgroup), a
+sentence says so; it is no error.
 """
 
 from __future__ import annotations
@@ -32,24 +33,24 @@ from lightning_stocache.setup.allocation import largest_grant
 
 __all__ = ["Finding", "as_text", "examine", "shared_memory"]
 
-_DOCKER = 64 * 2**20  # bytes of /dev/shm in a container that was not told otherwise
+_DOCKER = 64 * 2**20  # bytes of /dev/shm in a container of Docker's without `--shm-size`
 _PACKAGES = "torch torchvision numpy lightning pytorch-lightning hydra-core matplotlib tensorboard"
 
 
 class Finding(NamedTuple):
-    """Something that was found."""
+    """A fact about this machine."""
 
     topic: str
     words: str
-    fix: str = ""  # what to do about it; empty if nothing
+    fix: str = ""  # the change to make; empty if there is nothing to change
 
 
 def examine(root: Path = Path("/"), directories: Sequence[str] = ()) -> list[Finding]:
-    """Look at this machine, and at directories on disks that are to hold caches.
+    """Examine this machine, and directories on disks that will hold caches.
 
     Args:
-        root: where `proc` and `sys` are found; another one is for tests.
-        directories: on disks.
+        root: the folder with `proc` and `sys`; tests have another one.
+        directories: the directories on disks.
 
     Raises:
         OSError: there is no shared memory on this system (Windows).
@@ -67,7 +68,7 @@ def examine(root: Path = Path("/"), directories: Sequence[str] = ()) -> list[Fin
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """The findings for people, in 80 columns: the verdict, what is to be mended, and the rest topic by topic."""
+    """The findings in lines of 80 columns: the verdict, the findings with a fix, and the others."""
     verdict, *rest = findings
     to_mend = [finding for finding in rest if finding.fix]
     lines = [*wrapped(f"{verdict.topic} {verdict.words}"), "", f"{len(to_mend) or 'nothing'} to mend"]
@@ -80,9 +81,9 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def shared_memory(size: int, free: int, ram: int) -> Finding:
-    """Judge /dev/shm by its size (0: without a limit), its free bytes, and the bytes of the machine's memory."""
+    """The finding about /dev/shm, from its size (0: no limit) and free bytes, and the machine's memory in bytes."""
     words = f"{format_bytes(size)}, of which {format_bytes(free)} free." if size else "without a limit of its own."
-    advised = max(ram // 2**31, 1)  # GiB: half of the memory, as Linux gives outside of containers
+    advised = max(ram // 2**31, 1)  # GiB: half of the memory, Linux's default outside of containers
     container = (
         f"docker run --shm-size={advised}g ...; Kubernetes: volumes: [{{name: shm, emptyDir: {{medium: Memory, "
         f"sizeLimit: {advised}Gi}}}}] and volumeMounts: [{{name: shm, mountPath: /dev/shm}}]. "
@@ -101,7 +102,7 @@ def shared_memory(size: int, free: int, ram: int) -> Finding:
 
 
 def _verdict() -> Finding:
-    """The bytes that a cache would be granted now, and where it would lie."""
+    """The bytes that a cache would be granted now, and the place where it would lie."""
     sample = SampleSpec.infer(torch.zeros(1023, dtype=torch.uint8))
     size, backend = largest_grant(sample)
     free = FreeMemory.measure(None if backend == "memfd" else memory_directory())
@@ -135,7 +136,7 @@ def _memory(root: Path) -> Iterator[Finding]:
 
 
 def _named() -> Finding:
-    """The caches that outlive their jobs."""
+    """The finding about the caches that outlive their jobs."""
     named = named_segments(contents_of)
     unused = [segment for segment in named if not segment.in_use]
     words = f"{count(named)}, {len(unused)} unused: python -m lightning_stocache list." if named else "none."
@@ -143,7 +144,7 @@ def _named() -> Finding:
 
 
 def _disk(directory: str) -> Finding:
-    """Judge a directory that is to hold caches."""
+    """The finding about a directory that will hold caches."""
     topic = f"disk {directory}"
     if not os.path.isdir(directory):
         return Finding(topic, "is no directory.", f"mkdir {shlex.quote(directory)}")
@@ -158,7 +159,7 @@ def _disk(directory: str) -> Finding:
 
 
 def _versions() -> Finding:
-    """The installed versions of the packages that matter."""
+    """The installed versions of `_PACKAGES`."""
     found = [f"Python {platform.python_version()}"]
     for name in _PACKAGES.split():
         with suppress(metadata.PackageNotFoundError):

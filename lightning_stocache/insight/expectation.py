@@ -1,11 +1,11 @@
-"""The hit rate to expect of an epoch that draws each index once, and what is wrong if the hit rate is far below it.
+"""The expected hit rate of an epoch that draws each index once, and a warning if the hit rate is far below it.
 
-Node k trains on a share s_k of every batch and has slots for a share a_k of what is drawn. A later epoch hits
-`sum over nodes min(s_k, a_k)`; the first one hits what was READY when it began.
+Node k trains on a share s_k of every batch and has slots for a share a_k of the drawn indices. A later epoch hits
+`sum over nodes min(s_k, a_k)`. The first epoch hits the samples that were READY when it began.
 
-The rule holds for samplers that draw each index once, in epochs that are served whole; on several nodes where a
-LocalitySampler deals samples to the nodes that have them. Otherwise nothing is expected: weighted draws, batch samplers
-of the user's own, `limit_train_batches`, several loaders of one dataset, streams.
+The rule holds if the sampler draws each index once and the epoch is served whole. On several nodes it also needs a
+LocalitySampler, which deals samples to the nodes that have them. No hit rate is expected for weighted draws, custom
+batch samplers, `limit_train_batches`, several loaders of one dataset, and streams.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from lightning_stocache.sampling.sampler_domain import draws_once, sampler_domai
 
 __all__ = ["Expectation"]
 
-_WHOLE = 0.98  # of the indices; `drop_last` may leave out the others
-_TOLERANCE = 0.05
-_TOLERANCE_OF_NODES = 0.25  # four nodes with batches of eight samples lose 0.24 in epoch two
+_WHOLE = 0.98  # share of the indices that a whole epoch serves at least; `drop_last` may leave out the others
+_TOLERANCE = 0.05  # a hit rate that is lower than expected by more is warned about
+_TOLERANCE_OF_NODES = 0.25  # on several nodes: four nodes with batches of eight samples lose 0.24 in epoch two
 
 
 class Expectation:
-    """The expected hit rates of the training sets in use, epoch by epoch; what is wrong is said once."""
+    """The expected hit rates of the training sets in use, epoch by epoch."""
 
     def __init__(self) -> None:
-        self._drawn: dict[Counters, Domain | None] = {}  # what each dataset's loader draws, in its first epoch
-        self._begun: set[Counters] = set()  # datasets of which an epoch was served whole
-        self._stray: str | None = None  # what is to be said of a sampler whose indices have changed
+        self._drawn: dict[Counters, Domain | None] = {}  # the indices that each dataset's loader drew at first
+        self._begun: set[Counters] = set()  # datasets that served a whole epoch
+        self._stray: str | None = None  # the complaint about a sampler whose indices have changed
         self._complained = False
 
     def compare(
         self, metrics: dict[str, float], counts: Mapping[Counters, Counts], datasets: Sequence[Cached], loaders: Any
     ) -> str | None:
-        """Add `hit_rate_expected` to the metrics of the epoch that ends now, unless the rule does not hold.
+        """Add `hit_rate_expected` to the metrics of the epoch that ends, if the rule holds.
 
         Args:
-            metrics: of this epoch.
-            counts: what this rank has been served of each training set in it, the other ranks likewise.
+            metrics: the metrics of this epoch, over all ranks.
+            counts: this rank's counts of each training set; the other ranks are assumed to have the same shares.
             datasets: the training sets.
-            loaders: that read them.
+            loaders: the loaders that read them.
 
         Returns:
-            The first time that something is wrong, a sentence about it; else None.
+            A complaint if the hit rate is too low and no earlier epoch had a complaint; else None.
         """
         served = metrics["hits"] + metrics["misses"] + metrics["bypasses"]
         of_rank, hits = sum(counts.values(), Counts()), 0.0
@@ -72,7 +72,15 @@ class Expectation:
         return complaint
 
     def _hits(self, dataset: Cached, loader: Any, served: float, fills: float, filled: float) -> float:
-        """The hits to expect of one training set, over all ranks; not a number where the rule does not hold."""
+        """The expected hits of one training set, over all ranks; NaN if the rule does not hold.
+
+        Args:
+            dataset: the training set.
+            loader: the loader that reads it, if it is a single one.
+            served: samples of it that all ranks were served in this epoch.
+            fills: samples of it that all ranks stored in this epoch.
+            filled: share of the slots that are ready at the end of this epoch.
+        """
         if loader is None or not isinstance(dataset, CachedDataset) or cached_in(loader.dataset) is None:
             return math.nan
         ring, cache, counters = cached_source(dataset).opened.known_ring, dataset.cache, dataset.counters
@@ -104,16 +112,16 @@ class Expectation:
 
 
 def _reader(loaders: Any, dataset: Cached) -> Any:
-    """The loader that reads a cached dataset, Fabric's too; None if there are several."""
+    """The loader that reads a cached dataset; None if there are several. Loaders of Fabric count, too."""
     leaves = [leaf for leaf in leaves_in(loaders) if hasattr(leaf, "batch_sampler")]
     readers = [leaf for leaf in leaves if any(each.counters is dataset.counters for each in cached_behind(leaf))]
     return readers[0] if len(readers) == 1 else None
 
 
 def _too_low(metrics: Mapping[str, float]) -> str:
-    """The complaint about a hit rate that is far below the expected one."""
+    """The complaint about a hit rate that is far below the expected hit rate."""
     filled = metrics["fill_fraction"]
-    cause = "the source may be made anew in every epoch"
+    cause = "the source may be created again in every epoch"
     if filled < 1:
         cause = f"only {100 * filled:.1f} % of the slots are filled; memory may have run out (see the warnings above)"
     return (

@@ -1,6 +1,6 @@
-"""The caches that lie in this machine's memory, told to people: by job, with who holds them.
+"""The caches in this machine's memory as lines of text: by job, with the processes that use them.
 
-The doors call the caches of a job with `name="photos"` `photos-train0`, `photos-val1`. Here they stand together again.
+A job with `name="photos"` has caches such as `photos-train0` and `photos-val1`. The lines group them under `photos`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from lightning_stocache.node.open_files import Process, open_files
 
 __all__ = ["count", "describe", "held_lines", "named_lines", "of_job", "wrapped"]
 
-_PIDS = 8  # processes with one command line that are named
+_PIDS = 8  # the most processes with one command line whose ids are listed
 
 
 def wrapped(text: str, indent: int = 0) -> list[str]:
-    """A sentence as lines of 80 columns, all but the first four further to the right."""
-    later = " " * (indent + 4)  # options of commands are not cut at their hyphens
+    """A sentence as lines of 80 columns. All lines but the first are indented by four more spaces."""
+    later = " " * (indent + 4)  # below, options of commands are not cut at their hyphens
     return wrap(text, 80, initial_indent=" " * indent, subsequent_indent=later, break_on_hyphens=False)
 
 
 def of_job(name: str, segments: Iterable[NamedSegment]) -> list[NamedSegment]:
-    """The segments that a name means: the one that has it, and those of the job that was given it."""
+    """The segment with this name, and the segments of the job with this name."""
     return [segment for segment in segments if name in (segment.name, _job(segment))]
 
 
 def count(segments: Sequence[NamedSegment]) -> str:
-    """The number of these caches, and the memory that they hold, in words."""
+    """The number of these caches and their memory, in words."""
     size = format_bytes(sum(segment.allocated_bytes for segment in segments))
     return f"{len(segments)} cache{'s' * (len(segments) != 1)} ({size})"
 
 
 def named_lines(segments: Sequence[NamedSegment], directory: str | None = None) -> Iterator[str]:
-    """The caches with a name, in memory or in a directory on a disk, job by job."""
+    """Lines about the named caches in memory, or in a directory on a disk, job by job."""
     try:
         users = {file.key: file.processes for file in open_files()[0]}
     except OSError:  # there is no /proc
@@ -55,15 +55,19 @@ def named_lines(segments: Sequence[NamedSegment], directory: str | None = None) 
         for cache in caches:
             yield from wrapped(describe(cache, users.get(cache.key, ())), 0 if alone else 4)
     if unused := [segment for segment in segments if not segment.in_use]:
-        words = f"nobody uses {count(unused)}; {clean_command(directory=directory)} removes what nobody uses"
-        yield from wrapped(words)
+        command = clean_command(directory=directory)
+        yield from wrapped(f"nobody uses {count(unused)}; {command} removes what nobody uses")
     if not segments:
         where = "this machine's memory" if directory is None else printable(directory)
         yield f"no caches with a name lie in {where}"
 
 
 def held_lines(root: Path = Path("/")) -> Iterator[str]:
-    """Lines about the memory that living processes hold, of caches and beside them; `root` has the folder `proc`."""
+    """Lines about the memory of caches and of other files that living processes have open.
+
+    Args:
+        root: the folder with `proc`; tests have another one.
+    """
     try:
         files, closed = open_files(root, contents_of)
     except OSError:
@@ -86,7 +90,7 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
 
 
 def describe(segment: NamedSegment, processes: Sequence[Process] = ()) -> str:
-    """A named cache: its name, what it holds, how much memory, since when, and which processes use it."""
+    """A named cache: its name, dataset, fill, memory, time of creation, and the processes that use it."""
     manifest = segment.contents.manifest
     since = "" if manifest is None else f", since {datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M}"
     user = "nobody" if not segment.in_use else _who(processes) or "a process that cannot be seen from here"
@@ -105,7 +109,7 @@ def _what(contents: Contents) -> str:
 
 
 def _who(processes: Sequence[Process]) -> str:
-    """Processes for people: the ids of those that were started alike, and how."""
+    """The ids of processes, grouped by their command line."""
     pids: dict[str, list[str]] = {}
     for process in processes:
         pids.setdefault(shorten(process.command, 60, placeholder="..."), []).append(str(process.pid))

@@ -1,9 +1,9 @@
-"""The measurements of `plan`: seconds a sample that the loader takes uncached, with misses and with hits.
+"""The measurements of `plan`: seconds a sample that a loader takes uncached, with misses and with hits.
 
 The user's kind of loader runs over a few batches without a cache, over a few in which every sample is a miss that is
-stored, and over hits in a full cache. They take turns in three rounds; the differences between rounds are the noise of
-the machine. A loader delivers in waves of one batch per worker; what counts begins after the first wave. Samples are
-new in each round as long as there are enough, so that no round finds in the page cache what another has read.
+stored, and over hits in a full cache. They take turns in three rounds. The differences between rounds are the noise of
+the machine. A loader delivers in waves of one batch per worker, and counting starts after the first wave. Each round
+reads other samples as long as there are enough, because the page cache holds the files that an earlier round has read.
 """
 
 from __future__ import annotations
@@ -33,17 +33,29 @@ from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.random_split import split
 
-__all__ = ["Curves", "Data", "Paces", "PlanError", "Spread", "Trial", "cached_bytes", "measure", "measure_curves"]
+__all__ = [
+    "Arm",
+    "Curves",
+    "Data",
+    "Kind",
+    "Paces",
+    "PlanError",
+    "Spread",
+    "Trial",
+    "cached_bytes",
+    "measure",
+    "measure_curves",
+]
 
 Kind: TypeAlias = Literal["uncached", "missed", "hit"]
-_LARGE = 256 * 2**20  # bytes of the cache that hits are measured in: more than the processor's caches hold
+_LARGE = 256 * 2**20  # bytes of the full cache that hits are measured in: larger than the processor's caches
 _ROUNDS = 3
-_READING = 1.0  # seconds in which samples are read, at least one
-_QUICK = 28  # samples that are looked at besides the first four, where that is quick
+_READING = 1.0  # seconds in which samples are read to find out their pace; at least one sample is read
+_QUICK = 28  # samples that `split` reads after the first four, if they are read quickly
 
 
 class PlanError(Exception):
-    """Nothing can be planned, and the message says why in one sentence."""
+    """A plan is impossible. The message says why, in one sentence."""
 
 
 class Spread(NamedTuple):
@@ -56,71 +68,107 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """The spread of these measurements; of a single one the standard deviation is 0."""
+        """The spread of these measurements. The standard deviation of a single one is 0."""
         deviation = statistics.stdev(values) if len(values) > 1 else 0.0
         return cls(min(values), statistics.median(values), max(values), deviation)
 
 
 @dataclass(frozen=True)
 class Data:
-    """The training data, and how one rank loads it."""
+    """The training data, how each rank loads it, and the ranks of the job. All nodes are alike."""
 
     source: Dataset[Any]
-    batch_size: int
-    num_workers: int = 0
+    batch_size: int  # of one rank
+    num_workers: int = 0  # of one rank
     transform: Callable[[Any], Any] | None = None  # per sample, after the cache
     settings: Mapping[str, Any] = field(default_factory=dict)  # further arguments of DataLoader
-    others: Sequence[Dataset[Any]] = ()  # what shares the budget (validation); one sample of each is read
+    others: Sequence[Dataset[Any]] = ()  # the validation sets that share the budget
     allow_random: bool = False  # a random source is cached as it is
     mode: Mode = "locality"  # how samples are dealt to nodes
+    nodes: int = 1
+    ranks: int = 1  # on each node
 
-    def safe_bytes(self, codec: SampleCodec | None, ranks: int) -> int:
-        """The largest safe cache here, beside the batches of so many ranks."""
+    @property
+    def samples(self) -> int:
+        """The number of samples in the source."""
+        return len(cast(Sized, self.source))
+
+    def safe_bytes(self, codec: SampleCodec | None) -> int:
+        """The largest safe cache on this node, beside the batches of all its ranks."""
         reader = LoaderSettings(self.batch_size, self.num_workers, self.settings.get("prefetch_factor"))
-        return largest_grant(codec, reader, ranks)[0]
+        return largest_grant(codec, reader, self.ranks)[0]
 
 
 @dataclass(frozen=True)
 class Paces:
-    """Seconds a sample that the loader of one rank takes."""
+    """Seconds a sample that the loader of one rank takes, and the sizes of the cache that a plan needs."""
 
     uncached: Spread  # without a cache
     missed: Spread  # every sample is loaded and stored
     hit: Spread  # every sample comes from the cache
     codec: SampleCodec | None  # how a sample lies in the cache; None if it cannot be cached
     reason: str | None = None  # why it cannot be cached
+    safe_bytes: int = 0  # the largest safe cache on this node
+    other_bytes: int = 0  # the validation sets that share the budget, cached whole
+    threads: int = 1  # of torch in this process
+
+
+class Arm(NamedTuple):
+    """One of the loaders whose paces are compared."""
+
+    kind: Kind
+    batch_size: int
+    num_workers: int
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Samples per second over `num_workers` and over `batch_size`, each from the "source" and from the "cache"."""
+    """Samples per second of loaders that differ in `num_workers` or in `batch_size` from the data's own."""
 
-    lines: Mapping[str, Mapping[str, Sequence[tuple[int, Spread]]]]
+    data: Data
+    rates: Mapping[Arm, Spread]  # by rising batch size, then by rising number of workers
     left_out: Sequence[str]  # what was not measured and why, in sentences
 
+    def over(self, name: Literal["num_workers", "batch_size"], kind: Kind) -> list[tuple[int, Spread]]:
+        """The curve over one number, where the other number is the data's own."""
+        fixed = "batch_size" if name == "num_workers" else "num_workers"
+        return [
+            (getattr(arm, name), rates)
+            for arm, rates in self.rates.items()
+            if arm.kind == kind and getattr(arm, fixed) == getattr(self.data, fixed)
+        ]
 
-def measure(data: Data, *, ranks: int = 1, seconds: float = 3.0) -> Paces:
+
+def measure(data: Data, *, seconds: float = 3.0) -> Paces:
     """Measure the three paces.
 
     Args:
         data: the training data, and how one rank loads it.
-        ranks: of this node, beside whose batches the cache must fit.
-        seconds: that each pace may take, about; of a slow source smaller batches are loaded.
+        seconds: about the time that each pace may take. A slow source is read in smaller batches.
 
     Raises:
         PlanError: a dataset is empty, iterable-style or raises, or there is no memory for a sample.
     """
-    with Trial.of(data, ranks) as trial:
+    with Trial.of(data) as trial:
         kinds: tuple[Kind, ...] = ("uncached",) if trial.full is None else ("uncached", "missed", "hit")
-        found: dict[Kind, list[float]] = {kind: [] for kind in kinds}
         quick = int(seconds / _ROUNDS / max(trial.read_seconds, 1e-9))
-        few = max(min(data.batch_size, quick, len(trial.order) // (3 * max(data.num_workers, 1))), 1)
-        for _, kind in itertools.product(range(_ROUNDS), kinds):
-            size = data.batch_size if kind == "hit" else few
-            found[kind].append(trial.pace(kind, size, data.num_workers, seconds / _ROUNDS))
-        uncached, *cached = map(Spread.of, found.values())
-        missed, hit = cached or (uncached, uncached)
-        return Paces(uncached, missed, hit, trial.codec, trial.reason)
+        few = max(min(data.batch_size, quick, data.samples // (3 * max(data.num_workers, 1))), 1)
+        arms = [Arm(kind, data.batch_size if kind == "hit" else few, data.num_workers) for kind in kinds]
+        found: dict[Arm, list[float]] = {arm: [] for arm in arms}
+        for arm in arms * _ROUNDS:
+            found[arm].append(trial.pace(arm, seconds / _ROUNDS))
+    uncached, *cached = map(Spread.of, found.values())
+    missed, hit = cached or (uncached, uncached)
+    return Paces(
+        uncached,
+        missed,
+        hit,
+        trial.codec,
+        trial.reason,
+        safe_bytes=trial.room,
+        other_bytes=sum(map(cached_bytes, data.others)),
+        threads=torch.get_num_threads(),
+    )
 
 
 def measure_curves(
@@ -132,59 +180,51 @@ def measure_curves(
     limit: float = 120.0,
     progress: Callable[[str], object] = lambda words: None,
 ) -> Curves:
-    """Measure loading over the number of workers, and over the batch size; the other of both is the data's own.
+    """Measure loading over the number of workers, and over the batch size; the other number is the data's own.
 
     Args:
         data: the training data, and how one rank loads it.
-        workers: numbers of workers, 0 among them for loading in this process.
+        workers: numbers of workers; 0 loads in this process.
         batch_sizes: in samples.
-        seconds: of all measurements together, about.
-        limit: seconds after which no measurement begins; batches that take longer than a 16th of it are left out.
-        progress: is told of each measurement when it is done.
+        seconds: about the time of all measurements together.
+        limit: seconds after which no measurement begins. Batches that take longer than a 16th of it are left out.
+        progress: called with a line about each measurement when it is done.
 
     Raises:
         PlanError: the dataset raises, or there is no memory for a sample.
     """
-    lines = {
-        "num_workers": [(number, data.batch_size, number) for number in sorted(set(workers))],
-        "batch_size": [(size, size, data.num_workers) for size in sorted(set(batch_sizes))],
-    }
-    rates = dict[tuple[int, int, str], list[float]]()
+    loaders = {(data.batch_size, number) for number in workers} | {(size, data.num_workers) for size in batch_sizes}
+    rates: dict[Arm, list[float]] = {}
     with Trial.of(data) as trial:
         left_out = [] if trial.full is not None else [f"Nothing can be cached: {trial.reason}"]
-        for size, number in sorted({arm[1:] for line in lines.values() for arm in line}):
+        for size, number in sorted(loaders):
             if (took := trial.read_seconds * size) > limit / 16:
                 left_out.append(f"Batches of {size} from the source take {took:.0f} s each: left out.")
             else:
-                rates[size, number, "source"] = []
+                rates[Arm("uncached", size, number)] = []
             if trial.full is not None:
-                rates[size, number, "cache"] = []
+                rates[Arm("hit", size, number)] = []
         begin, count = time.perf_counter(), _ROUNDS * len(rates)
-        for done, (size, number, whence) in enumerate([*rates] * _ROUNDS):
+        for done, arm in enumerate([*rates] * _ROUNDS):
             if (spent := time.perf_counter() - begin) > limit:
                 left_out.append(f"{spent:.0f} s were over after {done} of {count} measurements.")
                 break
-            rate = 1 / trial.pace("hit" if whence == "cache" else "uncached", size, number, seconds / count)
-            rates[size, number, whence].append(rate)
-            arm = f"num_workers={number}, batch_size={size}, batches from the {whence}"
-            progress(f"{done + 1} of {count}: {arm}: {rate:,.0f} samples/s")
-    measured: dict[str, dict[str, list[tuple[int, Spread]]]] = {name: {} for name in lines}
-    for name, whence in itertools.product(lines, ("source", "cache")):
-        found = [(x, rates.get((size, number, whence))) for x, size, number in lines[name]]
-        if points := [(x, Spread.of(values)) for x, values in found if values]:
-            measured[name][whence] = points
-    return Curves(measured, left_out)
+            rate = 1 / trial.pace(arm, seconds / count)
+            rates[arm].append(rate)
+            whence = "cache" if arm.kind == "hit" else "source"
+            loader = f"num_workers={arm.num_workers}, batch_size={arm.batch_size}, batches from the {whence}"
+            progress(f"{done + 1} of {count}: {loader}: {rate:,.0f} samples/s")
+    return Curves(data, {arm: Spread.of(values) for arm, values in rates.items() if values}, left_out)
 
 
 class Trial:
     """Loaders over the source and over a full cache, on shuffled indices.
 
     Args:
-        data: what is loaded, and how.
-        ranks: of this node, beside whose batches the cache must fit.
+        data: the training data, and how one rank loads it.
     """
 
-    def __init__(self, data: Data, ranks: int) -> None:
+    def __init__(self, data: Data) -> None:
         self.data, self.source, self.transform = data, data.source, data.transform
         self.codec: SampleCodec | None = None
         self.reason: str | None = None
@@ -201,20 +241,20 @@ class Trial:
         except (UnsupportedSampleError, SampleMismatchError) as error:
             self.reason = str(error)
         generator = torch.Generator().manual_seed(0)
-        self.order: list[int] = torch.randperm(len(cast(Sized, data.source)), generator=generator).tolist()
+        self.order: list[int] = torch.randperm(data.samples, generator=generator).tolist()
         begin, read = time.perf_counter(), list[Any]()
         for index in self.order[: 2 * data.batch_size]:
             read.append(self.source[index])
             if time.perf_counter() - begin > _READING:
                 break
         self.read_seconds = (time.perf_counter() - begin) / len(read)
-        self.room = data.safe_bytes(self.codec, ranks)
+        self.room = data.safe_bytes(self.codec)
         self.full = None if self.codec is None else self._full(read, self.codec.slot_bytes)
 
     @classmethod
     @contextmanager
-    def of(cls, data: Data, ranks: int = 1) -> Iterator[Self]:
-        """A trial, whose cache is closed at the end; what the dataset raises is one sentence.
+    def of(cls, data: Data) -> Iterator[Self]:
+        """A trial, whose cache is closed at the end. An error of the dataset becomes one sentence.
 
         Raises:
             PlanError: the dataset is empty, iterable-style or raises, or there is no memory for a sample.
@@ -224,18 +264,19 @@ class Trial:
         except (TypeError, ValueError) as error:
             raise PlanError(str(error)) from error
         with _reading(f"a sample of {type(data.source).__name__}"):
-            trial = cls(data, ranks)
+            trial = cls(data)
             try:
                 yield trial
             finally:
                 if trial.full is not None:
                     trial.full.close()
 
-    def pace(self, kind: Kind, batch_size: int, num_workers: int, seconds: float) -> float:
-        """Run a loader for so many seconds, and for two waves at least: seconds a sample after the first wave.
+    def pace(self, arm: Arm, seconds: float) -> float:
+        """Run a loader for some seconds, and for two waves at least. Returns seconds a sample after the first wave.
 
-        Misses end with the dataset, whose samples would be hits then.
+        Misses end with the dataset, because its samples would be hits then.
         """
+        kind, batch_size, num_workers = arm
         moved = len(self.order) // (2 * _ROUNDS + 1)
         order = self.order = self.order[moved:] + self.order[:moved]
         if kind == "hit":
@@ -264,7 +305,7 @@ class Trial:
         return (waves[-1] - waves[0]) / (len(waves) - 1) / wave / batch_size
 
     def _full(self, samples: Sequence[Any], slot_bytes: int) -> CachedDataset:
-        """A cache full of these samples, repeated: as long as the dataset, or larger than the processor's caches."""
+        """A full cache of these samples, repeated up to the length of the dataset or up to `_LARGE` bytes."""
         if self.room < slot_bytes:
             raise PlanError(
                 f"there is no memory for one sample of {format_bytes(slot_bytes)}: {format_bytes(self.room)} may "
@@ -279,7 +320,7 @@ class Trial:
 
 
 class _Batches:
-    """Batches of these indices, once or over and over."""
+    """A batch sampler over these indices, which ends with them or repeats them."""
 
     def __init__(self, order: Sequence[int], batch_size: int, *, endless: bool) -> None:
         self.order, self.batch_size, self.endless = order, batch_size, endless
@@ -293,7 +334,7 @@ class _Batches:
 
 
 def cached_bytes(source: Dataset[Any]) -> int:
-    """The bytes of a whole dataset in the cache; 0 if it is empty, iterable-style or of samples that cannot be cached.
+    """The bytes of a whole dataset in the cache; 0 if it is empty or iterable-style, or if its samples do not fit one.
 
     Raises:
         PlanError: the dataset raises.
@@ -309,10 +350,10 @@ def cached_bytes(source: Dataset[Any]) -> int:
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn whatever a dataset raises, here or in a worker, into one sentence.
+    """Turn any error of a dataset, in this process or in a worker, into one sentence.
 
     Raises:
-        PlanError: with that sentence.
+        PlanError: with this sentence.
     """
     try:
         yield

@@ -1,18 +1,19 @@
-"""The monitor's numbers for loops of one's own: plain PyTorch, Fabric, anything that has a logger or a print.
+"""The metrics of CacheMonitor for training loops without a Trainer: plain PyTorch, or Fabric.
 
 `CacheMeter` counts from one call of `epoch` to the next, and sums over the ranks as the monitor does (`tallies`). The
-seconds are those of the CachedLoader itself: inside of its `__next__` the loop waits for data, and between two calls
-it computes.
+CachedLoader measures the seconds: the loop waits for data inside of the loader's `__next__`, and computes between two
+calls of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning_stocache.insight.dashboards import hyperparameters
-from lightning_stocache.insight.tallies import Seconds, Tallies, loader_seconds
+from lightning_stocache.insight.metrics import PREFIXES, Tally
+from lightning_stocache.insight.tallies import Tallies, loader_seconds
 from lightning_stocache.loading.loader_tree import cached_in_leaves
 
 __all__ = ["CacheMeter"]
@@ -21,19 +22,20 @@ Stage = Literal["train", "val", "test", "predict"]
 
 
 class CacheMeter:
-    """Says after each epoch of a loop of one's own what `CacheMonitor` logs, under the same keys.
+    """The metrics of `CacheMonitor`, under the same keys, for your own training loop.
 
-    With several ranks each has one, around its own loader, and all call `epoch` after the same epochs. A dataset that
-    two loaders read, one for training and one for validation, is counted by both meters.
+    With several ranks, each rank has a meter around its own loader, and all ranks call `epoch` after the same epochs.
+    If a training loader and a validation loader read one dataset, both their meters count it.
 
     Args:
         loader: a loader with a CachedDataset, CachedStream or RollingCache, as it is or as Fabric has set it up; or
-            several, in a list or dict.
-        stage: whose epochs they are: "train" gives `stocache/<metric>`, another one `stocache/<stage>/<metric>`.
+            several loaders, in a list or dict.
+        stage: the stage of these epochs. "train" gives the keys `stocache/<metric>`, any other stage gives
+            `stocache/<stage>/<metric>`.
 
     Raises:
         ValueError: the stage is none of these.
-        TypeError: there is no cached dataset behind the loader; (iteration) it is several.
+        TypeError: there is no cached dataset behind the loader, or a meter of several loaders is iterated over.
 
     Example:
         >>> from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
@@ -51,11 +53,11 @@ class CacheMeter:
     """
 
     patience = 60.0
-    """Seconds that `epoch` waits for the slowest rank, at most."""
+    """The most seconds that `epoch` waits for the slowest rank."""
 
     def __init__(self, loader: Any, stage: Stage = "train") -> None:
-        if stage not in get_args(Stage):
-            raise ValueError(f"stage must be one of {', '.join(get_args(Stage))}, got {stage!r}")
+        if stage not in PREFIXES:
+            raise ValueError(f"stage must be one of {', '.join(PREFIXES)}, got {stage!r}")
         if not cached_in_leaves(loader):
             raise TypeError(
                 f"there is no cached dataset behind {type(loader).__name__}: make its dataset a CachedDataset, a "
@@ -63,7 +65,7 @@ class CacheMeter:
             )
         self.loader, self.stage = loader, stage
         self._tallies, self._begun = Tallies(), loader_seconds(loader)
-        self._tallies.skip(loader)
+        self._tallies.count("before the first epoch", loader)
         self._tallies.pools.metrics(loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -77,36 +79,37 @@ class CacheMeter:
         return len(self.loader)
 
     def epoch(self) -> dict[str, float]:
-        """The metrics of what was served since the last call, over all ranks, every one of which calls this.
+        """End an epoch: the metrics since the last call, over all ranks. Every rank calls this.
 
-        Where the words of other ranks do not come in time, a warning is given and nothing is returned.
+        If a rank's counts do not arrive in time, a warning is given and the result is empty.
 
         Returns:
-            The keys of `CacheMonitor` for this stage, `hit_rate_expected` among those of training. What an epoch waited
-            for and computed is left out where a loader is no CachedLoader.
+            The keys of `CacheMonitor` for this stage; `hit_rate_expected` for training alone. The seconds of waiting
+            and computing are left out if a loader is no CachedLoader.
         """
-        seconds, self._begun = self._seconds(), loader_seconds(self.loader)
-        self._tallies.post(self.stage, self.loader, seconds)
+        loop, self._begun = self._loop(), loader_seconds(self.loader)
+        self._tallies.post(self.stage, self.loader, loop)
         metrics = self._tallies.metrics(self.stage, self.loader, self.patience)
-        prefix = "stocache/" if self.stage == "train" else f"stocache/{self.stage}/"
-        return {prefix + name: value for name, value in metrics.items()}
+        return {PREFIXES[self.stage] + name: value for name, value in metrics.items()}
 
     def live(self) -> dict[str, float]:
-        """This rank's values of training's epoch so far, to be logged once in a while; no message is sent for them.
+        """This rank's metrics of the training epoch so far, without a message to other ranks.
 
         Returns:
-            The keys `stocache/live/<metric>` of `CacheMonitor`; nothing for another stage than training.
+            The keys `stocache/live/<metric>` of `CacheMonitor`; empty for other stages than training.
         """
-        return self._tallies.live(self.loader, self._seconds()) if self.stage == "train" else {}
+        return self._tallies.live(self.loader, self._loop()) if self.stage == "train" else {}
 
     def hyperparameters(self) -> dict[str, Any]:
         """The options and decisions of the cache, as plain values under the key `stocache`.
 
-        For `logger.log_hyperparams`, or a config that is kept with the run; see `CacheMonitor` for the keys.
+        They suit `logger.log_hyperparams`, or a config that is stored with the run. `CacheMonitor` lists the keys.
         """
         return hyperparameters({self.stage: self.loader})
 
-    def _seconds(self) -> Seconds | None:
-        """Seconds since the last epoch's end; None where the loaders do not tell."""
-        waited, away = (now - before for now, before in zip(loader_seconds(self.loader), self._begun, strict=True))
-        return None if math.isnan(waited) else Seconds(waited, away, waited + away)
+    def _loop(self) -> Tally | None:
+        """The seconds of the loop since the last epoch's end, or None if a loader has no clock."""
+        waited, computed = (now - before for now, before in zip(loader_seconds(self.loader), self._begun, strict=True))
+        if math.isnan(waited):
+            return None
+        return Tally(wait_seconds=waited, compute_seconds=computed, loop_seconds=waited + computed, ranks=1)

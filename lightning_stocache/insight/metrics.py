@@ -1,8 +1,8 @@
 """Rates from counts.
 
-Every rank brings a `Tally`; the sums are made first and divided afterwards, because the mean of per-rank hit rates is
-not the hit rate. What is read off the memory of a node (slots, bytes) every rank of it has read: the largest is that of
-the rank that ended its epoch last.
+Every rank brings a `Tally`. The tallies are summed first and divided afterwards, because the mean of the ranks' hit
+rates is not the hit rate of the job. Slots and bytes belong to the memory of a node, and every rank of the node reports
+them. The largest values count: they are those of the rank that ended its epoch last.
 """
 
 from __future__ import annotations
@@ -14,16 +14,24 @@ from functools import reduce
 
 from lightning_stocache.cache.counters import Counts
 
-__all__ = ["LIVE", "LIVE_METRICS", "NODE_METRICS", "ROLLING_METRICS", "Tally", "rates", "summarise"]
+__all__ = ["LIVE", "LIVE_METRICS", "NODE_METRICS", "PREFIXES", "ROLLING_METRICS", "Tally", "rates", "summarise"]
+
+PREFIXES = {
+    "train": "stocache/",
+    "val": "stocache/val/",
+    "test": "stocache/test/",
+    "predict": "stocache/predict/",
+}
+"""The prefix of the metric keys of each stage."""
 
 LIVE = "stocache/live/"
-"""The beginning of the keys of live values."""
+"""The prefix of the keys of live values."""
 
 LIVE_METRICS = ("hit_rate", "fill_fraction", "memory_bytes", "data_wait_seconds", "compute_seconds")
 """The metrics that are logged while an epoch runs."""
 
 NODE_METRICS = ("hit_rate", "fill_fraction", "memory_bytes")
-"""The metrics of each node, where there are several."""
+"""The metrics of each node, if there are several nodes."""
 
 ROLLING_METRICS = ("resident", "oldest_seconds", "times_seen", "appended_per_second", "evicted_per_second", "renewed")
 """The metrics of a rolling cache."""
@@ -33,28 +41,28 @@ _OF_MEMORY = ("slots", "filled", "memory_bytes", "budget_bytes")
 
 @dataclass(frozen=True)
 class Tally:
-    """The numbers of one rank about the caches of a stage."""
+    """The counts, memory and seconds of one rank for the caches of a stage in an epoch."""
 
     node: int = 0
-    counts: Counts = field(default_factory=Counts)  # what the rank's processes have served and filled in the epoch
+    counts: Counts = field(default_factory=Counts)  # of the rank's processes
     slots: int = 0  # on the node
-    filled: float = 0  # slots of the node that are ready; of records, as large a part of them as of their bytes
+    filled: float = 0  # slots of the node that are ready; for records, the filled share of the bytes times the slots
     memory_bytes: int = 0  # in use by the caches of the node
-    budget_bytes: int = 0  # granted for them
-    wait_seconds: float = 0.0  # that the rank's training has waited for data; NaN if its loaders do not tell
-    compute_seconds: float = 0.0
-    loop_seconds: float = 0.0  # with all that is neither
-    ranks: int = 0  # whose seconds these are
-    unsized: int = 0  # misses and bypasses without a cache, whose bytes nobody knows
+    budget_bytes: int = 0  # granted to the caches of the node
+    wait_seconds: float = 0.0  # the training loop's waiting for data; NaN if a loader has no clock
+    compute_seconds: float = 0.0  # the training loop's computing
+    loop_seconds: float = 0.0  # all of the training loop
+    ranks: int = 0  # number of ranks in the three sums of seconds
+    unsized: int = 0  # misses and bypasses without a cache, whose bytes are unknown
 
     def __add__(self, other: Tally) -> Tally:
-        """Add up several caches of one rank, or several nodes."""
+        """Add up several caches of one rank, several ranks, or several nodes. The result has the node of the left."""
         summed = (getattr(self, part.name) + getattr(other, part.name) for part in fields(self)[1:])
         return Tally(self.node, *summed)
 
 
 def rates(tally: Tally) -> dict[str, float]:
-    """The metrics of a tally by their keys' names; a rate over nothing is 0, and what is not known is left out."""
+    """The metrics of a tally, by the names in their keys. A rate over nothing is 0; an unknown metric is left out."""
     counts = tally.counts
     metrics = {
         "hit_rate": counts.hits / max(counts.served, 1),
@@ -82,7 +90,7 @@ def rates(tally: Tally) -> dict[str, float]:
 
 
 def summarise(tallies: Sequence[Tally]) -> dict[str, float]:
-    """The metrics of a job from the tallies of all its ranks; those of each node beside them, if there are several."""
+    """The metrics of a job from the tallies of all its ranks, with `NODE_METRICS` of each node if there are several."""
     nodes = {node: _of_node([tally for tally in tallies if tally.node == node]) for node in {t.node for t in tallies}}
     metrics = rates(reduce(Tally.__add__, nodes.values()))
     if len(nodes) > 1:
@@ -93,6 +101,6 @@ def summarise(tallies: Sequence[Tally]) -> dict[str, float]:
 
 
 def _of_node(tallies: Sequence[Tally]) -> Tally:
-    """The ranks of a node as one: they share its memory."""
+    """The sum over the ranks of a node, which share its memory."""
     memory = {name: max(getattr(tally, name) for tally in tallies) for name in _OF_MEMORY}
     return replace(reduce(Tally.__add__, tallies), node=tallies[0].node, **memory)

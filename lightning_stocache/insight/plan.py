@@ -4,123 +4,109 @@ The law is linear. Of the n samples of a rank the share h comes from the cache:
 
     loading = n * ((1 - h) * missed + h * hit)
 
-In epoch one h is 0; later it is the share of the samples that have a slot on some node. Without a cache a sample takes
-`uncached`. The training steps are added where the main process loads. Where workers load, or all samples are hits, an
+In epoch one h is 0. Later h is the share of the samples that have a slot on some node. Without a cache a sample takes
+`uncached`. The training steps are added if the main process loads. If workers load, or if all samples are hits, an
 epoch takes the longer of the two.
 
-Advice follows from ranges. A cache gains if it is faster with the lowest uncached pace and its own highest paces; it
-gains nothing if it is no faster the other way round. In between it cannot be told, and the advice is `auto`.
+The advice follows from the ranges that were measured. A cache gains if it is faster even with the lowest uncached pace
+and with its own highest paces. It gains nothing if it is no faster even with the highest uncached pace and with its own
+lowest paces. In between `plan` cannot tell, and the advice is `auto`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from lightning_stocache.insight.inventory import wrapped
-from lightning_stocache.insight.measurement import Curves, Paces, Spread
+from lightning_stocache.insight.measurement import Arm, Curves, Data, Kind, Paces, Spread
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.sampling.locality_sampler import Mode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Job", "Plan", "Row", "aligned", "as_text", "curves_as_text", "plan", "save"]
+__all__ = ["Plan", "Row", "aligned", "as_text", "curves_as_text", "plan", "save"]
 
 Points = Sequence[tuple[int, Spread]]
 
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _NOTHING = 0.02  # of an epoch's time: less is no gain
 _HEAD = ("budget", "per node", "hit rate", "epoch one", "later", "faster", "pays in")
-
-
-@dataclass(frozen=True)
-class Job:
-    """The training that is planned. All nodes are alike."""
-
-    samples: int
-    batch_size: int  # of one rank
-    num_workers: int = 0  # of one rank
-    nodes: int = 1
-    ranks: int = 1  # on each node
-    mode: Mode = "locality"  # how samples are dealt to nodes
-    other_bytes: int = 0  # cached size of the sets that share the budget (validation)
-    safe_bytes: int = 0  # the largest budget that is safe on this node
-    threads: str = ""  # how many torch has in each rank, and who says so
+_SOURCES: dict[Kind, str] = {"uncached": "source", "hit": "cache"}  # of the batches of a curve
 
 
 class Row(NamedTuple):
     """The effect of one budget. Seconds are those of training, or of the loader alone if there is no model."""
 
-    budget: str  # as it is written into a config
+    budget: str  # as in a config
     budget_bytes: int  # per node
     safe: bool  # this node has room for it
     hit_rate: float  # of later epochs
     first_epoch: Spread  # seconds
     later_epoch: Spread  # seconds
-    faster: Spread  # how many times as fast a later epoch is as an uncached one
-    pays_in: int | None  # the epoch, from 1, at whose end training is ahead of uncached; None: never, or cannot tell
+    faster: Spread  # the time of an uncached epoch over the time of a later epoch
+    pays_in: int | None  # the first epoch, from 1, that ends ahead of uncached training; None: never, or cannot tell
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The table, what it is made from, and what follows from it."""
+    """The table, the measurements behind it, and the advice."""
 
-    job: Job
+    data: Data
     paces: Paces
     step: Spread | None  # seconds a batch, if there is a model
     rows: tuple[Row, ...]  # by rising budget, uncached first
-    budget: str  # what to write into the config as `cache.budget`
-    sentences: tuple[str, ...]  # what follows, for people
+    budget: str  # the advice: the value for `cache.budget` in the config
+    sentences: tuple[str, ...]  # the reasons for the advice
 
 
-def plan(job: Job, paces: Paces, step: Spread | None = None) -> Plan:
-    """Make the table over shares of the dataset, with the largest safe budget and the advised one among them.
+def plan(data: Data, paces: Paces, step: Spread | None = None) -> Plan:
+    """Make the table over shares of the dataset; the largest safe budget and the advised budget are among them.
 
     Args:
-        job: the training.
-        paces: what its loader was measured to take.
+        data: the training data, and the ranks that load it.
+        paces: the measurements of its loader.
         step: seconds of a training step, if there is a model.
     """
-    law = _Law(job, paces, step)
-    pot = law.pot_bytes
-    safe = min(job.safe_bytes / pot, 1.0) if pot else 0.0
+    law = _Law(data, paces, step)
+    safe = min(paces.safe_bytes / law.pot_bytes, 1.0) if law.pot_bytes else 0.0
     share, sentences = _advice(law, safe, step is not None)
     percent = math.ceil(round(100 * share, 3))
     budget = "0" if percent == 0 else "auto" if share == safe else f"{percent}%"
-    shares = {*_SHARES, safe, *([] if share == safe else [percent / 100])} if pot else {0.0}
-    return Plan(job, paces, step, tuple(map(law.row, sorted(shares))), budget, tuple(sentences))
+    shares = {*_SHARES, safe, *([] if share == safe else [percent / 100])} if law.pot_bytes else {0.0}
+    return Plan(data, paces, step, tuple(map(law.row, sorted(shares))), budget, tuple(sentences))
 
 
 class _Law:
     """Seconds of an epoch by the share of the dataset that a node caches; arrays are lowest, median, highest."""
 
-    def __init__(self, job: Job, paces: Paces, step: Spread | None) -> None:
-        self.job, self.paces = job, paces
+    def __init__(self, data: Data, paces: Paces, step: Spread | None) -> None:
+        self.data, self.paces = data, paces
         spreads = (paces.uncached, paces.missed, paces.hit, step or Spread(0.0, 0.0, 0.0))
         self.uncached, self.missed, self.hit, self.step = (np.array(spread[:3]) for spread in spreads)
-        self.samples = job.samples / (job.nodes * job.ranks)  # of one rank in an epoch
-        self.batches = math.ceil(self.samples / job.batch_size)
-        slot_bytes = paces.codec.slot_bytes if paces.codec is not None else 0
-        self.pot_bytes = job.samples * slot_bytes + (job.other_bytes if slot_bytes else 0)
+        self.samples = data.samples / (data.nodes * data.ranks)  # of one rank in an epoch
+        self.batches = math.ceil(self.samples / data.batch_size)
+        self.pot_bytes = 0  # all sets that share the budget, cached whole
+        if paces.codec is not None:
+            self.pot_bytes = data.samples * paces.codec.slot_bytes + paces.other_bytes
 
     def hit_rate(self, share: float) -> float:
-        """The hit rate of later epochs. Nodes to which samples are dealt at random do not add up."""
-        slots = math.floor(round(share * self.job.samples, 6)) / self.job.samples
-        return slots if self.job.mode == "global" else min(self.job.nodes * slots, 1.0)
+        """The hit rate of later epochs. If samples are dealt to the nodes at random, the nodes do not add up."""
+        slots = math.floor(round(share * self.data.samples, 6)) / self.data.samples
+        return slots if self.data.mode == "global" else min(self.data.nodes * slots, 1.0)
 
     def epoch(self, hit_rate: float, loaded: Any, hit: Any, step: Any) -> Any:
         """Seconds of an epoch, from seconds a sample loaded, a sample hit and a step: numbers or arrays."""
         loading = self.samples * ((1 - hit_rate) * loaded + hit_rate * hit)
         steps = self.batches * step
-        return loading + steps if hit_rate < 1 and not self.job.num_workers else np.maximum(loading, steps)
+        return loading + steps if hit_rate < 1 and not self.data.num_workers else np.maximum(loading, steps)
 
     def row(self, share: float) -> Row:
         """The effect of a budget of a share of the dataset."""
@@ -136,13 +122,14 @@ class _Law:
             pays_in = max(math.floor((first[1] - without[1]) / (without[1] - later[1])) + 2, 2)
         percent, budget_bytes = round(100 * share, 7), math.floor(share * self.pot_bytes)
         budget = f"{percent:.0f}%" if percent == int(percent) else f"{percent:.1f}%"
-        safe, seconds = budget_bytes <= self.job.safe_bytes, (Spread(*first.tolist()), Spread(*later.tolist()))
-        return Row(budget, budget_bytes, safe, rate, *seconds, faster, pays_in)
+        safe, epochs = budget_bytes <= self.paces.safe_bytes, (Spread(*first.tolist()), Spread(*later.tolist()))
+        return Row(budget, budget_bytes, safe, rate, *epochs, faster, pays_in)
 
     def enough(self, safe: float) -> float:
         """The smallest share, in whole percents, that is as good as the largest safe one.
 
-        It is that for the highest miss, the lowest hit and the lowest step of those measured: they need it largest.
+        It is calculated from the highest miss, the lowest hit and the lowest step that were measured, which make it
+        largest.
         """
         paces = self.missed[2], self.hit[0], self.step[0]
         goal = self.epoch(self.hit_rate(safe), *paces) * (1 + _NOTHING)
@@ -172,16 +159,17 @@ def _advice(law: _Law, safe: float, has_step: bool) -> tuple[float, list[str]]:
 
 
 def as_text(plan: Plan) -> str:
-    """The measurements, the table and the advice; the last line is the budget, as it is written into a config."""
-    job, paces = plan.job, plan.paces
+    """The measurements, the table and the advice. The last line is the budget, as in a config."""
+    data, paces = plan.data, plan.paces
     size = f" of {format_bytes(paces.codec.nbytes)}" if paces.codec is not None else ""
     measured = [_pace("uncached", paces.uncached, "sample")]
     if paces.codec is not None:
         measured += [_pace("missed", paces.missed, "sample"), _pace("hit", paces.hit, "sample")]
-    measured += [_pace("step", plan.step, "batch")] if plan.step else []
+    if plan.step is not None:
+        measured.append(_pace("step", plan.step, "batch"))
     lines = [
-        f"{job.samples:,} samples{size}, batches of {job.batch_size}, num_workers={job.num_workers}",
-        f"{job.nodes} node{'s' * (job.nodes > 1)} x {job.ranks} rank{'s' * (job.ranks > 1)}, {job.threads}",
+        f"{data.samples:,} samples{size}, batches of {data.batch_size}, num_workers={data.num_workers}",
+        f"{_number(data.nodes, 'node')} x {_number(data.ranks, 'rank')}, threads={paces.threads}",
         "",
         *aligned([("", "median", "lowest..highest", "deviation", ""), *measured], left=1),
         "",
@@ -189,27 +177,28 @@ def as_text(plan: Plan) -> str:
     ]
     if not all(row.safe for row in plan.rows):
         lines.append("* more than is safely free on this node")
-    what = "with the step" if plan.step else "of the loader alone (no model was given)"
-    lines += [f"Time of an epoch {what}; [lowest..highest] measured.", ""]
+    parts = "with the step" if plan.step else "of the loader alone (no model was given)"
+    lines += [f"Time of an epoch {parts}; [lowest..highest] measured.", ""]
     lines += [*chain.from_iterable(map(wrapped, plan.sentences)), ""] if plan.sentences else []
     return "\n".join([*lines, f"cache.budget={plan.budget}"])
 
 
 def curves_as_text(curves: Curves) -> str:
-    """The curves as tables, and a sentence on each. Ranges that overlap are no difference."""
-    lines, sentences = list[str](), list(curves.left_out)
-    for name, sources in curves.lines.items():
-        rows = [[name, *(f"from the {source}" for source in sources)]]
-        for number in _numbers(sources):
-            spreads = [dict(points).get(number) for points in sources.values()]
-            rows.append([str(number), *(f"{s.median:,.0f} +- {s.deviation:,.0f}" if s else "" for s in spreads)])
-        if sources:
-            lines += [*aligned(rows), "Samples per second; median +- standard deviation of the rounds.", ""]
-        judged = _fewest_workers if name == "num_workers" else _larger_batches
-        sentences += [
-            f"Batches from the {source}: {judged(points)}" for source, points in sources.items() if len(points) > 1
-        ]
-    return "\n".join([*lines, *chain.from_iterable(map(wrapped, sentences))])
+    """A table of all measured loaders, and a sentence on each curve. Ranges that overlap are no difference."""
+    kinds = [kind for kind in _SOURCES if any(arm.kind == kind for arm in curves.rates)]
+    rows = [["batch_size", "num_workers", *(f"from the {_SOURCES[kind]}" for kind in kinds)]]
+    for size, number in dict.fromkeys((arm.batch_size, arm.num_workers) for arm in curves.rates):
+        spreads = [curves.rates.get(Arm(kind, size, number)) for kind in kinds]
+        rates = (f"{spread.median:,.0f} +- {spread.deviation:,.0f}" if spread else "" for spread in spreads)
+        rows.append([str(size), str(number), *rates])
+    sentences = list(curves.left_out)
+    for kind in kinds:
+        if len(points := curves.over("num_workers", kind)) > 1:
+            sentences.append(f"Batches from the {_SOURCES[kind]}: {_fewest_workers(points)}")
+        if len(points := curves.over("batch_size", kind)) > 1:
+            sentences.append(f"Batches from the {_SOURCES[kind]}: {_larger_batches(points)}")
+    table = [*aligned(rows), "Samples per second; median +- standard deviation of the rounds.", ""]
+    return "\n".join([*table, *chain.from_iterable(map(wrapped, sentences))])
 
 
 def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
@@ -222,7 +211,7 @@ def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
     from lightning_stocache.insight.charts import COLOURS, Chart, Line, draw_lines
     from lightning_stocache.insight.charts import save as save_charts
 
-    cached, uncached, *_, grey, _ = COLOURS
+    blue, vermilion, *_, grey, _ = COLOURS
 
     def line(name: str, points: Sequence[tuple[float, Spread]], colour: str) -> Line:
         ranges = [(seconds.low, seconds.high) for _, seconds in points]
@@ -231,34 +220,36 @@ def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
     def draw_budgets(axes: Axes) -> bool:
         rows = [(float(row.budget.rstrip("%")), row) for row in plan.rows]
         first = Line("epoch one", [(percent, row.first_epoch.median) for percent, row in rows], grey, "--")
-        later = [(percent, row.later_epoch) for percent, row in rows]
+        later = line("later", [(percent, row.later_epoch) for percent, row in rows], blue)
         if not all(row.safe for row in plan.rows):
-            axes.axvline(100 * plan.job.safe_bytes / plan.rows[-1].budget_bytes, color=uncached, linestyle=":")
-        return draw_lines(
-            axes, [line("later", later, cached), first], "s", "budget, % of the dataset (dotted: what is safely free)"
-        )
+            free = 100 * plan.paces.safe_bytes / plan.rows[-1].budget_bytes
+            axes.axvline(free, color=vermilion, linestyle=":")
+        return draw_lines(axes, [later, first], "s", "budget, % of the dataset (dotted: what is safely free)")
 
-    def draw_curve(axes: Axes, name: str, sources: Mapping[str, Points]) -> bool:
-        numbers, lines = _numbers(sources), []
-        for source, rates in sources.items():
-            seconds = [(numbers.index(n), Spread(*(1000 / rate for rate in found[2::-1]))) for n, found in rates]
-            lines.append(line(f"from the {source}", seconds, cached if source == "cache" else uncached))
-        drawn = draw_lines(axes, lines, "s", name)
+    def draw_curve(axes: Axes, curves: Curves, name: Literal["num_workers", "batch_size"]) -> bool:
+        found = {kind: curves.over(name, kind) for kind in _SOURCES}
+        numbers = sorted({number for points in found.values() for number, _ in points})
+        lines = []
+        for kind, points in found.items():  # seconds: beside a rate a hundred times as high the other would be flat
+            seconds = [(numbers.index(n), Spread(*(1000 / rate for rate in rates[2::-1]))) for n, rates in points]
+            lines.append(line(f"from the {_SOURCES[kind]}", seconds, blue if kind == "hit" else vermilion))
+        is_drawn = draw_lines(axes, lines, "s", name)
         axes.set_xticks(range(len(numbers)), [str(number) for number in numbers])
-        return drawn
+        return is_drawn
 
-    what = "Of training" if plan.step else "Of the loader alone"
-    charts = [Chart("Seconds per epoch", f"{what}. The advice is cache.budget={plan.budget}.", draw_budgets)]
-    for name, sources in curves.lines.items() if curves else ():
-        if sources:  # seconds: beside a rate a hundred times as high the other is flat
+    seconds_of = "Of training" if plan.step else "Of the loader alone"
+    charts = [Chart("Seconds per epoch", f"{seconds_of}. The advice is cache.budget={plan.budget}.", draw_budgets)]
+    names: tuple[Literal["num_workers", "batch_size"], ...] = ("num_workers", "batch_size")
+    for name in names:
+        if curves is not None and any(len(curves.over(name, kind)) > 1 for kind in _SOURCES):
             caption = "Of loading; bars reach from the lowest to the highest of the rounds."
-            draw = partial(draw_curve, name=name, sources=sources)
+            draw = partial(draw_curve, curves=curves, name=name)
             charts.append(Chart(f"Seconds per 1,000 samples over {name}", caption, draw))
     save_charts(charts, dict(zip(_HEAD, zip(*map(_cells, plan.rows), strict=True), strict=True)), path)
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Rows of a table as lines, with two spaces between columns; all but the first `left` columns end at one place."""
+    """Rows of a table as lines. The first `left` columns are aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -266,6 +257,10 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
         numbers = map(str.rjust, row[left:], widths[left:])
         lines.append("  ".join([*names, *numbers]).rstrip())
     return lines
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count > 1)}"
 
 
 def _cells(row: Row) -> list[str]:
@@ -281,12 +276,12 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _pace(name: str, seconds: Spread, what: str) -> list[str]:
-    """Seconds at a scale at which they can be read."""
+def _pace(name: str, seconds: Spread, noun: str) -> list[str]:
+    """The cells of a measurement, in a unit of time that gives readable numbers."""
     scales = (("s", 1.0, 2), ("ms", 1e3, 2), ("us", 1e6, 1))
     unit, factor, digits = next((scale for scale in scales if scale[1] * seconds.median >= 1), scales[-1])
     low, median, high, deviation = (f"{factor * value:,.{digits}f}" for value in seconds)
-    return [name, median, f"{low}..{high}", deviation, f"{unit} a {what}"]
+    return [name, median, f"{low}..{high}", deviation, f"{unit} a {noun}"]
 
 
 def _seconds(value: float) -> str:
@@ -306,8 +301,3 @@ def _larger_batches(points: Points) -> str:
     same = before.high >= after.low and after.high >= before.low
     change = "no faster, nor slower," if same else f"{after.median / before.median:.1f} times as fast"
     return f"from {small} to {large} samples they are {change} per sample."
-
-
-def _numbers(sources: Mapping[str, Points]) -> list[int]:
-    """The numbers of workers, or of samples in a batch, for which anything was measured."""
-    return sorted({number for points in sources.values() for number, _ in points})

@@ -1,7 +1,7 @@
-"""The dashboard without a server: one page of the runs in some folders, that can be opened, mailed and kept.
+"""A dashboard without a server: one HTML page of the runs in some folders.
 
-The page is `report.html`, a template of jinja2, and stands by itself: style and pictures inside, no script, nothing
-loaded. Names of runs were written by others: jinja2 and matplotlib escape them.
+The page is made from `report.html`, a template of jinja2. It has its style and pictures inside, has no script, and
+loads nothing. The names of runs come from users: jinja2 and matplotlib escape them.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ __all__ = ["charts", "report"]
 
 _BLUE, _VERMILION, _GREEN, _PURPLE, _, _SKY, _GREY, _ = COLOURS
 _ORANGE, _PALE = "#d98200", "#aab2c0"
-_NODES = 6  # that are drawn
+_NODES = 6  # the most nodes that are drawn
 
 Runs = Mapping[str, Run]
-"""By the names that they have in charts, at most as many as there are colours."""
+"""Runs by their names in charts; at most as many as there are colours."""
 
 
 def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> list[str]:
     """Write the dashboard of the runs in these folders.
 
     Args:
-        folders: Run folders, or folders above them: of CSVLogger, of TensorBoardLogger (needs the extra
-            `tensorboard`), of Hydra, one run or a multirun.
-        output: The HTML page, written anew.
-        png: Where to draw the same as a picture, too.
+        folders: folders of runs, or folders above them: of CSVLogger, of TensorBoardLogger (needs the extra
+            `tensorboard`), or of Hydra, one run or a multirun.
+        output: the HTML page. A file that exists is overwritten.
+        png: a picture with the same charts and table, if given.
 
     Returns:
-        One sentence for each run below the folders that had to be left out.
+        One sentence for each run that cannot be read.
 
     Raises:
-        LogError: There is no run that could be read.
-        OSError: A file cannot be written.
+        LogError: no run can be read.
+        OSError: a file cannot be written.
     """
     runs, left_out = find_runs(folders)
     drawn = dict(zip(labels(runs[: len(COLOURS)]), runs, strict=False))
     panels = charts(drawn)
-    numbered = "run 1" in drawn  # the names, which the table has, are too long for the charts
+    numbered = "run 1" in drawn  # the names are too long for the charts; the table has them
     names = [f"run {number}: {run.name}" if numbered else run.name for number, run in enumerate(runs, 1)]
     notes = [f"Left out: {sentence}" for sentence in left_out]
     if len(runs) > len(drawn):
@@ -68,7 +68,7 @@ def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> li
 
 
 def charts(runs: Runs) -> list[Chart]:
-    """The charts of some runs, in reading order; the last one only where a StepTimer has logged."""
+    """The charts of some runs, in reading order. The last chart needs a run with a StepTimer."""
     timed = any(run.epochs("step/wait_seconds") for run in runs.values())
     return [
         Chart(title, caption, partial(draw, runs), f"{' and '.join(metrics)} not logged here.")
@@ -84,7 +84,7 @@ def _epochs(run: Run) -> str:
 
 
 def _of_runs(runs: Runs, points: Callable[[Run], Points], alone: str = "") -> list[Line]:
-    """A line for each run, with marks of its own; a run that is alone has the name that it is given here."""
+    """A line for each run, with different marks. A single run has no name: the line is called `alone`."""
     drawn = enumerate(zip(runs.items(), COLOURS, strict=False))
     return [Line(name or alone, points(run), colour, "osD^"[n % 4] + "-") for n, ((name, run), colour) in drawn]
 

@@ -1,8 +1,8 @@
-"""Runs as loggers leave them in folders: found, named, read and summed up in figures.
+"""The runs that loggers have left in folders: find, name and read them, and sum them up in a table.
 
 A run is a folder with a log, or the Hydra folder around it. A log is the metrics.csv of CSVLogger, or the event files
-of TensorBoardLogger where there is no CSV. Its rows have finite numbers by column: `epoch`, `step`, and what begins
-with `stocache/`. Of TensorBoard's events the live values of a step are one row, those of the epoch's end the next.
+of TensorBoardLogger if there is no CSV. Its rows have finite numbers in the columns `epoch`, `step`, and all columns
+that begin with `stocache/`. TensorBoard's events become two rows per step: the live values, and the epoch's values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_stocache.insight.metrics import LIVE
+from lightning_stocache.insight.metrics import LIVE, PREFIXES
 from lightning_stocache.node.budget import format_bytes
 
 __all__ = ["LogError", "Points", "Run", "Unit", "find_runs", "labels", "table", "write"]
@@ -27,16 +27,14 @@ Points = Sequence[tuple[float, float]]
 Row = dict[str, float]
 Unit = Literal["%", "bytes", "s", "samples/s"]
 
-_STAGES = {"train": "stocache/", "val": "stocache/val/", "test": "stocache/test/", "predict": "stocache/predict/"}
-
 
 class LogError(ValueError):
-    """Folders without a run, or a log that cannot be read; the message is one sentence."""
+    """A folder without a run, or a log that cannot be read. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The log of one run: its name, which sets it apart from the other runs, and its rows as they were written."""
+    """The log of one run: a name that no other run has, and the rows in the order of the log."""
 
     name: str
     rows: Sequence[Row] = field(repr=False)
@@ -44,32 +42,32 @@ class Run:
     @property
     def stages(self) -> list[str]:
         """The stages that ended an epoch, training first."""
-        return [stage for stage in _STAGES if self.epochs("hits", stage)]
+        return [stage for stage in PREFIXES if self.epochs("hits", stage)]
 
     @property
     def nodes(self) -> list[int]:
-        """The numbers of the nodes, if there were several."""
+        """The numbers of the nodes, if there are several."""
         found = (re.match(r"stocache/node(\d+)/", name) for row in self.rows for name in row)
         return sorted({int(match[1]) for match in found if match})
 
     def epochs(self, metric: str, stage: str = "train") -> Points:
         """Pairs of epoch and value, in order."""
-        key = _STAGES[stage] + metric
+        key = PREFIXES[stage] + metric
         return [(row.get("epoch", 0.0), row[key]) for row in self.rows if key in row]
 
     def live(self, metric: str) -> Points:
-        """Pairs of step and value while training ran."""
+        """Pairs of step and live value."""
         return [(row["step"], row[LIVE + metric]) for row in self.rows if LIVE + metric in row]
 
     def first_epoch(self, metric: str) -> Points:
-        """Pairs of step and value of the first epoch, its end included."""
+        """Pairs of step and live value in the first epoch, and the epoch's own value."""
         key = f"stocache/{metric}"
         end = next(((row["step"], row[key]) for row in self.rows if key in row), None)
         points = [point for point in self.live(metric) if end is None or point[0] < end[0]]
         return points if end is None else [*points, end]
 
     def last(self, metric: str, stage: str = "train") -> float | None:
-        """The value of the last epoch; of training in its first epoch, the last live value."""
+        """The value of the last epoch, or the last live value if training has not ended an epoch."""
         points = self.epochs(metric, stage)
         if stage == "train" and not self.stages:
             points = self.live(metric)
@@ -77,19 +75,19 @@ class Run:
 
     @property
     def epoch_seconds(self) -> list[float]:
-        """Seconds of each epoch's training loop: the samples that it was served, at its speed."""
+        """Seconds of the training loop in each epoch: the samples served over the samples per second."""
         speeds = [(row, row.get("stocache/samples_per_second", 0.0)) for row in self.rows]
         served = ("stocache/hits", "stocache/misses", "stocache/bypasses")
         return [sum(row.get(name, 0.0) for name in served) / speed for row, speed in speeds if speed > 0]
 
     @property
     def later_seconds(self) -> float | None:
-        """Seconds of an epoch after the first: the median of all."""
+        """The median of the seconds of all epochs after the first."""
         return statistics.median(self.epoch_seconds[1:]) if len(self.epoch_seconds) > 1 else None
 
 
 def write(value: float | None, unit: Unit) -> str:
-    """Write a value for people: "50 %", "3 MiB", "0.012 s", "4,322"; an unknown one is empty."""
+    """A value as text: "50 %", "3 MiB", "0.012 s", "4,322"; empty for None."""
     if value is None:
         return ""
     if unit == "%":
@@ -103,7 +101,7 @@ def write(value: float | None, unit: Unit) -> str:
 
 
 def table(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """The figures of all runs by column, without empty columns. What was not logged is empty, never 0."""
+    """The table of all runs: cells by column, without empty columns. A value that was not logged is empty, never 0."""
     rows = [_figures(run, runs) for run in runs]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     return {name: cells for name, cells in columns.items() if any(cells)}
@@ -133,7 +131,7 @@ def _figures(run: Run, runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _is_without_cache(other: Run, run: Run) -> bool:
-    """Whether another run is the same but for its budget, which is 0."""
+    """Whether another run has budget 0 and differs from this run in the budget alone."""
     names = (re.sub(r"[^, ]*budget=[^, ]*(, )?", "", each.name) for each in (other, run))
     return other is not run and other.last("coverage") == 0 and len({name.rstrip(", ") for name in names}) == 1
 
@@ -142,7 +140,7 @@ def find_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
     """Find and read the runs in these folders and below.
 
     Returns:
-        The runs, in the order of their paths, and one sentence for each that had to be left out.
+        The runs, in the order of their paths, and one sentence for each run that cannot be read.
 
     Raises:
         LogError: a folder has no log below it, or no run at all could be read.
@@ -170,7 +168,7 @@ def find_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Names that are short enough for a chart, and differ: overrides without their groups, or "run 1", "run 2"."""
+    """Names for charts: overrides without their groups if these are short and differ, else "run 1", "run 2"."""
     if len(runs) == 1:
         return [""]
     names = [re.sub(r"[^,= ]*\.(?=[^,=]*=)", "", run.name) for run in runs]
@@ -180,12 +178,12 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _numbered(home: Path) -> list[int | str]:
-    """A key by which version_10 comes after version_9."""
+    """A sort key that puts version_10 after version_9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(home))]
 
 
 def _names(homes: Sequence[Path]) -> list[str]:
-    """Each run by the overrides that not all have, else by its path below what is common to all."""
+    """A name for each run: its overrides that not all runs have, or its path below the folder of all runs."""
     overrides = [_overrides(home) for home in homes]
     common = set.intersection(*map(set, overrides)) if len(homes) > 1 else set()
     above = Path(os.path.commonpath([home.parent for home in homes]))
@@ -201,7 +199,7 @@ def _overrides(home: Path) -> list[str]:
     try:
         return list(map(str, yaml.safe_load((home / ".hydra" / "overrides.yaml").read_text(encoding="utf-8")) or []))
     except (OSError, ValueError, TypeError, yaml.YAMLError):
-        return []  # the path will do as a name
+        return []  # the path becomes the name
 
 
 def _read(folder: Path) -> list[Row]:
@@ -216,7 +214,7 @@ def _read(folder: Path) -> list[Row]:
 
 
 def _row(cells: dict[str, Any]) -> Row:
-    """The finite numbers among the cells that matter; what is no number was not logged in this row."""
+    """The finite numbers in the columns of a run. A cell without a number was not logged in this row."""
     row = {}
     for name, cell in cells.items():
         if name and (name in ("epoch", "step") or name.startswith("stocache/")):

@@ -1,16 +1,17 @@
-"""Counts of an epoch over all ranks: the one meter of all doors.
+"""Counts of an epoch over all ranks, for CacheMonitor and CacheMeter alike.
 
-**Counting.** The counts of an epoch are the difference between two of its ends: workers run ahead of the step, so an
-epoch's first samples are served before `on_train_epoch_start`. What training has been served is put aside when a
-validation starts, since one dataset may be in both stages.
+**Counting.** The counts of an epoch are the difference between the totals at its end and at the end of the epoch
+before. The moment when an epoch starts does not matter: workers run ahead of the training step, so they serve an
+epoch's first samples before `on_train_epoch_start`. Validation may read the dataset of training, so the counts of
+training are taken before each validation starts.
 
-**Telling.** Nothing here waits in a collective, which another callback's at an epoch's end could cross. Each rank posts
-its tally (`node.post`) when the last step of the epoch is done, and goes on; at the epoch's end it collects what all
-have posted. No last step waits for what another rank does after its own, so the slowest rank ends all waits, and all
-get the same numbers. They are final: what workers serve ahead belongs to the next epoch.
+**Exchange.** No rank waits in a collective, because it could cross a collective of another callback. Each rank posts
+its tally (`node.post`) after the last step of the epoch, and goes on. At the epoch's end it collects the tallies of all
+ranks. No last step depends on what another rank does after its own last step, so every wait ends when the slowest rank
+posts, and all ranks get the same numbers. The numbers are final: what workers serve ahead belongs to the next epoch.
 
-The wait has a limit. Where ranks are out of step (one has no monitor, or more batches than the others), one warning is
-given, the epoch goes without values, and later ones are waited for a second at most.
+**Time limit.** Ranks are out of step if one has no monitor, or more batches than the others. Then one warning is given,
+the epoch has no values, and later epochs wait for one second at most.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from lightning_stocache.cache.counters import Counters, Counts
@@ -33,25 +33,17 @@ from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, lea
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.node.post import Post
 
-__all__ = ["PoolRates", "Seconds", "Tallies", "coverage", "end_call", "loader_seconds", "samples_of"]
+__all__ = ["PoolRates", "Tallies", "coverage", "end_call", "loader_seconds", "samples_of"]
 
 log = logging.getLogger(__name__)
 
-_before: WeakKeyDictionary[Counters, Counts] = WeakKeyDictionary()  # when the current Trainer call began
+_before: WeakKeyDictionary[Counters, Counts] = WeakKeyDictionary()  # totals at the start of the current Trainer call
 
-_ONCE_LATE = 1.0  # seconds to wait where the ranks were found out of step before
-
-
-class Seconds(NamedTuple):
-    """Seconds of a rank's loop in an epoch; the first two are NaN if one of its loaders does not tell."""
-
-    waited: float  # for data, inside of `__next__` of the loaders
-    computed: float  # on the batches
-    looped: float  # waited, computed, and everything between
+_ONCE_LATE = 1.0  # seconds to wait after the ranks were once out of step
 
 
 def loader_seconds(loaders: Any) -> tuple[float, float]:
-    """Seconds of waiting for these loaders so far, and between their batches; NaN if one does not tell."""
+    """Seconds so far inside of the loaders' `__next__`, and between their batches; NaN if a loader has no clock."""
     positions = [getattr(leaf, "position", None) for leaf in leaves_in(loaders)]
     clocks = [position.waiting for position in positions if isinstance(position, LoaderState)]
     if not clocks or len(clocks) < len(positions):
@@ -60,35 +52,58 @@ def loader_seconds(loaders: Any) -> tuple[float, float]:
 
 
 class Tallies:
-    """The tallies of this rank, and what those of all ranks come to at an epoch's end.
+    """The counts of this rank's stages, and the metrics of all ranks at the end of an epoch.
 
-    `loaders` are those that a stage reads, in any nesting.
+    `loaders` are the loaders that a stage reads, in any nesting.
     """
 
     def __init__(self) -> None:
         self.pools = PoolRates()
         self._expectation = Expectation()
-        self._seen: dict[Counters, Counts] = {}
-        self._aside: dict[Counters, Counts] = {}  # served to training since its last epoch's end, but seen by now
+        self._totals: dict[Counters, Counts] = {}  # at the last call of `count`
+        self._counts: dict[str, dict[Counters, Counts]] = {}  # of each stage, in its epoch so far
         self._posted: dict[str, tuple[Post[Tally], dict[Counters, Counts]]] = {}
         self._was_late = False
 
-    def post(self, stage: str, loaders: Any, seconds: Seconds | None = None) -> None:
-        """Tell all ranks what this one brings to the epoch of a stage that ends, unless that is done."""
-        datasets = _counted(loaders)
-        if stage in self._posted or not datasets:
-            return
-        served = self._take(datasets)
-        if stage == "train":
-            served = {counters: counts + self._aside.pop(counters, Counts()) for counters, counts in served.items()}
-        self._posted[stage] = next(iter(datasets.values())).group.post(_tally(datasets, served, seconds)), served
+    def count(self, stage: str, loaders: Any) -> None:
+        """Count the samples served since the last call for the running epoch of a stage.
 
-    def metrics(self, stage: str, loaders: Any, patience: float) -> dict[str, float]:
-        """The metrics of the epoch that ends, over all ranks; empty if nothing was posted, or not by all in time.
+        Two stages may read one dataset. Call this for the stage that pauses, before another stage begins. Counts of a
+        stage that never ends an epoch, such as "sanity check", are dropped.
+        """
+        counts = self._counts.setdefault(stage, {})
+        for counters, dataset in _counted(loaders).items():
+            total = counters.totals(dataset.group.rank)
+            before = self._totals.get(counters, _before.get(counters, Counts()))
+            counts[counters] = counts.get(counters, Counts()) + (total - before)
+            self._totals[counters] = total
+
+    def live(self, loaders: Any, loop: Tally | None = None) -> dict[str, float]:
+        """This rank's metrics of the training epoch so far, by their keys; empty if no dataset counts."""
+        if (tally := self._tally("train", loaders, loop)) is None:
+            return {}
+        values = rates(tally)
+        return {LIVE + name: values[name] for name in LIVE_METRICS if name in values}
+
+    def post(self, stage: str, loaders: Any, loop: Tally | None = None) -> None:
+        """Send this rank's tally of the epoch that ends to all ranks. A second call for one epoch does nothing.
 
         Args:
-            stage: whose epoch it is.
-            loaders: that it reads.
+            stage: the stage whose epoch ends.
+            loaders: the loaders that it reads.
+            loop: the seconds of this rank's loop, if they are known.
+        """
+        if stage in self._posted or (tally := self._tally(stage, loaders, loop)) is None:
+            return
+        group = next(iter(_counted(loaders).values())).group
+        self._posted[stage] = group.post(tally), self._counts.pop(stage)
+
+    def metrics(self, stage: str, loaders: Any, patience: float) -> dict[str, float]:
+        """The metrics of the epoch that ends, over all ranks; empty if a rank did not post its tally in time.
+
+        Args:
+            stage: the stage whose epoch ends.
+            loaders: the loaders that it reads.
             patience: seconds to wait for the slowest rank.
         """
         if stage not in self._posted:
@@ -113,49 +128,24 @@ class Tallies:
             metrics |= self.pools.metrics(loaders)
         return metrics
 
-    def skip(self, loaders: Any) -> None:
-        """Count nothing of what was served so far."""
-        self._take(_counted(loaders))
-
-    def put_aside(self, loaders: Any) -> None:
-        """Keep what training has been served so far for its epoch's end: another stage begins."""
-        for counters, counts in self._take(_counted(loaders)).items():
-            self._aside[counters] = self._aside.get(counters, Counts()) + counts
-
-    def live(self, loaders: Any, seconds: Seconds | None = None) -> dict[str, float]:
-        """This rank's values of training's epoch so far, by their metric keys; empty where nothing counts."""
-        if not (datasets := _counted(loaders)):
-            return {}
-        served = self._served(datasets)
-        served = {counters: counts + self._aside.get(counters, Counts()) for counters, counts in served.items()}
-        now = rates(_tally(datasets, served, seconds))
-        return {LIVE + name: now[name] for name in LIVE_METRICS if name in now}
-
-    def _take(self, datasets: Mapping[Counters, Cached]) -> dict[Counters, Counts]:
-        """Counts of this rank for each dataset since the last call, which the next call leaves out."""
-        served = self._served(datasets)
-        for counters, counts in served.items():
-            self._seen[counters] = self._begin(counters) + counts
-        return served
-
-    def _served(self, datasets: Mapping[Counters, Cached]) -> dict[Counters, Counts]:
-        return {
-            counters: counters.totals(dataset.group.rank) - self._begin(counters)
-            for counters, dataset in datasets.items()
-        }
-
-    def _begin(self, counters: Counters) -> Counts:
-        return self._seen.get(counters, _before.get(counters, Counts()))
+    def _tally(self, stage: str, loaders: Any, loop: Tally | None) -> Tally | None:
+        """The sum over all datasets of a stage in its epoch so far, and its loop; None if no dataset counts."""
+        self.count(stage, loaders)
+        datasets, counts = _counted(loaders), self._counts[stage]
+        if not datasets:
+            return None
+        tally = reduce(Tally.__add__, (_tally_of(dataset, counts[counters]) for counters, dataset in datasets.items()))
+        return tally if loop is None else tally + loop
 
 
 class PoolRates:
-    """The numbers of the rolling cache that some loaders read, from one call to the next."""
+    """The metrics of the rolling cache behind some loaders, from one call to the next."""
 
     def __init__(self) -> None:
         self._before: tuple[RollingStats, float] | None = None
 
     def metrics(self, loaders: Any) -> dict[str, float]:
-        """Samples resident, and those that came and left since the last call; empty without a rolling cache."""
+        """Samples resident, and rates since the last call; empty unless exactly one rolling cache is read."""
         datasets = [getattr(leaf, "dataset", None) for leaf in leaves_in(loaders)]
         pools = [dataset for dataset in datasets if isinstance(dataset, RollingCache)]
         if len(pools) != 1:
@@ -172,19 +162,19 @@ class PoolRates:
 
 
 def end_call(datasets: Iterable[Cached]) -> None:
-    """End a Trainer call: the epochs of the next one count from here."""
+    """End a Trainer call: the first epoch of the next call counts from here."""
     for dataset in datasets:
         if dataset.counters is not None:
             _before[dataset.counters] = dataset.counters.totals(dataset.group.rank)
 
 
 def coverage(datasets: Sequence[Cached]) -> float:
-    """Share of the indices of all these datasets, of those that are drawn, that have a slot on some node."""
+    """Share of the drawn indices of all these datasets that have a slot on some node."""
     return sum(map(_covered, datasets)) / max(sum(map(samples_of, datasets)), 1)
 
 
 def samples_of(dataset: Cached) -> int:
-    """Number of samples of a dataset that are drawn; of a stream, as far as it is known."""
+    """Number of samples that are drawn of a dataset; of a stream, the number of samples stored so far."""
     if isinstance(dataset, CachedDataset):
         domain = cached_source(dataset).opened.request.domain
         return len(dataset) if domain is None else len(domain)
@@ -199,23 +189,14 @@ def _covered(dataset: Cached) -> float:
 
 
 def _counted(loaders: Any) -> dict[Counters, Cached]:
-    """The datasets behind loaders that count, by their counters."""
+    """The datasets behind loaders that have counters, by these."""
     datasets = cached_in_leaves(loaders)
     return {dataset.counters: dataset for dataset in datasets if dataset.counters is not None}
 
 
-def _tally(datasets: Mapping[Counters, Cached], served: Mapping[Counters, Counts], seconds: Seconds | None) -> Tally:
-    """One tally of all datasets, with the seconds of the loop that read them."""
-    joined = reduce(Tally.__add__, (_tally_of(dataset, served[counters]) for counters, dataset in datasets.items()))
-    if seconds is None:
-        return joined
-    waited, computed, looped = seconds
-    return replace(joined, wait_seconds=waited, compute_seconds=computed, loop_seconds=looped, ranks=1)
-
-
 def _tally_of(dataset: Cached, counts: Counts) -> Tally:
     cache, node = dataset.cache, dataset.group.node
-    if cache is None:  # nobody knows what a sample would take in a slot
+    if cache is None:  # the size of a sample in a slot is unknown
         return Tally(node, counts, unsized=counts.misses + counts.bypasses)
     filled = cache.fill_fraction * len(cache)
     return Tally(node, counts, len(cache), filled, cache.memory_bytes, dataset.budget_bytes)

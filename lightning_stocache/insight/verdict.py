@@ -1,7 +1,7 @@
-"""The gain of a run's caches, in a few sentences at its end, from the epochs' metrics alone.
+"""The gain of a run's caches, in a few sentences at its end, from the metrics of its epochs alone.
 
-What workers load behind the training step costs no wait, but it takes processor time from the training. So an epoch may
-become shorter by more than it waited, and both are told.
+Loading that workers hide behind the training step causes no wait, but it takes processor time from the training. So an
+epoch may become shorter by more than it waited, and the sentences give both numbers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MATTERS = 0.05  # below this share of an epoch a difference is noise
 
 
 def verdict(epochs: Sequence[Epoch], samples: int, *, off: bool = False) -> list[str]:
-    """Sentences on what was cached, what it gave, and what to do if that was little.
+    """Sentences on the coverage, on the gain, and on what to do if the gain was small.
 
     Args:
-        epochs: the metrics of every training epoch, by the names of the metric keys.
+        epochs: the metrics of every training epoch, by the names in the metric keys.
         samples: samples in the training set.
-        off: whether its user has switched the cache off.
+        off: the user has switched the cache off.
     """
     if off:
         return ["the cache is off (budget=0)"]
@@ -36,7 +36,7 @@ def verdict(epochs: Sequence[Epoch], samples: int, *, off: bool = False) -> list
         ]
     shares = ", ".join([f"{100 * epoch['hit_rate']:.0f}" for epoch in epochs[:8]] + ["..."] * (len(epochs) > 8))
     memory = int(last["memory_bytes"])
-    used = f", {format_bytes(memory)} in use" if memory else ""  # of a cache on a disk alone there is none
+    used = f", {format_bytes(memory)} in use" if memory else ""  # a cache on a disk uses no memory
     sentences = [
         f"{100 * last['coverage']:.0f} % of {samples:,} samples have a slot, {100 * last['fill_fraction']:.0f} % of "
         f"the slots are filled{used}; hit rate per epoch: {shares} %",
@@ -57,7 +57,7 @@ def verdict(epochs: Sequence[Epoch], samples: int, *, off: bool = False) -> list
 
 
 def _gain(epochs: Sequence[Epoch]) -> list[str]:
-    """Seconds before and after, of a run that began with an empty cache, and the advice that follows from them."""
+    """The seconds of epoch one and of later epochs, and advice, for a run that began with an empty cache."""
     first, last, sentences = epochs[0], epochs[-1], []
     before, after = _seconds(first), fmean(map(_seconds, epochs[1:]))
     waits = [epoch["data_wait_seconds"] for epoch in epochs if "data_wait_seconds" in epoch]
@@ -82,6 +82,6 @@ def _served(epoch: Epoch) -> float:
 
 
 def _seconds(epoch: Epoch) -> float:
-    """Seconds of the training's loop in an epoch, without validation; 0 where they were not logged."""
+    """Seconds of the training loop in an epoch, without validation; 0 if they were not logged."""
     speed = epoch.get("samples_per_second", 0.0)
     return _served(epoch) / speed if speed else 0.0

@@ -22,7 +22,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_stocache.insight.dashboards import hyperparameters, lay_out
-from lightning_stocache.insight.tallies import Seconds, Tallies, loader_seconds, samples_of
+from lightning_stocache.insight.metrics import PREFIXES, Tally
+from lightning_stocache.insight.tallies import Tallies, loader_seconds, samples_of
 from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.setup.request import check_flag
@@ -163,7 +164,7 @@ class CacheMonitor(Callback):
         # Steps are numbered as Lightning numbers the values that it logs.
         if self._live_every and (steps := trainer.global_step) % self._live_every == 0 and steps - 1 != self._live_step:
             self._live_step = steps - 1
-            if values := self._tallies.live(trainer.train_dataloader, self._seconds(trainer)):
+            if values := self._tallies.live(trainer.train_dataloader, self._loop(trainer)):
                 for logger in trainer.loggers:
                     logger.log_metrics(values, step=self._live_step)
         if trainer.is_last_batch:
@@ -180,9 +181,9 @@ class CacheMonitor(Callback):
                 )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put aside what training was served."""
+        """Count what training was served, because validation may read the same dataset."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._tallies.put_aside(running_loaders(trainer, "train"))
+            self._tallies.count("train", running_loaders(trainer, "train"))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave validation out of the seconds of training's loop."""
@@ -206,7 +207,7 @@ class CacheMonitor(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the values of the stage."""
         if trainer.sanity_checking:
-            self._tallies.skip(running_loaders(trainer, "val"))
+            self._tallies.count("sanity check", running_loaders(trainer, "val"))
         else:
             self._epoch_end(trainer, _running_stage(trainer))
 
@@ -221,23 +222,22 @@ class CacheMonitor(Callback):
         """End the call: Lightning skips `teardown` after an exception."""
         self.teardown(trainer, pl_module, "")
 
-    def _seconds(self, trainer: Trainer) -> Seconds:
+    def _loop(self, trainer: Trainer) -> Tally:
         """The seconds of this rank's training in the epoch so far."""
-        waited, _ = loader_seconds(trainer.train_dataloader)
-        return Seconds(waited - self._waited_before, self._computed, self._looped)
+        waited = loader_seconds(trainer.train_dataloader)[0] - self._waited_before
+        return Tally(wait_seconds=waited, compute_seconds=self._computed, loop_seconds=self._looped, ranks=1)
 
     def _post(self, trainer: Trainer, stage: str) -> None:
         if self.monitors:
-            seconds = self._seconds(trainer) if stage == "train" else None
-            self._tallies.post(stage, running_loaders(trainer, stage), seconds)
+            loop = self._loop(trainer) if stage == "train" else None
+            self._tallies.post(stage, running_loaders(trainer, stage), loop)
 
     def _epoch_end(self, trainer: Trainer, stage: str) -> dict[str, float]:
         """Log and return the metrics of an epoch, by their names without a prefix."""
         self._post(trainer, stage)
         metrics = self._tallies.metrics(stage, running_loaders(trainer, stage), self.patience)
-        prefix = "stocache/" if stage == "train" else f"stocache/{stage}/"
         logged = [name for name in metrics if self.per_node or not name.startswith("node")]
-        log_epoch(trainer, {prefix + name: metrics[name] for name in logged})
+        log_epoch(trainer, {PREFIXES[stage] + name: metrics[name] for name in logged})
         return metrics
 
 

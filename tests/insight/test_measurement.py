@@ -167,11 +167,10 @@ def test_every_arm_is_measured_in_every_round(workers):
     """Each once where workers and batch size meet; from the source and from the cache; told as they come."""
     told: list[str] = []
     found = measure_curves(Data(SOURCE, 4), workers, [4, 60], seconds=0.05, limit=1e9, progress=told.append)
-    for name, numbers in (("num_workers", workers), ("batch_size", [4, 60])):
-        for line in found.lines[name].values():
-            assert [number for number, _ in line] == numbers
-            assert all(0 < rates.low < rates.high for _, rates in line)
-        assert list(found.lines[name]) == ["source", "cache"]
+    for kind in ("uncached", "hit"):
+        for name, numbers in (("num_workers", workers), ("batch_size", [4, 60])):
+            assert [number for number, _ in found.over(name, kind)] == numbers
+    assert all(0 < rates.low < rates.high for rates in found.rates.values())
     count = 3 * 2 * (len(workers) + 1)
     assert [words.partition(":")[0] for words in told] == [f"{done} of {count}" for done in range(1, count + 1)]
     assert "num_workers=0, batch_size=4, batches from the cache: " in told[1]
@@ -183,17 +182,16 @@ def test_there_is_a_time_limit(monkeypatch):
     clock = Clock(monkeypatch)
     monkeypatch.setattr(measurement.Trial, "pace", lambda *_: clock.takes(50.0, 0.001))
     found = measure_curves(Data(SOURCE, 4), [0], [4, 16], limit=120.0)
-    assert [len(line) for line in found.lines["batch_size"].values()] == [2, 1]
+    assert [len(found.over("batch_size", kind)) for kind in ("uncached", "hit")] == [2, 1]
     assert found.left_out[0].endswith("s were over after 3 of 12 measurements.")
 
 
 def test_what_cannot_be_measured_is_left_out(monkeypatch):
     """Samples that cannot be cached, and batches that take too long; it is said."""
     found = measure_curves(Data(WithGradients(40), 4), [0], seconds=0.05)
-    assert list(found.lines["num_workers"]) == ["source"]
+    assert [arm.kind for arm in found.rates] == ["uncached"]
     assert "Nothing can be cached" in found.left_out[0]
     slow = Slow(Clock(monkeypatch))  # a quarter of a second a sample
     found = measure_curves(Data(slow, 2), (), [1, 16], seconds=0.05, limit=16.0)
-    numbers = {source: [number for number, _ in line] for source, line in found.lines["batch_size"].items()}
-    assert numbers == {"source": [1], "cache": [1, 16]}
+    assert [(arm.kind, arm.batch_size) for arm in found.rates] == [("uncached", 1), ("hit", 1), ("hit", 16)]
     assert "Batches of 16 from the source" in found.left_out[0]

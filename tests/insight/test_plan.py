@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_stocache.insight.measurement import Curves
+from lightning_stocache.insight.measurement import Arm, Curves, Data
 from lightning_stocache.insight.plan import aligned, as_text, curves_as_text, save
 from tests.insight.planned import paces, planned, row, spread
 
@@ -48,7 +48,7 @@ def test_several_nodes_add_up():
 
 def test_validation_shares_the_budget():
     """Bytes of a row are for all sets that draw on the budget; the samples are the training set's."""
-    half = row(planned(other_bytes=100_000), "50%")
+    half = row(planned(paces(other_bytes=100_000)), "50%")
     assert (half.budget_bytes, half.hit_rate) == (100_000, 0.5)
 
 
@@ -117,7 +117,7 @@ def test_a_part_is_advised_only_if_it_is_enough_by_all_measurements():
 def test_the_whole_dataset_is_auto():
     """Where every part of the dataset gains, the advice is auto, and so it is where less is free."""
     assert planned().budget == "auto"
-    short = planned(safe_bytes=60_000)
+    short = planned(paces(safe_bytes=60_000))
     assert short.budget == "auto"
     assert [row.budget for row in short.rows if row.safe] == ["0%", "25%", "50%", "60%"]
     assert "room for 60.0 %" in short.sentences[0]
@@ -125,18 +125,20 @@ def test_the_whole_dataset_is_auto():
 
 def test_what_cannot_be_cached_is_said():
     """Without a codec there is one row, uncached, and the reason."""
-    plan = planned(paces(codec=None, reason="Samples hold strings."), other_bytes=100)
+    plan = planned(paces(codec=None, reason="Samples hold strings.", other_bytes=100))
     assert [row.budget for row in plan.rows] == ["0%"]
     assert plan.budget == "0"
     assert "Samples hold strings." in plan.sentences[0]
 
 
 TABLE = paces(hit=1e-6, uncached=[0.0105, 0.011, 0.0125])
-SLOW = {0: [90, 110], 1: [190, 210], 2: [380, 420], 4: [390, 425]}
-FAST = spread([1000, 1200])
-WORKERS = {"source": [(n, spread(rates)) for n, rates in SLOW.items()], "cache": [(n, FAST) for n in SLOW]}
-SIZES = {"source": [(n, spread([100 * n, 120 * n])) for n in (8, 16, 128)], "cache": [(n, FAST) for n in (8, 16, 128)]}
-CURVES = Curves({"num_workers": WORKERS, "batch_size": SIZES}, ["One batch was left out."])
+RATES = {
+    **{Arm("uncached", 8, n): spread(rates) for n, rates in enumerate(([90, 110], [190, 210], [380, 420], [390, 425]))},
+    **{Arm("hit", 8, n): spread([1000, 1200]) for n in range(4)},
+    **{Arm("uncached", size, 0): spread([11.25 * size, 13.75 * size]) for size in (16, 128)},
+    **{Arm("hit", size, 0): spread([1000, 1200]) for size in (16, 128)},
+}
+CURVES = Curves(Data(range(1000), 8), RATES, ["One batch was left out."])
 
 
 def test_the_last_line_is_for_the_config():
@@ -156,14 +158,14 @@ def test_ranges_and_deviations_are_shown():
 @pytest.mark.parametrize("safe_bytes", [10**12, 60_000 * 10**6])
 def test_the_table_fits_a_terminal(safe_bytes):
     """No line of a plan is wider than 80 characters, also of a large dataset whose measurements vary."""
-    wild = paces(uncached=[0.0002, 0.011, 9.5], hit=[1e-6, 2e-5], missed=[0.01, 12.5])
+    wild = paces(uncached=[0.0002, 0.011, 9.5], hit=[1e-6, 2e-5], missed=[0.01, 12.5], safe_bytes=safe_bytes)
     many = {"samples": 10**9, "batch_size": 10**4, "num_workers": 128, "nodes": 16, "ranks": 8}
-    text = as_text(planned(wild, step=[0.002, 0.2, 7.0], safe_bytes=safe_bytes, **many))
+    text = as_text(planned(wild, step=[0.002, 0.2, 7.0], **many))
     assert max(map(len, text.splitlines())) <= 80
     assert ("75%*" in text) == (safe_bytes < 10**11)
 
 
-@pytest.mark.parametrize("plan", [planned(step=0.05), planned(safe_bytes=60_000), planned(paces(codec=None))])
+@pytest.mark.parametrize("plan", [planned(step=0.05), planned(paces(safe_bytes=60_000)), planned(paces(codec=None))])
 @pytest.mark.parametrize("curves", [None, CURVES])
 def test_the_picture_is_a_png(tmp_path, plan, curves):
     """The plan can be drawn with a step and without, where not all is safe, where nothing is, and with curves."""
@@ -172,12 +174,12 @@ def test_the_picture_is_a_png(tmp_path, plan, curves):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_curves_have_tables_and_sentences():
-    """A row for each number, with the spread of the rounds; ranges that overlap with the best are as good."""
+def test_curves_have_a_table_and_sentences():
+    """A row for each loader, with the spread of the rounds; ranges that overlap with the best are as good."""
     text = curves_as_text(CURVES)
     rows = [line.split() for line in text.splitlines()]
-    assert ["4", "408", "+-", "25", "1,100", "+-", "141"] in rows
-    assert [row[0] for row in rows[1:5]] == ["0", "1", "2", "4"]
+    assert ["8", "3", "408", "+-", "25", "1,100", "+-", "141"] in rows
+    assert [row[:2] for row in rows[1:7]] == [["8", "0"], ["8", "1"], ["8", "2"], ["8", "3"], ["16", "0"], ["128", "0"]]
     assert max(map(len, text.splitlines())) <= 80
     told = " ".join(text.split())
     assert "Batches from the source: num_workers=2 is as fast as any of these (400 samples/s)." in told

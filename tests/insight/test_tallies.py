@@ -14,9 +14,10 @@ from lightning_stocache import CachedDataset, CachedLoader, CachedStream, Rollin
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.insight import tallies as module
 from lightning_stocache.insight.expectation import Expectation
-from lightning_stocache.insight.tallies import PoolRates, Seconds, Tallies, coverage, end_call, samples_of
+from lightning_stocache.insight.metrics import Tally
+from lightning_stocache.insight.tallies import PoolRates, Tallies, coverage, end_call, samples_of
 
-SECONDS = Seconds(0.25, 0.5, 1.0)
+LOOP = Tally(wait_seconds=0.25, compute_seconds=0.5, loop_seconds=1.0, ranks=1)
 
 
 def numbers(length: int, **arguments: object) -> CachedDataset:
@@ -56,10 +57,10 @@ def test_every_sample_is_in_one_tally(steps: list[str]) -> None:
                 read(dataset, 1)
                 expected["new"] += 1
             elif step == "put aside":
-                tallies.put_aside(loader)
+                tallies.count("train", loader)
                 expected["aside"] += expected.pop("new", 0)
             elif step == "skip":
-                tallies.skip(loader)
+                tallies.count("sanity check", loader)
                 del expected["new"]
             else:
                 tallies.post(step, loader)
@@ -84,8 +85,8 @@ def test_an_epoch_says_what_was_counted_and_what_is_there(dataset: CachedDataset
     """Counts of the epoch, slots as they are now, and the seconds of the loop, which live values have before."""
     tallies, loader = Tallies(), DataLoader(dataset)
     read(dataset, 0, 1, 1)
-    live = tallies.live(loader, SECONDS)
-    tallies.post("train", loader, SECONDS)
+    live = tallies.live(loader, LOOP)
+    tallies.post("train", loader, LOOP)
     metrics = tallies.metrics("train", loader, patience=1)
     assert (metrics["hits"], metrics["misses"], metrics["fills"], metrics["fill_fraction"]) == (1, 2, 2, 2 / 8)
     assert (metrics["data_wait_seconds"], metrics["compute_seconds"], metrics["samples_per_second"]) == (0.25, 0.5, 3)
@@ -120,7 +121,7 @@ def test_a_call_begins_where_the_last_one_ended(dataset: CachedDataset) -> None:
     end_call([dataset])
     read(dataset, 2)
     tallies, loader = Tallies(), DataLoader(dataset)
-    tallies.post("train", loader, SECONDS)
+    tallies.post("train", loader, LOOP)
     assert tallies.metrics("train", loader, patience=1)["misses"] == 1
 
 

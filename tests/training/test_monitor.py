@@ -129,7 +129,7 @@ def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path, caplog
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
     [record] = [record for record in caplog.records if "were to be expected" in record.getMessage()]
     assert record.levelname == "WARNING"
-    assert record.getMessage().endswith("\nthe source may be made anew in every epoch")
+    assert record.getMessage().endswith("\nthe source may be created again in every epoch")
 
 
 def test_live_values_come_at_the_trainers_cadence(tmp_path):
