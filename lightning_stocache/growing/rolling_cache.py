@@ -22,7 +22,6 @@ from typing import Any, SupportsIndex
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Arc, Integers, Ring
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.rolling import RollingStore
@@ -202,11 +201,7 @@ class RollingCache(Dataset[Any]):
         [slots], [granted], [keep_free] = given.slots, given.granted, given.keep_free
         store = RollingStore.empty(codec, slots, backend, whose, granted=granted)
         store.keep_free(keep_free)
-        try:
-            return OpenMemory(store, Counters.create(group.rank, backend), group, store.granted_bytes)
-        except OSError:
-            store.close()
-            raise
+        return OpenMemory(store, None, group, store.granted_bytes)
 
     def _start(self, store: RollingStore, *, holds_all: bool) -> None:
         if self.source is not None and self._filler_count:

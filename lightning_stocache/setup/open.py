@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from lightning_stocache.cache.checksums import checksum
-from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.store import Store, slots_for
@@ -323,17 +322,11 @@ def _make(opening: _Opening, kind: Backend | None, group: NodeGroup) -> OpenMemo
     elif store is None and codec is not None and arc.slots:
         whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
         store = Store.create(codec, arc, None if request.dir else kind, whose, granted=granted, directory=request.dir)
-    try:
-        counters = Counters.create(group.rank, kind)
-    except OSError:
-        if store is not None:
-            store.close()
-        raise
     if store is None:
-        return OpenMemory(None, counters, group, granted)
+        return OpenMemory(None, None, group, granted)
     store.keep_free(opening.keep_free)
     is_named = request.name is not None
-    return OpenMemory(store, counters, group, store.granted_bytes if is_named else granted, is_named)
+    return OpenMemory(store, None, group, store.granted_bytes if is_named else granted, is_named)
 
 
 def _store_or_refuse(

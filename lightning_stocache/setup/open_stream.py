@@ -9,7 +9,6 @@ import logging
 import sys
 from typing import Any, TypeAlias
 
-from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.node.budget import Budget
@@ -77,19 +76,15 @@ def open_stream(
             return str(error)
 
     def make(kind: Backend | None) -> list[OpenStream]:
-        ranks, counters = len(group.nodes[group.node]), Counters.create(group.rank, kind)
         if codec is None or isinstance(codec, str):
-            return [OpenMemory(None, counters, group)]
+            return [OpenMemory(group=group)]
+        ranks = len(group.nodes[group.node])
         given = allocate_alone(budget, None, ranks, Reserve(kept_back, 0, ranks * _READERS), kind or "auto")
         [granted], [keep_free] = given.granted, given.keep_free
         if granted < _LEAST:
-            return [OpenMemory(None, counters, group)]
-        try:
-            store = StreamStore.empty(codec, granted, ranks, given.backend, keep_free)
-        except OSError:
-            counters.close()
-            raise
-        return [OpenMemory(store, counters, group, granted)]
+            return [OpenMemory(group=group)]
+        store = StreamStore.empty(codec, granted, ranks, given.backend, keep_free)
+        return [OpenMemory(store, None, group, granted)]
 
     codec: SampleCodec | str | None = None
     if not budget.off:

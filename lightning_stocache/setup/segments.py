@@ -81,6 +81,11 @@ def make_and_attach(
 ) -> list[OpenMemory[Any]]:
     """Make memory on every leader and attach it elsewhere. Collective.
 
+    Args:
+        make: makes the stores, of this kind of segment. Their counters are made here.
+        backend: the kind to try first.
+        group: which ranks share memory.
+
     Raises:
         CacheMemoryError: a rank could not make or reach it, not even by name; on all ranks alike.
     """
@@ -91,6 +96,7 @@ def make_and_attach(
         try:
             if group.is_leader:
                 memories = list(make(kind))
+                memories = [replace(memory, counters=Counters.create(group.rank, kind)) for memory in memories]
                 addresses = list(map(_address, memories))
         except Exception as error:  # whatever it is, the others are waiting for the addresses
             failure = error
