@@ -31,14 +31,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.layout import EMPTY, ONCE, READY, columns, layout_of, offsets
-from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
+from lightning_stocache.cache.placement import Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.store import Store, slots_for
 from lightning_stocache.node.files import Backend
@@ -89,7 +89,9 @@ class StreamLedger:
         >>> epoch = ledger.begin(shard)
         >>> ledger.decide(epoch, lambda late: "stream"), ledger.decide(epoch, lambda late: "cache")
         ('stream', 'stream')
-        >>> ledger.note(shard)
+        >>> with ledger.numbering():
+        ...     ledger.take_number(shard)
+        0
         >>> ledger.end(shard, epoch)
         >>> ledger.begin(shard), ledger.passed(1)
         (2, 1)
@@ -136,30 +138,23 @@ class StreamLedger:
         """Whether a shard's rank is still in this epoch, and not in a later one."""
         return bool(self._numbers["epoch"][shard.rank] == epoch)
 
-    def note(self, shard: Shard) -> None:
-        """Count a sample that has passed, under the lock of the shard (`locked`)."""
-        self._numbers["passed"][shard.number] += 1
-
     def end(self, shard: Shard, epoch: int) -> None:
-        """Note that a shard has come to its end."""
-        first = Shard(shard.rank).number
+        """Count a shard that has come to its end, once in an epoch."""
         with self._claims.waiting(_ALL):
             if self.is_current(shard, epoch):
-                self._numbers["ended"][shard.number] = epoch
-                ended = self._numbers["ended"][first : first + MOST_WORKERS] == epoch
-                if np.count_nonzero(ended) == shard.workers:
+                self._numbers["ended"][shard.rank] += 1
+                if self._numbers["ended"][shard.rank] == shard.workers:
                     self._numbers["whole"][shard.rank] = epoch
 
     def passed(self, epoch: int, length: int | None = None) -> int | None:
-        """Count the samples of the epoch that was read last, in all ranks; None if one has broken it off.
+        """Count the samples of the epoch that was read last, in all ranks. None if a rank did not read it to its end.
 
-        `length` is that of the stream of one rank, if it has one.
+        `length` is the number of samples in the stream of one rank, if that is known.
         """
-        passed = self._numbers["passed"].reshape(self.ranks, MOST_WORKERS).sum(axis=1)
         whole = self._numbers["whole"] == epoch
         if length is not None:
-            whole |= passed >= length
-        return int(passed.sum()) if whole.all() else None
+            whole |= self._numbers["passed"] >= length
+        return self.count if whole.all() else None
 
     @property
     def epoch(self) -> int:
@@ -168,7 +163,7 @@ class StreamLedger:
 
     def _next_epoch(self, rank: int, key: int) -> int:
         self._numbers["epoch"][rank] += 1
-        self._numbers["key"][rank] = key
+        self._numbers["key"][rank], self._numbers["ended"][rank] = key, 0
         return int(self._numbers["epoch"][rank])
 
     # ---- decisions ----
@@ -219,15 +214,19 @@ class StreamLedger:
 
     # ---- numbers ----
 
-    def take_number(self) -> int:
-        """Take the next number for a sample of a shard, under its lock (`locked`)."""
-        with self._claims.waiting(_NUMBER):
-            self.words[_NEXT] += 1
-            return self.count - 1
+    def numbering(self) -> AbstractContextManager[None]:
+        """The lock of the next number."""
+        return self._claims.waiting(_NUMBER)
+
+    def take_number(self, shard: Shard) -> int:
+        """Count a sample of a shard. Returns its number in the epoch. Needs `locked`, then `numbering`."""
+        self.words[_NEXT] += 1
+        self._numbers["passed"][shard.rank] += 1
+        return self.count - 1
 
     @property
     def count(self) -> int:
-        """How many numbers have been taken."""
+        """Number of samples that have passed in this epoch."""
         return int(self.words[_NEXT])
 
     def locked(self, shard: Shard) -> AbstractContextManager[None]:
@@ -250,39 +249,18 @@ class StreamLedger:
 
 
 def _columns(ranks: int) -> dict[str, npt.DTypeLike]:
-    of_ranks = dict.fromkeys(("epoch", "key", "whole"), (np.int64, (ranks,)))
-    of_shards = dict.fromkeys(("begun", "ended", "passed"), (np.int64, (ranks * MOST_WORKERS,)))
+    of_ranks = dict.fromkeys(("epoch", "key", "ended", "whole", "passed"), (np.int64, (ranks,)))
+    of_shards = {"begun": (np.int64, (ranks * MOST_WORKERS,))}
     return {"words": (np.int64, (_WORDS,)), **of_ranks, **of_shards}
 
 
-@dataclass(frozen=True, eq=False)
-class _Order:
-    """Which slot an index has: `places`, int64 `[samples]`. It has the names of an `Arc`."""
-
-    slots: int
-    places: Integers
-
-    @property
-    def length(self) -> int:
-        """Number of samples."""
-        return len(self.places)
-
-    def slot(self, index: int) -> int:
-        """The slot of any index, counted from the end if it is negative; NO_SLOT outside."""
-        return int(self.places[index]) if -self.length <= index < self.length else NO_SLOT
-
-    def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
-        """The slots of many indices, int64 of the same shape; an index outside has that at which it comes out."""
-        return self.places.take(indices, mode="wrap") if self.length else np.full(indices.shape, NO_SLOT)
-
-
 class StreamStore(Store):
-    """The stored samples of a stream.
+    """The stored samples of a stream. The index of a sample is the number of its slot.
 
     Args:
         segment: the memory for samples.
         codec: what a sample looks like.
-        arc: the order of the samples.
+        arc: all slots, in their order.
         beside: the memory of the ledger.
 
     Example:
@@ -291,8 +269,8 @@ class StreamStore(Store):
         >>> epoch = store.ledger.begin(shard)
         >>> [store.append(shard, epoch, number * number, mark=number) for number in range(3)]
         [8, 8, 8]
-        >>> shards = store.in_order()
-        >>> list(store.read(store.lookup(np.array([2, 0]))))
+        >>> indices, shards = store.in_order()
+        >>> list(store.read(store.lookup(indices[[2, 0]])))
         [4, 0]
         >>> store.close()
     """
@@ -327,7 +305,7 @@ class StreamStore(Store):
         except OSError:
             ledger.close()
             raise
-        store = cls(segment, codec, cast(Arc, _Order(slots, np.empty(0, np.int64))), ledger.segment)
+        store = cls(segment, codec, Arc(slots, slots), ledger.segment)
         if free:
             store.keep_free(free)
         return store
@@ -348,10 +326,12 @@ class StreamStore(Store):
         with ledger.locked(shard):
             if ledger.mode != "stream" or not ledger.is_current(shard, epoch):
                 return None
-            if has_room and self._has_columns(number := ledger.take_number()) and self._has_memory(nbytes):
+            with ledger.numbering():
+                number = ledger.take_number(shard)
+                has_room = has_room and self._has_columns(number)
+            if has_room and self._has_memory(nbytes):
                 layout.columns["mark"][number], layout.columns["shard"][number] = mark, shard.number
                 stored = self._write(number, contents) is True
-            ledger.note(shard)
         return nbytes if stored else None
 
     def clear(self) -> None:
@@ -359,7 +339,7 @@ class StreamStore(Store):
         self.ledger.clear(self.segment.discard)
 
     def _has_columns(self, number: int) -> bool:
-        """Reserve the columns of a slot and of all before it. Returns whether there are such, and memory for them."""
+        """Reserve the columns of a slot and of all before it. Returns False without such a slot, or without memory."""
         reserved = int(self.ledger.words[_RESERVED])
         if reserved <= number < self.layout.count:
             end = min(number // _BLOCK * _BLOCK + _BLOCK, self.layout.count)
@@ -374,17 +354,16 @@ class StreamStore(Store):
 
     # ---- out ----
 
-    def in_order(self) -> Integers:
-        """Number the samples. Nothing may be added any more.
+    def in_order(self) -> tuple[Integers, Integers]:
+        """All samples, one shard after the other, the samples of each as they came. Nothing may be added any more.
 
         Returns:
-            The shard that each sample came from, in rising order, int64 `[samples]`.
+            Their indices, and the shards that they came from, in rising order: int64 `[samples]` each.
         """
-        shards = self.layout.columns["shard"]
-        if not self.length:
-            order = np.argsort(shards[: self._count], kind="stable")
-            self.arc = cast(Arc, _Order(self.layout.count, order[self._stored[order]]))
-        return shards[cast(_Order, self.arc).places].astype(np.int64)
+        shards = self.layout.columns["shard"][: self._count]
+        indices = np.argsort(shards, kind="stable")
+        indices = indices[self._stored[indices]]
+        return indices, shards[indices].astype(np.int64)
 
     def marked(self, mark: int) -> Iterator[Any]:
         """Copies of the samples that have a mark, each made when it is asked for."""
@@ -398,7 +377,7 @@ class StreamStore(Store):
     @property
     def _count(self) -> int:
         """How many of the first slots may have a sample: to look at the columns of the others would take memory."""
-        return 0 if self.closed else min(self.ledger.count, self.layout.count)
+        return 0 if self.closed else min(self.ledger.count, int(self.ledger.words[_RESERVED]))
 
     @property
     def _stored(self) -> npt.NDArray[np.bool_]:
@@ -411,7 +390,7 @@ class StreamStore(Store):
     @property
     def full(self) -> bool:
         """Whether nothing is added any more."""
-        return not self.closed and (self.length > 0 or self.ledger.mode == "cache")
+        return not self.closed and self.ledger.mode == "cache"
 
     @property
     def capacity(self) -> int:

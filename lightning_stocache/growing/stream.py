@@ -20,11 +20,11 @@ epochs that were broken off one after the other.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -133,8 +133,9 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         parsed = Budget.parse(budget)
         check_budget(parsed)
         super().__init__(iterable)
-        self.__budget, self.__backend, self.__strict = parsed, backend, strict
-        self.__serving__ = StreamSource(iterable, transform, layout, allow_random, seed, shuffle)
+        self.__serving__ = StreamSource(
+            iterable, parsed, transform, allow_random, backend, strict, layout, seed, shuffle
+        )
         if not defer:
             self.share(NodeGroup())
 
@@ -146,8 +147,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         Args:
             group: which ranks share memory; by default it is found out from the running process group.
         """
-        group = NodeGroup.discover() if group is None else group
-        self.__serving__.open(self.__budget, group, self.__backend, strict=self.__strict)
+        self.__serving__.open(NodeGroup.discover() if group is None else group)
 
     @property
     def source(self) -> Any:
@@ -206,49 +206,40 @@ def stream_source(stream: CachedStream) -> StreamSource:
 def stream_with(stream: CachedStream, transform: Callable[[Any], Any] | None) -> CachedStream:
     """The same stream, with another transform after the cache: for the package."""
     other = CachedStream(stream.source, 0, defer=True)
-    other.__serving__ = copy.copy(stream.__serving__)
-    other.__serving__.transform = transform
+    other.__serving__ = replace(stream.__serving__, transform=transform, _kept=None)
     return other
 
 
+@dataclass(eq=False)
 class StreamSource:
-    """Serves the samples of a stream in one process; the arguments are those of `CachedStream`."""
+    """Serves the samples of a stream in one process. The arguments are those of `CachedStream`."""
 
-    def __init__(
-        self,
-        source: Any,
-        transform: Callable[[Any], Any] | None,
-        layout: Layout,
-        allow_random: bool,
-        seed: int,
-        shuffle: bool,
-    ) -> None:
-        self.source, self.transform = source, transform
-        self.layout, self.allow_random, self.seed, self.shuffle = layout, allow_random, seed, shuffle
-        self.opened = OpenStream()
-        self._kept: CachedDataset | None = None  # the samples in the order of their shards, once all are stored
+    source: Any
+    budget: Budget
+    transform: Callable[[Any], Any] | None
+    allow_random: bool
+    backend: BackendChoice
+    strict: bool
+    layout: Layout
+    seed: int
+    shuffle: bool
+    opened: OpenStream = field(default_factory=OpenStream)
+    _kept: tuple[CachedDataset, Integers, Integers] | None = None  # see `_in_memory`
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_kept": None}
 
-    def open(
-        self,
-        budget: Budget,
-        group: NodeGroup,
-        backend: BackendChoice = "auto",
-        *,
-        strict: bool = False,
-        kept_back: int = 0,
-    ) -> None:
-        """Open the memory, in place of what was open before; arguments and errors are those of `open_stream`."""
+    def open(self, group: NodeGroup, kept_back: int = 0) -> None:
+        """Open the memory, in place of what was open before. Arguments and errors are those of `open_stream`."""
         self.close()
-        if not budget.off and not self.allow_random and draws_shards(self.source):
+        budget, source, strict = self.budget, self.source, self.strict
+        if not budget.off and not self.allow_random and draws_shards(source):
             budget = Budget.parse(0)
             self._tell(
                 "it draws its shards anew in every epoch (resampled=True), and what is kept would be one draw of them. "
                 "resampled=False reads each once; allow_random=True keeps the first draw"
             )
-        self.opened = open_stream(self.source, budget, group, self.layout, backend, strict=strict, kept_back=kept_back)
+        self.opened = open_stream(source, budget, group, self.layout, self.backend, strict=strict, kept_back=kept_back)
         if self.opened.store is not None:
             self.opened.store.stream_length = self._length()
 
@@ -270,7 +261,7 @@ class StreamSource:
         epoch = store.ledger.begin(shard)
         mode = self._mode(store, epoch)
         if mode == "cache":
-            return self._from_memory(store, self._share(store.in_order(), shard, epoch))
+            return self._from_memory(store, self._share(store, shard, epoch))
         return _Reading(self, None if mode == "pass" else store, shard, epoch)
 
     def announce(self, batch_size: int, drop_last: bool) -> tuple[CachedDataset, StreamBatches] | None:
@@ -286,16 +277,14 @@ class StreamSource:
         epoch = store.ledger.announce(opened.rank)
         if self._mode(store, epoch) != "cache":
             return None
-        shards = store.in_order()
-        if self._kept is None or self._kept.cache is not store:
-            self._kept = dataset_in(opened, len(shards), self.transform)
+        dataset, indices, shards = self._in_memory(store)
         if self.shuffle:
-            order = permutation(len(shards), self.seed, epoch)
+            order = indices[permutation(len(indices), self.seed, epoch)]
             batches = batches_of(order, opened.rank, opened.ranks, batch_size, drop_last=drop_last)
         else:
-            of_workers = [np.flatnonzero(shards == number) for number in self._numbers(shards)]
-            batches = batches_in_turn(of_workers, batch_size, drop_last=drop_last)
-        return self._kept, StreamBatches(batches, batch_size, drop_last)
+            ours = np.unique(shards[shards // MOST_WORKERS == opened.rank])
+            batches = batches_in_turn([indices[shards == shard] for shard in ours], batch_size, drop_last=drop_last)
+        return dataset, StreamBatches(batches, batch_size, drop_last)
 
     def _mode(self, store: StreamStore, epoch: int) -> Mode:
         return store.ledger.decide(epoch, lambda late: self._choose(store, epoch, late))
@@ -362,20 +351,23 @@ class StreamSource:
             return Shard(self.opened.rank, key=os.getpid())
         return Shard(self.opened.rank, info.id, info.num_workers, (info.seed - info.id) % 2**62 + 1)
 
-    def _numbers(self, shards: Integers) -> list[int]:
-        """The numbers of those shards that are of this rank."""
-        ours = range(Shard(self.opened.rank).number, Shard(self.opened.rank + 1).number)
-        return [number for number in np.unique(shards).tolist() if number in ours]
+    def _in_memory(self, store: StreamStore) -> tuple[CachedDataset, Integers, Integers]:
+        """The samples in memory, their indices in the order of their shards, and the shard of each."""
+        if self._kept is None:
+            self._kept = dataset_in(self.opened, store.length, self.transform), *store.in_order()
+        return self._kept
 
-    def _share(self, shards: Integers, shard: Shard, epoch: int) -> Integers:
-        """The samples in memory that a shard serves; unshuffled those that it has read, if shards are the same."""
+    def _share(self, store: StreamStore, shard: Shard, epoch: int) -> Integers:
+        """The indices that a shard serves from memory. Without shuffling, these are the samples that it has read."""
+        _, indices, shards = self._in_memory(store)
         if self.shuffle:
-            mine = deal(permutation(len(shards), self.seed, epoch), self.opened.rank, self.opened.ranks)
-            return mine[shard.worker :: shard.workers]
-        ours = self._numbers(shards)
-        if all(number - Shard(self.opened.rank).number < shard.workers for number in ours):
-            return np.flatnonzero(shards == shard.number)
-        return np.flatnonzero(np.isin(shards, ours))[shard.worker :: shard.workers]
+            order = indices[permutation(len(indices), self.seed, epoch)]
+            return deal(order, shard.rank, self.opened.ranks)[shard.worker :: shard.workers]
+        ranks, workers = np.divmod(shards, MOST_WORKERS)
+        # The remainder serves all samples, too, where epoch one had more workers.
+        is_mine = (ranks == shard.rank) & (workers % shard.workers == shard.worker)
+        mine: Integers = indices[is_mine]
+        return mine
 
     # ---- samples ----
 

@@ -252,9 +252,9 @@ class CallCaches:
                 budget = Budget.parse(int(budget.amount) // waiting)
             back = self._kept_back([request.pot])
             back += max(_free_bytes() - back, 0) * (waiting - 1) // waiting
-            parts = {"allow_random": request.allow_random, "shuffle": _stage(request) == "train"}
-            stream = CachedStream(request.source, budget, defer=True, **parts)  # type: ignore[arg-type]
-            stream_source(stream).open(budget, self._group, strict=request.strict, kept_back=back)
+            options = {"allow_random": request.allow_random, "shuffle": _stage(request) == "train"}
+            stream = CachedStream(request.source, budget, defer=True, strict=request.strict, **options)  # type: ignore[arg-type]
+            stream_source(stream).open(self._group, back)
             self._open.append(_Open(request.source, stream, request.pot))
 
     def _left(self, request: CacheRequest) -> Budget:
