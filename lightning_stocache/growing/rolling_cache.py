@@ -12,14 +12,14 @@ is the pool, so a CachedLoader makes batches as from any cache that is full.
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
-import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Arc, Integers, Ring
@@ -32,7 +32,7 @@ from lightning_stocache.loading.dataset import CachedDataset, cached_source, dat
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Backend
-from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.group import NodeGroup, job_ranks
 from lightning_stocache.node.processes import poll
 from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.setup.allocation import Allocation, allocate_pool
@@ -156,12 +156,11 @@ class RollingCache(Dataset[Any]):
         self._draws = Draws(source, indices, seed, shuffle)
         self._filler_count, self._minimum, self._method = fillers, minimum, multiprocessing_context
         self._spec, self._layout = spec, layout
-        self._memory: OpenMemory[RollingStore] = OpenMemory()
         self._fillers: Fillers | None = None  # of the leader of a node
-        self._dataset: CachedDataset | None = None
+        self._dataset: CachedDataset | None = None  # every slot by its number, once the pool is open
         self._end: weakref.finalize[[], RollingCache] | None = None
         self._length: int | None = None
-        self._borrowed = self._told_alone = self._told_short = False
+        self._told_alone = self._told_short = False
         self._of: RollingCache | None = None  # the pool that this is a view of: its fillers end with it
 
     # ---- opening ----
@@ -177,10 +176,9 @@ class RollingCache(Dataset[Any]):
         codec, given, holds_all = group.lead(lambda: self._plan(group))
         [memory] = make_and_attach(lambda kind: [self._make(group, codec, given, kind)], given.backend, group)
         assert memory.store is not None
-        self._memory, store = memory, memory.store
-        self._dataset = dataset_in(memory, store.length, self.transform)
+        self._dataset = dataset_in(memory, memory.store.length, self.transform, borrowed=False)
         try:
-            group.lead(lambda: self._start(store, holds_all=holds_all))
+            group.lead(lambda: self._start(holds_all=holds_all))
         except BaseException:  # nobody fills the pool of some node
             self.close()
             raise
@@ -203,10 +201,10 @@ class RollingCache(Dataset[Any]):
         store.keep_free(keep_free)
         return OpenMemory(store, None, group, store.granted_bytes)
 
-    def _start(self, store: RollingStore, *, holds_all: bool) -> None:
+    def _start(self, *, holds_all: bool) -> None:
         if self.source is not None and self._filler_count:
             draws = replace(self._draws_of(self.group), passes=1 if holds_all else None)
-            self._fillers = Fillers(draws, store, self._filler_count, self._method)
+            self._fillers = Fillers(draws, self.store, self._filler_count, self._method)
             self._end = weakref.finalize(self, self._fillers.stop)
 
     def _draws_of(self, group: NodeGroup) -> Draws:
@@ -215,20 +213,17 @@ class RollingCache(Dataset[Any]):
     @property
     def is_open(self) -> bool:
         """Whether there is a pool by now."""
-        return self._memory.store is not None
+        return self._dataset is not None
 
     @property
     def group(self) -> NodeGroup:
         """The ranks that share the pool."""
-        return self._memory.group
+        return NodeGroup() if self._dataset is None else self._dataset.group
 
     @property
     def store(self) -> RollingStore:
         """The memory of the pool, which is opened if need be."""
-        if self._memory.store is None:
-            self.share(NodeGroup())
-        assert self._memory.store is not None
-        return self._memory.store
+        return cast(RollingStore, cached_source(self.dataset).opened.cache)
 
     @property
     def dataset(self) -> CachedDataset:
@@ -248,7 +243,7 @@ class RollingCache(Dataset[Any]):
         dataset = dataset_over(cached_source(self.dataset).view(transform))
         view = RollingCache.__new__(RollingCache)  # no copy: that would be one for another process
         view.__dict__.update(self.__dict__)
-        view.transform, view._dataset, view._borrowed, view._of = transform, dataset, True, self
+        view.transform, view._dataset, view._of = transform, dataset, self
         return view
 
     def close(self) -> None:
@@ -259,13 +254,16 @@ class RollingCache(Dataset[Any]):
             self._end()
         if self._dataset is not None:
             self._dataset.close()
-        self._memory.close()
-        self._memory = OpenMemory()
         self._fillers = self._dataset = self._end = self._length = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process reads the same memory, and looks after no filler.
-        return self.__dict__ | {"_fillers": None, "_end": None, "_of": None, "_borrowed": self.is_open}
+        # A copy, in another process for instance, reads the same memory, does not close it, and looks after no filler.
+        return self.__dict__ | {"_fillers": None, "_end": None, "_of": None, "_dataset": copy.copy(self._dataset)}
+
+    @property
+    def _borrowed(self) -> bool:
+        """Whether this is a view or a copy."""
+        return self._dataset is not None and cached_source(self._dataset).opened.borrowed
 
     # ---- epochs ----
 
@@ -276,10 +274,9 @@ class RollingCache(Dataset[Any]):
         Collective.
         """
         store = self.store
-        if self.group.world == 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            if not self._told_alone and not self._borrowed:
-                log.warning("each rank has a rolling cache of its own: call share() on all ranks to have one per node")
+        if self.group.world < job_ranks()[0] and not self._told_alone and not self._borrowed:
             self._told_alone = True
+            log.warning("each rank has a rolling cache of its own: call share() on all ranks to have one per node")
 
         def begin() -> Integers:
             self.look_after()
@@ -306,7 +303,7 @@ class RollingCache(Dataset[Any]):
 
     def stats(self) -> RollingStats:
         """What is resident on this node, and what has been done since the pool was opened."""
-        store, fillers, counters = self.store, self._fillers, self._memory.counters
+        store, fillers, counters = self.store, self._fillers, self.dataset.counters
         assert counters is not None
         return RollingStats(
             resident=store.filled,
@@ -333,7 +330,7 @@ class RollingCache(Dataset[Any]):
         Raises:
             RuntimeError: nothing is resident, and no filler is left.
         """
-        fillers, minimum = self._fillers, max(self._minimum, self._memory.ranks)
+        fillers, minimum = self._fillers, max(self._minimum, len(self.group.nodes[self.group.node]))
         for seconds in poll(pause=0.005):
             is_over = fillers is not None and not fillers.are_at_work()
             # Memory may end, and larger records come, while it is waited: once samples leave, no more have room.
@@ -410,8 +407,17 @@ class _Slots(Dataset[Any]):
         raise IndexError(f"sample {index} cannot be read: its memory was closed, or has {self.length} samples")
 
 
-def dataset_in(memory: OpenMemory[Any], length: int, transform: Callable[[Any], Any] | None) -> CachedDataset:
-    """So many samples of a pool or a stream as a map-style dataset, by their numbers; it does not close the memory."""
+def dataset_in(
+    memory: OpenMemory[Any], length: int, transform: Callable[[Any], Any] | None, *, borrowed: bool = True
+) -> CachedDataset:
+    """The slots of a rolling cache or a stream as a map-style dataset.
+
+    Args:
+        memory: has the slots.
+        length: number of slots.
+        transform: for each sample, after the cache.
+        borrowed: whether the memory stays open when the dataset is closed.
+    """
     slots, group = _Slots(length), memory.group
     opened = OpenCache(
         CacheRequest(slots),
@@ -421,6 +427,6 @@ def dataset_in(memory: OpenMemory[Any], length: int, transform: Callable[[Any], 
         ring=Ring((Arc(length, length),) * len(group.nodes)),
         group=group,
         budget_bytes=memory.budget_bytes,
-        borrowed=True,
+        borrowed=borrowed,
     )
     return dataset_over(CachedSource(opened, transform))
