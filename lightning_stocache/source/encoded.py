@@ -1,8 +1,8 @@
 """Samples kept as their files and decoded after the cache: many more samples per byte, where decoding is cheap.
 
-A source whose files are known can be taken apart into `read(index)`, which gives what is kept, and
-`decode(content, index)`, which makes of it what the source would have returned, with its whole transform. `access_to`
-finds such an `EncodedAccess` for:
+A source whose files are known can be taken apart into `read(index)`, which gives the file, and `decode(content,
+index)`, which makes the sample that the source would have returned, with its whole transform. `access_to` finds such an
+`EncodedAccess` for:
 
 - a source of the user's with methods `read(index)` and `decode(content, index)`;
 - torchvision's `DatasetFolder` and its kin, with torchvision's loaders;
@@ -10,8 +10,8 @@ finds such an `EncodedAccess` for:
 - timm's `ImageDataset`, with any reader that gives files;
 - a Subset of one of these.
 
-Decoding is the source's own `__getitem__` on a shallow copy that finds the bytes in place of the file. Whoever looks at
-a source compares the samples.
+Decoding is the source's own `__getitem__` on a shallow copy that finds the bytes in place of the file. Nothing here
+proves that both ways give the same sample: set-up compares some samples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 from torch.utils.data import Dataset, Subset
 
@@ -29,14 +29,18 @@ from lightning_stocache.source.blob import EncodedFile, image_of
 __all__ = ["EncodedAccess", "EncodedSource", "access_to", "packed_reader"]
 
 
-class EncodedAccess(Protocol):
-    """A source in two parts."""
+class EncodedAccess(NamedTuple):
+    """A source in two parts.
 
-    def read(self, index: int) -> Any:
-        """What is kept of a sample: bytes, or a tuple or dict that holds them."""
+    Args:
+        read: gives the file of an index: bytes, or a tuple or dict that holds them.
+        decode: makes of a file and its index the sample that the source would have returned.
+        packed: gives what `pack` writes for an index; None if such a source cannot be packed as files.
+    """
 
-    def decode(self, content: Any, index: int) -> Any:
-        """The sample that the source would have returned for this index."""
+    read: Callable[[int], Any]
+    decode: Callable[[Any, int], Any]
+    packed: Callable[[int], Any] | None = None
 
 
 class _Encoded(NamedTuple):
@@ -58,6 +62,9 @@ class EncodedSource(Dataset[Any]):
         if access is None:
             raise ValueError(f"the files of a {type(source).__name__} are not known")
         self._source, self._access = source, access
+
+    def __reduce__(self) -> Any:
+        return EncodedSource, (self._source,)  # the functions of the access cannot be pickled
 
     def __len__(self) -> int:
         return len(self._source)  # type: ignore[arg-type]
@@ -87,9 +94,9 @@ def packed_reader(source: Any) -> Callable[[int], Any]:
     Raises:
         ValueError: the files are not known.
     """
-    access: Any = access_to(source)
-    if access is not None and hasattr(access_to(unwrap(source)), "packed"):
-        return cast(Callable[[int], Any], access.packed)
+    access = access_to(source)
+    if access is not None and access.packed is not None:
+        return access.packed
     raise ValueError(
         f"the files of {type(unwrap(source)).__name__} are not known; known are those of torchvision's ImageFolder and "
         "its kin with torchvision's loaders, and of a source with methods `read(index)` and `decode(content, index)`. "
@@ -100,10 +107,17 @@ def packed_reader(source: Any) -> Callable[[int], Any]:
 def access_to(source: Any) -> EncodedAccess | None:
     """How the files of a source are read and decoded; None if that is not known."""
     if callable(getattr(source, "read", None)) and callable(getattr(source, "decode", None)):
-        return _OfUser(source)
+        return _of_user(source)
     if type(source) is Subset:
-        inner = access_to(source.dataset)
-        return None if inner is None else _OfSubset(source, inner)
+        inner, indices = access_to(source.dataset), source.indices
+        if inner is None:
+            return None
+        read, decode, packed = inner
+        return EncodedAccess(
+            lambda index: read(indices[index]),
+            lambda content, index: decode(content, indices[index]),
+            None if packed is None else lambda index: packed(indices[index]),
+        )
     for module, name, access in _KNOWN:
         kind = getattr(sys.modules.get(module), name, None)  # not imported: then nobody made one
         if kind is not None and isinstance(source, kind):
@@ -111,79 +125,53 @@ def access_to(source: Any) -> EncodedAccess | None:
     return None
 
 
-class _OfUser:
+def _of_user(source: Any) -> EncodedAccess:
     """The source's own methods."""
 
-    def __init__(self, source: Any) -> None:
-        self._source, self.decode = source, source.decode
-
-    def read(self, index: int) -> Any:
-        content = self._source.read(index)
+    def read(index: int) -> Any:
+        content = source.read(index)
         return bytes(content) if isinstance(content, bytearray | memoryview) else content
 
-    packed = read
+    return EncodedAccess(read, source.decode, read)
 
 
-class _OfSubset:
-    """Some indices of another source."""
-
-    def __init__(self, subset: Subset[Any], inner: Any) -> None:
-        self._indices, self._inner = subset.indices, inner
-
-    def read(self, index: int) -> Any:
-        return self._inner.read(self._indices[index])
-
-    def packed(self, index: int) -> Any:
-        return self._inner.packed(self._indices[index])
-
-    def decode(self, content: Any, index: int) -> Any:
-        return self._inner.decode(content, self._indices[index])
-
-
-class _OfFolder:
-    """torchvision's DatasetFolder: a file per sample, opened by its `loader`, which makes what `image_of` does."""
-
-    def __init__(self, source: Any, form: str) -> None:
-        self._source, self._form = source, form
-
-    def read(self, index: int) -> bytes:
-        with open(self._source.samples[index][0], "rb") as file:
-            return file.read()
-
-    def packed(self, index: int) -> tuple[EncodedFile, int]:
-        return EncodedFile(self.read(index), self._form), self._source.samples[index][1]
-
-    def decode(self, content: bytes, index: int) -> Any:
-        return _twin(self._source, loader=lambda path: image_of(content, self._form))[index]
-
-
-def _of_folder(source: Any) -> _OfFolder | None:
+def _of_folder(source: Any) -> EncodedAccess | None:
+    """The files of torchvision's DatasetFolder, one per sample; `image_of` opens them as its `loader` does."""
     folder, images = sys.modules["torchvision.datasets.folder"], sys.modules.get("torchvision.io")
     by_pil = sys.modules["torchvision"].get_image_backend() == "PIL"
     if source.loader is folder.pil_loader or (source.loader is folder.default_loader and by_pil):
-        return _OfFolder(source, "rgb")
-    if source.loader in (getattr(images, "read_image", 0), getattr(images, "decode_image", 0)):
-        return _OfFolder(source, "tensor")
-    return None
+        form = "rgb"
+    elif source.loader in (getattr(images, "read_image", 0), getattr(images, "decode_image", 0)):
+        form = "tensor"
+    else:
+        return None
+
+    def read(index: int) -> bytes:
+        with open(source.samples[index][0], "rb") as file:
+            return file.read()
+
+    def decode(content: bytes, index: int) -> Any:
+        return _twin(source, loader=lambda path: image_of(content, form))[index]
+
+    return EncodedAccess(read, decode, lambda index: (EncodedFile(read(index), form), source.samples[index][1]))
 
 
-class _OfTimm:
-    """timm's ImageDataset: its reader gives open files."""
+def _of_timm(source: Any) -> EncodedAccess:
+    """The files of timm's ImageDataset, whose reader gives open files."""
 
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    def read(self, index: int) -> tuple[Any, ...]:
-        file, *others = self._source.reader[index]
+    def read(index: int) -> tuple[Any, ...]:
+        file, *others = source.reader[index]
         with file:
             return file.read(), *others
 
-    def decode(self, content: tuple[Any, ...], index: int) -> Any:
-        return _twin(self._source, reader=_OneFile(self._source.reader, index, content))[index]
+    def decode(content: tuple[Any, ...], index: int) -> Any:
+        return _twin(source, reader=_OneFile(source.reader, index, content))[index]
+
+    return EncodedAccess(read, decode)
 
 
 class _OneFile:
-    """A reader of timm's of which one file is at hand; where it is broken, timm goes on to the next."""
+    """A reader of timm's that has the content of one file. Where that is broken, timm goes on to the next file."""
 
     def __init__(self, reader: Any, index: int, content: tuple[Any, ...]) -> None:
         self._reader, self._index, self._content = reader, index, content
@@ -198,34 +186,8 @@ class _OneFile:
         return io.BytesIO(content), *others
 
 
-class _OfHuggingFace:
-    """A dataset of Hugging Face with columns of images or audio, as it is or with a transform of the user's."""
-
-    def __init__(self, source: Any, raw: Any, coded: dict[str, Any]) -> None:
-        self._source, self._raw, self._coded = source, raw, coded
-
-    def read(self, index: int) -> dict[str, Any]:
-        row: dict[str, Any] = self._raw[index]
-        for name in self._coded:
-            if (cell := row[name]) is not None and cell["bytes"] is None and cell["path"] is not None:
-                with open(cell["path"], "rb") as file:
-                    row[name] = cell | {"bytes": file.read()}
-        return row
-
-    def decode(self, content: dict[str, Any], index: int) -> Any:
-        row = {
-            name: self._coded[name].decode_example(value) if name in self._coded and value is not None else value
-            for name, value in content.items()
-        }
-        if self._source.format["type"] is None:
-            return row
-        columns = self._source.format["columns"]
-        batch = {name: [value] for name, value in row.items() if name in columns}
-        made = self._source.format["format_kwargs"]["transform"](batch)
-        return {name: values[0] for name, values in made.items()}
-
-
-def _of_hugging_face(source: Any) -> _OfHuggingFace | None:
+def _of_hugging_face(source: Any) -> EncodedAccess | None:
+    """The files of a dataset of Hugging Face with columns of images or audio, with or without a transform."""
     library = sys.modules["datasets"]
     kinds = (library.Image, library.Audio)
     coded = {name: kind for name, kind in source.features.items() if isinstance(kind, kinds) and kind.decode}
@@ -234,12 +196,32 @@ def _of_hugging_face(source: Any) -> _OfHuggingFace | None:
     raw = source.with_format(None)
     for name, kind in coded.items():
         raw = raw.cast_column(name, type(kind)(decode=False))
-    return _OfHuggingFace(source, raw, coded)
+
+    def read(index: int) -> dict[str, Any]:
+        row: dict[str, Any] = raw[index]
+        for name in coded:
+            if (cell := row[name]) is not None and cell["bytes"] is None and cell["path"] is not None:
+                with open(cell["path"], "rb") as file:
+                    row[name] = cell | {"bytes": file.read()}
+        return row
+
+    def decode(content: dict[str, Any], index: int) -> Any:
+        row = {
+            name: coded[name].decode_example(value) if name in coded and value is not None else value
+            for name, value in content.items()
+        }
+        if source.format["type"] is None:
+            return row
+        columns = source.format["columns"]
+        batch = source.format["format_kwargs"]["transform"]({name: [row[name]] for name in row if name in columns})
+        return {name: values[0] for name, values in batch.items()}
+
+    return EncodedAccess(read, decode)
 
 
 _KNOWN: tuple[tuple[str, str, Any], ...] = (
     ("torchvision.datasets", "DatasetFolder", _of_folder),
-    ("timm.data.dataset", "ImageDataset", _OfTimm),
+    ("timm.data.dataset", "ImageDataset", _of_timm),
     ("datasets", "Dataset", _of_hugging_face),
 )
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch.utils.data import Dataset, get_worker_info
@@ -56,31 +56,36 @@ class Split:
     """A source and what `split` found in it.
 
     Args:
-        source: what is cached: a shallow copy whose transform ends before its first random step, or the user's own
-            object if it is deterministic or cannot be split.
-        tail: the random rest, applied to a sample after the cache; None if nothing is random.
-        cut: where it was cut, for other processes; None if it was not.
-        indices: the probed indices, 0 first.
-        samples: what `source` returned for them.
+        source: the dataset to cache: a shallow copy whose transform ends before its first random step, or the user's
+            own object if it is deterministic or cannot be split.
+        probed: one read of `source` per probed index, the first index first.
         reads: how many times the user's dataset was read.
+        tail: the random rest, applied to a sample after the cache; None if nothing is random.
+        cut: where the source was cut, for other processes; None if it was not cut.
         reason: why a random source cannot be cached, else None.
-        bits: of the samples when they were read.
     """
 
     source: Dataset[Any]
-    tail: Callable[[Any], Any] | None
-    cut: Cut | None
-    indices: tuple[int, ...]
-    samples: tuple[Any, ...]
+    probed: tuple[Read, ...]
     reads: int
-    reason: str | None
-    bits: tuple[Bits, ...] = ()
+    tail: Callable[[Any], Any] | None = None
+    cut: Cut | None = None
+    reason: str | None = None
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The probed indices."""
+        return tuple(read.index for read in self.probed)
+
+    @property
+    def samples(self) -> tuple[Any, ...]:
+        """The samples of the probed indices."""
+        return tuple(read.sample for read in self.probed)
 
     @property
     def intact(self) -> dict[int, Any]:
-        """The samples by index, but those into whose memory the source has read another one since."""
-        read = zip(self.indices, self.samples, self.bits, strict=True)
-        return {index: sample for index, sample, before in read if bits(sample) == before}
+        """The samples by index, without those that a later read has overwritten in place."""
+        return {read.index: read.sample for read in self.probed if bits(read.sample) == read.bits}
 
 
 def split(
@@ -126,22 +131,22 @@ def split(
     more = spread(length, quick + 2, domain)[1:-1] if quick else ()
     with Probe(source) as probe, watch_entropy():
         pairs = list(_pairs(source, probe, indices, more))
-        originals, again = [first for first, _ in pairs], [second for _, second in pairs]
-        whole = _split_of(source, again, probe.reads)
+        originals, again = zip(*pairs, strict=True)
         moved = next(filter(None, map(sign, originals, again)), None)
         if moved is None:
-            return whole
+            return Split(source, again, probe.reads)
         try:
             cut, heads = _cut(source, originals, probe)
             if cut is None:
-                return replace(whole, reads=probe.reads)
+                return Split(source, again, probe.reads)
             head, tail = cut.apply(source)
-            return replace(_split_of(head, heads, probe.reads), tail=tail, cut=cut)
+            return Split(head, heads, probe.reads, tail, cut)
         except UncuttableError as error:
             why = str(error)
         except Exception as error:  # user code on a changed dataset may raise anything; the source as it is did not
             why = f"without its random steps it raised {error!r}"
-        return replace(whole, reads=probe.reads, reason=f"it is random ({moved}) and cannot be split: {why}")
+        reason = f"it is random ({moved}) and cannot be split: {why}"
+        return Split(source, again, probe.reads, reason=reason)
 
 
 def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, ...]:
@@ -149,11 +154,6 @@ def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, 
     among = range(length) if domain is None else domain.indices
     count = min(count, len(among))
     return tuple(int(among[k * (len(among) - 1) // max(count - 1, 1)]) for k in range(count))
-
-
-def _split_of(source: Dataset[Any], reads: list[Read], count: int) -> Split:
-    indices, samples = tuple(read.index for read in reads), tuple(read.sample for read in reads)
-    return Split(source, None, None, indices, samples, count, None, tuple(read.bits for read in reads))
 
 
 def _pairs(
@@ -245,22 +245,16 @@ class Probe:
 
 @contextmanager
 def _worker_of(seed: int) -> Iterator[None]:
-    """In a worker: have another seed and number for a while, because sources may draw from these."""
+    """Give a worker another seed and number for the time of a read, because sources may draw from these."""
     info: Any = get_worker_info()
-    if info is None:
-        yield
-        return
-    before = info.seed, info.id
-    _be_worker(info, seed, seed % 2)
+    before = {} if info is None else {"seed": info.seed, "id": info.id}
+    for name, value in zip(before, (seed, seed % 2), strict=False):
+        object.__setattr__(info, name, value)  # its own `__setattr__` refuses
     try:
         yield
     finally:
-        _be_worker(info, *before)
-
-
-def _be_worker(info: Any, seed: int, number: int) -> None:
-    object.__setattr__(info, "seed", seed)  # it refuses to be changed
-    object.__setattr__(info, "id", number)
+        for name, value in before.items():
+            object.__setattr__(info, name, value)
 
 
 def sign(first: Read, second: Read) -> str | None:
@@ -310,7 +304,7 @@ class _Recorder(Head):
         return values
 
 
-def _cut(source: Dataset[Any], originals: list[Read], probe: Probe) -> tuple[Cut | None, list[Read]]:
+def _cut(source: Dataset[Any], originals: tuple[Read, ...], probe: Probe) -> tuple[Cut | None, tuple[Read, ...]]:
     """The cut before the first random step, None if all are deterministic; and the reads of the deterministic part.
 
     Raises:
@@ -343,7 +337,7 @@ def _cut(source: Dataset[Any], originals: list[Read], probe: Probe) -> tuple[Cut
                 f"the steps from {step_name(steps[position])} on, run after the dataset, do not give its sample again "
                 "under the same seed (does a sample need their result?)"
             )
-    return next(iter(cuts), None), heads
+    return next(iter(cuts), None), tuple(heads)
 
 
 def _first_random(recorder: _Recorder, index: int) -> int:

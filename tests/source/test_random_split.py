@@ -440,7 +440,7 @@ def test_another_process_cuts_its_own_source_without_a_read() -> None:
     other = Photos(CROP, **views)
     source, tail = pickle.loads(pickle.dumps(found)).apply(other)
     assert other.reads == 0
-    assert_same_stream(other, Split(source, tail, found, (), (), 0, None))
+    assert_same_stream(other, Split(source, (), 0, tail, found))
 
 
 @pytest.mark.gpu
