@@ -96,7 +96,7 @@ class Draws:
 
 
 class _Pass:
-    """A stream once from beginning to end, as one filler gets it, but the first `done` samples."""
+    """One pass of one filler over a stream: its samples from number `done` on."""
 
     def __init__(self, source: Any, filler: int, fillers: int, done: int) -> None:
         self._source = source

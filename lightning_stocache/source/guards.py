@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stocache.source.access import iterate
 from lightning_stocache.source.generators import KINDS, Generators
+from lightning_stocache.source.random_split import Probe
 from lightning_stocache.source.samples import bits
 
 __all__ = ["Recheck", "SourceState", "StreamReader"]
@@ -214,36 +215,34 @@ def _same(old: Any, new: Any) -> bool:
 
 
 class Recheck:
-    """Reads a sample again now and then while a cache fills, under another seed, and warns if it is another one.
+    """Reads a few samples a second time while a cache fills, under other seeds, and warns if one is different.
 
-    The first comes after about a hundred loads of this process, the next ever more rarely, eight at most. All
-    generators are put back.
+    Of all samples that this process loads, about the 100th is read again, and seven later ones at growing distances.
+    All generators are put back.
 
     Args:
-        source: what is read.
-        first_to_tell: says whether nobody on this node has warned of it yet.
+        source: the dataset that is read.
+        first_to_tell: returns whether no process of this node has warned yet.
     """
 
     def __init__(self, source: Dataset[Any], first_to_tell: Callable[[], bool]) -> None:
         self._source, self._first_to_tell = source, first_to_tell
         self._dice = random.Random()  # not a process-wide one, whose draws are the user's
         gaps = (_FIRST_GAP << number for number in range(_MOST_RECHECKS))
-        self._due = list(accumulate(gap + self._dice.randrange(gap) for gap in gaps))
+        self._due = set(accumulate(gap + self._dice.randrange(gap) for gap in gaps))
         self._loads = 0
 
     def after(self, index: int, sample: Any) -> bool:
-        """Note that a sample was loaded. Returns whether it was read again."""
+        """Count the load of a sample. Returns whether the sample was read again."""
         self._loads += 1
-        if not self._due or self._loads < self._due[0]:
+        if self._loads not in self._due:
             return False
-        self._due.pop(0)
         before = bits(sample)
-        with Generators(self._source) as generators:
-            generators.seed(self._dice.getrandbits(31))
-            try:
-                differs = bits(self._source[index]) != before
-            except Exception:  # of the user's code, when it is asked twice: the sample has been served
-                return True
+        try:
+            with Probe(self._source) as probe:
+                differs = probe.read(self._source, index, self._dice.getrandbits(31)).bits != before
+        except Exception:  # the user's code may raise when it is asked twice: the sample has been served
+            return True
         if differs:
             self._due.clear()
             if self._first_to_tell():

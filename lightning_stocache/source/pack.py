@@ -150,8 +150,7 @@ class _Blobs(Dataset[Any]):
     def __init__(self, source: Any, encoded: bool, allow_random: bool) -> None:
         self._source = source
         self._read = packed_reader(source) if encoded else source.__getitem__
-        self._left = 0 if allow_random else _WATCHED
-        self._generators: Generators | None = None  # each process watches its own
+        self._left = 0 if allow_random else _WATCHED  # in each process
 
     def __len__(self) -> int:
         return len(self._source)
@@ -169,8 +168,7 @@ class _Blobs(Dataset[Any]):
         if not self._left:
             return self._read(index)
         self._left -= 1
-        self._generators = self._generators or Generators(self._source)
-        with self._generators.watch() as moved:
+        with Generators(self._source).watch() as moved:
             sample = self._read(index)
         if moved:
             raise PackError(
