@@ -42,21 +42,20 @@ class Checksums:
     """The checksums of a store on a disk, and the slots that this job has verified.
 
     Args:
-        segment: the segment of the store.
+        disk: the segment of the store.
         layout: the layout of the store, with a column `sum`.
         arc: which indices have a slot, and which slot.
-        verified: memory with a byte per slot, READY where the slot may be read; zeroes at first.
+        memory: a segment in memory with a byte per slot, READY where the slot may be read; zeroes at first.
 
     Raises:
         ImportError: xxhash is not installed; the message says how to get it.
     """
 
-    def __init__(self, segment: Segment, layout: Layout, arc: Arc, verified: Segment) -> None:
-        self.segment = verified
-        self.verified = np.frombuffer(verified.memory(0, arc.slots), dtype=np.uint8)
-        self._disk, self._layout, self._arc = segment, layout, arc
+    def __init__(self, disk: Segment, layout: Layout, arc: Arc, memory: Segment) -> None:
+        self._disk, self._memory, self._layout, self._arc = disk, memory, layout, arc
+        self.verified = np.frombuffer(memory.memory(0, arc.slots), dtype=np.uint8)
         self._begins = layout.columns.get("begin")
-        self._claims = Claims(segment)
+        self._claims = Claims(disk)
         self._xxh3 = checksum()
         self._rest_until = 0.0
 
@@ -99,7 +98,7 @@ class Checksums:
     def close(self) -> None:
         """Drop the view, and the memory of the verified slots."""
         self.verified, self._begins = np.empty(0, dtype=np.uint8), None
-        self.segment.close()
+        self._memory.close()
 
     def _matches(self, slot: int) -> bool:
         """Whether the checksum of a slot matches its bytes, read through the file. An OSError for a bad block."""

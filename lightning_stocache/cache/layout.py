@@ -38,7 +38,7 @@ from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Memory, aligned
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
-from lightning_stocache.node.files import HEADER_BYTES, Manifest, ManifestError, read_manifest, token_of
+from lightning_stocache.node.files import HEADER_BYTES, Manifest, ManifestError, manifest_in, token_of
 from lightning_stocache.node.segment import Segment
 
 __all__ = [
@@ -177,6 +177,12 @@ class _Slots:
     def mend(self, is_sound: Callable[[int], bool]) -> None:
         """Empty the slots whose state a crash has damaged, while no other process has the store open."""
         self.state[self.state != READY] = EMPTY
+
+    def clear(self) -> None:
+        """Empty all slots, and return the memory of the samples. The head keeps its memory."""
+        self.state[:] = EMPTY
+        self.words[:] = 0
+        self._segment.discard(self.begin)
 
     def close(self) -> None:
         """Drop all views. Before that the segment cannot be unmapped."""
@@ -428,7 +434,7 @@ def contents_of(file: int) -> Contents:
     """
     token_of(file)
     try:
-        manifest = read_manifest(os.pread(file, HEADER_BYTES, 0), os.fstat(file).st_size - HEADER_BYTES)
+        manifest = manifest_in(file)
     except ManifestError as error:
         return Contents(None, str(error))
     rolls = manifest.fingerprint == ROLLING

@@ -28,6 +28,9 @@ verified before it is read, by lookups with `verify`. An error of the disk is no
 empty. A file that is cut off while it is open is not read any more, because the mapping would raise SIGBUS. The next
 job restores the full length of the file.
 
+Bytes of the lock file: one for each slot; behind them one for the process that has warned of a shortage, and one for
+the run of records; far behind them one for `alone`.
+
 Any number can be an index: a negative index counts from the end of the dataset, and an index outside has no place.
 """
 
@@ -50,7 +53,7 @@ from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Re
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import Shortage, refused
-from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest, read_manifest
+from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence
 
 __all__ = ["NO_PLACE", "PATIENCE", "UNREADABLE", "Store", "StoreHandle", "gathers", "slots_for"]
@@ -67,7 +70,6 @@ PATIENCE = 30.0
 """Seconds that a process waits, once, for a sample that another process loads."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
-_ON_DISK = ONCE.plus({"sum": np.uint64})
 _WINDOW = 1 << 24  # slots in which `some_stored` looks for ready ones
 _ALONE = 1 << 40  # a byte of the lock file, behind the bytes of all slots
 _RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
@@ -119,9 +121,10 @@ class Store:
 
     def __init__(self, segment: Segment, codec: Any, arc: Arc, companion: Segment | None = None) -> None:
         self.segment, self.codec, self.arc, self._companion = segment, codec, arc, companion
-        self.layout: Layout = layout_of(codec)(segment, codec, arc.slots, _ON_DISK if segment.on_disk else self.head)
+        self.layout: Layout = layout_of(codec)(segment, codec, arc.slots, self._head(segment.on_disk))
         self._claims = Claims(segment)
         self._checksums = Checksums(segment, self.layout, arc, cast(Segment, companion)) if segment.on_disk else None
+        # Per slot, READY if this job may read it. On a disk only what this job has verified.
         self._readable = self.layout.state if self._checksums is None else self._checksums.verified
         self._readable_bytes: memoryview = self._readable.data
         self._is_shared = self.stores_misses and segment.path is not None  # other jobs can open it
@@ -157,12 +160,13 @@ class Store:
         segment = Segment.create(size, backend, manifest, directory)
         try:
             return cls._in_segment(segment, codec, arc)
-        except OSError:
+        except BaseException:
             segment.close()
             raise
 
-    @staticmethod
+    @classmethod
     def plan(
+        cls,
         codec: SampleCodec,
         arc: Arc,
         whose: Mapping[str, Any] | None = None,
@@ -171,7 +175,7 @@ class Store:
         on_disk: bool = False,
     ) -> tuple[int, Manifest]:
         """The size and the manifest of the segment for a store; arguments as in `create`."""
-        size = layout_of(codec).bytes_for(codec, arc.slots, granted, _ON_DISK if on_disk else ONCE)
+        size = layout_of(codec).bytes_for(codec, arc.slots, granted, cls._head(on_disk))
         return size, Manifest(Geometry(**arc.geometry), payload=size, **(whose or {}))
 
     @classmethod
@@ -184,7 +188,7 @@ class Store:
             ValueError: its manifest does not fit its size or the dataset, or a slot has a state that does not exist.
             OSError: the system has no memory for the columns of the slots.
         """
-        arc, head = Arc(**asdict(geometry), domain=domain), _ON_DISK if segment.on_disk else ONCE
+        arc, head = Arc(**asdict(geometry), domain=domain), cls._head(segment.on_disk)
         size = layout_of(codec).bytes_for(codec, arc.slots, segment.size - head.fixed_bytes, head)
         if arc.length != length or size != segment.size:
             raise ValueError(f"{arc.slots:,} slots for {arc.size:,} samples do not fit in its {segment.size:,} bytes")
@@ -198,21 +202,25 @@ class Store:
     def mend(cls, codec: SampleCodec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
         """Empty the slots that a crash has damaged in a segment on a disk, while no other process has it open."""
         store = cls._in_segment(segment, codec, Arc(**asdict(manifest.geometry), domain=domain))
-        checksums = cast(Checksums, store._checksums)
+        segment.share()  # `close` gives it back
         try:
-            store.layout.mend(checksums.is_sound)
+            store.layout.mend(cast(Checksums, store._checksums).is_sound)
         finally:
-            store.layout.close()
-            checksums.close()
+            store.close()
+
+    @classmethod
+    def _head(cls, on_disk: bool) -> Head:
+        """What lies before the samples: on a disk with their checksums."""
+        return cls.head.plus({"sum": np.uint64}) if on_disk else cls.head
 
     @classmethod
     def _in_segment(cls, segment: Segment, codec: SampleCodec, arc: Arc) -> Store:
         """Open the store in a segment, and reserve its columns: a maker that died may not have reserved them."""
-        head = layout_of(codec).reserved_bytes(arc.slots, _ON_DISK if segment.on_disk else ONCE)
-        segment.reserve(0, head)
+        nbytes = layout_of(codec).reserved_bytes(arc.slots, cls._head(segment.on_disk))
+        segment.reserve(0, nbytes)
         if not segment.on_disk:
             return cls(segment, codec, arc)
-        segment.fetch(0, head)  # a bad block is an error here, and would be a SIGBUS later
+        segment.fetch(0, nbytes)  # a bad block is an error here, and would be a SIGBUS later
         return cls(segment, codec, arc, Segment.create(arc.slots, reserved=arc.slots))
 
     @classmethod
@@ -339,7 +347,7 @@ class Store:
                 self._claims.release(slot)
 
     def wait(self, index: int) -> bool:
-        """Wait until no process is loading an index. Returns False if that takes too long."""
+        """Wait until no process is loading an index. Returns False if this process does not wait, or no longer."""
         end, pause = time.monotonic() + PATIENCE, _FIRST_PAUSE
         while self._waits and not self._take_turn(index):
             if time.monotonic() > end:
@@ -384,9 +392,10 @@ class Store:
                 should have few megabytes.
 
         Yields:
-            Whether this call has stored the sample. None if the sample has no place, or there is no room for it.
+            Whether this call has stored the sample. None if its index has no place, or the records have no room left.
         """
-        states, claims, may_store = self.layout.states, self._claims, None
+        states, claims = self.layout.states, self._claims
+        may_store: bool | None = None  # unknown until the first empty slot is claimed; False after a shortage
         if self._checksums is not None and not self.segment.is_whole:
             may_store = False
         for index, contents in zip(indices, samples, strict=True):
@@ -404,7 +413,7 @@ class Store:
                             stored = self._write(slot, contents)
                             may_store = stored is not False
                 finally:
-                    claims.release(slot)
+                    claims.release(slot)  # also a claim of `divide`
             yield stored
 
     def replace(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
@@ -425,8 +434,9 @@ class Store:
 
     def clear(self) -> None:
         """Empty all slots and return their memory. No process may read or fill meanwhile."""
-        self.layout.state[:] = EMPTY
-        self.segment.discard(len(self))
+        self.layout.clear()
+        if self._checksums is not None:
+            self._checksums.verified[:] = EMPTY
 
     def alone(self) -> AbstractContextManager[None]:
         """Exclude other processes that call `alone`. Claims on slots are not affected."""
@@ -549,11 +559,6 @@ class Store:
         """Bytes of memory that were granted and are not taken yet."""
         return 0 if self.closed or self.segment.on_disk else self.granted_bytes - self.memory_bytes
 
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest in the header; a ManifestError if it is damaged."""
-        return read_manifest(self.segment.header, self.segment.size)
-
     # ---- life ----
 
     def unlink(self) -> None:
@@ -573,11 +578,11 @@ class Store:
         self.layout.close()
         self._readable = np.empty(0, dtype=np.uint8)
         self._readable_bytes.release()
-        if self._checksums is not None:
-            self._checksums.close()
         if not self._closed:
             self._closed = True
             self.segment.close()
+            if self._checksums is not None:
+                self._checksums.close()
 
 
 def _decode(codec: Any, record: memoryview, lend: Lend | None) -> Any:

@@ -10,9 +10,8 @@ import os
 import re
 import sys
 import tempfile
-from pathlib import Path
 
-from lightning_stocache.node.files import printable
+from lightning_stocache.node.files import printable, read_text
 
 if sys.platform != "win32":
     import fcntl
@@ -58,9 +57,6 @@ def check_directory(directory: str) -> str:
 def filesystem_of(path: str) -> str:
     """The type of the filesystem of a directory, found by its device, or "" if it is unknown."""
     device = os.stat(path).st_dev
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
-    except OSError:
-        return ""
+    mounts = read_text("/proc/self/mountinfo")
     line = re.search(rf"^\d+ \d+ {os.major(device)}:{os.minor(device)} .* - (\S+) ", mounts, re.MULTILINE)
     return line[1] if line else ""

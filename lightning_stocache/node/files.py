@@ -20,6 +20,7 @@ only files of this user, so their content is trusted.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -30,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal
 
 if sys.platform != "win32":
@@ -47,13 +49,16 @@ __all__ = [
     "ManifestError",
     "get_shm_size",
     "make_file",
+    "manifest_in",
     "memory_directory",
     "open_own",
     "prefix",
     "printable",
     "read_manifest",
+    "read_text",
     "reserve",
     "token_of",
+    "unlink_with_locks",
     "write_header",
 ]
 
@@ -208,6 +213,19 @@ def token_of(data: int) -> bytes:
     return header[len(_MAGIC) :]
 
 
+def unlink_with_locks(path: str) -> None:
+    """Remove a file's lock file, then the file: a kill in between leaves no lock file without its file."""
+    for name in (path + LOCKS, path):
+        with contextlib.suppress(FileNotFoundError):  # another process was first
+            os.unlink(name)
+
+
+def manifest_in(data: int, payload: int | None = None) -> Manifest:
+    """Read the manifest of a file as `read_manifest` does; `payload` is by default what the file has now."""
+    payload = os.fstat(data).st_size - HEADER_BYTES if payload is None else payload
+    return read_manifest(os.pread(data, HEADER_BYTES, 0), payload)
+
+
 def read_manifest(header: bytes, payload: int) -> Manifest:
     """The manifest in a header, given the number of bytes behind the header.
 
@@ -232,6 +250,14 @@ def read_manifest(header: bytes, payload: int) -> Manifest:
     if not fits:
         raise ManifestError(f"is damaged: {manifest.geometry.slots} slots do not fit in its {payload} bytes")
     return manifest
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a small file, such as those of /proc and /sys; "" if it cannot be read."""
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def printable(text: str, longest: int | None = None) -> str:

@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from lightning_stocache.node.files import read_text
 from lightning_stocache.node.open_files import Promised, promised_to_others
 
 __all__ = ["FreeMemory"]
@@ -140,7 +141,7 @@ def _limited_cgroups(root: Path) -> list[tuple[_Cgroups, Path]]:
     """Find this process's cgroups with a limit, or the mount if it does not show them. Cached, because it is slow."""
     found = []
     for version in _CGROUPS:
-        line = re.search(version.line, _text(root / "proc/self/cgroup"), re.MULTILINE)
+        line = re.search(version.line, read_text(root / "proc/self/cgroup"), re.MULTILINE)
         mount, path = root / version.mount, PurePosixPath(line[1] if line else "")
         shown = ".." not in path.parts and (mount / path).is_dir()
         found += [(version, mount / folder) for folder in ((path, *path.parents) if shown else ("",))]
@@ -158,24 +159,17 @@ def _headroom(version: _Cgroups, folder: Path) -> tuple[int, int] | None:
     # The kernel drops page cache before it kills: all inactive pages, and the active pages (a data file that is read
     # again and again) beyond what programs need. The pages of a tmpfs are in neither counter: the kernel keeps them on
     # the anonymous lists.
-    stat = dict(re.findall(r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.MULTILINE))
+    stat = dict(re.findall(r"^(\w+) (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE))
     inactive, active = (int(stat.get(f"{version.prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
     return max(0, limit - usage + min(inactive + max(0, active - _PROGRAMS), usage)), limit
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 def _bytes(path: Path, name: str) -> int | None:
     """The bytes of a line "<name>: <number> kB"."""
-    line = re.search(rf"^{name}:\s*([0-9]+) kB", _text(path), re.MULTILINE)
+    line = re.search(rf"^{name}:\s*([0-9]+) kB", read_text(path), re.MULTILINE)
     return None if line is None else int(line[1]) * 1024
 
 
 def _number(path: Path) -> int | None:
-    text = _text(path).strip()
+    text = read_text(path).strip()
     return int(text) if text.isdecimal() else None  # v2 says "max" where there is no limit

@@ -35,12 +35,13 @@ from lightning_stocache.node.files import (
     Manifest,
     ManifestError,
     make_file,
+    manifest_in,
     memory_directory,
     open_own,
     prefix,
     printable,
-    read_manifest,
     token_of,
+    unlink_with_locks,
     write_header,
 )
 from lightning_stocache.node.segment import Segment
@@ -159,7 +160,7 @@ def open_named(
 def manifest_of(name: str, directory: str | None = None) -> Manifest | None:
     """Read the manifest of a name without joining the segment. Returns None if it cannot be read."""
     with contextlib.suppress(OSError, ManifestError), _own_file(_path(check_name(name), directory)) as data:
-        return read_manifest(os.pread(data, HEADER_BYTES, 0), os.fstat(data).st_size)
+        return manifest_in(data)
     return None
 
 
@@ -230,8 +231,7 @@ def _manifest(data: int, path: str, directory: str | None) -> Manifest:
         raise ManifestError(f"{path} is no cache: give another name, or remove it (rm {path})") from error
     try:
         # A file on a disk that was cut off gets its full length again.
-        payload = 2**62 if directory is not None else os.fstat(data).st_size - HEADER_BYTES
-        return read_manifest(os.pread(data, HEADER_BYTES, 0), payload)
+        return manifest_in(data, None if directory is None else 2**62)
     except ManifestError as error:
         name = os.path.basename(path).removeprefix(prefix())
         raise ManifestError(f"the cache {name!r} {error}. {way_out(name, directory)}") from error
@@ -250,9 +250,7 @@ def _inspect(
             in_use = not _try_exclusive(data)
             facts = os.fstat(data)
             if remove and not in_use and _leads_to(path, data):
-                for part in (path + LOCKS, path):
-                    with contextlib.suppress(OSError):
-                        os.unlink(part)
+                unlink_with_locks(path)
             yield NamedSegment(name, (facts.st_dev, facts.st_ino), facts.st_blocks * 512, in_use, contents)
 
 

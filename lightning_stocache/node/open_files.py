@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_stocache.node.files import printable, token_of
+from lightning_stocache.node.files import printable, read_text, token_of
 
 __all__ = ["OpenFile", "Process", "Promised", "open_files", "promised_to_others"]
 
@@ -119,7 +119,8 @@ def promised_to_others(directory: str | None = None, root: Path = Path("/")) -> 
             if file.contents is None or file.on_disk or size < _LEAST or os.getpid() in pids:
                 continue
             memory += size
-            in_cgroup += size * any(_read(root, pid, "cgroup") == _read(root, "self", "cgroup") for pid in pids)
+            ours = read_text(root / "proc/self/cgroup")
+            in_cgroup += size * any(read_text(f"{root}/proc/{pid}/cgroup") == ours for pid in pids)
             in_directory += size * (file.key[0] == device)
     return Promised(memory, in_cgroup, in_directory)
 
@@ -139,12 +140,5 @@ def _contents(path: str, look: Callable[[int], Any]) -> Any:
 
 
 def _command(root: Path, pid: int) -> str:
-    words = _read(root, pid, "cmdline")[: 4 * _COMMAND].replace(b"\0", b" ").decode(errors="replace")
-    return printable(words.strip(), _COMMAND) or "(ended)"
-
-
-def _read(root: Path, pid: int | str, name: str) -> bytes:
-    try:
-        return Path(f"{root}/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return b""
+    words = read_text(f"{root}/proc/{pid}/cmdline")[: 4 * _COMMAND].replace("\0", " ").strip()
+    return printable(words, _COMMAND) or "(ended)"

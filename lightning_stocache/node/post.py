@@ -27,8 +27,9 @@ import os
 import pickle
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from lightning_stocache.node.files import read_text
 
 __all__ = ["Mailbox", "Post", "boot_id"]
 
@@ -167,19 +168,12 @@ class Post(Generic[T]):
 
 def boot_id() -> str:
     """The id of this machine's boot, or "" without /proc."""
-    return _read("/proc/sys/kernel/random/boot_id").strip()
+    return read_text("/proc/sys/kernel/random/boot_id").strip()
 
 
 def _process(pid: int) -> tuple[str, int, str]:
     """The identity of a process: machine and pid namespace, id, and start time ("" if it has ended or is unknown)."""
-    state, *fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""]
+    state, *fields = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""]
     ended = state in ("", "X", "Z")
     space = "" if ended else str(os.stat("/proc/self/ns/pid").st_ino)
     return f"{boot_id()} {space}", pid, "" if ended else fields[18]
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

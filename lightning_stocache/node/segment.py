@@ -43,6 +43,7 @@ from lightning_stocache.node.files import (
     open_own,
     reserve,
     token_of,
+    unlink_with_locks,
     write_header,
 )
 
@@ -195,11 +196,6 @@ class Segment:
         return SegmentHandle(*paths, os.fstat(self._data).st_ino, self.token, self.size, self.on_disk)
 
     @property
-    def header(self) -> bytes:
-        """A copy of the header."""
-        return bytes(self._check_open()[:HEADER_BYTES])
-
-    @property
     def numbers(self) -> memoryview:
         """A live view of two int64 in the header, 0 at first. Release it before `close`."""
         return memoryview(self._check_open())[NUMBERS_OFFSET:MANIFEST_OFFSET].cast("q")
@@ -311,7 +307,7 @@ class Segment:
     def unlink(self) -> None:
         """Remove the name, if there is one. The memory is free when the last process has closed the segment."""
         if self.path is not None:
-            _unlink(self.path)
+            unlink_with_locks(self.path)
             self.path = None
             self._own_paths.clear()
 
@@ -378,19 +374,12 @@ def _open(path: str) -> int:
     return os.open(path, os.O_RDWR | os.O_CLOEXEC) if path.startswith("/proc/") else open_own(path)
 
 
-def _unlink(path: str) -> None:
-    """Remove a file's lock file, then the file: a kill in between leaves no lock file without its file."""
-    for name in (path + LOCKS, path):
-        with contextlib.suppress(FileNotFoundError):  # another process was first
-            os.unlink(name)
-
-
 def _release(data: int, locks: int, own_paths: list[str], pid: int) -> None:
     """Close the two files of a segment. In process `pid`, which made the names, remove them, too."""
     os.close(data)
     os.close(locks)
     for path in own_paths if os.getpid() == pid else ():
-        _unlink(path)
+        unlink_with_locks(path)
 
 
 def _from_descriptors(data: Any, locks: Any, size: int, path: str | None, on_disk: bool) -> Segment:

@@ -117,7 +117,7 @@ def open_cache(
         if isinstance(error, FingerprintError | OSError):
             raise
         raise ManifestError(f"the cache {name!r} is damaged: {error}. {way_out(name, directory)}") from None
-    _check_budget(request, cache, budget)
+    _check_budget(request, cache, manifest.budget, budget)
     return cache
 
 
@@ -132,13 +132,13 @@ def _check(request: CacheRequest, codec: SampleCodec, manifest: Manifest) -> Non
         )
 
 
-def _check_budget(request: CacheRequest, cache: Store, budget: Budget) -> None:
+def _check_budget(request: CacheRequest, cache: Store, made: str, budget: Budget) -> None:
     """Warn that the job's budget does not count, if the cache was made with another one and is not for all samples.
 
     Raises:
         FingerprintError: so it is, and the request is strict.
     """
-    made, slots = cache.manifest.budget, len(cache)
+    slots = len(cache)
     if not gathers(cache):  # the bytes of records are limited, not their slots
         slots = min(cache.granted_bytes // cache.codec.slot_bytes, slots)
     if made == str(budget) or slots >= request.samples:

@@ -157,7 +157,7 @@ def open_caches(
             return _without(requests, group, error, wanted=wanted)
         memories = _store_or_refuse(openings, memories, group)
     if is_named:
-        arcs = _per_node([None if memory.store is None else memory.store.handle.arc for memory in memories], group)
+        arcs = _per_node([None if memory.store is None else memory.store.arc for memory in memories], group)
         for number, opening in enumerate(openings):
             nodes = zip(arcs, opening.ring.arcs, strict=True)
             opening.ring = Ring(tuple(node[number] or replace(arc, slots=0) for node, arc in nodes))
@@ -288,7 +288,7 @@ def _choose_form(opening: _Opening, group: NodeGroup) -> None:
 def _lay_rings(openings: Sequence[_Opening], group: NodeGroup) -> None:
     """Lay the rings of all nodes: of slots, and of samples that are expected to find room. Collective."""
     ours = [
-        (opening.slots, _homes(opening, group), None if opening.joined is None else opening.joined.handle.arc)
+        (opening.slots, _homes(opening, group), None if opening.joined is None else opening.joined.arc)
         for opening in openings
     ]
     for opening, *nodes in zip(openings, *_per_node(ours, group), strict=True):

@@ -49,6 +49,22 @@ def test_nothing_is_read_before_it_was_found_sound(disk: Disk) -> None:
     store.close()
 
 
+def test_a_cleared_store_serves_nothing_and_closing_it_again_changes_nothing(disk: Disk) -> None:
+    """What was verified is forgotten. A copy in this process is open until it is closed itself."""
+    disk.fill()
+    store = disk.open()
+    assert disk.served(store) == ALL
+    store.clear()
+    assert disk.served(store) == []
+    assert store.fill(5, disk.sample(5))
+    assert disk.served(store) == [5]
+    copy = Store.attach(store.handle)
+    store.close(), store.close()
+    assert disk.served(copy) == [5]
+    copy.close()
+    assert disk.served() == [5]
+
+
 def test_a_flipped_bit_costs_its_sample_alone(disk: Disk) -> None:
     """Whatever bit of a sample is flipped: that sample is loaded and stored again, and no other."""
     disk.fill()
