@@ -1,7 +1,8 @@
-"""Charts by matplotlib: lines over numbers and stacked bars, as SVG for a page or several in one PNG.
+"""Charts by matplotlib: lines over numbers and stacked bars, as SVG for a page or several charts in one PNG.
 
-Rates have a fixed axis from 0 to 100 %. Names stand at the ends of the lines and beside the last bar, in their colours:
-those of Okabe and Ito, darkened until they can be read as text. pyplot is not used: no window, no global state.
+Rates have a fixed axis from 0 to 100 %. A legend beside the axes has the names in the colours of the lines and bars.
+The colours are those of Okabe and Ito, darkened until they can be read as text. pyplot is not used: it has global state
+and opens windows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
-from itertools import accumulate
 from pathlib import Path
 from textwrap import fill, shorten
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 from matplotlib.transforms import Bbox
 
 from lightning_stocache.insight.runs import Points, Unit, write
@@ -29,8 +29,7 @@ COLOURS = ("#0072b2", "#c2500a", "#00795c", "#a34677", "#8a6a00", "#2c86c7", "#5
 """Blue, vermilion, green, purple, brown, sky blue, grey and violet: of runs, in their order."""
 
 _DIM, _INK, _RULE = "#667085", "#1b2330", "#e4e7ec"
-_FEW = 8  # bars, each with its share above
-_GAP = 0.08  # between names beside the axes, as a share of the axes' height
+_MANY = 8  # bars: more than this have no share above each
 _WIDTH, _HEIGHT = 4.6, 2.4  # of a chart, in inches
 _STYLE: dict[Any, Any] = {
     **{f"axes.spines.{side}": False for side in ("top", "right", "left", "bottom")},
@@ -38,26 +37,27 @@ _STYLE: dict[Any, Any] = {
     **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "axes.xmargin": 0.03, "grid.color": _RULE},
     **{"axes.labelcolor": _DIM, "xtick.color": _DIM, "ytick.color": _DIM, "svg.hashsalt": "stocache"},
     **{"xtick.major.size": 0, "ytick.major.size": 0, "lines.markersize": 4.5, "lines.markeredgecolor": "white"},
+    **{"legend.frameon": False, "legend.labelcolor": "linecolor", "legend.handlelength": 1.8},
 }
 
 
 class Chart(NamedTuple):
-    """A drawing, with what stands above it."""
+    """A drawing with its title and caption."""
 
     title: str
     caption: str
-    draw: Callable[[Axes], bool]  # false if there is nothing to draw
-    nothing: str = ""  # what to say then
+    draw: Callable[[Axes], bool]  # returns False if there is nothing to draw
+    nothing: str = ""  # the text in this case
 
 
 class Line(NamedTuple):
-    """A line, with its name at its end."""
+    """A line with its name in the legend."""
 
     name: str
     points: Points
     colour: str
     style: str = "o-"
-    ranges: Sequence[tuple[float, float]] = ()  # from where to where the error bar of each point reaches
+    ranges: Sequence[tuple[float, float]] = ()  # lower and upper end of the error bar of each point
 
 
 class Bar(NamedTuple):
@@ -69,59 +69,57 @@ class Bar(NamedTuple):
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line], unit: Unit, x: str = "epoch") -> bool:
-    """Draw lines with the last value and the name at the end of each; false if no line has a point."""
+    """Draw lines, and a legend with the last value of each. Returns False if no line has a point."""
     lines = [line for line in lines if line.points]
     if not lines:
         return False
-    end = _scale(axes, max(y for line in lines for _, y in (*line.points, *line.ranges)), unit)
-    names = []
-    for line in lines[::-1]:  # the first ones lie above
-        xs, ys = [x for x, _ in line.points], [min(max(y, 0.0), end) for _, y in line.points]
+    for number, line in enumerate(lines):
+        xs, ys = zip(*line.points, strict=True)
         errors = [(y - low, high - y) for y, (low, high) in zip(ys, line.ranges, strict=False)]
+        name = f"{write(ys[-1], unit)} {line.name}".strip()
+        bars = np.transpose(errors) if errors else None
+        above = 3 - number / 100  # the first line lies above the others
         axes.errorbar(
-            xs,
-            ys,
-            np.transpose(errors) if errors else None,
-            fmt=line.style,
-            color=line.colour,
-            capsize=3,
-            clip_on=False,
+            xs, ys, bars, fmt=line.style, color=line.colour, capsize=3, clip_on=False, label=name, zorder=above
         )
-        names.append((ys[-1] / end, f"{write(line.points[-1][1], unit)} {line.name}", line.colour))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     axes.set_xlabel(x)
-    _name(axes, names[::-1])
+    _scale(axes, unit)
+    _add_legend(axes, sorted(range(len(lines)), key=lambda number: -lines[number].points[-1][1]))
     return True
 
 
 def draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str], unit: Unit, x: str = "epoch") -> bool:
-    """Draw stacked bars, group by group, with the names of the parts beside the last one; false if there is no bar.
+    """Draw stacked bars, group by group, and a legend of their parts. Returns False if there is no bar.
 
-    Above each bar stands the share of its first part; of many bars that of each group's last one, beside its name.
+    Above each bar stands the share of its first part; of many bars, the share of each group's last bar below its name.
     """
     if not bars:
         return False
     groups = list(dict.fromkeys(bar.group for bar in bars))
     places = [number + 0.6 * groups.index(bar.group) for number, bar in enumerate(bars)]
-    tops = [sum(bar.parts) for bar in bars]
-    end = _scale(axes, max(tops), unit)
-    for number, colour in enumerate(colours.values()):
-        bottoms = [sum(bar.parts[:number]) for bar in bars]
-        axes.bar(places, [bar.parts[number] for bar in bars], 0.8, bottoms, color=colour)
+    tops = np.zeros(len(bars))
+    for number, (name, colour) in enumerate(colours.items()):
+        heights = [bar.parts[number] for bar in bars]
+        drawn = axes.bar(places, heights, 0.8, tops, color=colour, label=name)
+        tops += heights
     shares = [f"{100 * bar.parts[0] / top:.0f} %" if top else "" for bar, top in zip(bars, tops, strict=True)]
+    titles, middles = [], []
     for group in groups:
         members = [number for number, bar in enumerate(bars) if bar.group == group]
-        name = group if len(bars) <= _FEW else f"{group}\n{shares[members[-1]]}"
-        middle = (places[members[0]] + places[members[-1]]) / 2
-        _write(axes, name, (middle, 1), (0, 12), xycoords=axes.get_xaxis_transform(), ha="center")
-    for share, place, top in zip(shares, places, tops, strict=True) if len(bars) <= _FEW else ():
-        _write(axes, share, (place, top), (0, 2), ha="center", fontweight="bold")
+        titles.append(group if len(bars) <= _MANY else f"{group}\n{shares[members[-1]]}")
+        middles.append((places[members[0]] + places[members[-1]]) / 2)
+    above = axes.secondary_xaxis("top")
+    above.set_xticks(middles, titles, color=_INK)
+    above.tick_params(pad=12)  # above the shares
+    above.spines[:].set_visible(False)
+    if len(bars) <= _MANY:
+        axes.bar_label(drawn, shares, padding=2, fontweight="bold", fontsize=7)
     every = math.ceil(len(bars) / 24)
     axes.set_xticks(places[::every], [bar.label for bar in bars[::every]])
     axes.set(xlabel=x, xlim=(-0.6, max(places[-1] + 0.6, 3.4)))
-    last = bars[-1].parts
-    middles = [(top - part / 2) / end for top, part in zip(accumulate(last), last, strict=True)]
-    _name(axes, list(zip(middles, colours, colours.values(), strict=True)))
+    _scale(axes, unit)
+    _add_legend(axes, range(len(colours) - 1, -1, -1))
     return True
 
 
@@ -153,30 +151,23 @@ def save(charts: Sequence[Chart], table: Mapping[str, Sequence[str]], path: Path
         figure.savefig(path, format="png", dpi=150, bbox_inches="tight", pad_inches=0.2)
 
 
-def _scale(axes: Axes, top: float, unit: Unit) -> float:
-    """Give the y axis ticks from 0 to beyond the top, of a rate to 100 %; where it ends."""
-    whole, steps = 1, [1.0, 2.0, 5.0, 10.0]
-    if unit == "bytes":
-        whole, steps = 1024 ** int(math.log(max(top, 1), 1024)), [1.0, 2.5, 5.0, 10.0]  # 0.25 MiB are 256 KiB
-    ticks = [0.0, 0.25, 0.5, 0.75, 1.0]
-    if unit != "%":
-        ticks = [whole * tick for tick in MaxNLocator(5, steps=steps).tick_values(0, top / whole if top > 0 else 1.0)]
-    axes.set_yticks(ticks, [write(tick, unit) for tick in ticks])
-    axes.set_ylim(0, ticks[-1])
-    return ticks[-1]
+def _scale(axes: Axes, unit: Unit) -> None:
+    """Let the y axis start at 0, of a rate end at 100 %, and write its ticks in a unit. Bytes have powers of 2."""
+    axes.set_ylim(bottom=0)
+    if unit == "%":
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+        axes.set_ylim(0, 1)
+    elif unit == "bytes":
+        exponent = math.floor(math.log2(max(axes.get_ylim()[1], 4)))
+        axes.yaxis.set_major_locator(MultipleLocator(2 ** (exponent - 2)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value, unit)))
 
 
-def _name(axes: Axes, names: Sequence[tuple[float, str, str]]) -> None:
-    """Write names (height, words, colour) to the right of the axes, at their heights or as far below as it needs."""
-    last = 2.0
-    for number, (height, words, colour) in enumerate(sorted(names, key=lambda name: -name[0])):
-        below = len(names) - 1 - number
-        last = max(min(height, last - _GAP, 1.0), _GAP * below)
-        _write(axes, words, (1, last), (6, 0), xycoords="axes fraction", va="center", color=colour, weight="bold")
-
-
-def _write(axes: Axes, words: str, place: tuple[float, float], beside: tuple[float, float], **how: Any) -> None:
-    axes.annotate(words.strip(), place, beside, textcoords="offset points", annotation_clip=False, **how)
+def _add_legend(axes: Axes, order: Sequence[int]) -> None:
+    """Add a legend to the right of the axes, with the lines or bars in this order."""
+    handles, names = axes.get_legend_handles_labels()
+    in_order = ([entries[number] for number in order] for entries in (handles, names))
+    axes.legend(*in_order, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _draw(chart: Chart, axes: Axes) -> None:
