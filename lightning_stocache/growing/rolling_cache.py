@@ -38,8 +38,8 @@ from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.setup.allocation import Allocation, allocate_pool
 from lightning_stocache.setup.first_samples import codec_of
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.request import CacheRequest, Layout, check_choice, check_count
-from lightning_stocache.setup.segments import OpenMemory, make_and_attach
+from lightning_stocache.setup.request import CacheRequest, Layout, check_count
+from lightning_stocache.setup.segments import make_and_attach
 from lightning_stocache.source.draws import Draws, is_stream
 
 __all__ = ["RollingCache", "RollingStats", "dataset_in", "share_pools"]
@@ -146,16 +146,15 @@ class RollingCache(Dataset[Any]):
         check_count("minimum", minimum, 1)
         if epoch_samples is not None:
             check_count("epoch_samples", epoch_samples, 1)
-        check_choice("layout", layout, Layout)
+        request = CacheRequest(source, "", Budget.parse(budget), spec, layout=layout)
         if source is None and spec is None:
             raise ValueError("without a source a rolling cache needs spec=SampleSpec.infer(sample), of one to come")
         if indices is not None and (source is None or is_stream(source)):
             raise ValueError("indices needs a map-style source to load them from")
-        self.source, self.budget = source, Budget.parse(budget)
+        self.source, self.budget, self._request = source, request.budget, request
         self.transform, self.epoch_samples = transform, epoch_samples
         self._draws = Draws(source, indices, seed, shuffle)
         self._filler_count, self._minimum, self._method = fillers, minimum, multiprocessing_context
-        self._spec, self._layout = spec, layout
         self._fillers: Fillers | None = None  # of the leader of a node
         self._dataset: CachedDataset | None = None  # every slot by its number, once the pool is open
         self._end: weakref.finalize[[], RollingCache] | None = None
@@ -174,9 +173,11 @@ class RollingCache(Dataset[Any]):
         self.close()
         group = NodeGroup.discover() if group is None else group
         codec, given, holds_all = group.lead(lambda: self._plan(group))
-        [memory] = make_and_attach(lambda kind: [self._make(group, codec, given, kind)], given.backend, group)
-        assert memory.store is not None
-        self._dataset = dataset_in(memory, memory.store.length, self.transform, borrowed=False)
+        unopened = OpenCache.without(self._request, group)
+        [opened] = make_and_attach([unopened], lambda kind: [self._make(group, codec, given, kind)], given.backend)
+        store = cast(RollingStore, opened.cache)
+        opened = replace(opened, budget_bytes=store.granted_bytes)
+        self._dataset = dataset_in(opened, store.length, self.transform, borrowed=False)
         try:
             group.lead(lambda: self._start(holds_all=holds_all))
         except BaseException:  # nobody fills the pool of some node
@@ -188,18 +189,16 @@ class RollingCache(Dataset[Any]):
         if sys.platform == "win32":
             raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
         draws = self._draws_of(group)
-        codec = self._spec or codec_of(draws, self._layout, self._method)
+        codec = self._request.spec or codec_of(draws, self._request.layout, self._method)
         writers = 1 if self.source is None else max(self._filler_count, 1)
-        return codec, *allocate_pool(self.budget, codec, draws.length, writers, len(group.nodes[group.node]))
+        return codec, *allocate_pool(self.budget, codec, draws.length, writers, len(group.members))
 
-    def _make(
-        self, group: NodeGroup, codec: SampleCodec, given: Allocation, backend: Backend | None
-    ) -> OpenMemory[RollingStore]:
+    def _make(self, group: NodeGroup, codec: SampleCodec, given: Allocation, backend: Backend | None) -> RollingStore:
         whose = {"dataset": f"rolling: {type(self.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
         [slots], [granted], [keep_free] = given.slots, given.granted, given.keep_free
         store = RollingStore.empty(codec, slots, backend, whose, granted=granted)
         store.keep_free(keep_free)
-        return OpenMemory(store, None, group, store.granted_bytes)
+        return store
 
     def _start(self, *, holds_all: bool) -> None:
         if self.source is not None and self._filler_count:
@@ -330,7 +329,7 @@ class RollingCache(Dataset[Any]):
         Raises:
             RuntimeError: nothing is resident, and no filler is left.
         """
-        fillers, minimum = self._fillers, max(self._minimum, len(self.group.nodes[self.group.node]))
+        fillers, minimum = self._fillers, max(self._minimum, len(self.group.members))
         for seconds in poll(pause=0.005):
             is_over = fillers is not None and not fillers.are_at_work()
             # Memory may end, and larger records come, while it is waited: once samples leave, no more have room.
@@ -408,25 +407,17 @@ class _Slots(Dataset[Any]):
 
 
 def dataset_in(
-    memory: OpenMemory[Any], length: int, transform: Callable[[Any], Any] | None, *, borrowed: bool = True
+    opened: OpenCache, length: int, transform: Callable[[Any], Any] | None, *, borrowed: bool = True
 ) -> CachedDataset:
     """The slots of a rolling cache or a stream as a map-style dataset.
 
     Args:
-        memory: has the slots.
+        opened: has the slots.
         length: number of slots.
         transform: for each sample, after the cache.
         borrowed: whether the memory stays open when the dataset is closed.
     """
-    slots, group = _Slots(length), memory.group
-    opened = OpenCache(
-        CacheRequest(slots),
-        slots,
-        cache=memory.store,
-        counters=memory.counters,
-        ring=Ring((Arc(length, length),) * len(group.nodes)),
-        group=group,
-        budget_bytes=memory.budget_bytes,
-        borrowed=borrowed,
-    )
+    slots, ring = _Slots(length), Ring((Arc(length, length),) * len(opened.group.nodes))
+    request = CacheRequest(slots)
+    opened = replace(opened, request=request, source=slots, ring=ring, expected_ring=None, borrowed=borrowed)
     return dataset_over(CachedSource(opened, transform))

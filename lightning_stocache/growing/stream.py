@@ -24,8 +24,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -40,8 +40,9 @@ from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.residents import StreamBatches, batches_in_turn, batches_of, deal, permutation
 from lightning_stocache.setup.first_samples import difference
-from lightning_stocache.setup.open_stream import OpenStream, check_budget, open_stream
-from lightning_stocache.setup.request import BackendChoice, Layout, check_choice, check_count, check_flag
+from lightning_stocache.setup.open import open_caches
+from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.setup.request import BackendChoice, CacheRequest, Layout, check_choice, check_count, check_flag
 from lightning_stocache.source.access import check_stream, draws_shards
 from lightning_stocache.source.guards import StreamReader
 from lightning_stocache.source.samples import mark_of
@@ -126,16 +127,13 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         if transform is not None and not callable(transform):
             raise TypeError(f"transform must be a function of a sample, got {transform!r}")
         check_choice("backend", backend, BackendChoice)
-        check_flag("strict", strict)
-        check_choice("layout", layout, Layout)
         check_count("seed", seed, 0)
         check_flag("shuffle", shuffle)
-        parsed = Budget.parse(budget)
-        check_budget(parsed)
-        super().__init__(iterable)
-        self.__serving__ = StreamSource(
-            iterable, parsed, transform, allow_random, backend, strict, layout, seed, shuffle
+        request = CacheRequest(
+            iterable, "", Budget.parse(budget), allow_random=allow_random, strict=strict, layout=layout, as_stream=True
         )
+        super().__init__(iterable)
+        self.__serving__ = StreamSource(OpenCache.without(request), transform, backend, seed, shuffle)
         if not defer:
             self.share(NodeGroup())
 
@@ -157,7 +155,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
     @property
     def cache(self) -> StreamStore | None:
         """What is kept; None while samples pass through."""
-        return self.__serving__.opened.live
+        return self.__serving__.store
 
     @property
     def counters(self) -> Counters | None:
@@ -212,47 +210,59 @@ def stream_with(stream: CachedStream, transform: Callable[[Any], Any] | None) ->
 
 @dataclass(eq=False)
 class StreamSource:
-    """Serves the samples of a stream in one process. The arguments are those of `CachedStream`."""
+    """Serves the samples of a stream in one process. The arguments are those of `CachedStream`.
 
-    source: Any
-    budget: Budget
+    `opened` has the request for the stream and its memory.
+    """
+
+    opened: OpenCache
     transform: Callable[[Any], Any] | None
-    allow_random: bool
     backend: BackendChoice
-    strict: bool
-    layout: Layout
     seed: int
     shuffle: bool
-    opened: OpenStream = field(default_factory=OpenStream)
     _kept: tuple[CachedDataset, Integers, Integers] | None = None  # see `_in_memory`
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_kept": None}
 
+    @property
+    def source(self) -> Any:
+        """The user's stream."""
+        return self.opened.request.source
+
+    @property
+    def store(self) -> StreamStore | None:
+        """The samples in memory; None while the stream passes through."""
+        return cast("StreamStore | None", self.opened.live_cache)
+
     def open(self, group: NodeGroup, kept_back: int = 0) -> None:
-        """Open the memory, in place of what was open before. Arguments and errors are those of `open_stream`."""
+        """Open the memory, in place of the memory that was open. Arguments and errors are those of `open_caches`."""
         self.close()
-        budget, source, strict = self.budget, self.source, self.strict
-        if not budget.off and not self.allow_random and draws_shards(source):
-            budget = Budget.parse(0)
-            self._tell(
+        request, reason = self.opened.request, None
+        if len(group.nodes) > 1:
+            reason = f"it is kept on one node only, and there are {len(group.nodes)}"
+        elif not request.allow_random and draws_shards(self.source):
+            reason = (
                 "it draws its shards anew in every epoch (resampled=True), and what is kept would be one draw of them. "
                 "resampled=False reads each once; allow_random=True keeps the first draw"
             )
-        self.opened = open_stream(source, budget, group, self.layout, self.backend, strict=strict, kept_back=kept_back)
-        if self.opened.store is not None:
-            self.opened.store.stream_length = self._length()
+        if reason is not None and not request.budget.off and group.rank == 0:
+            self._tell(reason)
+        budget = request.budget if reason is None else Budget.parse(0)
+        [self.opened] = open_caches([request], {request.pot: budget}, group, self.backend, kept_back=kept_back)
+        if (store := self.store) is not None:
+            store.stream_length = self._length()
 
     def close(self) -> None:
         """Give the memory up in this process."""
         self.opened.close()
-        self.opened, self._kept = OpenStream(group=self.opened.group), None
+        self.opened, self._kept = OpenCache.without(self.opened.request, self.opened.group), None
 
     # ---- epochs ----
 
     def begin(self) -> Iterator[Any]:
         """The next epoch of this process."""
-        store, shard = self.opened.live, self._shard()
+        store, shard = self.store, self._shard()
         if store is None:
             return _Reading(self, None, shard, 0)
         if shard.workers > MOST_WORKERS:
@@ -271,18 +281,18 @@ class StreamSource:
             The samples in memory, the same object in each epoch, and this rank's batches of them; None where the stream
             is to be read.
         """
-        store, opened = self.opened.live, self.opened
+        store, group = self.store, self.opened.group
         if store is None:
             return None
-        epoch = store.ledger.announce(opened.rank)
+        epoch = store.ledger.announce(group.local_rank)
         if self._mode(store, epoch) != "cache":
             return None
         dataset, indices, shards = self._in_memory(store)
         if self.shuffle:
             order = indices[permutation(len(indices), self.seed, epoch)]
-            batches = batches_of(order, opened.rank, opened.ranks, batch_size, drop_last=drop_last)
+            batches = batches_of(order, group.local_rank, len(group.members), batch_size, drop_last=drop_last)
         else:
-            ours = np.unique(shards[shards // MOST_WORKERS == opened.rank])
+            ours = np.unique(shards[shards // MOST_WORKERS == group.local_rank])
             batches = batches_in_turn([indices[shards == shard] for shard in ours], batch_size, drop_last=drop_last)
         return dataset, StreamBatches(batches, batch_size, drop_last)
 
@@ -314,7 +324,7 @@ class StreamSource:
                 f"its {passed:,} samples take about {format_bytes(size)}, and its budget is "
                 f"{format_bytes(self.opened.budget_bytes)}. A stream is kept whole or not at all"
             )
-        elif not self.allow_random and (found := difference(self.source, store.marked)) is not None:
+        elif not self.opened.request.allow_random and (found := difference(self.source, store.marked)) is not None:
             reason = (
                 f"{found}: it is random, or another one in every epoch, as batches are that it makes of shuffled "
                 f"samples (make them in the loader).\n{_BY_HAND}"
@@ -334,8 +344,7 @@ class StreamSource:
             store.clear()
 
     def _tell(self, reason: str) -> None:
-        name = getattr(self.source, "__name__", type(self.source).__name__)
-        log.warning("%s passes through uncached: %s", name, reason)
+        log.warning("%s passes through uncached: %s", self.opened.request.title, reason)
 
     def _length(self) -> int | None:
         try:
@@ -347,9 +356,10 @@ class StreamSource:
 
     def _shard(self) -> Shard:
         info: Any = get_worker_info()
+        rank = self.opened.group.local_rank
         if info is None:
-            return Shard(self.opened.rank, key=os.getpid())
-        return Shard(self.opened.rank, info.id, info.num_workers, (info.seed - info.id) % 2**62 + 1)
+            return Shard(rank, key=os.getpid())
+        return Shard(rank, info.id, info.num_workers, (info.seed - info.id) % 2**62 + 1)
 
     def _in_memory(self, store: StreamStore) -> tuple[CachedDataset, Integers, Integers]:
         """The samples in memory, their indices in the order of their shards, and the shard of each."""
@@ -362,7 +372,7 @@ class StreamSource:
         _, indices, shards = self._in_memory(store)
         if self.shuffle:
             order = indices[permutation(len(indices), self.seed, epoch)]
-            return deal(order, shard.rank, self.opened.ranks)[shard.worker :: shard.workers]
+            return deal(order, shard.rank, len(self.opened.group.members))[shard.worker :: shard.workers]
         ranks, workers = np.divmod(shards, MOST_WORKERS)
         # The remainder serves all samples, too, where epoch one had more workers.
         is_mine = (ranks == shard.rank) & (workers % shard.workers == shard.worker)
@@ -382,13 +392,8 @@ class StreamSource:
             gather_ns = time.perf_counter_ns() - start
             for number, sample in enumerate(samples, 1):  # one by one: who stops in between has been served no more
                 share = nbytes * number // len(samples) - nbytes * (number - 1) // len(samples)
-                self.count(hits=1, bytes_from_cache=share, gather_ns=gather_ns // len(samples))
+                self.opened.count(hits=1, bytes_from_cache=share, gather_ns=gather_ns // len(samples))
                 yield self.finished(sample)
-
-    def count(self, **counts: int) -> None:
-        """Count what has been served or filled, by the names of `Counts`."""
-        if self.opened.counters is not None:
-            self.opened.counters.add(**counts)
 
     def finished(self, sample: Any) -> Any:
         """A sample as it is handed out."""
@@ -404,7 +409,8 @@ class _Reading(Iterator[Any]):
 
     def __init__(self, serving: StreamSource, store: StreamStore | None, shard: Shard, epoch: int) -> None:
         self._serving, self._store, self._shard, self._epoch = serving, store, shard, epoch
-        self._reader = StreamReader(serving.source, watched=store is not None and not serving.allow_random)
+        is_watched = store is not None and not serving.opened.request.allow_random
+        self._reader = StreamReader(serving.source, watched=is_watched)
 
     def __next__(self) -> Any:
         store = self._store
@@ -418,10 +424,11 @@ class _Reading(Iterator[Any]):
         source_ns, begin = self._reader.source_ns, time.perf_counter_ns()
         nbytes = None if store is None or store.closed else self._stored(store, sample)
         if nbytes is None:
-            self._serving.count(bypasses=1, source_ns=source_ns)
+            self._serving.opened.count(bypasses=1, source_ns=source_ns)
         else:
             fill_ns = time.perf_counter_ns() - begin
-            self._serving.count(misses=1, fills=1, bytes_from_source=nbytes, source_ns=source_ns, fill_ns=fill_ns)
+            counts = {"bytes_from_source": nbytes, "source_ns": source_ns, "fill_ns": fill_ns}
+            self._serving.opened.count(misses=1, fills=1, **counts)
         return self._serving.finished(sample)
 
     def _stored(self, store: StreamStore, sample: Any) -> int | None:

@@ -34,9 +34,8 @@ class Prefill:
 
     def __init__(self, cached: CachedSource, worker: int, workers: int) -> None:
         group = cached.opened.group
-        ranks = group.nodes[group.node]
         self._cached = cached
-        self._part, self._parts = ranks.index(group.rank) * workers + worker, len(ranks) * workers
+        self._part, self._parts = group.local_rank * workers + worker, len(group.members) * workers
         self._left = self._empty()
         self._in_vain = 0
 

@@ -114,9 +114,19 @@ class NodeGroup:
         return next(number for number, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of this node."""
+        return self.nodes[self.node]
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this rank on its node."""
+        return self.members.index(self.rank)
+
+    @property
     def leader(self) -> int:
         """The rank that makes the segments of this node: its first rank."""
-        return self.nodes[self.node][0]
+        return self.members[0]
 
     @property
     def is_leader(self) -> bool:

@@ -52,5 +52,5 @@ def ranks_apart(requests: Sequence[CacheRequest], group: NodeGroup) -> list[bool
     """Whether the ranks hold different data, for each request."""
     if group.world == 1:
         return [False] * len(requests)
-    digests = group.exchange([data_digest(request.source) for request in requests])
+    digests = group.exchange(["" if request.as_stream else data_digest(request.source) for request in requests])
     return [len(set(of_ranks)) > 1 for of_ranks in zip(*digests, strict=True)]

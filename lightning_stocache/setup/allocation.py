@@ -1,8 +1,8 @@
 """How the memory, or the disk, of a node is divided among the datasets, streams and pools that are to be cached.
 
-A pot is a budget that several requests share; each gets of it by the size of its dataset. The pots are served in
-order: what one has taken is not free for the next. What the loaders, their workers and the training need is kept back
-before anything is granted. A stream or a pool has a budget of its own. Only the leader of a node divides; no memory is
+A pot is a budget that several requests share; each gets a part by the size of its dataset. The pots are served in
+order: what the first has taken is not free for the second. What the loaders, their workers and the training need is
+kept back before anything is granted. A pool has a budget of its own. Only the leader of a node divides; no memory is
 taken here.
 """
 
@@ -23,14 +23,14 @@ from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant, loader_reserve, margin
-from lightning_stocache.setup.request import BackendChoice, CacheRequest, LoaderSettings
+from lightning_stocache.setup.request import ENDLESS, BackendChoice, CacheRequest, LoaderSettings
 
-__all__ = ["Allocation", "allocate", "allocate_alone", "allocate_pool", "largest_grant"]
+__all__ = ["Allocation", "allocate", "allocate_pool", "largest_grant"]
 
 log = logging.getLogger(__name__)
 
 _MIB = 2**20
-_UNKNOWN = 1 << 60  # the size of a stream
+_READERS = 4  # processes per rank that map the memory of a stream
 _ROOMY = 2  # two records do not show how large all are: the pool holds all where there is room for twice as much
 
 
@@ -78,52 +78,16 @@ def allocate(
     if directory is not None:  # a hundredth of the disk is left to others, also while the caches fill
         stats = os.statvfs(directory)
         free = FreeMemory(stats.f_frsize * stats.f_bavail, None, None, directory)
-        division = _divide(requests, codecs, budgets, free, [Reserve()] * len(requests), Reserve(), 1, SUM_BYTES)
+        reserves = [Reserve()] * len(requests)
+        division = _divide(requests, _sizes(codecs, SUM_BYTES), budgets, free, reserves, Reserve(), 1)
         spare = max(stats.f_frsize * stats.f_bavail // 100, 16 * _MIB)
         return replace(division, keep_free=(spare,) * len(requests))
 
     def divide(free: FreeMemory) -> Allocation:
-        reserves = [
-            _reserve(request.reader, codec, ranks, free.own) for request, codec in zip(requests, codecs, strict=True)
-        ]
-        return _divide(requests, codecs, budgets, free, reserves, later or Reserve(), ranks)
+        reserves = [_reserve(request, codec, ranks, free.own) for request, codec in zip(requests, codecs, strict=True)]
+        return _divide(requests, _sizes(codecs), budgets, free, reserves, later or Reserve(), ranks)
 
     return _in_memory(divide, choice)
-
-
-def allocate_alone(
-    budget: Budget,
-    size: int | None,
-    ranks: int,
-    reserve: Reserve,
-    choice: BackendChoice = "auto",
-    slot_bytes: int = 1,
-) -> Allocation:
-    """Give memory of this node to a stream or a pool, with a warning where it gets less than it asks for.
-
-    Args:
-        budget: of this node.
-        size: bytes of all samples; None where nobody knows.
-        ranks: of this node.
-        reserve: memory that stays free for others.
-        choice: kind of segment, as in `allocate`.
-        slot_bytes: of one slot.
-    """
-
-    def divide(free: FreeMemory) -> Allocation:
-        given = grant(budget, _UNKNOWN if size is None else size, free, reserve, ranks)
-        words = (
-            f"{format_bytes(given.bytes)} of the {format_bytes(given.wanted)} that budget={str(budget)!r} asks for are "
-            f"granted: limited by {given.limited_by}"
-        )
-        warnings = () if given.limited_by is None else (words,)
-        keep_free = margin(free, ranks) // 2
-        return Allocation((given.bytes // slot_bytes,), (given.bytes,), (keep_free,), None, warnings)
-
-    allocation = _in_memory(divide, choice)
-    for warning in allocation.warnings:
-        log.warning(warning)
-    return allocation
 
 
 def allocate_pool(
@@ -143,12 +107,15 @@ def allocate_pool(
     """
     if length is None and budget.unit == "% of dataset":
         raise ValueError(f'budget must be bytes ("8GiB") or a share of what is free for a stream, got {budget}')
-    each, spare = RollingStore.slot_bytes(codec), _ROOMY if isinstance(codec, RecordCodec) else 1
-    is_part = budget.unit == "% of dataset" and budget.amount < 100
-    size = None if length is None else length * each * (1 if is_part else spare)
-    allocation = allocate_alone(budget, size, ranks, Reserve(), slot_bytes=each)
+    each, is_part = RollingStore.slot_bytes(codec), budget.unit == "% of dataset" and budget.amount < 100
+    roomy = each * _ROOMY if isinstance(codec, RecordCodec) else each
+    request = CacheRequest(cast("Dataset[object]", range(ENDLESS if length is None else length)), "")
+    sizes = [(each if is_part else roomy, each)]
+    allocation = _in_memory(
+        lambda free: _divide([request], sizes, {"": budget}, free, [Reserve()], Reserve(), ranks), "auto"
+    )
     [slots], [granted] = allocation.slots, allocation.granted
-    holds_all = length is not None and slots >= length * spare
+    holds_all = length is not None and granted >= length * roomy
     least = 1 if holds_all else writers + 2
     if slots < least:
         gives = " ".join(allocation.warnings) or f"budget={str(budget)!r} gives {format_bytes(granted)}"
@@ -156,6 +123,8 @@ def allocate_pool(
             f"a rolling cache needs room for {least} samples of {format_bytes(each)} at least, so that one can be read "
             f"while others are written; {gives}"
         )
+    for warning in allocation.warnings:
+        log.warning(warning)
     return allocation, holds_all
 
 
@@ -170,7 +139,7 @@ def largest_grant(
         ranks: ranks on this node, each of which has such a loader.
         choice: kind of segment, as in `allocate`.
     """
-    endless = CacheRequest(cast("Dataset[object]", range(2**48)), reader=reader)
+    endless = CacheRequest(cast("Dataset[object]", range(ENDLESS)), reader=reader)
     division = allocate([endless], [codec], {endless.pot: Budget.parse("auto")}, ranks, choice)
     return division.granted[0], division.backend
 
@@ -189,40 +158,45 @@ def _in_memory(divide: Callable[[FreeMemory], Allocation], choice: BackendChoice
     return allocation
 
 
+def _sizes(codecs: Sequence[SampleCodec | None], more: int = 0) -> list[tuple[int, int]]:
+    """The bytes of a slot, as an upper estimate and as expected; 0 without a codec."""
+    return [(0, 0) if codec is None else (codec.most_slot_bytes + more, codec.slot_bytes + more) for codec in codecs]
+
+
 def _divide(
     requests: Sequence[CacheRequest],
-    codecs: Sequence[SampleCodec | None],
+    sizes: Sequence[tuple[int, int]],
     budgets: Mapping[str, Budget],
     free: FreeMemory,
     reserves: Sequence[Reserve],
     later: Reserve,
     ranks: int,
-    more: int = 0,
 ) -> Allocation:
-    """Divide what is free; `more` bytes are needed per slot besides those that the codec knows of."""
+    """Divide the free memory; `sizes` are those of `_sizes`."""
     slots, granted, warnings = [0] * len(requests), [0] * len(requests), []
     loaders = sum(reserves, Reserve())
     kept_back = loaders + later
     for pot, budget in budgets.items():
         members = [
-            (number, request, codec, request.samples * (codec.most_slot_bytes + more))
-            for number, (request, codec) in enumerate(zip(requests, codecs, strict=True))
-            if request.pot == pot and codec is not None
+            (number, request, each, request.samples * most)
+            for number, (request, (most, each)) in enumerate(zip(requests, sizes, strict=True))
+            if request.pot == pot and each
         ]
         if not members:
             continue
         size = sum(nbytes for *_, nbytes in members)
         given = grant(budget, size, free, kept_back, ranks)
         kept_back += Reserve(files=given.bytes)
-        for number, request, codec, nbytes in members:
+        for number, request, each, nbytes in members:
             granted[number] = given.bytes * nbytes // size
-            slots[number] = min(granted[number] // (codec.slot_bytes + more), budget.part_of(request.samples))
+            slots[number] = min(granted[number] // each, budget.part_of(request.samples))
         got, samples = sum(slots[number] for number, *_ in members), sum(request.samples for _, request, *_ in members)
         if given.limited_by is not None or not got:
             whose = f" ({pot})" if pot else ""
             limit = f"limited by {given.limited_by}" if given.limited_by else "less than one sample"
+            room = f"room for {got:,} of {samples:,} samples, " if samples < ENDLESS else ""
             warnings.append(
-                f"the cache{whose} has room for {got:,} of {samples:,} samples, {format_bytes(given.bytes)} of the "
+                f"the cache{whose} has {room}{format_bytes(given.bytes)} of the "
                 f"{format_bytes(min(given.wanted, size))} that budget={str(budget)!r} asks for: {limit}"
             )
     # Half of the margin: a part of what was kept back has come by the time at which slots are filled. A cache is filled
@@ -231,8 +205,11 @@ def _divide(
     return Allocation(tuple(slots), tuple(granted), keep_free, None, tuple(warnings))
 
 
-def _reserve(loader: LoaderSettings | None, codec: SampleCodec | None, ranks: int, own: int) -> Reserve:
-    """The memory that a loader needs on this node."""
+def _reserve(request: CacheRequest, codec: SampleCodec | None, ranks: int, own: int) -> Reserve:
+    """The memory that the loader of a request needs on this node."""
+    loader = request.reader
+    if request.as_stream:
+        return Reserve(readers=ranks * _READERS)
     if loader is None or codec is None:
         return Reserve()
     batch_bytes = loader.batch_size * codec.batch_bytes

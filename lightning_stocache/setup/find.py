@@ -16,9 +16,11 @@ from typing import Any, cast
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.setup.child import Child, Subject, start_method
+from lightning_stocache.setup.first_samples import FirstSampleError, codec_of
 from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
+from lightning_stocache.source.draws import Draws
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.random_split import Probe, sign, split, spread
@@ -104,10 +106,16 @@ class SourceReader:
             SampleMismatchError: (`strict`, rows) the samples differ in shape, dtype or structure.
             Exception: (`strict`) what the source itself raises.
         """
+        if self.request.as_stream:
+            try:
+                draws = Draws(self.request.source, shuffle=False, passes=1, as_stream=True)
+                return Finding(codec_of(draws, self.request.layout))
+            except FirstSampleError as error:
+                return Finding(reason=str(error))
         if self.request.spec is not None:
             return Finding(self.request.spec)
         if not self.request.length:
-            return Finding(reason="it has no samples")
+            return Finding(reason="it has no samples: check the path or filter it is made from")
         try:
             return cast(Finding, self._child.ask("look", known, number=self._number))
         except Exception as error:  # the source is the user's, and may raise anything

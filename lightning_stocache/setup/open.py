@@ -28,6 +28,7 @@ from lightning_stocache.cache.checksums import checksum
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.store import Store, slots_for
+from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.disk import check_directory
 from lightning_stocache.node.files import Backend, printable
@@ -41,7 +42,7 @@ from lightning_stocache.setup.named_cache import FingerprintError, found_before,
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 from lightning_stocache.setup.same_data import store_or_refuse
-from lightning_stocache.setup.segments import CacheMemoryError, OpenMemory, make_and_attach
+from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
 from lightning_stocache.source.access import warn_of_odd
 
 __all__ = ["open_caches"]
@@ -55,6 +56,7 @@ _APART = (
     "and let a DistributedSampler divide it"
 )
 _LONGEST = 200  # characters of a source's title in the header of its segment
+_LEAST = 1 << 16  # bytes of a stream: less is not worth a segment
 
 
 @dataclass
@@ -126,7 +128,7 @@ def open_caches(
     """
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: all samples pass through uncached")
-        return [OpenCache.without(request) for request in requests]
+        return [OpenCache.without(request, group) for request in requests]
     check_lengths(requests, group)
     if not requests:
         return []
@@ -146,38 +148,40 @@ def open_caches(
         _find(openings, group)
         if is_named:
             group.together(lambda: _join(openings) if group.is_leader else None)
-        later = Reserve(kept_back, later_bytes * len(group.nodes[group.node]))
+        later = Reserve(kept_back, later_bytes * len(group.members))
         kind = _grant(openings, budgets, group, backend, later)
         parts = group.together(lambda: [parts_of(opening.request.source, opening.found) for opening in openings])
         _lay_rings(openings, group)
+        caches = [
+            OpenCache(
+                opening.request,
+                source,
+                tail,
+                ring=opening.ring,
+                group=group,
+                budget_bytes=opening.granted,
+                off=opening.budget.off,
+                expected_ring=opening.expected,
+            )
+            for opening, (source, tail) in zip(openings, parts, strict=True)
+        ]
         try:
-            memories = make_and_attach(lambda kind: [_make(opening, kind, group) for opening in openings], kind, group)
+            caches = make_and_attach(caches, lambda kind: [_make(opening, kind, group) for opening in openings], kind)
         except CacheMemoryError as error:
             wanted = is_named or any(arc.slots for opening in openings for arc in opening.ring.arcs)
-            return _without(requests, group, error, wanted=wanted)
-        memories = _store_or_refuse(openings, memories, group)
+            return _without(requests, group, error, wanted=wanted or any(request.as_stream for request in requests))
+        caches = _store_or_refuse(openings, caches, group)
     if is_named:
-        arcs = _per_node([None if memory.store is None else memory.store.arc for memory in memories], group)
-        for number, opening in enumerate(openings):
-            nodes = zip(arcs, opening.ring.arcs, strict=True)
-            opening.ring = Ring(tuple(node[number] or replace(arc, slots=0) for node, arc in nodes))
-            if opening.request.name is not None:
-                opening.expected = opening.ring
-    return [
-        OpenCache(
-            opening.request,
-            source,
-            tail,
-            memory.store,
-            memory.counters,
-            opening.ring,
-            group,
-            memory.budget_bytes,
-            off=opening.budget.off,
-            expected_ring=opening.expected,
-        )
-        for opening, memory, (source, tail) in zip(openings, memories, parts, strict=True)
-    ]
+        arcs = _per_node([None if cache.cache is None else cache.cache.arc for cache in caches], group)
+        for number, cache in enumerate(caches):
+            assert cache.ring is not None
+            nodes = zip(arcs, cache.ring.arcs, strict=True)
+            ring = Ring(tuple(node[number] or replace(arc, slots=0) for node, arc in nodes))
+            caches[number] = replace(cache, ring=ring)
+            if cache.request.name is not None:
+                granted = 0 if cache.cache is None else cache.cache.granted_bytes
+                caches[number] = replace(cache, ring=ring, expected_ring=ring, budget_bytes=granted)
+    return caches
 
 
 def _with_directory(request: CacheRequest) -> CacheRequest:
@@ -213,7 +217,7 @@ def _look(opening: _Opening, is_apart: bool) -> Finding:
     if opening.budget.off or (not request.length and not request.strict):
         return Finding()
     found = Finding(reason=_APART) if is_apart else opening.reader.look(found_before(request))
-    if request.strict and found.reason is not None:
+    if request.strict and found.reason is not None and not request.as_stream:
         raise ValueError(f"{request.title} cannot be cached: {found.reason}")
     if found.reads:
         log.info("%s: %d samples read at set-up, to learn what they are", request.title, found.reads)
@@ -247,11 +251,13 @@ def _grant(
     later += Reserve(sum(cache.promised_bytes for cache in joined))
     requests = [opening.request for opening in openings]
     codecs = [None if opening.joined is not None else opening.found.codec for opening in openings]
-    plan = group.lead(lambda: allocate(requests, codecs, budgets, len(group.nodes[group.node]), backend, later))
+    plan = group.lead(lambda: allocate(requests, codecs, budgets, len(group.members), backend, later))
     for number, opening in enumerate(openings):
         opening.slots, opening.granted = plan.slots[number], plan.granted[number]
         opening.keep_free = plan.keep_free[number]
-        if opening.found.codec is not None and opening.joined is None:
+        if opening.request.as_stream:
+            opening.slots = 0  # the bytes are divided
+        elif opening.found.codec is not None and opening.joined is None:
             _choose_form(opening, group)
     if group.is_leader and any(opening.slots < opening.request.samples for opening in openings):
         for warning in plan.warnings:
@@ -294,8 +300,9 @@ def _lay_rings(openings: Sequence[_Opening], group: NodeGroup) -> None:
     for opening, *nodes in zip(openings, *_per_node(ours, group), strict=True):
         request = opening.request
         slots, homes, arcs = zip(*nodes, strict=True)
-        opening.expected = Ring.cut(request.samples, group.shares, slots, request.domain)
-        opening.ring = Ring.cut(request.samples, group.shares, homes, request.domain).with_arcs(arcs)
+        samples = 0 if request.as_stream else request.samples
+        opening.expected = Ring.cut(samples, group.shares, slots, request.domain)
+        opening.ring = Ring.cut(samples, group.shares, homes, request.domain).with_arcs(arcs)
 
 
 def _homes(opening: _Opening, group: NodeGroup) -> int:
@@ -312,39 +319,37 @@ def _homes(opening: _Opening, group: NodeGroup) -> int:
     return min(max(expected, share), max(slots_for(opening.granted, codec, wanted), expected), wanted)
 
 
-def _make(opening: _Opening, kind: Backend | None, group: NodeGroup) -> OpenMemory[Store]:
+def _make(opening: _Opening, kind: Backend | None, group: NodeGroup) -> Store | None:
     """Make a cache, or join the one of the request's name."""
     request, found, granted = opening.request, opening.found, opening.granted
     store, codec, arc = opening.joined, found.codec, opening.ring.arcs[group.node]
     opening.joined = None
-    if store is None and codec is not None and request.name is not None:  # it may have come since
+    if codec is not None and request.as_stream and granted >= _LEAST:
+        store = StreamStore.empty(codec, granted, len(group.members), kind)
+    elif store is None and codec is not None and request.name is not None:  # it may have come since
         store = open_cache(request, codec, opening.budget, arc, granted, found.digest)
     elif store is None and codec is not None and arc.slots:
         whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
         store = Store.create(codec, arc, None if request.dir else kind, whose, granted=granted, directory=request.dir)
-    if store is None:
-        return OpenMemory(None, None, group, granted)
-    store.keep_free(opening.keep_free)
-    is_named = request.name is not None
-    return OpenMemory(store, None, group, store.granted_bytes if is_named else granted, is_named)
+    if store is not None:
+        store.keep_free(opening.keep_free)
+    return store
 
 
-def _store_or_refuse(
-    openings: Sequence[_Opening], memories: Sequence[OpenMemory[Store]], group: NodeGroup
-) -> list[OpenMemory[Store]]:
+def _store_or_refuse(openings: Sequence[_Opening], caches: Sequence[OpenCache], group: NodeGroup) -> list[OpenCache]:
     """Store what was read at set-up, and close caches under whose names other data lies. Collective.
 
     Raises:
         FingerprintError: a request for one of these is strict; on the other ranks a RuntimeError. All are closed then.
     """
 
-    def refusal(opening: _Opening, memory: OpenMemory[Store]) -> str | None:
+    def refusal(opening: _Opening, opened: OpenCache) -> str | None:
         request, found = opening.request, opening.found
-        if memory.store is None or memory.counters is None:
+        if opened.cache is None or opened.counters is None:
             return None
-        if found.odd and not request.strict and memory.counters.is_first("odd sample"):
+        if found.odd and not request.strict and opened.counters.is_first("odd sample"):
             warn_of_odd(request.source, found.odd)
-        words = store_or_refuse(request, found, opening.reader.read, memory.store, memory.counters)
+        words = store_or_refuse(request, found, opening.reader.read, opened.cache, opened.counters)
         if words is not None and request.strict:
             raise FingerprintError(f"{request.title} cannot be cached: {words}")
         if words is not None:
@@ -352,17 +357,17 @@ def _store_or_refuse(
         return words
 
     try:
-        refusals = group.lead(lambda: list(map(refusal, openings, memories)))
+        refusals = group.lead(lambda: list(map(refusal, openings, caches)))
     except BaseException:
-        for memory in memories:
-            memory.close()
+        for opened in caches:
+            opened.close()
         raise
-    for memory, words in zip(memories, refusals, strict=True):
-        if words is not None and memory.store is not None:
-            memory.store.close()
+    for opened, words in zip(caches, refusals, strict=True):
+        if words is not None and opened.cache is not None:
+            opened.cache.close()
     return [
-        memory if words is None else OpenMemory(None, memory.counters, group)
-        for memory, words in zip(memories, refusals, strict=True)
+        opened if words is None else replace(opened, cache=None, budget_bytes=0)
+        for opened, words in zip(caches, refusals, strict=True)
     ]
 
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenCache:
-    """A source, and the memory in which its samples are kept.
+    """A source, a stream or a rolling cache, and the memory in which its samples are kept.
 
     Args:
         request: what was asked for.

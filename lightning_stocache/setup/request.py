@@ -24,11 +24,13 @@ from lightning_stocache.node.named import check_name
 
 __all__ = [
     "CACHE_KEYS",
+    "ENDLESS",
     "BackendChoice",
     "CacheRequest",
     "Form",
     "Layout",
     "LoaderSettings",
+    "check_budget",
     "check_cache_keys",
     "check_choice",
     "check_count",
@@ -46,6 +48,9 @@ CACHE_KEYS = frozenset(
     }
 )
 """The keys of the Hydra group `cache`: the options that the doors share."""
+
+ENDLESS = 1 << 48
+"""Stands for the number of samples in a stream, which nobody knows."""
 
 _AUTO = Budget.parse("auto")
 
@@ -112,6 +117,15 @@ def check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
+def check_budget(budget: Budget) -> None:
+    """Refuse a share of a stream, whose size is not known."""
+    if budget.unit == "% of dataset" and budget.amount < 100:
+        raise ValueError(
+            f"budget of a stream must be in bytes, '% of free', 'auto' (as much as is safely free) or 0, got "
+            f"{str(budget)!r}: nobody knows the size of a stream"
+        )
+
+
 @dataclass(frozen=True)
 class LoaderSettings:
     """The loader that will read a source.
@@ -144,7 +158,7 @@ class CacheRequest:
     """One source to be cached.
 
     Args:
-        source: the map-style dataset.
+        source: the map-style dataset, or a stream.
         pot: name of the budget that it shares with others.
         budget: of a request that opens alone.
         spec: what its samples look like, if that is known: no sample is read then, and random samples are not found.
@@ -158,6 +172,8 @@ class CacheRequest:
         prefill: whether idle workers load samples that nobody has asked for yet.
         dir: directory of a cache on a disk; None: in memory.
         domain: the indices that are drawn; None: all of them.
+        as_stream: whether the source is a stream, or a function that makes an iterator. It has no name, directory,
+            or domain.
 
     Raises:
         TypeError: spec, fingerprint or dir is of another type.
@@ -178,8 +194,11 @@ class CacheRequest:
     prefill: bool = False
     dir: str | None = None
     domain: Domain | None = None
+    as_stream: bool = False
 
     def __post_init__(self) -> None:
+        if self.as_stream:
+            check_budget(self.budget)
         if self.domain is not None and self.domain.is_whole:
             object.__setattr__(self, "domain", None)
         check_choice("layout", self.layout, Layout)
@@ -199,8 +218,8 @@ class CacheRequest:
 
     @property
     def length(self) -> int:
-        """Number of samples in the source."""
-        return len(cast(Sized, self.source))
+        """Number of samples in the source; `ENDLESS` for a stream."""
+        return ENDLESS if self.as_stream else len(cast(Sized, self.source))
 
     @property
     def samples(self) -> int:
@@ -210,6 +229,8 @@ class CacheRequest:
     @property
     def title(self) -> str:
         """The source, for messages."""
+        if self.as_stream:
+            return getattr(self.source, "__name__", type(self.source).__name__)
         whose = self.reader.stage if self.reader is not None and self.reader.stage else self.pot
         samples = f"{self.length:,}" if self.domain is None else f"{self.samples:,} of {self.length:,}"
         return f"{type(self.source).__name__} ({samples} samples{f', {whose}' if whose else ''})"

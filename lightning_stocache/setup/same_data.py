@@ -21,9 +21,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from functools import partial
+from dataclasses import replace
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -31,8 +31,7 @@ from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.node.named import way_out
-from lightning_stocache.setup.child import Child, Subject, start_method
-from lightning_stocache.setup.find import Finding
+from lightning_stocache.setup.find import Finding, SourceReader
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.samples import same_sample
@@ -124,19 +123,12 @@ def is_continued(opened: OpenCache, dataset: Any) -> bool:
     if not len(stored):
         return False
     indices = np.unique(stored[np.linspace(0, len(stored) - 1, _COMPARED).astype(np.int64)]).tolist()
-    answer = partial(_gives_the_same, dataset, cache, indices)
-    try:
-        with closing(Child([Subject(answer, dataset, request.title)], start_method(None))) as child:
-            return cast(bool, child.ask())
-    except Exception as error:  # of the source, which is the user's
-        log.debug("%s cannot be compared with the one before: %s", request.title, error)
+    with closing(SourceReader(replace(request, source=dataset, reader=None))) as reader:
+        contents = reader.read(Finding(cache.codec), indices)
+    if len(contents) < len(indices):
         return False
-
-
-def _gives_the_same(source: Any, cache: Store, indices: Sequence[int]) -> bool:
-    """In a child: whether samples of a source are those of a cache."""
     stored = cache.read(cache.lookup(np.array(indices)))
-    return all(same_sample(source[index], sample) for index, sample in zip(indices, stored, strict=True))
+    return all(map(same_sample, (_decoded(cache.codec, contents[index]) for index in indices), stored))
 
 
 def _store(cache: Store, contents: Mapping[int, Sequence[bytes]], counters: Counters) -> None:

@@ -252,8 +252,14 @@ class CallCaches:
                 budget = Budget.parse(int(budget.amount) // waiting)
             back = self._kept_back([request.pot])
             back += max(_free_bytes() - back, 0) * (waiting - 1) // waiting
-            options = {"allow_random": request.allow_random, "shuffle": _stage(request) == "train"}
-            stream = CachedStream(request.source, budget, defer=True, strict=request.strict, **options)  # type: ignore[arg-type]
+            stream = CachedStream(
+                request.source,
+                budget,  # type: ignore[arg-type]
+                allow_random=request.allow_random,
+                strict=request.strict,
+                defer=True,
+                shuffle=_stage(request) == "train",
+            )
             stream_source(stream).open(self._group, back)
             self._open.append(_Open(request.source, stream, request.pot))
 

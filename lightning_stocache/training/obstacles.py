@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.loader_tree import cached_behind
-from lightning_stocache.setup.open_stream import check_budget
+from lightning_stocache.setup.request import check_budget
 from lightning_stocache.torch_internals import is_loader_iterator
 from lightning_stocache.training.loaders import hides_dataset, source_of
 from lightning_stocache.training.options import CacheOptions
@@ -62,7 +62,7 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None
     if not hasattr(dataset, "__getitem__"):
         raise TypeError("it is not map-style: it has no __getitem__")
     if length == 0:
-        raise ValueError("it is empty")
+        raise ValueError("it is empty: check the path or filter it is made from")
     if not hasattr(key := _first_key(leaf), "__index__"):
         raise TypeError(f"its sampler gives keys such as {key!r}, and a cache knows samples by number")
     _check_copy(leaf, "CachedDataset")

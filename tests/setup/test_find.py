@@ -95,8 +95,7 @@ def in_a_daemon(function: Callable[..., Any], *args: Any) -> Any:
     return answer
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(("num_workers", "wrapped"), [(0, True), (2, False)])
 def test_nothing_is_opened_counted_or_remembered(lazy: Lazy, num_workers: int, wrapped: bool) -> None:
     """The source is as it was, through a Subset too."""
     source = Subset(lazy, range(10, SAMPLES)) if wrapped else lazy
@@ -125,18 +124,6 @@ def test_where_no_process_can_be_started_all_is_put_back(lazy: Lazy) -> None:
     cached, file, reads, reason, same = in_a_daemon(_looked_in_a_daemon, lazy)
     assert (cached, file, reads, same) == (True, None, 0, True)
     assert "moves the generator of Own.draws" in reason
-
-
-def test_workers_have_handles_of_their_own(lazy: Lazy) -> None:
-    """Four forked workers read the right bytes: no handle with its offset came from the trainer."""
-    rows = np.fromfile(lazy.path, dtype=np.uint8).reshape(SAMPLES, 512)
-    dataset = CachedDataset(lazy)
-    try:
-        for _ in range(3):
-            for images, indices in DataLoader(dataset, 8, shuffle=True, num_workers=4):
-                assert np.array_equal(images.numpy(), rows[indices.numpy()])
-    finally:
-        dataset.close()
 
 
 def test_a_generator_of_the_source_draws_what_it_would_have_drawn() -> None:
