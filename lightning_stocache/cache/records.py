@@ -159,7 +159,8 @@ class RecordCodec:
             pickled, buffers = _pickled(sample, packed=self.packed)
         except Exception as error:  # the code of the sample's classes may raise anything
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise UnsupportedSampleError(f"{title} cannot be kept as bytes: {reason}") from error
+            advice = "Samples must hold only objects that pickle can write, such as tensors, arrays and text"
+            raise UnsupportedSampleError(f"{title} cannot be kept as bytes: {reason}. {advice}") from error
         if pickled.nbytes > _LONGEST_PICKLE:
             raise UnsupportedSampleError(f"{title} holds more than 4 GiB in text, bytes or small objects")
         head = bytearray(_HEAD.pack(pickled.nbytes, len(buffers)))

@@ -26,7 +26,7 @@ from functools import cached_property, partial
 from typing import Any, SupportsIndex, cast
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stocache.cache.codec import Memory, Parts, SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.counters import Counters, Matter
@@ -116,9 +116,9 @@ class CachedSource:
                 positions = [position_of(index, self.source) for index in indices]
             except TypeError:  # a sampler's keys, which only the source understands
                 return self._uncached(self.source, indices, self._transformed)
+            if not self.knows_ranks:
+                self._look_at_ranks()
             if (cache := self.cache) is not None:
-                if not self.knows_ranks:
-                    self._look_at_ranks()
                 return self._each_finished(self._serve(cache, positions))
             if (read := batch_reader(self.opened.source)) is None:
                 return self._uncached(self.opened.source, positions, self._finished)
@@ -128,13 +128,19 @@ class CachedSource:
             return self._each_finished(samples)
 
     def _look_at_ranks(self) -> None:
-        """Say once that each rank of a job has a cache of its own. A CachedLoader, which knows its sampler, does so."""
-        self.knows_ranks, (world, rank) = True, job_ranks()
-        if not rank and self.opened.group.world < world and self._is_first("ranks alone"):
+        """Warn once if the ranks of a job do not share the cache. A CachedLoader warns by itself: it knows its sampler.
+
+        Processes have counters in common. Before `share` there are none, so the first worker warns for all.
+        """
+        self.knows_ranks, (world, rank), worker = True, job_ranks(), get_worker_info()
+        if rank or self.opened.group.world >= world or (self.opened.counters is None and worker and worker.id):
+            return
+        if self._is_first("ranks alone"):
             log.warning(
-                "each of %d ranks has a cache of its own: after init_process_group, call share() of the dataset on "
-                "every rank, and give its DataLoader a DistributedSampler, without which each trains on all samples",
+                "each of %d ranks %s: after init_process_group, call share() of the dataset on every rank, and give "
+                "its DataLoader a DistributedSampler, without which each trains on all samples",
                 world,
+                "loads its samples uncached" if self.cache is None else "has a cache of its own",
             )
 
     def load_into(self, batch: Memory, indices: Sequence[SupportsIndex], rows: Sequence[int]) -> dict[int, Any]:
@@ -408,7 +414,7 @@ class CachedSource:
     def close(self) -> None:
         """Give the cache up in this process; from then on samples pass through."""
         self.opened.close()
-        self._serve_from(OpenCache.without(self.opened.request))
+        self._serve_from(OpenCache.without(self.opened.request, self.opened.group))
 
     def __getstate__(self) -> dict[str, Any]:
         # For a copy, too: memory and what reads again belong to one process.

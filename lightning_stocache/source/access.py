@@ -53,7 +53,7 @@ def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
         >>> check_source([], cached=dict)
         Traceback (most recent call last):
             ...
-        ValueError: source must have at least one sample, got an empty list
+        ValueError: source must have at least one sample, got an empty list: check the path or filter it is made from
     """
     kind = type(source).__name__
     if _holds(source, cached):
@@ -69,7 +69,8 @@ def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
         )
     if len(source) == 0:
         if strict:
-            raise ValueError(f"source must have at least one sample, got an empty {kind}")
+            words = f"got an empty {kind}: check the path or filter it is made from"
+            raise ValueError(f"source must have at least one sample, {words}")
         log.warning("%s is empty: there is nothing to cache", kind)
 
 

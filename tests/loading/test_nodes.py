@@ -84,26 +84,34 @@ def test_ranks_that_neither_share_nor_deal_are_told_once() -> None:
     assert others == []
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_plain_loader_says_that_ranks_are_alone(monkeypatch, workers):
+@pytest.mark.parametrize(
+    ("workers", "options", "state"),
+    [
+        (0, {}, "has a cache of its own"),
+        (2, {}, "has a cache of its own"),
+        (2, {"budget": 0}, "loads its samples uncached"),
+        (0, {"defer": True}, "loads its samples uncached"),
+    ],
+)
+def test_a_plain_loader_says_that_ranks_are_alone(monkeypatch, workers, options, state):
     """Under torchrun one warning of all workers and epochs, on rank zero, names share() and a DistributedSampler."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, warnings in ((1, 0), (0, 1)):
         monkeypatch.setenv("RANK", str(rank))
-        said = call(alone, workers)
+        said = call(alone, workers, options)
         assert len(said) == warnings
-    assert "each of 2 ranks has a cache of its own" in said[0]
+    assert f"each of 2 ranks {state}: " in said[0]
     assert "share()" in said[0]
     assert "DistributedSampler" in said[0]
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert call(alone, workers) == []
+    assert call(alone, workers, options) == []
 
 
-def alone(workers: int) -> list[str]:
+def alone(workers: int, options: dict[str, Any]) -> list[str]:
     """What a script is told that reads a cache by a plain loader, with logging in a file that workers share."""
     with tempfile.NamedTemporaryFile("r") as file:
         logging.getLogger("lightning_stocache").addHandler(logging.FileHandler(file.name))
-        dataset = CachedDataset(CountedSource(8))
+        dataset = CachedDataset(CountedSource(8), **options)
         for _ in range(2):
             list(DataLoader(dataset, 2, num_workers=workers))
         dataset.close()
