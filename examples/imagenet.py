@@ -9,8 +9,8 @@ recipe   RandomResizedCrop, flip, ToTensor and Normalize on images of PIL. What 
 tensors  PILToTensor first, v2 transforms on bytes, and normalising on the device, in the module's
          `on_after_batch_transfer`. The random steps are faster on tensors, and a quarter of the bytes travel.
 
-The photographs are JPEG files around 500x375, made once from two that scikit-learn ships, in a folder of the user's
-cache. The table has the samples/s of the last epoch, with a network so small that nothing but data takes time.
+The photographs are JPEG files around 500x375, cut once from drawn pictures, in a folder of the user's cache.
+The table has the samples/s of the last epoch, with a network so small that nothing but data takes time.
 """
 
 import os
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset
@@ -28,7 +27,9 @@ from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import default_loader
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
 
+import photos
 from lightning_stocache import StochasticCache
 from training import Loads, end, fit, parser
 
@@ -91,24 +92,15 @@ class Noted:
 
 def make(samples: int) -> Path:
     """A folder of two classes with at least so many JPEG files; those that are missing are made."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_stocache" / "imagenet"
-    paths = [folder / f"class{number % 2}" / f"{number:05}.jpg" for number in range(samples)]
-    missing = [path for path in paths if not path.exists()]
-    if not missing:
-        return folder
-    from sklearn.datasets import load_sample_images  # only whoever makes the files needs it
-
-    photographs = [Image.fromarray(image) for image in load_sample_images().images]
-    for path in missing:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        chance = Random(path.stem)
-        width, height = round(500 * chance.uniform(0.6, 1.4)), round(375 * chance.uniform(0.6, 1.4))
-        left, top = chance.randint(0, 200), chance.randint(0, 150)
-        crop = photographs[int(path.stem) % 2].resize((width, height), box=(left, top, left + 400, top + 270))
-        # Written beside its place and moved there: whoever looks finds a whole file or none.
-        draft = path.with_suffix(f".{os.getpid()}.part")
-        crop.save(draft, "JPEG", quality=92)
-        os.replace(draft, path)
+    folder = photos.cache_folder() / "sizes"
+    paths = [folder / photos.CLASSES[number % 2] / f"{number:05}.jpg" for number in range(samples)]
+    for path in paths:
+        if not path.exists():
+            chance = Random(path.stem)
+            width, height = round(500 * chance.uniform(0.6, 1.4)), round(375 * chance.uniform(0.6, 1.4))
+            left, top = chance.randint(0, 200), chance.randint(0, 150)
+            picture = photos.picture(path.parent.name)
+            photos.write(path, F.resized_crop(picture, top, left, 270, 400, [height, width], antialias=True), 92)
     return folder
 
 

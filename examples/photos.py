@@ -1,21 +1,22 @@
-"""The example's data: a few thousand real JPEG files, made once from crops of two photographs, or your own folder.
+"""The example's data: a few thousand JPEG files, made once from two drawn pictures, or your own folder.
 
 Layout, as torchvision's ImageFolder has it: `<root>/train/<class>/<name>.jpg`, `<root>/val/<class>/<name>.jpg`.
-Without a root, `make` cuts the files out of the two photographs that scikit-learn ships (a Chinese temple, a flower),
-into a folder of the user's cache; the class is the photograph that a crop came from. Crops differ in place, scale,
-orientation, light and colour; those of train and val come from different parts of each photograph. Each file depends
-only on its own name and appears whole or not at all, so an interrupted run goes on where it stopped.
+Without a root, `make` draws two pictures of noise (clouds, and streaks), and cuts the files out of them, into a folder
+of the user's cache; the class is the picture that a crop came from. Crops differ in place, scale, orientation, light
+and colour; those of train and val come from different parts of each picture. They compress as photographs do. Each
+file depends on its own name only and appears whole or not at all, so an interrupted run continues where it stopped.
 """
 
 import os
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import find_classes
 from torchvision.io import ImageReadMode, decode_image, encode_jpeg, read_file
@@ -24,9 +25,10 @@ from tqdm import tqdm
 
 from lightning_stocache import StocacheDataModule
 
-CLASSES = ("china", "flower")
+CLASSES = ("clouds", "streaks")
 SIDE = 320
-TRAIN_SHARE = 2 / 3  # of each photograph's width, from the left; val has the rest
+HEIGHT, WIDTH = 427, 640  # of a picture
+TRAIN_SHARE = 2 / 3  # of each picture's width, from the left; val has the rest
 
 
 def datamodule(root: str | None = None, **knobs: Any) -> StocacheDataModule:
@@ -63,14 +65,17 @@ def count_classes(root: str | None = None) -> int:
 
 
 def folder_of(root: str | None) -> Path:
-    """The folder that `root` means, from whatever directory it is asked; None: one in the user's cache."""
+    """The absolute path of `root`; None: a folder in the user's cache."""
     if root is not None:
         folder = Path(root).expanduser().absolute()
         if not (folder / "train").is_dir() or not (folder / "val").is_dir():
             raise FileNotFoundError(f"root must hold train/<class>/<image> and val/<class>/<image>; {folder} does not")
         return folder
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "lightning_stocache" / "photos"
+    return cache_folder() / "pictures"
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_stocache"
 
 
 def make(root: str | None = None, train_files: int = 4000, val_files: int = 800) -> None:
@@ -79,22 +84,28 @@ def make(root: str | None = None, train_files: int = 4000, val_files: int = 800)
         folder_of(root)
         return
     missing = [(name, path) for name, path in _plan(folder_of(None), train_files, val_files) if not path.exists()]
-    if not missing:
-        return
-    from sklearn.datasets import load_sample_images  # only whoever makes the files needs it
+    for name, path in tqdm(missing, desc="Making JPEG files, once", unit="file", disable=not missing):
+        write(path, _crop(picture(path.parent.name), train=name.startswith("train/"), random=Random(name)))
 
-    sample = load_sample_images()
-    photos = {
-        Path(name).stem: torch.from_numpy(image.copy()).movedim(-1, 0)  # its own array is not writable
-        for name, image in zip(sample.filenames, sample.images, strict=True)
-    }
-    for name, path in tqdm(missing, desc="Making JPEG files, once", unit="file"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        crop = _crop(photos[path.parent.name], train=name.startswith("train/"), random=Random(name))
-        # Written beside its place and moved there: whoever looks finds a whole file or none.
-        draft = path.with_suffix(f".{os.getpid()}.part")
-        draft.write_bytes(encode_jpeg(crop, quality=90).numpy().tobytes())
-        os.replace(draft, path)
+
+@cache
+def picture(name: str) -> Tensor:
+    """Draw the picture of a class: noise of many scales, uint8 `[3, 427, 640]`; that of streaks is finer across."""
+    chance, across = torch.Generator().manual_seed(CLASSES.index(name)), 4 if name == "streaks" else 1
+    total = torch.zeros(3, HEIGHT, WIDTH)
+    for octave in range(1, 9):
+        noise = torch.rand(1, 3, 2**octave, across * 2**octave, generator=chance)
+        total += 0.8**octave * interpolate(noise, (HEIGHT, WIDTH), mode="bicubic")[0]
+    total = (total - total.mean()) / (total.max() - total.min())
+    return (255 * (1.7 * total + 0.5)).clamp(0, 255).to(torch.uint8)
+
+
+def write(path: Path, image: Tensor, quality: int = 90) -> None:
+    """Write a JPEG file beside its place and move it there, so that nobody finds half of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}.part")
+    draft.write_bytes(encode_jpeg(image, quality=quality).numpy().tobytes())
+    os.replace(draft, path)
 
 
 def _plan(folder: Path, train_files: int, val_files: int) -> Iterator[tuple[str, Path]]:
@@ -104,12 +115,11 @@ def _plan(folder: Path, train_files: int, val_files: int) -> Iterator[tuple[str,
             yield name, folder / name
 
 
-def _crop(photo: Tensor, train: bool, random: Random) -> Tensor:
-    height, width = photo.shape[-2:]
-    border = round(width * TRAIN_SHARE)
-    left, right = (0, border) if train else (border, width)
+def _crop(whole: Tensor, train: bool, random: Random) -> Tensor:
+    border = round(WIDTH * TRAIN_SHARE)
+    left, right = (0, border) if train else (border, WIDTH)
     side = random.randint(64, 192)
-    crop = F.crop(photo, random.randint(0, height - side), random.randint(left, right - side), side, side)
+    crop = F.crop(whole, random.randint(0, HEIGHT - side), random.randint(left, right - side), side, side)
     crop = torch.rot90(crop, random.randrange(4), (-2, -1))
     if random.random() < 0.5:
         crop = F.horizontal_flip(crop)

@@ -21,11 +21,12 @@ __all__ = ["Loads", "Speed", "end", "fit", "parser"]
 class Loads:
     """A count to which all processes add: a file that grows by a byte for each sample that the source loads.
 
-    Ranks that the Trainer starts find it by an environment variable, workers by its path.
+    Args:
+        path: the file. None: a temporary one; ranks that the Trainer starts find it by an environment variable.
     """
 
-    def __init__(self) -> None:
-        path = os.environ.get("EXAMPLE_LOADS")
+    def __init__(self, path: str | None = None) -> None:
+        path = path or os.environ.get("EXAMPLE_LOADS")
         if path is None:
             file, path = tempfile.mkstemp()
             os.close(file)
@@ -35,7 +36,7 @@ class Loads:
 
     def note(self) -> None:
         """Add one."""
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(file, b".")
         finally:
@@ -43,7 +44,7 @@ class Loads:
 
     @property
     def count(self) -> int:
-        return os.path.getsize(self.path)
+        return os.path.getsize(self.path) if os.path.exists(self.path) else 0
 
 
 class Speed(Callback):

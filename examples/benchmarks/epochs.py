@@ -8,7 +8,7 @@ model behind it. Share 0 is a plain DataLoader around the source. `--latency` ad
 network drive does: the CPU is free meanwhile.
 
 The law: with a share f in memory, later epochs take `(1-f) * uncached + f * gather`, where `uncached` is epoch two of
-the plain DataLoader and `gather` is what one thread needs to copy the samples out of memory (`gather.py`). The table
+the plain DataLoader and `gather` is what one thread needs to copy the samples out of memory. The table
 gives epoch one over uncached epoch one (1.02: filling costs 2 %) and epochs two and three over the law (1.00: as fast
 as it can be; less is possible with workers, because the plain DataLoader pays for the transport of whole batches). At
 100 % an epoch of this small dataset takes milliseconds, and in epoch two there is what happens once: touching cold
@@ -19,14 +19,10 @@ There is no gain in epoch one, whatever the share, and none at all where one epo
 share is small: a quarter in memory saves a quarter.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
-import figure
-from gather import gather_seconds
-from measure import Report, Spread, epoch_seconds, fresh, parser, rounds
+from measure import Report, Spread, cell, epoch_seconds, fresh, gather_seconds, listed, parser, rounds
 from sources import Late, jpegs
 from torch.utils.data import DataLoader
 
@@ -58,9 +54,23 @@ def law(runs: list[dict[str, float]], uncached: list[dict[str, float]], gather: 
     ]
 
 
+def new_figure(rows: int, columns: int) -> tuple[Any, Any]:
+    """A figure and its axes `[rows, columns]`."""
+    import matplotlib  # here: a process that measures does not need it
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    grid = {"axes.grid": True, "axes.axisbelow": True, "grid.color": "#dddddd", "grid.linewidth": 0.7}
+    spines = {"axes.spines.top": False, "axes.spines.right": False, "errorbar.capsize": 3}
+    pyplot.rcParams.update(grid | spines | {"axes.titlesize": 10.5, "legend.frameon": False, "legend.fontsize": 9})
+    size = (4.8 * columns, 3.3 * rows + 0.6)
+    return pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", sharex=True, sharey="row")
+
+
 def draw(report: Report, found: dict[Any, list[dict[str, float]]], gather: list[float], samples: int) -> None:
     latencies, workers, shares = (sorted({key[place] for key in found}) for place in range(3))
-    made, axes = figure.new(len(latencies), len(workers), width=4.8, height=3.3, sharex=True, sharey="row")
+    made, axes = new_figure(len(latencies), len(workers))
     for row, latency in zip(axes, latencies, strict=True):
         for axis, number in zip(row, workers, strict=True):
             uncached = found[latency, number, 0.0]
@@ -72,8 +82,8 @@ def draw(report: Report, found: dict[Any, list[dict[str, float]]], gather: list[
                     [100 * share for share in shares],
                     [spread.median for spread in spreads],
                     yerr=list(zip(*(spread.bars for spread in spreads), strict=True)),
-                    fmt=figure.MARKS[at],
-                    color=figure.COLOURS[1 - at],
+                    fmt="os"[at],
+                    color=("#D55E00", "#0072B2")[at],
                     linestyle="-" if at == 0 else "none",
                     markersize=6,
                     label=name,
@@ -87,7 +97,10 @@ def draw(report: Report, found: dict[Any, list[dict[str, float]]], gather: list[
         axis.set_xlabel("share of the dataset in memory, %")
     axes[0, 0].legend(loc="lower left")
     title = f"Epoch one fills, epoch two gains in proportion (medians of {report.rounds} runs, bars: lowest to highest)"
-    figure.save(made, report.folder / "epochs.png", title, report.machine)
+    made.suptitle(title, size=12, weight="bold")
+    made.supxlabel(report.machine, fontsize=7.5, color="#666666")
+    made.savefig(path := report.folder / "epochs.png", dpi=140)
+    print(path)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -113,7 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
         uncached = found[latency, workers, 0.0]
         ideal = law(runs, uncached, gather)
         one, two, three = ([run[key] for run in runs] for key in ("one", "two", "three"))
-        cells = [f"{latency:g} ms, {workers} workers, {100 * share:g} %", *(f"{Spread.of(x):.2f}" for x in (one, two))]
+        cells = [f"{latency:g} ms, {workers} workers, {100 * share:g} %", cell(runs, "one"), cell(runs, "two")]
         if share:
             cells.append(f"{Spread.ratio(one, (run['one'] for run in uncached)):.2f}")
             cells += [f"{Spread.ratio(later, ideal):.2f}" for later in (two, three)]
@@ -122,13 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
     report.table(f"{samples} JPEG files, batches of {BATCH_SIZE}", columns, rows)
     report.say(f"One thread gathers all {samples} samples from memory in {Spread.of(1000 * x for x in gather):.1f} ms.")
     draw(report, found, gather, samples)
-    report.save(
-        gather_seconds=gather,
-        runs=[
-            {"latency_ms": latency, "workers": workers, "share": share, "rounds": runs}
-            for (latency, workers, share), runs in found.items()
-        ],
-    )
+    report.save(gather_seconds=gather, runs=listed(found, "latency_ms", "workers", "share"))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ us, whoever writes: 6 ms instead of 0.8 for 2 MB. So each process first writes a
 and frees it, then measures the copy, then the fill, in the same pages. `--cold` leaves that out.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import time
@@ -27,8 +25,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from measure import Report, Spread, fresh, parser, rounds
-from torch.utils.data import Dataset, get_worker_info
+from measure import Report, Spread, cell, fresh, listed, parser, rounds
+from sources import Pool
+from torch.utils.data import get_worker_info
 
 from lightning_stocache import CachedDataset, CachedLoader
 from lightning_stocache.loading.serve import CachedSource
@@ -36,23 +35,6 @@ from lightning_stocache.source.generators import Generators
 
 STORE = "store"
 KEYS = ("copy", "fill", "CPU", "generators")
-
-
-class Noise(Dataset[Any]):
-    """Copies of a few samples: a tensor of so many bytes, with a label if there are two fields."""
-
-    def __init__(self, samples: int, nbytes: int, fields: int) -> None:
-        self.samples, self.fields = samples, fields
-        self.pool = torch.randint(0, 256, (8, nbytes), dtype=torch.uint8)
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < self.samples:
-            raise IndexError(index)
-        image = self.pool[index % 8].clone()
-        return image if self.fields == 1 else (image, index % 10)
 
 
 class Clock:
@@ -77,9 +59,9 @@ class Clock:
             self.spent[0 if worker is None else worker.id + 1] += time.thread_time_ns() - start
 
 
-def copied(source: Noise, order: list[int]) -> int:
+def copied(source: Pool, order: list[int]) -> int:
     """Nanoseconds of this thread for writing all samples to a file in memory, per field one array."""
-    contents = [[source.pool[0].numpy().data, memoryview(bytes(8))][: source.fields]] * len(order)
+    contents = [[source.images[0].numpy().data, memoryview(bytes(8))][: 1 + source.labelled]] * len(order)
     sizes = [content.nbytes for content in contents[0]]
     starts = list(itertools.accumulate((size * len(order) for size in sizes), initial=0))
     file = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR)
@@ -94,7 +76,7 @@ def copied(source: Noise, order: list[int]) -> int:
 
 def measured(samples: int, nbytes: int, fields: int, batch_size: int, how: str, cold: bool) -> dict[str, float]:
     """Microseconds per sample."""
-    source, order = Noise(samples, nbytes, fields), torch.randperm(samples).tolist()
+    source, order = Pool(samples, (nbytes,), 8, labelled=fields == 2), torch.randperm(samples).tolist()
     if not cold:
         copied(source, order)
     spent = {"copy": copied(source, order)}
@@ -103,14 +85,14 @@ def measured(samples: int, nbytes: int, fields: int, batch_size: int, how: str, 
     assert cache is not None
     assert counters is not None
     if how == STORE:
-        loaded = source.pool[0] if fields == 1 else (source.pool[0], 7)
+        loaded = source.images[0] if fields == 1 else (source.images[0], 7)
         clock = Clock(lambda: [cache.fill(index, loaded) for index in order])
         wall = time.perf_counter_ns()
         clock()
         spent |= {"fill": time.perf_counter_ns() - wall, "CPU": clock.ns}
     else:
         keep, state = Clock(CachedSource._store), Clock(Generators.state)
-        CachedSource._store, Generators.state = keep, state  # type: ignore[method-assign, assignment]
+        CachedSource._store, Generators.state = keep, state
         before = counters.totals()
         for _ in CachedLoader(dataset, batch_size, shuffle=True, num_workers=int(how)):
             pass
@@ -140,11 +122,11 @@ def main(arguments: list[str] | None = None) -> None:
     runs = rounds(arms, report.rounds)
     rows = []
     for (nbytes, fields, how), found in runs.items():
-        known = [f"{Spread.of(run[key] for run in found):.1f}" if key in found[0] else "" for key in KEYS]
+        known = [cell(found, key, ".1f") if key in found[0] else "" for key in KEYS]
         ratio = Spread.ratio((run["CPU"] for run in found), (run["copy"] for run in found))
         rows.append([f"{nbytes:,} bytes", fields, how if how == STORE else f"{how} workers", *known, f"{ratio:.2f}"])
     report.table("us per sample", ("tensor", "fields", "filled by", *KEYS, "CPU/copy"), rows)
-    report.save(runs=[{"bytes": n, "fields": f, "by": how, "rounds": r} for (n, f, how), r in runs.items()])
+    report.save(runs=listed(runs, "bytes", "fields", "by"))
 
 
 if __name__ == "__main__":

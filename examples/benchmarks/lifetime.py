@@ -15,8 +15,7 @@ trials       four jobs that draw the same order, over a source of 2 ms: loads co
 When there is no gain: where the disk of the cache is the one that the source reads, and reading is all that it does.
 """
 
-from __future__ import annotations
-
+import multiprocessing
 import os
 import statistics
 import tempfile
@@ -26,57 +25,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Report, Spread, fresh, parser, rounds
-from torch.utils.data import Dataset
+from measure import Report, Spread, cell, fresh, parser, rounds
+from sources import Counted, Late, Pool
 
 from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
+from lightning_stocache.node.named import clean
 
 SHAPE = (3, 224, 224)
 BATCH = 64
 TRIALS = 4
+CACHES = {"none": "no cache", "memory": "a named cache in memory", "disk": "one on a disk"}
 
 
-class Images(Dataset[Any]):
-    """Copies of a few images; each load is a line in a file, and takes some milliseconds."""
-
-    def __init__(self, samples: int, log: str = "", milliseconds: float = 0) -> None:
-        self.samples, self.log, self.milliseconds = samples, log, milliseconds
-        self.pool = torch.randint(0, 256, (8, *SHAPE), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < self.samples:
-            raise IndexError(index)
-        if self.log:
-            file = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            os.write(file, b"1\n")
-            os.close(file)
-        time.sleep(self.milliseconds / 1000)
-        return self.pool[index % 8].clone(), index
+def images(samples: int) -> Pool:
+    return Pool(samples, SHAPE, 8)
 
 
-def cached(source: Images, folder: str | None, name: str | None) -> CachedDataset:
-    """Its cache on a disk, or in memory, without a look at the source."""
-    spec = SampleSpec.infer((source.pool[0], 0))
+def cached(source: Any, folder: str | None, name: str | None) -> CachedDataset:
+    """A cache on a disk, or in memory, that reads no sample at set-up."""
+    spec = SampleSpec.infer((torch.zeros(SHAPE, dtype=torch.uint8), 0))
     return CachedDataset(source, dir=folder, name=name, spec=spec, allow_random=True)
 
 
-def epoch(loader: CachedLoader, pool: torch.Tensor) -> float:
-    """Seconds of an epoch, of which every first image of a batch is compared."""
+def epoch(loader: CachedLoader) -> float:
+    """Seconds of an epoch; the first image of each batch is compared with the source's."""
+    expected = images(1).images
     start = time.perf_counter()
-    for images, labels in loader:
-        if not torch.equal(images[0], pool[int(labels[0]) % 8]):
-            raise RuntimeError(f"a wrong sample under {int(labels[0])}")
+    for batch, indices in loader:
+        if not torch.equal(batch[0], expected[int(indices[0]) % 8]):
+            raise RuntimeError(f"a wrong sample under {int(indices[0])}")
     return time.perf_counter() - start
 
 
 def filled(samples: int, folder: str, name: str) -> dict[str, float]:
     """A job that fills the cache: its seconds, the last writes to the file included."""
     start = time.perf_counter()
-    dataset = cached(Images(samples), folder, name)
-    epoch(CachedLoader(dataset, BATCH, shuffle=True), Images(1).pool)
+    dataset = cached(images(samples), folder, name)
+    epoch(CachedLoader(dataset, BATCH, shuffle=True))
     dataset.close()
     return {"fill": time.perf_counter() - start}
 
@@ -88,7 +73,7 @@ def first_batch(samples: int, folder: str, name: str, dropped: bool) -> dict[str
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    source = Images(samples)
+    source = images(samples)
     start = time.perf_counter()
     dataset = cached(source, folder, name)
     next(iter(CachedLoader(dataset, BATCH, shuffle=True)))
@@ -102,14 +87,14 @@ def first_batch(samples: int, folder: str, name: str, dropped: bool) -> dict[str
 
 def epochs(samples: int, folder: str, name: str, num_workers: int) -> dict[str, float]:
     """Warm epochs from the disk's pages and from memory, in turn."""
-    source = Images(samples)
+    source = images(samples)
     on_disk, in_memory = cached(source, folder, name), cached(source, None, None)
     loaders = [CachedLoader(data, BATCH, shuffle=True, num_workers=num_workers) for data in (on_disk, in_memory)]
-    first, _ = (epoch(loader, source.pool) for loader in loaders)
+    first, _ = (epoch(loader) for loader in loaders)
     spent: list[list[float]] = [[], []]
     for _ in range(5):
         for seconds, loader in zip(spent, loaders, strict=True):
-            seconds.append(epoch(loader, source.pool))
+            seconds.append(epoch(loader))
     on_disk.close()
     in_memory.close()
     disk, memory = (samples / statistics.median(seconds) for seconds in spent)
@@ -119,11 +104,11 @@ def epochs(samples: int, folder: str, name: str, num_workers: int) -> dict[str, 
 def trial(samples: int, log: str, folder: str | None, name: str | None) -> dict[str, float]:
     """One trial of a sweep: three epochs."""
     torch.manual_seed(0)
-    source = Images(samples, log, milliseconds=2)
+    source = Counted(Late(images(samples), 2), log)
     dataset: Any = source if name is None else cached(source, folder, name)
     start = time.perf_counter()
     for _ in range(3):
-        epoch(CachedLoader(dataset, BATCH, shuffle=True), source.pool)
+        epoch(CachedLoader(dataset, BATCH, shuffle=True))
     if name is not None:
         dataset.close()
     return {"seconds": time.perf_counter() - start}
@@ -131,8 +116,6 @@ def trial(samples: int, log: str, folder: str | None, name: str | None) -> dict[
 
 def trials(samples: int, folder: str, how: str, together: bool) -> dict[str, float]:
     """Four of them: the loads that the source has counted, and the seconds of all."""
-    import multiprocessing
-
     name = None if how == "none" else f"trials-{os.getpid()}"
     where = folder if how == "disk" else None
     with tempfile.TemporaryDirectory(dir=folder) as logs:
@@ -145,14 +128,48 @@ def trials(samples: int, folder: str, how: str, together: bool) -> dict[str, flo
                 job.join()
         for job in jobs:
             job.join()
-        seconds, loads = time.perf_counter() - start, Path(log).stat().st_size // 2
+        seconds, loads = time.perf_counter() - start, Path(log).stat().st_size
     if any(job.exitcode for job in jobs):
         raise RuntimeError("a trial failed")
     if name is not None:
-        from lightning_stocache.node.named import clean
-
         clean(name, where)
     return {"loads": loads, "seconds": seconds}
+
+
+def measure_warm(report: Report, samples: int, folder: str, workers: list[int]) -> dict[str, Any]:
+    fill = fresh(filled, samples, folder, "images")
+    arms: dict[Any, Any] = {
+        ("first batch", where): partial(fresh, first_batch, samples, folder, "images", where == "disk")
+        for where in ("page cache", "disk")
+    }
+    arms |= {("epochs", n): partial(fresh, epochs, samples, folder, "images", n) for n in workers}
+    runs = rounds(arms, report.rounds)
+    rows = [[where, cell(runs["first batch", where], "seconds")] for where in ("page cache", "disk")]
+    size = samples * (3 * 224 * 224 + 8) / 2**30
+    report.table(f"first batch of a cache of {size:.1f} GiB", ("its pages in", "seconds"), rows)
+    rows = []
+    for n in workers:
+        found = runs["epochs", n]
+        ratio = Spread.ratio((run["disk"] for run in found), (run["memory"] for run in found))
+        rates = [cell(found, key, ",.0f") for key in ("first", "disk", "memory")]
+        rows.append([f"{n} workers", *rates, f"{ratio:.2f}"])
+    report.table("samples/s", ("", "first, verifying", "disk", "memory", "disk/memory"), rows)
+    return {"fill": fill, "warm": [{"arm": list(arm), "rounds": found} for arm, found in runs.items()]}
+
+
+def measure_trials(report: Report, samples: int, folder: str) -> dict[str, Any]:
+    arms = {
+        (how, together): partial(fresh, trials, samples, folder, how, together)
+        for how in CACHES
+        for together in (False, True)
+    }
+    runs = rounds(arms, report.rounds)
+    rows = []
+    for (how, together), found in runs.items():
+        when = "at the same time" if together else "one after the other"
+        rows.append([CACHES[how], when, *(cell(found, key, ",.1f") for key in ("loads", "seconds"))])
+    report.table(f"{TRIALS} trials, {samples} samples, 3 epochs", ("", "", "loads", "seconds"), rows)
+    return {"trials": [{"arm": list(arm), "rounds": found} for arm, found in runs.items()]}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -168,45 +185,9 @@ def main(arguments: list[str] | None = None) -> None:
     saved: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=chosen.dir, prefix="lifetime-") as folder:
         if chosen.only != "trials":
-            saved["fill"] = fresh(filled, samples, folder, "images")
-            arms: dict[Any, Any] = {
-                ("first batch", where): partial(fresh, first_batch, samples, folder, "images", where == "disk")
-                for where in ("page cache", "disk")
-            }
-            arms |= {("epochs", n): partial(fresh, epochs, samples, folder, "images", n) for n in chosen.workers}
-            runs = rounds(arms, report.rounds)
-            rows = [
-                [where, f"{Spread.of(run['seconds'] for run in runs['first batch', where]):.2f}"]
-                for where in ("page cache", "disk")
-            ]
-            size = samples * (3 * 224 * 224 + 8) / 2**30
-            report.table(f"first batch of a cache of {size:.1f} GiB", ("its pages in", "seconds"), rows)
-            rows = []
-            for n in chosen.workers:
-                found = runs["epochs", n]
-                columns = [f"{Spread.of(run[key] for run in found):,.0f}" for key in ("first", "disk", "memory")]
-                ratio = Spread.ratio((run["disk"] for run in found), (run["memory"] for run in found))
-                rows.append([f"{n} workers", *columns, f"{ratio:.2f}"])
-            report.table("samples/s", ("", "first, verifying", "disk", "memory", "disk/memory"), rows)
-            saved["warm"] = [{"arm": list(arm), "rounds": found} for arm, found in runs.items()]
+            saved |= measure_warm(report, samples, folder, chosen.workers)
         if chosen.only != "warm":
-            count = min(samples, 600)
-            arms = {
-                (how, together): partial(fresh, trials, count, folder, how, together)
-                for how in ("none", "memory", "disk")
-                for together in (False, True)
-            }
-            runs = rounds(arms, report.rounds)
-            rows = [
-                [
-                    {"none": "no cache", "memory": "a named cache in memory", "disk": "one on a disk"}[how],
-                    "at the same time" if together else "one after the other",
-                    *(f"{Spread.of(run[key] for run in found):,.1f}" for key in ("loads", "seconds")),
-                ]
-                for (how, together), found in runs.items()
-            ]
-            report.table(f"{TRIALS} trials, {count} samples, 3 epochs", ("", "", "loads", "seconds"), rows)
-            saved["trials"] = [{"arm": list(arm), "rounds": found} for arm, found in runs.items()]
+            saved |= measure_trials(report, min(samples, 600), folder)
     report.save(**saved)
 
 

@@ -1,44 +1,43 @@
-"""Fresh processes, interleaved rounds, spreads, and the report of a benchmark.
+"""What all benchmarks share: fresh processes, rounds, spreads, reports, memory, CPU time, and the gather limit.
 
-Every configuration runs in a process of its own, forked off a server that has imported libraries and done nothing else
-(so that a run does not pay for imports, and inherits no thread, no CUDA context, no cache). Rounds run every
-configuration once, in an order that changes, so that a machine that slows down does so for all of them. What is shown
-of several runs is the median and, in brackets, the lowest and the highest.
+Each configuration runs in a process of its own, forked off a server that has imported libraries and nothing else: no
+run pays for imports, and none inherits a thread, a CUDA context or a cache. A round runs each configuration once, in a
+random order, so a machine that slows down slows all of them. Results are shown as median [lowest..highest].
 
-A Report prints tables as they are ready and writes `<output>/<name>.json` with every single value and the machine.
+Memory and CPU time are read from /proc: Linux only.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
+import platform
 import random
 import statistics
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
-from machine import machine
 from tqdm import tqdm
-
-__all__ = ["Job", "Report", "Spread", "epoch_seconds", "fresh", "parser", "rounds", "thousands"]
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "torchvision.transforms.v2", "lightning.pytorch"])
 _PATIENCE_SECONDS = 900
+_TICKS = os.sysconf("SC_CLK_TCK")
+_COLD_EPOCHS = 2
 
 
 @dataclass(frozen=True)
 class Spread:
-    """What several runs of one configuration gave.
+    """The results of several runs of one configuration.
 
     >>> f"{Spread.of([1.0, 3.0, 2.0]):.1f}"
     '2.0 [1.0..3.0]'
@@ -47,12 +46,12 @@ class Spread:
     values: tuple[float, ...]
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
+    def of(cls, values: Iterable[float]) -> Self:
         return cls(tuple(values))
 
     @classmethod
-    def ratio(cls, over: Iterable[float], under: Iterable[float]) -> Spread:
-        """Run by run: both are of the same round."""
+    def ratio(cls, over: Iterable[float], under: Iterable[float]) -> Self:
+        """Ratios of runs of the same round."""
         return cls(tuple(a / b for a, b in zip(over, under, strict=True)))
 
     @property
@@ -60,30 +59,21 @@ class Spread:
         return statistics.median(self.values)
 
     @property
-    def low(self) -> float:
-        return min(self.values)
-
-    @property
-    def high(self) -> float:
-        return max(self.values)
-
-    @property
-    def deviation(self) -> float:
-        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
-
-    @property
     def bars(self) -> tuple[float, float]:
-        """How far the lowest and the highest are from the median, as error bars have it."""
-        return self.median - self.low, self.high - self.median
+        """Error bars: the distances from the median to the lowest and to the highest value."""
+        return self.median - min(self.values), max(self.values) - self.median
 
     def __format__(self, spec: str) -> str:
         if len(self.values) == 1:
             return format(self.median, spec)
-        return f"{self.median:{spec}} [{self.low:{spec}}..{self.high:{spec}}]"
+        return f"{self.median:{spec}} [{min(self.values):{spec}}..{max(self.values):{spec}}]"
+
+
+# ---- processes ----
 
 
 class Place(NamedTuple):
-    """Where a process stands: its rank among so many (0: no group), and how it is to start processes of its own."""
+    """The group that a fresh process joins (world 0: none), and the start method of its own children."""
 
     meeting: str
     rank: int
@@ -92,13 +82,13 @@ class Place(NamedTuple):
 
 
 class Job:
-    """A function running in fresh processes: one, or the ranks of a gloo group.
+    """A function that runs in fresh processes: in one, or in the ranks of a gloo group.
 
     Args:
-        function: of the script's own top level; it gets `args`, and answers with what pickles.
+        function: of the script's top level; its result must pickle.
         args: its arguments.
-        world: 0 for one process without a group, else the number of ranks.
-        alone: start new interpreters, which share no page with the server: where memory is measured.
+        world: the number of ranks; 0 for one process without a group.
+        alone: start new interpreters, which share no page with the server. For measurements of memory.
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any, world: int = 0, alone: bool = False) -> None:
@@ -118,7 +108,7 @@ class Job:
         return [process.pid for process, _ in self._children]
 
     def results(self) -> list[Any]:
-        """What the function returned, by rank.
+        """The function's results, by rank.
 
         Raises:
             RuntimeError: a process raised, died or did not end; the message holds its traceback.
@@ -144,99 +134,8 @@ class Job:
 
 
 def fresh(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function of the script's top level returns in a fresh process."""
+    """Call a function of the script's top level in a fresh process, and return its result."""
     return Job(function, *args).results()[0]
-
-
-def rounds(arms: Mapping[Any, Callable[[], Any]], count: int) -> dict[Any, list[Any]]:
-    """Run every arm once per round; what each returned, round by round."""
-    found: dict[Any, list[Any]] = {arm: [] for arm in arms}
-    order = random.Random(0)
-    with tqdm(total=count * len(arms), unit="run", leave=False, disable=None) as bar:
-        for _ in range(count):
-            for arm in order.sample(list(arms), len(arms)):
-                bar.set_description(" ".join(map(str, arm)) if isinstance(arm, tuple) else str(arm))
-                found[arm].append(arms[arm]())
-                bar.update()
-    return found
-
-
-def epoch_seconds(loader: Iterable[Any]) -> float:
-    """How long it takes to go through a loader once, doing nothing with the batches."""
-    start = time.perf_counter()
-    for _ in loader:
-        pass
-    return time.perf_counter() - start
-
-
-def thousands(values: Iterable[float]) -> str:
-    """A spread of rates, in thousands."""
-    return f"{Spread.of(value / 1000 for value in values):.1f}"
-
-
-def parser(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks have in common; the script's docstring is its help."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder for JSON and PNG files")
-    made.add_argument("--rounds", type=int, help=f"runs of every configuration, interleaved ({rounds}; quick: 2)")
-    made.add_argument("--quick", action="store_true", help="a few samples, to see that it works; no figure means much")
-    made.set_defaults(usual_rounds=rounds)
-    return made
-
-
-class Report:
-    """Tables to stdout; tables, values and machine to `<output>/<name>.json`."""
-
-    def __init__(self, name: str, options: argparse.Namespace) -> None:
-        self.name, self.folder, self.quick = name, options.output, options.quick
-        self.rounds = options.rounds or (2 if options.quick else options.usual_rounds)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._written: dict[str, Any] = {"benchmark": name, "quick": self.quick, "rounds": self.rounds}
-        self._written["machine"] = machine()
-        self._started = time.perf_counter()
-        print(self.machine)
-        busy = os.getloadavg()[0] / (os.cpu_count() or 1)
-        if busy > 0.3:
-            print(f"The machine is busy (load {busy:.1f} per core): seconds mean little, ratios somewhat more.")
-
-    @property
-    def machine(self) -> str:
-        """The machine in one line."""
-        facts = self._written["machine"]
-        line = "{cpu}, {cores} cores, {memory_gib} GiB, {gpu}, Python {python}, torch {torch}".format(**facts)
-        return line + (" | quick run: the figures mean nothing" if self.quick else "")
-
-    def say(self, text: str) -> None:
-        """A sentence, printed and kept."""
-        print(text)
-        self._written.setdefault("remarks", []).append(text)
-
-    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """A table; spreads as they are, numbers rounded by whoever gives them."""
-        cells = [[str(cell) for cell in row] for row in rows]
-        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-        print(f"\n{title}")
-        for row in (columns, *cells):
-            first, *others = (
-                cell.ljust(width) if not at else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            print("  ".join([first, *others]).rstrip())
-        self._written.setdefault("tables", []).append({"title": title, "columns": list(columns), "rows": cells})
-
-    def markdown(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """A table as Markdown, for a README."""
-        cells = [[str(cell) for cell in row] for row in rows]
-        lines = [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *cells)]
-        print("\n".join(["", f"{title}:", "", *lines]))
-        self._written.setdefault("tables", []).append({"title": title, "columns": list(columns), "rows": cells})
-
-    def save(self, **values: Any) -> None:
-        """Write the JSON file; Spreads become lists of all their values."""
-        self._written["seconds"] = round(time.perf_counter() - self._started, 1)
-        path = self.folder / f"{self.name}.json"
-        path.write_text(json.dumps(self._written | values, indent=1, default=_plain) + "\n")
-        print(f"\n{path}, after {self._written['seconds']:.0f} s")
 
 
 def _run(pipe: Connection, place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -263,7 +162,252 @@ def _in_group(place: Place, function: Callable[..., Any], args: tuple[Any, ...])
         torch.distributed.destroy_process_group()
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Spread):
-        return list(value.values)
-    raise TypeError(f"{value!r} cannot be written as JSON")
+# ---- seconds ----
+
+
+def rounds(arms: Mapping[Any, Callable[[], Any]], count: int) -> dict[Any, list[Any]]:
+    """Run every arm once per round; the results of each arm, round by round."""
+    found: dict[Any, list[Any]] = {arm: [] for arm in arms}
+    order = random.Random(0)
+    with tqdm(total=count * len(arms), unit="run", leave=False, disable=None) as bar:
+        for _ in range(count):
+            for arm in order.sample(list(arms), len(arms)):
+                bar.set_description(" ".join(map(str, arm)) if isinstance(arm, tuple) else str(arm))
+                found[arm].append(arms[arm]())
+                bar.update()
+    return found
+
+
+def epoch_seconds(loader: Iterable[Any]) -> float:
+    """Seconds to go through a loader once, doing nothing with the batches."""
+    start = time.perf_counter()
+    for _ in loader:
+        pass
+    return time.perf_counter() - start
+
+
+def warm_epochs(loader: Iterable[Any], samples: int, cold: int, epochs: int) -> dict[str, float]:
+    """Samples/s ("rate", of the median epoch) and CPU microseconds per sample ("cpu"), after some cold epochs."""
+    for _ in range(cold):
+        epoch_seconds(loader)
+    cpu, seconds = cpu_seconds(), [epoch_seconds(loader) for _ in range(epochs)]
+    used = 1e6 * (cpu_seconds() - cpu) / (epochs * samples)
+    return {"rate": samples / statistics.median(seconds), "cpu": used}
+
+
+def gather_seconds(samples: int, shape: Sequence[int], batch_size: int, epochs: int = 5) -> list[float]:
+    """The limit: seconds per epoch that one thread needs to copy the rows of all batches out of shared memory.
+
+    The rows are uint8 images and int labels; the indices are drawn beforehand. NumPy's `take`, once per field, is the
+    fastest way found: torch's `index_select` takes a microsecond more per call. Three buffers take turns, because a
+    loader hands out one batch, has one ready and makes one. First epochs are left out: they touch cold pages.
+    """
+    # Memory that processes share comes in small pages; private memory may come in huge ones, which no loader has.
+    images = torch.empty(samples, math.prod(shape), dtype=torch.uint8).share_memory_().random_(256)
+    fields = [images.view(samples, -1).numpy(), torch.arange(samples).share_memory_().numpy()]
+    # torch's memory is aligned to 64 bytes, NumPy's to 16
+    sizes = [batch_size * field[0].nbytes for field in fields]
+    memory = [[torch.empty(size, dtype=torch.uint8).numpy() for size in sizes] for _ in range(3)]
+    buffers = [
+        [row.view(field.dtype).reshape(batch_size, *field.shape[1:]) for row, field in zip(rows, fields, strict=True)]
+        for rows in memory
+    ]
+    found = []
+    for _ in range(_COLD_EPOCHS + epochs):
+        batches = [batch.numpy() for batch in torch.randperm(samples).split(batch_size)]
+        start = time.perf_counter()
+        for number, indices in enumerate(batches):
+            for field, buffer in zip(fields, buffers[number % 3], strict=True):
+                field.take(indices, 0, buffer[: len(indices)], "clip")
+        found.append(time.perf_counter() - start)
+    return found[_COLD_EPOCHS:]
+
+
+# ---- memory and CPU time of a tree of processes ----
+
+
+def cpu_seconds() -> float:
+    """CPU seconds so far of this process, its descendants, and the children that have ended."""
+    return sum(sum(map(int, _stat(str(pid))[11:15])) for pid in _tree([os.getpid()])) / _TICKS
+
+
+def held_bytes(pids: Iterable[int]) -> int:
+    """Memory of processes and their descendants: anonymous PSS and files in memory, without files of programs.
+
+    PSS divides a page by the number of processes that map it. Files in /dev/shm and memfds count with their allocated
+    blocks, or with their shared PSS if that is more: a mapping whose descriptor is closed shows no blocks.
+    """
+    sums, blocks = {"Pss_Anon:": 0, "Pss_Shmem:": 0}, dict[tuple[int, int], int]()
+    for pid in _tree(pids):
+        for name, kib in (line.split()[:2] for line in _read(f"/proc/{pid}/smaps_rollup").splitlines()[1:]):
+            if name in sums:
+                sums[name] += int(kib) * 1024
+        blocks |= _blocks_in_memory(pid)
+    return sums["Pss_Anon:"] + max(sums["Pss_Shmem:"], sum(blocks.values()))
+
+
+class Peak:
+    """The most memory that processes hold while the block runs, in bytes, sampled every 20 ms by a thread.
+
+    A process that forks while it is sampled counts one and a half times, so two samples in a row must confirm a peak.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self.bytes = 0
+        self._pids = list(pids)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        last = 0
+        while not self._end.wait(0.02):
+            now = held_bytes(self._pids)
+            self.bytes = max(self.bytes, min(last, now))
+            last = now
+
+
+def _tree(pids: Iterable[int]) -> set[int]:
+    """Processes and all their descendants."""
+    parents = {int(name): stat[1] for name in os.listdir("/proc") if name.isdigit() and (stat := _stat(name))}
+    found, generation = set[int](), {int(pid) for pid in pids}
+    while generation:
+        found |= generation
+        generation = {pid for pid, parent in parents.items() if int(parent) in generation} - found
+    return found
+
+
+def _stat(pid: str) -> list[str]:
+    """The fields of a process behind its name: state, parent, ...; empty if it has ended."""
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def _blocks_in_memory(pid: int) -> dict[tuple[int, int], int]:
+    """Allocated bytes of the files in memory that a process has open, by device and inode."""
+    found = {}
+    try:
+        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return {}
+    for descriptor in descriptors:
+        try:
+            if os.readlink(descriptor).startswith(("/dev/shm/", "/memfd:")):
+                facts = descriptor.stat()
+                found[facts.st_dev, facts.st_ino] = facts.st_blocks * 512
+        except OSError:  # closed meanwhile
+            continue
+    return found
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:  # the process has ended, or the system has no such file
+        return ""
+
+
+# ---- reports ----
+
+
+def parser(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """The options that all benchmarks have; the script's docstring is the help."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--output", type=Path, default=Path("outputs/benchmarks"), help="folder for the results")
+    made.add_argument("--rounds", type=int, help=f"runs of every configuration, interleaved ({rounds}; quick: 2)")
+    made.add_argument("--quick", action="store_true", help="a few samples, to see that it works; no figure means much")
+    made.set_defaults(usual_rounds=rounds)
+    return made
+
+
+def cell(runs: Iterable[Mapping[str, float]], key: str, spec: str = ".2f", scale: float = 1) -> str:
+    """A table's cell: the spread of a value over runs."""
+    return f"{Spread.of(scale * run[key] for run in runs):{spec}}"
+
+
+def thousands(values: Iterable[float]) -> str:
+    """A table's cell: a spread of rates, in thousands."""
+    return f"{Spread.of(value / 1000 for value in values):.1f}"
+
+
+def listed(found: Mapping[Any, list[Any]], *names: str) -> list[dict[str, Any]]:
+    """The results of `rounds` as JSON has them: the parts of each arm by name, and its rounds."""
+    return [dict(zip(names, arm, strict=True)) | {"rounds": runs} for arm, runs in found.items()]
+
+
+class Report:
+    """Prints tables, and writes them with the machine and every single value to `<output>/<name>.json`."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name, self.folder, self.quick = name, options.output, options.quick
+        self.rounds = options.rounds or (2 if options.quick else options.usual_rounds)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._written: dict[str, Any] = {"benchmark": name, "quick": self.quick, "rounds": self.rounds}
+        self._written |= {"machine": machine(), "remarks": [], "tables": []}
+        self._started = time.perf_counter()
+        print(self.machine)
+        busy = os.getloadavg()[0] / (os.cpu_count() or 1)
+        if busy > 0.3:
+            print(f"The machine is busy (load {busy:.1f} per core): seconds mean little, ratios somewhat more.")
+
+    @property
+    def machine(self) -> str:
+        """The machine in one line."""
+        line = "{cpu}, {cores} cores, {memory_gib} GiB, {gpu}, Python {python}, torch {torch}".format(
+            **self._written["machine"]
+        )
+        return line + (" | quick run: the figures mean nothing" if self.quick else "")
+
+    def say(self, text: str) -> None:
+        """Print a sentence, and keep it."""
+        print(text)
+        self._written["remarks"].append(text)
+
+    def table(
+        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], markdown: bool = False
+    ) -> None:
+        """Print a table, aligned or as Markdown, and keep it."""
+        cells = [[str(value) for value in row] for row in rows]
+        self._written["tables"].append({"title": title, "columns": list(columns), "rows": cells})
+        if markdown:
+            lines = [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *cells)]
+            print("\n".join(["", f"{title}:", "", *lines]))
+            return
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        print(f"\n{title}")
+        for row in (columns, *cells):
+            others = (value.rjust(width) for value, width in zip(row[1:], widths[1:], strict=True))
+            print("  ".join([row[0].ljust(widths[0]), *others]).rstrip())
+
+    def save(self, **values: Any) -> None:
+        """Write the JSON file; a Spread becomes the list of its values."""
+        self._written["seconds"] = round(time.perf_counter() - self._started, 1)
+        path = self.folder / f"{self.name}.json"
+        path.write_text(json.dumps(self._written | values, indent=1, default=lambda spread: spread.values) + "\n")
+        print(f"\n{path}, after {self._written['seconds']:.0f} s")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, memory, accelerator, versions and load."""
+    cpu = [line.partition(":")[2] for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
+    memory = [int(line.split()[1]) for line in _read("/proc/meminfo").splitlines() if line.startswith("MemTotal")]
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "cpu": cpu[0].strip() if cpu else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "l3_cache": _read("/sys/devices/system/cpu/cpu0/cache/index3/size").strip() or None,
+        "memory_gib": round(memory[0] / 2**20) if memory else None,
+        "shm_gib": round(shm.f_blocks * shm.f_frsize / 2**30, 2) if shm else None,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load": os.getloadavg()[0],
+        "at": time.strftime("%Y-%m-%d %H:%M"),
+    }

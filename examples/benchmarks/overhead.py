@@ -13,15 +13,11 @@ cost     what a callback adds to the main thread's CPU time per step, without th
 calls    functions called for it per step, Python's and C's, over 100 steps without the progress bar: however busy the
          machine is, it is the same
 end      CPU time at the end of an epoch: epochs of a few steps end with the callbacks and without them in turn
-clock    what StepTimer tells its clock, by itself, ten thousand steps in a row: on the host's clock and with events
-         that cost nothing (a real event takes a CUDA call more, some ten times a step)
 wait     data_wait_seconds as CacheMonitor logs it, beside what Lightning's SimpleProfiler has for `next(loader)`, in
          epoch two of a loader that is warm, and of one whose source takes 20 ms per batch; a step sleeps for 10 ms
 compute  compute_seconds, beside the profiler's `run_training_batch`, which is within it
 hooks    what the profiler has for all hooks of both callbacks, over both epochs; what it costs to time them is in it
 """
-
-from __future__ import annotations
 
 import contextlib
 import io
@@ -35,18 +31,18 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
-from measure import Report, Spread, fresh, parser, rounds
-from torch.utils.data import DataLoader, Dataset
+from measure import Report, cell, fresh, parser, rounds
+from sources import Late, Pool
+from torch.utils.data import DataLoader
 
 from lightning_stocache import CacheMonitor, FillProgress, StepTimer, StocacheDataModule, StochasticCache
-from lightning_stocache.insight.steps import StepClock
 
 STEP_SECONDS = 0.010
 SLOW_SECONDS = 0.020
@@ -56,7 +52,6 @@ LONG = 500  # and where the end is to be a share of it
 COLD_BYTES = 4 << 20  # what a step writes over: more than a core has to itself
 FIRST = 20  # steps that are not counted: much is done for the first time in them
 _OURS = ("[Callback]CacheMonitor.", "[Callback]FillProgress.")
-HOW = ("host", "events")  # where StepTimer reads moments
 BOTH = (CacheMonitor, FillProgress)
 
 
@@ -72,21 +67,6 @@ COSTS: dict[str, tuple[type[Callback], ...]] = {
     "StochasticCache": (StochasticCache,),
     "CacheMonitor, FillProgress": BOTH,
 }
-
-
-class Images(Dataset[Any]):
-    """Images that take a while each."""
-
-    def __init__(self, samples: int, seconds: float) -> None:
-        self.samples, self.seconds = samples, seconds
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if self.seconds:
-            time.sleep(self.seconds)
-        return torch.full((3, 32, 32), index % 256, dtype=torch.uint8), index % 10
 
 
 class Steps(LightningModule):
@@ -190,8 +170,10 @@ def train(model: Steps, steps: int, epochs: int, source_seconds: float, profiler
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     seed_everything(0, verbose=False)
-    source, budget = Images(steps * BATCH_SIZE, source_seconds / BATCH_SIZE), 0 if source_seconds else "auto"
-    data: Any = StocacheDataModule(train=source, batch_size=BATCH_SIZE, budget=budget)
+    source: Any = Pool(steps * BATCH_SIZE, (3, 32, 32))
+    if source_seconds:
+        source = Late(source, 1000 * source_seconds / BATCH_SIZE)
+    data: Any = StocacheDataModule(train=source, batch_size=BATCH_SIZE, budget=0 if source_seconds else "auto")
     if StochasticCache in model.ours:
         data = DataLoader(source, BATCH_SIZE)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -257,41 +239,6 @@ def clocks(steps: int, seconds_per_batch: float) -> dict[str, float]:
     }
 
 
-class Free:
-    """An event that costs nothing."""
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end_event: Any) -> float:
-        return 1.0
-
-
-def clock(steps: int) -> dict[str, float]:
-    """CPU seconds per step of what StepTimer tells its clock."""
-    found, many = {}, 320  # of which some are read meanwhile
-    for name, moment in {"host": time.perf_counter, "events": Free}.items():
-        clock, spent = StepClock(moment), []
-        clock.resume("wait")
-        begin = time.thread_time()
-        for step in range(1, steps + 1):
-            for part in ("wait", "transfer"):
-                clock.start(part)
-                clock.stop(part)
-            clock.start("optimizer")
-            for part in ("forward", "optimizer", "backward"):
-                clock.start(part)
-                clock.stop(part)
-            clock.stop("optimizer")
-            clock.end_step()
-            if step % many == 0:
-                now = time.thread_time()
-                spent.append((now - begin) / many)
-                begin = now
-        found[name] = statistics.median(spent)
-    return found
-
-
 class Median(NamedTuple):
     """A median and its 95 % interval, which is of order statistics: it asks nothing of how values are spread."""
 
@@ -300,17 +247,17 @@ class Median(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Median:
+    def of(cls, values: Iterable[float]) -> Self:
         several = sorted(values)
         off = 0.98 * math.sqrt(len(several))
         first, last = math.floor(len(several) / 2 - off), math.ceil(len(several) / 2 + off)
         return cls(several[max(first, 0)], statistics.median(several), several[min(last, len(several) - 1)])
 
-    def __add__(self, other: Median) -> Median:  # type: ignore[override]
-        return Median(*(mine + its for mine, its in zip(self, other, strict=True)))
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(mine + its for mine, its in zip(self, other, strict=True)))
 
-    def __mul__(self, factor: float) -> Median:  # type: ignore[override]
-        return Median(*sorted(factor * each for each in self))
+    def __mul__(self, factor: float) -> Self:
+        return type(self)(*sorted(factor * each for each in self))
 
     def __format__(self, spec: str) -> str:
         return f"{self.median:{spec}} [{self.low:{spec}}..{self.high:{spec}}]"
@@ -319,7 +266,6 @@ class Median(NamedTuple):
 def costs(steps: int, epochs: int) -> dict[str, Any]:
     """What all callbacks cost, in one process: each is compared with nothing but its own run."""
     arms = {name: partial(added, steps, ours) for name, ours in COSTS.items()} | {"end": partial(ends, epochs)}
-    arms |= {"clock": partial(clock, 10 * steps)}
     return {name: arms[name]() for name in random.sample(list(arms), len(arms))}
 
 
@@ -353,17 +299,11 @@ def main(arguments: list[str] | None = None) -> None:
     end = Median.of(each for run in runs for each in run["end"]) + totals["CacheMonitor, FillProgress"] * -SHORT
     share = f"{end * (1 / LONG / STEP_SECONDS):.2%} of {LONG} steps of {1000 * STEP_SECONDS:.0f} ms"
     report.say(f"The end of an epoch costs {end * 1e6:.0f} us more with CacheMonitor and FillProgress, {share}.")
-    told = ", ".join(f"{_microseconds(run['clock'][name] for run in runs)} us ({name})" for name in HOW)
-    report.say(f"StepTimer's clock alone takes {told} a step.")
 
     keys = ("wait", "profiled wait", "compute", "profiled compute", "hooks")
-    rows = [[name, *(_microseconds(one[key] for one in several) for key in keys)] for name, several in found.items()]
+    rows = [[name, *(cell(runs, key, ".0f", 1e6) for key in keys)] for name, runs in found.items()]
     report.table("Clocks, us per step of epoch two", ("loader", *keys), rows)
     report.save(cost=runs, calls=called, clocks=found)
-
-
-def _microseconds(seconds: Iterable[float]) -> str:
-    return f"{Spread.of(1e6 * one for one in seconds):.0f}"
 
 
 if __name__ == "__main__":

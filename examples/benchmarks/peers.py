@@ -39,8 +39,6 @@ There is no gain where the step is slower than the slowest row here: a model tha
 become faster when the batch comes in 0.5 ms instead of 5. And none in epoch one.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import time
@@ -48,15 +46,23 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import figure
 import torch
-from footprint import Footprint
-from gather import gather_seconds
-from measure import Report, Spread, epoch_seconds, fresh, parser, rounds, thousands
-from rivals import OTHERS, OURS, import_peer, make_dataset, make_loader
-from sources import Pool
+from measure import (
+    Report,
+    Spread,
+    cell,
+    epoch_seconds,
+    fresh,
+    gather_seconds,
+    held_bytes,
+    parser,
+    rounds,
+    thousands,
+    warm_epochs,
+)
+from sources import OTHERS, OURS, Pool, import_peer, make_dataset, make_loader
 from torch.utils.data import DataLoader
-from transforms import measure_transforms
+from torchvision.transforms import v2
 
 from lightning_stocache import CachedDataset
 
@@ -71,7 +77,7 @@ def run(peer: str, shape: tuple[int, ...], workers: int, samples: int, batch_siz
     """Preparation, first batch, epoch one, warm epochs at two batch sizes, memory, wait."""
     import_peer(peer)
     source = Pool(samples, shape)
-    before = Footprint.of([os.getpid()]).held
+    before = held_bytes([os.getpid()])
     start = time.perf_counter()
     dataset = make_dataset(peer, source, workers)
     prepared = time.perf_counter()
@@ -82,7 +88,7 @@ def run(peer: str, shape: tuple[int, ...], workers: int, samples: int, batch_siz
     for _ in batches:
         pass
     found["one"] = time.perf_counter() - prepared
-    found["held"] = middle_of_epoch(loader).held - before  # epoch two, which touches cold pages: not timed
+    found["held"] = middle_of_epoch(loader) - before  # epoch two, which touches cold pages: not timed
     found["warm"] = {batch_size: samples / warm_seconds(loader)}
     found["wait"] = wait_seconds(loader)
     del loader, batches
@@ -100,12 +106,13 @@ def warm_seconds(loader: Iterable[Any], first: int = 0) -> float:
     return Spread.of(found).median
 
 
-def middle_of_epoch(loader: DataLoader[Any]) -> Footprint:
-    seen = Footprint()
+def middle_of_epoch(loader: DataLoader[Any]) -> int:
+    """The memory that is held in the middle of an epoch."""
+    held = 0
     for number, _ in enumerate(loader):
         if number == len(loader) // 2:
-            seen = Footprint.of([os.getpid()])
-    return seen
+            held = held_bytes([os.getpid()])
+    return held
 
 
 def wait_seconds(loader: DataLoader[Any], steps: int = 80) -> float:
@@ -156,7 +163,7 @@ def measure_speed(report: Report, peers: list[str], quick: bool) -> dict[str, An
         name, payload = "x".join(map(str, shape)), samples * torch.Size(shape).numel()
         for size in (batch_size, SMALL_BATCH):
             rivals = (warm[peer, shape, number, size] for peer in peers if peer in OTHERS for number in workers)
-            rival = max(rivals, key=median)
+            rival = max(rivals, key=lambda spread: spread.median)
             limits = found["limit", shape, size]
             rows.append([f"{name}, batch {size}: the limit", "", thousands(limits), "1", ""])
             for number in workers:
@@ -169,63 +176,24 @@ def measure_speed(report: Report, peers: list[str], quick: bool) -> dict[str, An
             for peer in peers:
                 runs = found[peer, shape, number]
                 cold.append([f"{name}: {peer}", number, *once(runs, payload)])
-                wait.append([f"{name}: {peer}", number, f"{Spread.of(1e6 * run['wait'] for run in runs):.0f}"])
+                wait.append([f"{name}: {peer}", number, cell(runs, "wait", ".0f", 1e6)])
         lines = []
         for peer in peers:
             rates = {number: warm[peer, shape, number, batch_size] for number in workers}
             number = max(rates, key=lambda number, rates=rates: rates[number].median)
             lines.append([peer, number, thousands(rates[number].values), *once(found[peer, shape, number], payload)])
-        report.markdown(
-            f"{name}, batches of {batch_size}, {samples:,} samples, each with its best number of workers",
-            ("", "workers", "1000 samples/s", *ONCE),
-            lines,
-        )
+        title = f"{name}, batches of {batch_size}, {samples:,} samples, each with its best number of workers"
+        report.table(title, ("", "workers", "1000 samples/s", *ONCE), lines, markdown=True)
     report.table("Warm, fully cached", ("", "workers", "1000 samples/s", "of the limit", "times the best other"), rows)
     report.table("Cold", ("", "workers", *ONCE), cold)
     report.table("Wait behind a step of 2 ms that sleeps", ("", "workers", "us per batch"), wait)
-    draw(report, warm, found, shapes, peers, workers)
     return {"runs": [{"arm": list(map(str, key)), "rounds": runs} for key, runs in found.items()]}
 
 
 def once(runs: list[dict[str, Any]], payload: int) -> list[str]:
     """The cells of `ONCE`."""
-    seconds = [f"{Spread.of(run[key] for run in runs):.2f}" for key in ("prepare", "first", "one")]
-    return [*seconds, f"{Spread.of(run['held'] / payload for run in runs):.2f}"]
-
-
-def median(spread: Spread) -> float:
-    return spread.median
-
-
-def draw(report: Report, warm: Any, found: Any, shapes: Any, peers: list[str], workers: tuple[int, ...]) -> None:
-    made, axes = figure.new(2, len(shapes), width=4.2, height=2.9, sharex=True)
-    for column, (shape, (_, large)) in enumerate(shapes.items()):
-        for axis, size in zip(axes[:, column], (large, SMALL_BATCH), strict=True):
-            most = Spread.of(found["limit", shape, size])
-            axis.axhspan(most.low / 1000, most.high / 1000, color="#bbbbbb", alpha=0.5, linewidth=0)
-            axis.axhline(most.median / 1000, color="black", linestyle="--", linewidth=1.2, label="gather limit")
-            for place, peer in enumerate(peers):
-                spreads = [warm[peer, shape, number, size] for number in workers]
-                axis.errorbar(
-                    [at + 0.8 / len(peers) * (place - (len(peers) - 1) / 2) for at in range(len(workers))],
-                    [spread.median / 1000 for spread in spreads],
-                    yerr=[[end / 1000 for end in ends] for ends in zip(*(s.bars for s in spreads), strict=True)],
-                    fmt=figure.MARKS[place],
-                    color=figure.COLOURS[place],
-                    markersize=7,
-                    label={"CachedDataset": "DataLoader + CachedDataset"}.get(peer, peer),
-                )
-            figure.logarithmic(axis)
-            axis.set_title(f"{'x'.join(map(str, shape))} uint8, batches of {size}", loc="left")
-            axis.set_xticks(range(len(workers)), workers)
-            axis.set_xlim(-0.5, len(workers) - 0.5)
-    for axis in axes[-1]:
-        axis.set_xlabel("num_workers")
-    for row in axes:
-        row[0].set_ylabel("1000 samples/s, warm (log)")
-    figure.legend(made, axes[0, 0], 2 * len(shapes))  # columns
-    title = f"Fully cached epochs (medians of {report.rounds} runs, bars and grey band: lowest to highest)"
-    figure.save(made, report.folder / "peers.png", title, report.machine)
+    seconds = [cell(runs, key) for key in ("prepare", "first", "one")]
+    return [*seconds, cell(runs, "held", scale=1 / payload)]
 
 
 def tiny_batch_seconds(workers: int, samples: int) -> float:
@@ -254,6 +222,73 @@ def measure_python(report: Report, peers: list[str], quick: bool) -> dict[str, S
     rows = [[name, f"{spread:.0f}"] for name, spread in beyond.items()]
     report.table("Python: a warm batch of 256 tiny samples beyond their gather", ("CachedLoader", "us per batch"), rows)
     return beyond
+
+
+def normalise(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
+    """Bytes to floats around zero; of a batch just as well as of a sample."""
+    image, label = sample
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    return image.float().div_(255).sub_(mean).div_(std), label
+
+
+_CROP = v2.Compose([v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()])
+
+
+def crop(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
+    return _CROP(sample[0]), sample[1]
+
+
+def run_transform(peer: str, name: str, samples: int) -> dict[str, float]:
+    """Warm epochs with a transform, in two workers."""
+    import_peer(peer)
+    transform = {"normalise": normalise, "crop": crop}[name]
+    loader = make_loader(peer, make_dataset(peer, Pool(samples, (3, 224, 224)), 2, transform), 64, 2)
+    return warm_epochs(loader, samples, 2, 3 if name == "normalise" else 2)
+
+
+def run_batch_transform(samples: int) -> dict[str, float]:
+    """Warm epochs of a CachedLoader whose whole batches are normalised in the main process."""
+    loader = make_loader("CachedLoader", CachedDataset(Pool(samples, (3, 224, 224))), 64, 2)
+    epoch_seconds(loader)
+    seconds = [epoch_seconds(map(normalise, loader)) for _ in range(4)]
+    return {"rate": samples / Spread.of(seconds).median}
+
+
+def transform_alone(samples: int) -> float:
+    """CPU microseconds per sample of RandomResizedCrop and flip, on samples that lie in memory."""
+    images = torch.randint(0, 256, (64, 3, 224, 224), dtype=torch.uint8)
+    for number in range(samples + 64):
+        if number == 64:  # the first ones load code
+            start = time.process_time()
+        crop((images[number % 64], 0))
+    return 1e6 * (time.process_time() - start) / samples
+
+
+def measure_transforms(report: Report, peers: list[str], quick: bool) -> dict[str, Any]:
+    samples = 192 if quick else 1024
+    arms: dict[Any, Callable[[], Any]] = {
+        (name, peer): partial(fresh, run_transform, peer, name, samples)
+        for name in ("normalise", "crop")
+        for peer in peers
+    }
+    arms["batch"] = partial(fresh, run_batch_transform, samples)
+    arms["alone"] = partial(fresh, transform_alone, samples)
+    found = rounds(arms, report.rounds)
+    rates = {peer: [run["rate"] for run in found["normalise", peer]] for peer in peers}
+    best = [max(values) for values in zip(*(rates[peer] for peer in peers if peer in OTHERS), strict=True)]
+    rates["CachedLoader, whole batches"] = [run["rate"] for run in found["batch"]]
+    rows = [[peer, thousands(values), f"{Spread.ratio(values, best):.1f}"] for peer, values in rates.items()]
+    columns = ("", "1000 samples/s", "times the best other")
+    report.table("uint8 to normalised float32 of 3x224x224, per sample in 2 workers", columns, rows)
+    rows = [["the transform alone", f"{Spread.of(found['alone']):.0f}", "1", ""]]
+    for peer in peers:
+        runs = found["crop", peer]
+        cpu = [run["cpu"] for run in runs]
+        own = f"{Spread.ratio(cpu, found['alone']):.2f}"
+        rows.append([peer, f"{Spread.of(cpu):.0f}", own, thousands(run["rate"] for run in runs)])
+    columns = ("", "CPU us/sample", "over the transform's own", "1000 samples/s")
+    report.table("RandomResizedCrop(224) and flip, per sample in 2 workers", columns, rows)
+    return {"runs": [{"arm": str(key), "rounds": runs} for key, runs in found.items()]}
 
 
 PARTS = {"speed": measure_speed, "python": measure_python, "transforms": measure_transforms}

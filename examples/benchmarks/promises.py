@@ -24,8 +24,6 @@ this script has no step at all. Where the files are small, uncompressed and in t
 what reading them through Python cost, and no more.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -34,10 +32,8 @@ import time
 from functools import partial
 from typing import Any
 
-import figure
 import torch
-from footprint import Peak, cpu_seconds
-from measure import Job, Report, Spread, epoch_seconds, fresh, parser, rounds
+from measure import Job, Peak, Report, Spread, cell, cpu_seconds, epoch_seconds, fresh, parser, rounds
 from sources import Clocked, Counted, Pool, jpegs
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -52,7 +48,7 @@ def count_loads(loader: str, workers: int, samples: int, log: str) -> tuple[int,
     """Loads over three epochs, loads before the first one, and those that the package announced. On every rank."""
     heard: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: heard.append(record.getMessage())
     logging.getLogger("lightning_stocache").addHandler(handler)
     logging.getLogger("lightning_stocache").setLevel(logging.INFO)
     source = Counted(Pool(samples, (3, 8, 8)), log)
@@ -61,7 +57,7 @@ def count_loads(loader: str, workers: int, samples: int, log: str) -> tuple[int,
     ranks = torch.distributed.is_initialized()
     if ranks:
         torch.distributed.barrier()
-    before = source.loads
+    before = source.loads.count
     sampler = DistributedSampler(dataset) if ranks else None
     batches = LOADERS[loader](dataset, batch_size=50, shuffle=not ranks, sampler=sampler, num_workers=workers)
     for epoch in range(3):
@@ -73,7 +69,7 @@ def count_loads(loader: str, workers: int, samples: int, log: str) -> tuple[int,
     if ranks:
         torch.distributed.barrier()
     announced = sum(int(found[1]) for text in heard if (found := re.search(r"(\d+) samples? read at set-up", text)))
-    return source.loads, before, announced
+    return source.loads.count, before, announced
 
 
 def measure_loads(report: Report) -> list[dict[str, Any]]:
@@ -191,23 +187,18 @@ def measure_epochs(report: Report) -> dict[str, dict[str, Spread]]:
     for (workers, loader), runs in found.items():
         plain = found[workers, "DataLoader"]
         name = f"{loader}, {workers} workers"
-        cells = [f"{Spread.of(run['one'] for run in runs):.2f}", f"{1e6 * _median(runs, 'cpu') / samples:.0f}"]
+        cpu = Spread.of(run["cpu"] for run in runs)
+        cells = [cell(runs, "one"), f"{1e6 * cpu.median / samples:.0f}"]
         if loader == "DataLoader":
             rows.append([name, *cells, "", "", ""])
             continue
         one = Spread.ratio((run["one"] for run in runs), (run["one"] for run in plain))
-        cpu = Spread.ratio((run["cpu"] for run in runs), (run["cpu"] for run in plain))
+        cpu = Spread.ratio(cpu.values, (run["cpu"] for run in plain))
         gain = Spread.ratio((run["later"] for run in plain), (run["later"] for run in runs))
         ratios["epoch one"][name], ratios["CPU in epoch one"][name], ratios["fully cached"][name] = one, cpu, gain
         rows.append([name, *cells, f"{one:.2f}", f"{cpu:.2f}", f"{gain:.1f}"])
-    columns = (
-        "loader, workers",
-        "epoch one, s",
-        "CPU us/sample",
-        "epoch one / uncached",
-        "its CPU / uncached",
-        "uncached / fully cached",
-    )
+    ratio_columns = ("epoch one / uncached", "its CPU / uncached", "uncached / fully cached")
+    columns = ("loader, workers", "epoch one, s", "CPU us/sample", *ratio_columns)
     report.table(f"{samples} JPEG files of 320x320, resized to 96x96", columns, rows)
     return ratios
 
@@ -230,7 +221,7 @@ def peak_of(loader: str, budget: int, samples: int, world: int) -> int:
     job = Job(fill_and_read, loader, budget, samples, world=world if world > 1 else 0, alone=True)
     with Peak(job.pids) as peak:
         job.results()
-    return peak.most.held
+    return peak.bytes
 
 
 def measure_memory(report: Report) -> dict[str, Spread]:
@@ -257,45 +248,6 @@ def measure_memory(report: Report) -> dict[str, Spread]:
     return ratios
 
 
-def _median(runs: list[dict[str, float]], key: str) -> float:
-    return Spread.of(run[key] for run in runs).median
-
-
-# Title, bound, whether lower is better, unit of what is drawn.
-PANELS = {
-    "epoch one": ("Epoch one over uncached", 1.10, "ratio (1 = no cost)"),
-    "fully cached": ("Uncached over a fully cached epoch", 5.0, "times faster"),
-    "delay": ("Delay of the first batch, budget 8 GiB", 100.0, "ms beyond the set-up reads"),
-    "memory": ("Memory above budget=0", 1.05, "share of the budget"),
-}
-
-
-def draw(report: Report, drawn: dict[str, dict[str, Spread]]) -> None:
-    shown = [key for key in PANELS if drawn.get(key)]
-    made, axes = figure.new(-(-len(shown) // 2), min(len(shown), 2), width=5.2, height=2.6)
-    for axis in axes.flat[len(shown) :]:
-        axis.axis("off")
-    for axis, key in zip(axes.flat, shown, strict=False):
-        title, bound, unit = PANELS[key]
-        better = key != "fully cached"
-        for place, (name, spread) in enumerate(drawn[key].items()):
-            colour = figure.COLOURS["CachedDataset" in name]
-            axis.plot(spread.values, [place] * len(spread.values), ".", color=colour, alpha=0.45, markersize=7)
-            ends = [[end] for end in spread.bars]
-            axis.errorbar(spread.median, place, xerr=ends, fmt="|", color=colour, markersize=15, markeredgewidth=2)
-        axis.axvline(bound, color="black", linestyle="--", linewidth=1)
-        words = f"at {'most' if better else 'least'} {bound:g}"
-        axis.annotate(words, (bound, 1), xycoords=("data", "axes fraction"), ha="center", va="bottom", fontsize=8.5)
-        axis.set_yticks(range(len(drawn[key])), list(drawn[key]))
-        axis.set_ylim(len(drawn[key]) - 0.4, -0.6)
-        axis.set_title(title, loc="left", pad=14)
-        axis.set_xlabel(unit)
-        if key == "fully cached":
-            axis.set_xscale("log")
-            axis.xaxis.set_major_formatter("{x:g}")
-    figure.save(made, report.folder / "promises.png", "What is promised and what is measured", report.machine)
-
-
 PARTS = {
     "loads": measure_loads,
     "delay": measure_delay,
@@ -311,8 +263,6 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = options.parse_args(arguments)
     report = Report("promises", chosen)
     found: dict[str, Any] = {part: PARTS[part](report) for part in chosen.only}
-    if set(found) - {"loads", "setup"}:
-        draw(report, {key: found.get("epochs", {}).get(key) or found.get(key, {}) for key in PANELS})
     report.save(**found)
 
 

@@ -12,8 +12,6 @@ There is no gain where the writers are slower than the training needs new sample
 the same samples again.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time
@@ -21,13 +19,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from measure import Report, Spread, fresh, parser, rounds
+from measure import Report, cell, fresh, listed, parser, rounds
 
 from lightning_stocache import CachedLoader, RollingCache, RollingWriter, SampleSpec
 
-__all__: list[str] = []
-
 POOL_BYTES = 512 * 2**20
+SHOWN = {
+    "MB/s read": "read_mb",
+    "alone": "read_mb",
+    "MB/s written by all": "read_written_mb",
+    "renewed": "renewed",
+}
 
 
 def sample(words: int, number: int) -> tuple[torch.Tensor, int]:
@@ -103,19 +105,12 @@ def main(arguments: list[str] | None = None) -> None:
     for nbytes in sizes:
         runs, alone = found[nbytes, chosen.writers], found[nbytes, 0]
         checked = sum(run["checked_samples"] for run in runs)
-        rows.append(
-            [
-                f"{nbytes:,}",
-                f"{Spread.of(run['read_mb'] for run in runs):.0f}",
-                f"{Spread.of(run['read_mb'] for run in alone):.0f}",
-                f"{Spread.of(run['read_written_mb'] for run in runs):.0f}",
-                f"{Spread.of(run['renewed'] for run in runs):.0f}",
-                f"{sum(run['checked_torn'] for run in runs):.0f} of {checked:,.0f}",
-            ]
-        )
-    columns = ("bytes per sample", "MB/s read", "alone", "MB/s written by all", "renewed", "torn")
+        cells = [cell(alone if key == "alone" else runs, column, ".0f") for key, column in SHOWN.items()]
+        torn = sum(run["checked_torn"] for run in runs)
+        rows.append([f"{nbytes:,}", *cells, f"{torn:.0f} of {checked:,.0f}"])
+    columns = ("bytes per sample", *SHOWN, "torn")
     report.table(f"One reader and {chosen.writers} writers", columns, rows)
-    report.save(runs=[{"bytes": n, "writers": w, "rounds": runs} for (n, w), runs in found.items()])
+    report.save(runs=listed(found, "bytes", "writers"))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ The texts are records: dicts of a string and a list of numbers, of many lengths.
 There is no gain where training waits for compute, where the stream is read once, and where it does not fit.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import Report, Spread, epoch_seconds, fresh, parser, rounds, thousands
+from measure import Report, Spread, epoch_seconds, fresh, listed, parser, rounds, thousands
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache import CachedDataset, CachedLoader, CachedStream
@@ -37,20 +35,14 @@ from lightning_stocache import CachedDataset, CachedLoader, CachedStream
 SHARDS, LATER, LATER_SECONDS = 8, 5, 1.0
 
 
-def image(number: int, side: int) -> torch.Tensor:
-    """Bytes that no compression makes smaller, the same for the same number."""
-    return torch.randint(0, 256, (3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
-
-
 class Images(Dataset[Any]):
     """The images by their number, out of one file."""
 
-    def __init__(self, folder: Path, samples: int, side: int) -> None:
+    def __init__(self, folder: Path) -> None:
         self.pixels = np.load(folder / "images.npy", mmap_mode="r")
-        self.samples, self.side = samples, side
 
     def __len__(self) -> int:
-        return self.samples
+        return len(self.pixels)
 
     def __getitem__(self, index: int) -> Any:
         return torch.from_numpy(self.pixels[index].copy()), index
@@ -61,28 +53,15 @@ def texts(samples: int) -> Iterator[Any]:
         yield {"text": f"word{number} " * (number % 50 + 5), "ids": list(range(number % 40 + 1))}
 
 
-class Texts(Dataset[Any]):
-    """The texts by their number."""
-
-    def __init__(self, samples: int) -> None:
-        self.texts = list(texts(samples))
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.texts[index]
-
-
 # ---- writing ----
 
 
 def write_files(folder: Path, samples: int, side: int) -> None:
-    pixels = np.stack([image(number, side).numpy() for number in range(samples)])
-    np.save(folder / "images.npy", pixels)
+    chance = np.random.default_rng(0)  # bytes that no compression makes smaller
+    np.save(folder / "images.npy", chance.integers(0, 256, (samples, 3, side, side), np.uint8))
 
 
-def write_tar(folder: Path, samples: int, side: int) -> None:
+def write_tar(folder: Path, samples: int) -> None:
     import webdataset
 
     pixels = np.load(folder / "images.npy", mmap_mode="r")
@@ -97,21 +76,14 @@ def lit_sample(folder: str, number: int) -> Any:
     return {"image": torch.from_numpy(np.load(f"{folder}/images.npy", mmap_mode="r")[number].copy()), "label": number}
 
 
-def write_lit(folder: Path, samples: int, side: int) -> None:
+def write_lit(folder: Path, samples: int) -> None:
     import litdata
 
-    litdata.optimize(
-        partial(lit_sample, str(folder)),
-        list(range(samples)),
-        output_dir=str(folder / "lit"),
-        chunk_bytes="16MB",
-        num_workers=1,
-        start_method="fork",
-        verbose=False,
-    )
+    settings: dict[str, Any] = {"chunk_bytes": "16MB", "num_workers": 1, "start_method": "fork", "verbose": False}
+    litdata.optimize(partial(lit_sample, str(folder)), list(range(samples)), output_dir=str(folder / "lit"), **settings)
 
 
-def write_mosaic(folder: Path, samples: int, side: int) -> None:
+def write_mosaic(folder: Path, samples: int) -> None:
     import streaming
 
     pixels = np.load(folder / "images.npy", mmap_mode="r")
@@ -144,7 +116,7 @@ def loader_of(arm: str, folder: Path, samples: int, side: int, batch: int, worke
     if arm == "CachedStream, DataLoader":
         return DataLoader(CachedStream(tar_stream(folder, side)), **settings)
     if arm == "CachedDataset":
-        return CachedLoader(CachedDataset(Images(folder, samples, side)), shuffle=True, **settings)
+        return CachedLoader(CachedDataset(Images(folder)), shuffle=True, **settings)
     if arm == "WebDataset":
         return DataLoader(tar_stream(folder, side), **settings)
     if arm == "litData":
@@ -156,12 +128,11 @@ def loader_of(arm: str, folder: Path, samples: int, side: int, batch: int, worke
         import streaming
 
         streaming.base.util.clean_stale_shared_memory()
-        return DataLoader(
-            streaming.StreamingDataset(local=str(folder / "mds"), batch_size=batch, shuffle=True), **settings
-        )
+        dataset = streaming.StreamingDataset(local=str(folder / "mds"), batch_size=batch, shuffle=True)
+        return DataLoader(dataset, **settings)
     if arm == "texts, CachedStream":
         return CachedLoader(CachedStream(partial(texts, samples)), collate_fn=list, **settings)
-    return CachedLoader(CachedDataset(Texts(samples)), shuffle=True, collate_fn=list, **settings)
+    return CachedLoader(CachedDataset(list(texts(samples))), shuffle=True, collate_fn=list, **settings)
 
 
 def measure(arm: str, folder: Path, samples: int, side: int, batch: int, workers: int) -> dict[str, float]:
@@ -177,7 +148,7 @@ def measure(arm: str, folder: Path, samples: int, side: int, batch: int, workers
 
 # ---- the report ----
 
-ARMS: dict[str, tuple[str, Callable[[Path, int, int], None] | None]] = {
+ARMS: dict[str, tuple[str, Callable[[Path, int], None] | None]] = {
     "CachedDataset": ("torch", None),
     "CachedStream": ("webdataset", write_tar),
     "CachedStream, DataLoader": ("webdataset", None),
@@ -206,7 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
         write_files(folder, samples, chosen.side)
         for arm, (_, write) in ARMS.items():
             if arm in found and write is not None:
-                fresh(write, folder, samples, chosen.side)
+                fresh(write, folder, samples)
         settings = (folder, samples, chosen.side, chosen.batch)
         arms = {
             (arm, workers): partial(fresh, measure, arm, *settings, workers)
@@ -234,7 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append([arm, workers, one, thousands(later), *ratios])
     columns = ("", "workers", "one, 1000/s", "later, 1000/s", "of a map", "CachedStream over it")
     report.table(f"{samples} samples of 3x{chosen.side}x{chosen.side}, batches of {chosen.batch}", columns, rows)
-    report.save(runs=[{"arm": arm, "workers": workers, "rounds": values} for (arm, workers), values in runs.items()])
+    report.save(runs=listed(runs, "arm", "workers"))
 
 
 if __name__ == "__main__":

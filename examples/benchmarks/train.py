@@ -8,13 +8,11 @@ and resized to 96x96) through a StocacheDataModule, normalised on the device, wi
 samples. On a GPU where there is one, else on the CPU. An epoch's wait is the time between two steps: fetching the batch
 and moving it to the device; the rest of it is compute. Sanity check, validation and checkpoints are off.
 
-Read the two bars of an epoch together. Epoch one takes what it took before. From epoch two on the cached run waits for
+Epoch one takes what it took before. From epoch two on the cached run waits for
 next to nothing, and the epoch cannot become shorter than its compute: where the network is slow (mobilenet on a CPU)
 the wait was a small part, and removing it gains little. With workers on a GPU the wait may have been hidden behind the
 step already; then there is no gain at all, except for the cores that are free for something else.
 """
-
-from __future__ import annotations
 
 import logging
 import time
@@ -22,10 +20,9 @@ import warnings
 from functools import partial
 from typing import Any
 
-import figure
 import lightning.pytorch as pl
 import torch
-from measure import Report, Spread, epoch_seconds, fresh, parser, rounds
+from measure import Report, Spread, cell, epoch_seconds, fresh, listed, parser, rounds
 from sources import jpegs
 from torch import nn
 from torch.utils.data import DataLoader
@@ -102,39 +99,6 @@ def train(name: str, cached: bool, workers: int, batch_size: int, samples: int) 
     return clock.epochs
 
 
-def draw(report: Report, found: dict[Any, Any], models: list[str], workers: list[int]) -> None:
-    made, axes = figure.new(len(workers), len(models), width=4.6, height=2.9, sharex=True)
-    for row, number in zip(axes, workers, strict=True):
-        for axis, name in zip(row, models, strict=True):
-            for cached in (False, True):
-                runs = found[name, number, cached]
-                places = [epoch + (0.2 if cached else -0.2) for epoch in range(1, EPOCHS + 1)]
-                parts = [
-                    [Spread.of(run[epoch][part] for run in runs) for epoch in range(EPOCHS)]
-                    for part in ("compute", "wait")
-                ]
-                totals = [Spread.of(sum(run[epoch].values()) for run in runs) for epoch in range(EPOCHS)]
-                compute, wait = ([one.median for one in part] for part in parts)
-                style: dict[str, Any] = {"width": 0.36, "edgecolor": "white", "linewidth": 0.8}
-                words = "cached" if cached else "not cached"
-                axis.bar(places, compute, color=figure.COLOURS[0 if cached else 5], label=f"compute, {words}", **style)
-                colour = figure.COLOURS[1 if cached else 4]
-                axis.bar(places, wait, bottom=compute, color=colour, label=f"wait for data, {words}", **style)
-                tops = [a + b for a, b in zip(compute, wait, strict=True)]
-                ends = [[max(top - one.low, 0) for top, one in zip(tops, totals, strict=True)]]
-                ends.append([max(one.high - top, 0) for top, one in zip(tops, totals, strict=True)])
-                axis.errorbar(places, tops, yerr=ends, fmt="none", color="black", linewidth=1)
-            axis.set_title(f"{name}, {number} workers", loc="left")
-            axis.set_xticks(range(1, EPOCHS + 1))
-            axis.grid(axis="x", visible=False)
-        row[0].set_ylabel("seconds per epoch")
-    for axis in axes[-1]:
-        axis.set_xlabel("epoch (left: not cached, right: cached)")
-    figure.legend(made, axes[0, 0], 2)
-    title = f"Waiting and computing (medians of {report.rounds} runs, bars: lowest to highest epoch)"
-    figure.save(made, report.folder / "train.png", title, report.machine)
-
-
 def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__, rounds=3)
     options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="networks")
@@ -156,21 +120,15 @@ def main(arguments: list[str] | None = None) -> None:
     for (name, workers, cached), runs in found.items():
         label = f"{name}, {workers} workers, {'cached' if cached else 'not cached'}"
         for epoch in range(EPOCHS):
-            wait, compute = (Spread.of(run[epoch][part] for run in runs) for part in ("wait", "compute"))
+            parts = [cell((run[epoch] for run in runs), part) for part in ("wait", "compute")]
             times = ""
             if cached:
                 plain = (sum(run[epoch].values()) for run in found[name, workers, False])
                 times = f"{Spread.ratio(plain, (sum(run[epoch].values()) for run in runs)):.2f}"
-            rows.append([label, epoch + 1, f"{wait:.2f}", f"{compute:.2f}", times])
+            rows.append([label, epoch + 1, *parts, times])
     columns = ("model, workers", "epoch", "wait, s", "compute, s", "times faster than not cached")
     report.table(f"{samples} JPEG files, batches of {chosen.batch_size}", columns, rows)
-    draw(report, found, chosen.models, chosen.workers)
-    report.save(
-        runs=[
-            {"model": name, "workers": workers, "cached": cached, "rounds": runs}
-            for (name, workers, cached), runs in found.items()
-        ]
-    )
+    report.save(runs=listed(found, "model", "workers", "cached"))
 
 
 if __name__ == "__main__":

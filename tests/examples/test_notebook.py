@@ -13,7 +13,6 @@ from tests.proc import descendants, memory_files
 
 pytest.importorskip("ipykernel", reason="ipykernel is not installed")
 jupyter_client = pytest.importorskip("jupyter_client.manager", reason="jupyter_client is not installed")
-pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"

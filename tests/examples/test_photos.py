@@ -45,12 +45,12 @@ def test_files_are_jpeg_of_320_in_both_classes(photos):
     photos.make(train_files=4, val_files=2)
     files = sorted(contents(photos.folder_of(None)))
     assert files == [
-        "train/china/00001.jpg",
-        "train/china/00002.jpg",
-        "train/flower/00001.jpg",
-        "train/flower/00002.jpg",
-        "val/china/00001.jpg",
-        "val/flower/00001.jpg",
+        "train/clouds/00001.jpg",
+        "train/clouds/00002.jpg",
+        "train/streaks/00001.jpg",
+        "train/streaks/00002.jpg",
+        "val/clouds/00001.jpg",
+        "val/streaks/00001.jpg",
     ]
     assert decode_image(read_file(str(photos.folder_of(None) / files[0]))).shape == (3, 320, 320)
 
@@ -60,8 +60,8 @@ def test_a_run_goes_on_where_it_stopped(photos):
     photos.make(train_files=4, val_files=2)
     folder = photos.folder_of(None)
     before = contents(folder)
-    (folder / "train/china/00002.jpg").unlink()
-    kept = folder / "train/china/00001.jpg"
+    (folder / "train/clouds/00002.jpg").unlink()
+    kept = folder / "train/clouds/00001.jpg"
     kept_at = kept.stat().st_mtime_ns
     photos.make(train_files=4, val_files=2)
     assert contents(folder) == before

@@ -1,6 +1,5 @@
 """The examples of photographs and text: each sample is loaded once."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -14,13 +13,10 @@ TWO_RANKS = ("--devices", "2", "--strategy", "ddp")  # no fork: a test before ma
 
 # So many samples, and at most so many more reads: those of set-up, and a few that see whether the source is random.
 CASES = {"text": (160, 80)}
-NEEDS = {"imagenet": "sklearn"}
 
 
 def run(example: str, tmp_path: Path, *arguments: str, samples: int) -> str:
     """What an example prints, as a user starts it, with the files that it makes in tmp_path."""
-    if example in NEEDS and importlib.util.find_spec(NEEDS[example]) is None:
-        pytest.skip(f"{NEEDS[example]} is not installed")
     always = ("--samples", str(samples), "--epochs", "2", "--batch-size", "8")
     return run_example(f"{example}.py", tmp_path, *always, *arguments)
 

@@ -28,7 +28,6 @@ def tables(tmp_path: Path, part: str, *arguments: str) -> dict[str, list[str]]:
 @pytest.mark.soak
 def test_photographs_are_compared_with_a_list(tmp_path):
     """Both recipes have a row for each way, and the list is once the list."""
-    pytest.importorskip("sklearn", reason="the photographs need it")
     rows = tables(tmp_path, "imagenet", "--photographs", "24")
     for recipe in ("PIL, v1", "tensors, v2"):
         assert {f"{recipe}: {way}" for way in ("DataLoader", "CachedLoader", "list")} <= rows.keys()
