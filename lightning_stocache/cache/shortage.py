@@ -101,7 +101,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._behind_ns = 0
-        self._paused_next_look = 0.0
+        self._paused_until = 0.0
 
     @property
     def pauses(self) -> bool:
