@@ -1,18 +1,19 @@
-"""The caches of one Trainer call: opened together, once, and closed at its end.
+"""The caches of one Trainer call: opened together, once, and closed at the end of the call.
 
-The datasets of a call (train and val for `fit`) share the budget. Those that open at once divide it by their size; one
-that opens later gets what is left of a budget in bytes, and of the free memory. A val set that opens before the
+The datasets of a call (train and val for `fit`) share the budget. Datasets that open together divide it by their size.
+A dataset that opens later gets the rest of a budget in bytes, and of the free memory. A val set that opens before the
 training set takes at most half.
 
-A dataset is known by its object, and has one cache for the call. A later stage that draws indices without a slot gets a
-cache of its own.
+A dataset is recognised by its object, and has one cache for the call. A later stage that draws indices without a slot
+gets a cache of its own.
 
-Another object may come in place of a dataset within the call. If the samples that are compared are equal (`same_data`),
-it goes on in the same cache; it may be longer, and its new samples pass through. Else that cache is closed, and the new
-one is empty. When that has happened twice, and nothing was hit, the stage is not cached any more.
+A hook may return another object in place of a dataset. If the compared samples are equal (`same_data`), the new object
+uses the cache of the old one. The new dataset may be longer: samples without a slot pass through. If samples differ,
+the old cache is closed, and the new cache starts empty. When that has happened twice without a hit, the stage is not
+cached any more.
 
-Caches that were opened by other ranks than those of now (by hand, before the Trainer started its processes) are closed
-and opened again for all. A copy in another process (pickled for ddp_spawn) has the options and nothing open.
+Caches that other ranks opened (by hand, before the Trainer started its processes) are closed and opened again for all
+ranks. A copy in another process (pickled for ddp_spawn) has the options and no open caches.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _MOST_FRUITLESS = 2
 
 @dataclass(eq=False)
 class _Open:
-    """A source whose cache is open, its pot, the indices with a slot (None: all), and the stages that read it."""
+    """A source with an open cache, its pot, the indices that have a slot (None: all), and the stages that read it."""
 
     source: Dataset[Any]
     dataset: CachedDataset | CachedStream
@@ -60,13 +61,13 @@ class _Open:
     kept: bool = False  # from an earlier call, and not asked for in this one
 
     def serves(self, request: CacheRequest) -> bool:
-        """Whether this cache is for the loader of a request, too."""
+        """Whether this cache can serve the loader of a request, too."""
         if self.source is not request.source:
             return False
         return _stage(request) in self.stages or self.domain is None or self.domain.covers(request.domain)
 
     def state(self) -> dict[str, Any]:
-        """What is held on this node, as plain values."""
+        """The content of this cache on this node, as plain values."""
         known: dict[str, Any] = {"dataset": type(self.source).__name__, "stages": sorted(self.stages)}
         if isinstance(self.dataset, CachedDataset):
             return known | cached_source(self.dataset).opened.state()
@@ -80,7 +81,7 @@ class CallCaches:
     """The open caches of the current Trainer call.
 
     Args:
-        options: budgets and the rest.
+        options: the options of all caches.
     """
 
     def __init__(self, options: CacheOptions) -> None:
@@ -101,7 +102,7 @@ class CallCaches:
         return any(opened.source is source for opened in self._open)
 
     def pass_by(self, stage: str, title: str, reason: str) -> None:
-        """Say, once and on one rank, that a loader is not cached."""
+        """Warn, once and on one rank, that a loader is not cached."""
         message = f"{stage} loader: {title} passes through uncached: {reason}"
         if message not in self._said and NodeGroup.discover().rank == 0:
             log.warning(message)
@@ -122,8 +123,8 @@ class CallCaches:
             requests: one for each dataset or stream that can be cached in the loaders of these stages.
             stages: the stages whose loaders are known; their other caches are closed.
             group: which ranks share memory.
-            later_bytes: memory that the training will take, and does not hold yet.
-            train_to_come: whether the training set will open later, so that half of its pot is kept for it.
+            later_bytes: memory that the training will take later.
+            train_to_come: whether the training set opens later; then half of its pot is reserved for it.
 
         Raises:
             CacheMemoryError: (`strict`) the memory cannot be had.
@@ -140,7 +141,7 @@ class CallCaches:
         self._go_on(requests)
         self._close_unread(requests, set(stages))
         new: dict[int, CacheRequest] = {}
-        for request in requests:  # what is in several stages has pot and name of the first, and slots for all
+        for request in requests:  # a source of several stages has pot and name of the first, and slots for all
             if self._serving(request) is None and id(request.source) not in new:
                 pot = self.options.pot(_stage(request))  # as it is now: `_close_unread` may have given a stage up
                 domain = united([other.domain for other in requests if other.source is request.source])
@@ -166,15 +167,16 @@ class CallCaches:
             serving.kept = False
 
     def state(self) -> list[dict[str, Any]]:
-        """What is held on this node now, one entry for each dataset whose cache is open, as plain values.
+        """The open caches on this node, one entry for each dataset, as plain values.
 
-        Its keys: `dataset` (class), `stages`, `slots`, `filled`, `memory_bytes`, `disk_bytes`, `budget_bytes`, and
-        unless it is a stream `samples`, `name` and `dir` (None where it has none).
+        The keys of an entry: `dataset` (class), `stages`, `slots`, `filled`, `memory_bytes`, `disk_bytes` and
+        `budget_bytes`. An entry of a map-style dataset also has `samples`, `name` and `dir` (None without a name or a
+        directory).
         """
         return [opened.state() for opened in self._open]
 
     def close(self) -> None:
-        """Close all caches, kept ones too; samples of the same datasets pass through uncached from then on."""
+        """Close all caches, also kept ones. From then on samples of the same datasets pass through uncached."""
         for opened in self._open:
             opened.dataset.close()
         self._open.clear()
@@ -188,12 +190,12 @@ class CallCaches:
         end_call(opened.dataset for opened in self._open)
 
     def _serving(self, request: CacheRequest) -> _Open | None:
-        """The open cache for a loader; of several, that of its stage."""
+        """The open cache for a loader; of several, the cache of its stage."""
         serving = [opened for opened in self._open if opened.serves(request)]
         return max(serving, key=lambda opened: _stage(request) in opened.stages, default=None)
 
     def _go_on(self, requests: Sequence[CacheRequest]) -> None:
-        """Have an open cache serve the object that comes in place of its dataset, if it has the same samples."""
+        """Let an open cache serve the object that replaces its dataset, if both have the same samples."""
         asked = {id(request.source) for request in requests}
         for new in requests:
             caches = [opened for opened in self._open if _stage(new) in opened.stages]
@@ -208,10 +210,10 @@ class CallCaches:
                 opened.source, opened.dataset = new.source, dataset_over(CachedSource(cache))
 
     def _close_unread(self, requests: Sequence[CacheRequest], stages: set[str]) -> None:
-        """Close caches that no loader of their stages reads any more: their successors get the memory."""
+        """Close caches that no loader of these stages reads any more. New caches get their memory."""
         new = [request for request in requests if self._serving(request) is None]
         if new and self._train_to_come and not self.options.keep_cache:
-            stages.add("train")  # what is open for it was opened by hand, before the call
+            stages.add("train")  # its open cache was opened by hand, before the call
         for before in list(self._open):
             for stage in sorted(before.stages & stages):  # in one order on all ranks
                 if any(_stage(request) == stage and before.serves(request) for request in requests):
@@ -227,7 +229,7 @@ class CallCaches:
         """Warn of a replaced dataset; stop caching its stage when nothing of the second one was hit. Collective."""
         counters, kind = before.dataset.counters, type(before.source).__name__
         counts = Counts() if counters is None else counters.totals()
-        hit = any(self._group.exchange(counts.hits > counts.setup_fills))  # those are hit in the first epoch already
+        hit = any(self._group.exchange(counts.hits > counts.setup_fills))  # epoch one hits what set-up stored
         self._fruitless[stage] += not hit
         if not self._warned and self._group.rank == 0:
             log.warning(
@@ -245,7 +247,7 @@ class CallCaches:
             )
 
     def _open_streams(self, requests: Sequence[CacheRequest]) -> None:
-        """Open the memory of streams, which divide evenly what the datasets leave of their pot."""
+        """Open the memory of streams, which divide the rest of their pot evenly."""
         for number, request in enumerate(requests):
             waiting, budget = len(requests) - number, self._left(request)
             if budget.unit == "bytes":
@@ -264,7 +266,7 @@ class CallCaches:
             self._open.append(_Open(request.source, stream, request.pot))
 
     def _left(self, request: CacheRequest) -> Budget:
-        """The share of its pot that a new dataset may take: what open caches leave, or half if train is to come."""
+        """The part of its pot that a new dataset may take: what open caches leave, or half if train opens later."""
         stage, pot, budget = _stage(request), request.pot, request.budget
         if budget.unit != "bytes" or budget.off:
             return budget
@@ -279,7 +281,7 @@ class CallCaches:
         return Budget.parse(left)
 
     def _kept_back(self, pots: Collection[str]) -> int:
-        """Free memory that new datasets may not take: what the open caches have yet to fill, and half for train."""
+        """Free bytes that new datasets may not take: what the open caches have yet to fill, and half for train."""
         caches = [opened.dataset.cache for opened in self._open]
         promised = sum(cache.promised_bytes for cache in caches if cache is not None)
         pot = self.options.pot("train")
@@ -288,7 +290,7 @@ class CallCaches:
         return promised + max(_free_bytes() - promised, 0) // 2
 
     def __getstate__(self) -> dict[str, Any]:
-        # Datasets are known by their id here, which means nothing in another process.
+        # Datasets are recognised by their objects, which another process does not have.
         return self.__dict__ | {"_open": [], "_group": NodeGroup()}
 
 

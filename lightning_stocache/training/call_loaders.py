@@ -3,14 +3,16 @@
 The doors differ in where loaders come from: in the loader hooks of a DataModule (`DataHooks`, for `StocacheDataModule`
 and `cache_datamodule`), or in Lightning's data sources (`StochasticCache`).
 
-A loader hook runs when Lightning runs it, and as often. So the budget is divided as the loaders come. Loaders that were
-given to the Trainer directly, and those of a StocacheDataModule, are at hand from the start, and share it by the size
-of their datasets. Where train and val come from hooks, Lightning asks for val first (for its sanity check): val takes
-what it needs, but at most half, and train has the rest. Without a sanity check train takes what it needs, and val has
-what is left; `stage_budgets` keeps a share for it.
+Lightning alone decides when a loader hook runs, and how often. So the budget is divided as loaders become known:
 
-Each loader stands alone: one that cannot be cached is handed on as the user gave it, with one warning, and the others
-are cached. The ranks agree on each.
+- Loaders that were given to the Trainer, and those of a StocacheDataModule, are known from the start. They share the
+  budget by the size of their datasets.
+- Of hooks, Lightning calls that of val first, for its sanity check. Val takes what it needs, but at most half. Train
+  takes the rest.
+- Without a sanity check train takes what it needs, and val takes the rest. `stage_budgets` reserves a share for val.
+
+A loader that cannot be cached stays the user's own object, with one warning; the other loaders are cached. The ranks
+agree on each loader.
 """
 
 from __future__ import annotations
@@ -66,15 +68,15 @@ def training_bytes(trainer: Any) -> int:
 
 
 class _Copy(NamedTuple):
-    """The copy of a user's loader around a cached dataset, and the attributes that the user's loader had then."""
+    """A user's loader, its attributes at the time of the copy, the cached dataset, and the copy that reads it."""
 
     loader: DataLoader[Any]
     attributes: dict[str, Any]
     dataset: Cached
-    renewed: DataLoader[Any]
+    copy: DataLoader[Any]
 
-    def is_of(self, loader: DataLoader[Any], dataset: Cached) -> bool:
-        """Whether it reads this dataset, and nobody has changed the user's loader since."""
+    def is_current(self, loader: DataLoader[Any], dataset: Cached) -> bool:
+        """Whether the copy reads this dataset, and nobody has changed the user's loader since."""
         now = vars(loader)
         same = all(now.get(name, self) is value for name, value in self.attributes.items())
         return self.dataset is dataset and len(now) == len(self.attributes) and same
@@ -84,9 +86,9 @@ class CallLoaders:
     """The loaders of one Trainer call: those of the user's functions, with cached datasets.
 
     Args:
-        caches: where the datasets are opened.
-        getters: the user's function for every stage that may be asked for.
-        trainer: whose call it is, if any; it keeps the position to resume from.
+        caches: the open caches of the call.
+        getters: the user's function that returns the loaders, for each stage.
+        trainer: the Trainer of the call, if there is one; it keeps the position to resume from.
         at_hand: loaders that are known without running a hook, by stage.
     """
 
@@ -102,7 +104,8 @@ class CallLoaders:
         self._train_to_come = "train" in getters and self._fits
         self._at_hand = dict(at_hand or {})
         self._shared: WeakSet[Cached] = WeakSet()
-        # By stage and the id of the user's loader, of the last call: what a hook makes anew takes its workers with it.
+        # By stage and the id of the user's loader. Only the copies of a hook's last run are kept: an older copy would
+        # keep its persistent workers.
         self._copies: dict[str, dict[int, _Copy]] = {}
         self._sets_reload = False
 
@@ -110,8 +113,8 @@ class CallLoaders:
         """The loaders of a stage. Collective: every rank asks for the same stages in the same order.
 
         Raises:
-            TypeError: (`strict=True`) a loader that cannot be cached; it says what to do.
-            ValueError: (`strict=True`) an empty dataset.
+            TypeError: (`strict=True`) a loader cannot be cached; the message says what to do.
+            ValueError: (`strict=True`) a dataset is empty.
         """
         loaders = self._getters[stage]()
         share_pools(getattr(leaf, "dataset", None) for leaf in leaves_in(loaders))
@@ -125,10 +128,10 @@ class CallLoaders:
         return renewed
 
     def open(self, loaders: Mapping[str, Any]) -> set[int]:
-        """Open the caches of loaders, which share the budget by their size. Collective.
+        """Open the caches of loaders, which share the budget by the size of their datasets. Collective.
 
         Args:
-            loaders: those of each stage that is known, in any nesting.
+            loaders: all loaders of some stages, by stage, in any nesting.
 
         Returns:
             The ids of the loaders that can be cached.
@@ -145,20 +148,20 @@ class CallLoaders:
         later = training_bytes(self._trainer)
         self._caches.open(requests, loaders, group, later_bytes=later, train_to_come=self._train_to_come)
         for dataset in cached_in_leaves(list(loaders.values())):
-            # Cached by the user: it only has to become the node's common one, and must not start anew in every epoch.
+            # The user's own CachedDataset: all ranks of the node share its cache, once for the call.
             if dataset not in self._shared and (dataset.counters is None or dataset.group != group):
                 dataset.share(group)
                 self._shared.add(dataset)
         return {id(loader) for _, loader in cacheable}
 
     def end(self) -> None:
-        """End the call: the Trainer is as its user made it."""
+        """End the call: the Trainer has its own settings again."""
         if self._sets_reload:
             self._trainer.reload_dataloaders_every_n_epochs = 0
         self._sets_reload = False
 
     def _reload_each_epoch(self) -> None:
-        """Have the Trainer ask for its loaders before each epoch: it asks a loader for its length only then."""
+        """Make the Trainer ask for its loaders before each epoch, because it reads a loader's length only then."""
         if self._trainer is None or self._trainer.reload_dataloaders_every_n_epochs:
             return
         self._trainer.reload_dataloaders_every_n_epochs, self._sets_reload = 1, True
@@ -196,45 +199,46 @@ class CallLoaders:
             return str(error)
 
     def _copy(self, stage: str, loader: DataLoader[Any], before: Mapping[int, _Copy]) -> DataLoader[Any]:
-        """A copy of a loader around its cached dataset; of a loader that comes again the same: its workers persist."""
+        """A copy of a loader that reads the cached dataset. The same loader gets the same copy: its workers persist."""
         dataset: Any = self._caches.of(stage, source_of(loader))
         if dataset.counters is None:  # its cache could not be opened
             return loader
         copy = self._copies[stage].get(id(loader), before.get(id(loader)))
-        if copy is None or not copy.is_of(loader, dataset):
+        if copy is None or not copy.is_current(loader, dataset):
             copy = _Copy(loader, dict(vars(loader)), dataset, self._around(stage, loader, dataset))
         self._copies[stage][id(loader)] = copy
-        return copy.renewed
+        return copy.copy
 
     def _around(self, stage: str, loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
-        """A copy of a loader around a cached dataset, with the loader's own transform after the cache."""
+        """A new copy of a loader that reads a cached dataset, with the loader's own transform after the cache."""
         if isinstance(loader.dataset, TransformedStream):
             return with_dataset(loader, stream_with(dataset, loader.dataset.transform))
         if isinstance(loader.dataset, IterableDataset):
             return with_dataset(loader, dataset)
         sampler = None
         if stage == "train" and self._trainer is not None:
-            # A fit that several ranks began goes on in their order on one rank, too.
+            # One rank that resumes a fit of several ranks keeps their order.
             mode, dealt = self._caches.options.sampling, ResumePoint.of(self._trainer).dealt
             sampler = locality_for(self._trainer, dataset, loader.sampler, loader.batch_size, mode, dealt=dealt)
         if isinstance(loader.dataset, TransformedSet):
             dataset = dataset_over(cached_source(dataset).view(loader.dataset.transform))
-        if not isinstance(loader, TrainerLoader):  # one of ours shows that its dataset is cached
+        if not isinstance(loader, TrainerLoader):  # a TrainerLoader shows the CachedDataset itself
             dataset = StandIn(dataset)
         return with_dataset(loader, dataset, sampler)
 
 
 class DataHooks:
-    """The hooks that cache the loaders of a DataModule, installed on the object, not on its class.
+    """The hooks that cache the loaders of a DataModule, set on the object, not on its class.
 
-    Each hook is a method of this object, or a partial of one: they can be pickled (ddp_spawn), and Lightning looks
-    through them when it asks whether a hook is overridden. Loader hooks that the user does not define stay undefined.
-    `setup` begins a call, `teardown` and `on_exception` end it; the user's own run first.
+    Each hook is a method of this object, or a partial of a method. So hooks can be pickled (ddp_spawn), and Lightning
+    sees through a partial whether the user has overridden a hook. Loader hooks that the user does not define stay
+    undefined. `setup` begins a call; `teardown` and `on_exception` end it. The user's own hook runs first.
 
     Args:
-        datamodule: the object, which gets the attribute `caches` as well.
-        options: budgets and the rest.
-        at_hand: called like `setup`; the loaders of the call by stage, where they can be had without a hook.
+        datamodule: the object; its attribute `caches` is set, too.
+        options: the options of its caches.
+        at_hand: a function with the arguments of `setup` that returns the loaders of the call by stage, if they are
+            known without a hook.
     """
 
     def __init__(
@@ -245,7 +249,7 @@ class DataHooks:
         kind, on_object = type(datamodule), vars(datamodule)  # the latter by from_datasets
         base = next(parent for parent in kind.__mro__ if parent.__name__ == "LightningDataModule")
         hooks = {stage: f"{stage}_dataloader" for stage in STAGES}
-        # Bound methods would be pickled by their names, under which a copy finds these hooks.
+        # A bound method is pickled by its name, and by that name the copy would find the hooks of this class.
         self._users = {
             name: on_object.get(name, partial(getattr(kind, name), datamodule))
             for name in (*hooks.values(), "setup", "teardown", "on_exception")
@@ -259,7 +263,7 @@ class DataHooks:
             setattr(datamodule, name, partial(self.end_call, name))
 
     def setup(self, *args: Any, **kwargs: Any) -> None:
-        """Begin a call: the user's own `setup`, and the caches of loaders at hand."""
+        """Begin a call: run the user's own `setup`, and open the caches of loaders at hand."""
         self._call = None
         if (trainer := getattr(self.datamodule, "trainer", None)) is not None:
             ResumePoint.of(trainer)  # before a checkpoint is loaded
@@ -277,7 +281,7 @@ class DataHooks:
         return self._call
 
     def end_call(self, hook: str, *args: Any, **kwargs: Any) -> None:
-        """End a call: the user's own hook, then the caches unless they are kept."""
+        """End a call: run the user's own hook, then close the caches unless they are kept."""
         try:
             self._users[hook](*args, **kwargs)
         finally:

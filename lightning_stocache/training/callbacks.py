@@ -1,7 +1,7 @@
 """The second door, and the fill in the progress bar.
 
 `StochasticCache` caches the loaders of any Trainer call (of a DataModule, of a module's hooks or given to `fit`), and
-monitors them. `FillProgress` shows the first epoch's fill in the Trainer's own progress bar, whichever door is used.
+monitors them. `FillProgress` shows the first epoch's fill in the Trainer's own progress bar, with any door.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ __all__ = ["FillProgress", "StochasticCache"]
 
 
 class FillProgress(Callback):
-    """Shows the fill of the cache in the Trainer's progress bar (tqdm or Rich), until it is full.
+    """Shows the fill of the cache in the Trainer's progress bar (tqdm or Rich), until the cache is full.
 
-    When it is, one line says what is cached and how many seconds of waiting for data will not be repeated.
+    Then one line says what is cached and how many seconds of waiting for data will not be repeated.
 
     Args:
-        name: what the bar calls it.
-        every_n_steps: how often it is shown; None: at the Trainer's logging cadence, but at least ten times an epoch.
-        verbose: say the line.
+        name: the name of the value in the bar.
+        every_n_steps: steps between two updates. With None the Trainer's logging cadence, but at least ten updates per
+            epoch.
+        verbose: print the line.
 
     Raises:
         ValueError: the name is empty, the number of steps less than one, or `verbose` neither true nor false.
@@ -52,11 +53,11 @@ class FillProgress(Callback):
         self._full, self._cadence, self._waited_before = False, 1, 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note whether the cache is full already, as one that was kept."""
+        """Note whether the cache is full already: a kept cache may be."""
         self._full = _are_full(_training_caches(trainer))
         self._waited_before, _ = loader_seconds(trainer.train_dataloader)
         tenth = int(min(trainer.num_training_batches, 10**6)) // 10 + 1  # inf: no length
-        # A training batch is a step, but where gradients are accumulated.
+        # Every training batch counts as a step here, also where gradients are accumulated.
         self._cadence = self.every_n_steps or min(log_every(trainer), tenth)
 
     def on_train_batch_end(
@@ -96,28 +97,27 @@ class FillProgress(Callback):
 
 @with_options
 class StochasticCache(CacheMonitor):
-    """Caches every loader of a Trainer call, and logs what it gives as CacheMonitor does.
+    """Caches every loader of a Trainer call, and logs its metrics as CacheMonitor does.
 
     Nothing else changes: the Trainer gets the same loaders with cached datasets; hooks run when Lightning runs them.
-    Each loader stands alone: one that cannot be cached is used as it is, with one warning. A dataset should be made
-    once: one that is made anew whenever a loader hook runs is compared each time, and starts with an empty cache if its
-    samples are others, or random.
+    A loader that cannot be cached is used as it is, with one warning. Make each dataset once: a new dataset in each run
+    of a loader hook is compared each time, and starts with an empty cache if its samples differ or are random.
 
-    Datasets of loaders that are given to `fit` share the budget by their size. Of loaders that come from hooks, the
-    val set, which Lightning's sanity check asks for first, takes at most half; without a sanity check it gets what the
-    training set leaves. `stage_budgets` says otherwise.
+    Datasets of loaders that are given to `fit` share the budget by their size. If loaders come from hooks, Lightning's
+    sanity check asks for the val set first, which takes at most half. Without a sanity check the val set gets what the
+    training set leaves. `stage_budgets` changes that.
 
     Args:
         options: those of `CacheOptions`, each an argument.
-        live: log live values. This and the next are the options of `CacheMonitor`; where there is one in the list of
-            callbacks, it logs, by its own.
-        hyperparameters: log what was granted and decided.
-        verbose: say a line per epoch, and at the end of training what the caches were worth.
+        live: log live values. This and the next two are options of `CacheMonitor`. A CacheMonitor in the list of
+            callbacks logs in place of this callback, by its own options.
+        hyperparameters: log the granted memory and the decisions as hyperparameters.
+        verbose: print a line per epoch, and a verdict on the caches at the end of training.
 
     Raises:
-        ValueError: an option that cannot be read.
-        TypeError: (in the Trainer, `strict=True`) a loader that cannot be cached; it says what to do.
-        ValueError: (in the Trainer, `strict=True`) an empty dataset, or one that is random and cannot be split.
+        ValueError: an option cannot be read.
+        TypeError: (in the Trainer, `strict=True`) a loader cannot be cached; the message says what to do.
+        ValueError: (in the Trainer, `strict=True`) a dataset is empty, or is random and cannot be split.
 
     Example:
         >>> trainer = Trainer(callbacks=[StochasticCache(budget="1MiB")], logger=False, enable_checkpointing=False)
@@ -148,18 +148,18 @@ class StochasticCache(CacheMonitor):
         super().__init__(live=live, hyperparameters=hyperparameters, verbose=verbose)
         self.caches = CallCaches(options)
         self._call: CallLoaders | None = None
-        self._sources: list[Any] = []  # Lightning's, whose loaders are replaced
+        self._sources: list[Any] = []  # Lightning's data sources, whose loaders are replaced
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stand before the loaders of the call."""
+        """Replace Lightning's data sources, so that the loaders of the call are cached."""
         ResumePoint.of(trainer)  # before a checkpoint is loaded
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if next((other for other in callbacks if isinstance(other, StochasticCache)), self) is not self:
             self._monitors = False
             warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
             return
-        super().setup(trainer, pl_module, stage)  # only now: it moves to the front
-        sources = {  # but of a DataModule that caches its loaders itself
+        super().setup(trainer, pl_module, stage)  # after the check above: this call moves the callback to the front
+        sources = {  # without those of a DataModule that caches its own loaders
             name: source
             for name, source in data_sources(trainer, stage).items()
             if not isinstance(getattr(source.instance, "caches", None), CallCaches)
@@ -182,11 +182,11 @@ class StochasticCache(CacheMonitor):
         self.caches.end_call()
 
     def cache_state(self) -> list[dict[str, Any]]:
-        """What is held on this node now, one entry for each dataset, as plain values; see `CallCaches.state`."""
+        """The open caches on this node, one entry for each dataset, as plain values; see `CallCaches.state`."""
         return self.caches.state()
 
     def close(self) -> None:
-        """Close all caches, kept ones too."""
+        """Close all caches, also kept ones."""
         self.caches.close()
 
 
@@ -196,5 +196,5 @@ def _training_caches(trainer: Trainer) -> list[Any]:
 
 
 def _are_full(caches: list[Any]) -> bool:
-    """Whether no sample of the usual size finds room any more."""
+    """Whether no further sample of the usual size has room."""
     return any(map(len, caches)) and all(cache.filled >= cache.capacity for cache in caches)

@@ -1,9 +1,9 @@
-"""The first door: a DataModule around datasets, or the one that the user already has.
+"""The first door: a DataModule around datasets, or the user's own DataModule.
 
-Both get their hooks by `DataHooks`, which caches whatever loaders a DataModule's own hooks return; those of
-StocacheDataModule return plain loaders. `setup` opens the caches of a call, on every rank, with the process group up
-and no worker started. `teardown` closes them; after an exception Lightning calls `on_exception` instead. Between two
-Trainer calls nothing is open, unless `keep_cache=True`.
+Both get their hooks from `DataHooks`, which caches the loaders that the hooks of a DataModule return. The hooks of
+StocacheDataModule return plain loaders. `setup` opens the caches of a call, on every rank, after the process group has
+started and before any worker has. `teardown` closes them; after an exception Lightning calls `on_exception` instead.
+Between two Trainer calls no cache is open, unless `keep_cache=True`.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ _STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test
 class StocacheDataModule(LightningDataModule):
     """A LightningDataModule around map-style datasets, whose samples are cached once per node.
 
-    Its plain options are in `hparams`, and checkpoints carry them: `StocacheDataModule.load_from_checkpoint(path,
-    train=...)` makes it again, with datasets and functions given anew.
+    Its plain options are in `hparams` and in checkpoints: `StocacheDataModule.load_from_checkpoint(path, train=...)`
+    creates it again, with new datasets and functions.
 
     Args:
-        train: the training set, or a function without arguments that makes it (called in `setup`, after `prepare`); a
-            `RollingCache` is shared by the ranks, and has a budget of its own.
+        train: the training set, or a function without arguments that makes it (called in `setup`, after `prepare`). All
+            ranks share a `RollingCache`, which has its own budget.
         val: the validation set, or a list of several (of Dataset objects or functions).
         test: the test set, or a list of several.
         predict: the set to predict on, or a list of several.
         batch_size: samples per batch and rank.
-        num_workers: worker processes per rank. They load what is not cached, and run `transform`; without one they end
-            when all is cached on this node.
-        loader: further arguments for every DataLoader, for instance {"pin_memory": True}; `shuffle`, `drop_last` and
-            `sampler` are for the training loader alone. None leaves an argument at its default.
+        num_workers: worker processes per rank. They load samples that are not cached, and run `transform`. Without a
+            `transform` they end when all samples are cached on this node.
+        loader: further arguments for every DataLoader, for instance {"pin_memory": True}. Only the training loader gets
+            `shuffle`, `drop_last` and `sampler`. An argument that is None keeps its default.
         transform: per sample on the CPU, after the cache.
-        eval_transform: for val, test and predict: "same", None for nothing, or another one.
-        batch_transform: per batch on the device, after transfer; a `torch.nn.Module` is moved there.
-        eval_batch_transform: for val, test and predict: "same", None for nothing, or another one.
+        eval_transform: for val, test and predict: "same", None for no transform, or another function.
+        batch_transform: per batch on the device, after transfer. A `torch.nn.Module` is moved to the device.
+        eval_batch_transform: for val, test and predict: "same", None for no transform, or another function.
         prepare: a function without arguments that is called once per node before anything else (download, unpack).
         options: those of `CacheOptions`, each an argument.
 
     Raises:
-        ValueError: no dataset is given, or an option cannot be read; (`setup`, `strict=True`) an empty set, or
-            one that is random and cannot be split.
-        TypeError: (`setup`) a set that is neither a dataset nor a function that makes one, or (`strict=True`) that is
+        ValueError: no dataset is given, or an option cannot be read; (`setup`, `strict=True`) a set is empty, or is
+            random and cannot be split.
+        TypeError: (`setup`) a set is neither a dataset nor a function that makes a dataset, or (`strict=True`) a set is
             iterable-style.
         RuntimeError: (loader hooks) `setup` has not run, or `teardown` has.
 
@@ -132,19 +132,19 @@ class StocacheDataModule(LightningDataModule):
         self._datasets: dict[str, list[Dataset[Any]]] = {}
         self._ready: set[str] = set()  # stages that have been set up
         for hook in (f"{stage}_dataloader" for stage in STAGES if getattr(self, stage) is None):
-            # Lightning is to see that it is undefined, unless a subclass defines it.
+            # Lightning must see that the hook is undefined, unless a subclass defines it.
             if getattr(type(self), hook) is getattr(StocacheDataModule, hook):
                 setattr(self, hook, partial(getattr(LightningDataModule, hook), self))
         if self.batch_transform is not None or self.eval_batch_transform is not None:
-            # Only then, and on the object: a hook of the DataModule hides that of the user's LightningModule.
+            # Only with a batch transform: this hook of the DataModule hides the hook of the user's LightningModule.
             self.on_after_batch_transfer = self._transform_batch  # type: ignore[method-assign]
         self.caches = DataHooks(self, options, self._at_hand).caches
 
     @property
     def hparams_initial(self) -> Any:
-        """What Lightning logs of a subclass that calls `save_hyperparameters`: its own arguments alone.
+        """The hyperparameters that Lightning logs: of a subclass that calls `save_hyperparameters` its own arguments.
 
-        Lightning refuses a name that the module's hyperparameters have with another value, `batch_size` for instance.
+        Lightning raises an error where the LightningModule has another value for a name, for instance `batch_size`.
         """
         initial = super().hparams_initial
         subclasses = type(self).__mro__[: type(self).__mro__.index(StocacheDataModule)]
@@ -187,7 +187,7 @@ class StocacheDataModule(LightningDataModule):
         return self._loaders("predict")
 
     def _loaders(self, stage: str) -> list[DataLoader[Any]]:
-        """Loaders as anybody would make them: they serve the datasets of a stage uncached."""
+        """Plain loaders of a stage, which read its datasets uncached."""
         if stage not in self._ready:
             call = next(call for call, stages in _STAGES_OF_CALL.items() if stage in stages)
             raise RuntimeError(f"the {stage} loader needs open caches: call setup({call!r}) first")
@@ -204,16 +204,16 @@ class StocacheDataModule(LightningDataModule):
         return loaders
 
     def _arguments(self, stage: str, source: Any) -> dict[str, Any]:
-        """The arguments of a dataset's loader. Training draws by a LocalitySampler, unless `loader` has a sampler."""
+        """The arguments of a dataset's loader. Training uses a LocalitySampler, unless `loader` has a sampler."""
         arguments: dict[str, Any] = {"batch_size": self.batch_size, "num_workers": self.num_workers}
         arguments |= {"shuffle": "sampler" not in self.loader, "persistent_workers": self.num_workers > 0} | self.loader
         if stage != "train":
             arguments |= {"shuffle": False, "drop_last": False, "sampler": None, "batch_sampler": None}
-        elif "batch_sampler" in self.loader:  # it says all of this itself
+        elif "batch_sampler" in self.loader:  # which determines the others
             arguments = {name: value for name, value in arguments.items() if name not in _SAID_BY_BATCH_SAMPLER}
         if isinstance(source, RollingCache):  # its loader makes the sampler
             return arguments
-        if isinstance(source, IterableDataset) or not len(source):  # in no order but its own
+        if isinstance(source, IterableDataset) or not len(source):  # it has no other order
             return {name: value for name, value in arguments.items() if name not in _ORDER}
         if stage == "train" and not {"sampler", "batch_sampler"} & set(self.loader):
             count, rank = replicas(self.trainer, always=True)
@@ -242,11 +242,11 @@ class StocacheDataModule(LightningDataModule):
         self.teardown("")
 
     def cache_state(self) -> list[dict[str, Any]]:
-        """What is held on this node now, one entry for each dataset, as plain values; see `CallCaches.state`."""
+        """The open caches on this node, one entry for each dataset, as plain values; see `CallCaches.state`."""
         return self.caches.state()
 
     def close(self) -> None:
-        """Close all caches, kept ones too."""
+        """Close all caches, also kept ones."""
         self.caches.close()
         self._release()
         self._datasets.clear()
@@ -259,7 +259,7 @@ class StocacheDataModule(LightningDataModule):
 
 
 @with_options
-def cache_datamodule(  # noqa: D417  the options are described in one place
+def cache_datamodule(  # noqa: D417  `with_options` describes the options
     datamodule: M,
     budget: int | float | str = "auto",
     *,
@@ -277,21 +277,21 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
 ) -> M:
     """Cache the loaders of a DataModule, and return the same object.
 
-    Its loader hooks give the same loaders with cached datasets; class, hyperparameters, checkpoints and all other hooks
-    stay what they are. Each loader stands alone: one that cannot be cached is used as it is, with one warning. A
-    dataset should be made once, in `setup` or `__init__`: one that is made anew in every call of a loader hook is
-    compared each time, and starts with an empty cache where its samples are others, or random.
+    Its loader hooks return the same loaders with cached datasets. Class, hyperparameters, checkpoints and all other
+    hooks do not change. A loader that cannot be cached is used as it is, with one warning. Make each dataset once, in
+    `setup` or `__init__`: a new dataset in each run of a loader hook is compared each time, and starts with an empty
+    cache if its samples differ or are random.
 
-    The val set, which Lightning's sanity check asks for first, takes at most half of the budget; without a sanity check
-    it gets what the training set leaves. `stage_budgets` says otherwise.
+    Lightning's sanity check asks for the val set first, which takes at most half of the budget. Without a sanity check
+    the val set gets what the training set leaves. `stage_budgets` changes that.
 
     Args:
-        datamodule: the user's own.
+        datamodule: the user's DataModule.
         options: those of `CacheOptions`, each an argument.
 
     Raises:
-        TypeError: what is given is no LightningDataModule, or caches already.
-        ValueError: an option that cannot be read.
+        TypeError: the argument is no LightningDataModule, or is cached already.
+        ValueError: an option cannot be read.
 
     Example:
         >>> import torch
@@ -316,7 +316,7 @@ def cache_datamodule(  # noqa: D417  the options are described in one place
     return datamodule
 
 
-# LightningCLI takes this in place of a class, if it finds a class here and not a type variable.
+# LightningCLI accepts this function in place of a class if its annotations are classes, not type variables.
 cache_datamodule.__annotations__.update({"datamodule": LightningDataModule, "return": LightningDataModule})
 
 
@@ -324,7 +324,7 @@ def _made(stage: str, sources: Source | Sequence[Source]) -> list[Dataset[Any]]:
     """The datasets of a stage; functions are called. A list of samples is one dataset.
 
     Raises:
-        TypeError: one of them is no dataset, or there are several to train on.
+        TypeError: a source is no dataset, or there are several training sets.
 
     Example:
         >>> samples = [(0.5, 1), (0.25, 0)]

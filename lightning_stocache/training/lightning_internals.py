@@ -1,13 +1,13 @@
-"""Every private name of Lightning's that is used here; they are the same from Lightning 2.5.0 to 2.6.
+"""Every private name of Lightning that the package uses. They are the same in Lightning 2.5.0 to 2.6.
 
 - `trainer._accelerator_connector.use_distributed_sampler`: whether the Trainer leaves the user's samplers alone.
-- `loop._data_source`: where loaders come from, of a DataModule, of a module and of `fit`'s arguments.
-- `__pl_saved_args` and its relatives: the arguments from which Lightning makes a loader anew.
-- `epoch_loop._on_before_fetch`, `_on_after_fetch`: called before and after the loop asks for a batch.
+- `loop._data_source`: the source of loaders: a DataModule, a module, or the arguments of `fit`.
+- `__pl_saved_args` and similar names: the arguments from which Lightning re-creates a loader.
+- `epoch_loop._on_before_fetch`, `_on_after_fetch`: the loop calls them before and after it asks for a batch.
 - `epoch_loop._batches_that_stepped`: the number under which Lightning logs the values of a step.
-- The logger behind `rank_zero_info`.
+- The logger of `rank_zero_info`.
 
-Under a version that lacks a name, the feature that needs it is off, with one warning.
+If a version of Lightning lacks a name, the feature that needs it is off, with one warning.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def leaves_samplers_alone(trainer: Any) -> bool:
 
 
 def logged_step(trainer: Any) -> int:
-    """The step under which Lightning logs an epoch's values now: in a fit that of its last batch."""
+    """The step number under which Lightning logs values at an epoch's end: in a fit the step of the last batch."""
     if trainer.state.fn != "fit":
         return int(trainer.global_step)
     stepped = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
@@ -72,7 +72,7 @@ def logged_step(trainer: Any) -> int:
 
 
 def step_calls(trainer: Any) -> list[tuple[Any, str, str, bool, bool]]:
-    """The methods that make up a training step, all public but those of waiting.
+    """The methods that make up a training step. Only the methods of waiting are private.
 
     Returns:
         For each method its object, its name, the part of the step, and whether the call begins and ends that part.
@@ -93,7 +93,7 @@ def step_calls(trainer: Any) -> list[tuple[Any, str, str, bool, bool]]:
 
 
 def data_sources(trainer: Any, call: str) -> dict[str, Any]:
-    """Lightning's data sources for a call ("fit", "validate", ...), by the stage of their loaders."""
+    """Lightning's data sources of a call ("fit", "validate", ...), by stage."""
     loops: dict[str, dict[str, Any]] = {
         "fit": {"train": trainer.fit_loop, "val": trainer.fit_loop.epoch_loop.val_loop},
         "validate": {"val": trainer.validate_loop},

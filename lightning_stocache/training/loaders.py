@@ -1,12 +1,12 @@
-"""Copies of the user's loaders around other datasets, in whatever nesting they stand.
+"""Copies of the user's loaders that read other datasets, in any nesting.
 
-Users hand Lightning a loader, or dicts, lists and tuples of them, or a CombinedLoader. `rewrap` keeps that nesting and
-its types.
+Users give Lightning a loader, or dicts, lists and tuples of loaders, or a CombinedLoader. `rewrap` keeps nesting and
+types.
 
-A copy is made attribute by attribute, without a constructor: constructors draw random numbers (MONAI's), take arguments
-away (torch_geometric's `collate_fn`) or keep none of them. Sampler, generator and the user's own attributes are the
-same objects. Lightning itself makes loaders anew, to inject a sampler, from the arguments that it has caught in a
-loader hook, so the copy has the new dataset among those, too.
+A copy is made attribute by attribute, without a constructor: a constructor may draw random numbers (MONAI), remove
+arguments (torch_geometric's `collate_fn`) or keep none of them. Sampler, generator and the user's own attributes are
+the same objects. Lightning itself re-creates loaders to insert a sampler, from the arguments that it recorded in a
+loader hook. So these arguments of the copy contain the new dataset, too.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = [
 
 
 class TrainerLoader(CachedLoader):
-    """A CachedLoader of a door. Its position is kept by `resume`, and goes to a loader that is made anew.
+    """A CachedLoader of a door. `resume` keeps its position; a loader that Lightning re-creates gets the same position.
 
-    Lightning must see no state: it would store one in the checkpoint, and refuse to load it into another number of
-    loaders.
+    It has no `state_dict` for Lightning, which would store it in the checkpoint, and refuse to load it into another
+    number of loaders.
     """
 
-    state_dict = None  # type: ignore[assignment]  # None: not there, as Python's protocols have it
+    state_dict = None  # type: ignore[assignment]  # None: not supported, as with `__hash__ = None`
     load_state_dict = None  # type: ignore[assignment]
 
     def __init__(self, dataset: Dataset[Any], *, position: LoaderState | None = None, **arguments: Any) -> None:
@@ -56,7 +56,7 @@ class TrainerLoader(CachedLoader):
 
 
 class TransformedSet(Dataset[Any]):
-    """A map-style dataset with a transform per sample; its cache holds `source`, and `transform` runs after it."""
+    """A map-style dataset with a transform per sample. The cache holds samples of `source`, before `transform`."""
 
     def __init__(self, source: Any, transform: Callable[[Any], Any]) -> None:
         self.source, self.transform = source, transform
@@ -85,7 +85,7 @@ def source_of(loader: DataLoader[Any]) -> Any:
 
 
 def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> Any:
-    """The nesting of loaders as it is, with every DataLoader replaced by `wrap(loader)`."""
+    """The same nesting of loaders, with every DataLoader replaced by `wrap(loader)`."""
     if isinstance(loaders, DataLoader):
         return wrap(loaders)
     if (inner := wrapped_loader(loaders)) is not None:
@@ -117,7 +117,7 @@ def running_datasets(trainer: Any, stage: str) -> list[Cached]:
 
 
 def settings_of(loader: DataLoader[Any], stage: str = "") -> LoaderSettings:
-    """What a loader of a stage keeps in memory besides the cache."""
+    """The settings of a loader that determine its memory besides the cache."""
     batch_size: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
     context: Any = loader.multiprocessing_context
     init: Any = loader.worker_init_fn
@@ -125,9 +125,9 @@ def settings_of(loader: DataLoader[Any], stage: str = "") -> LoaderSettings:
 
 
 def hides_dataset(loader: DataLoader[Any]) -> bool:
-    """Whether a loader makes its dataset itself, so that Lightning would make it again when it re-creates the loader.
+    """Whether a loader creates its own dataset, so that a loader that Lightning re-creates would do so, too.
 
-    Known only of a loader that was made in a loader hook, where Lightning catches its arguments.
+    Known only for loaders that were made in a loader hook, where Lightning records their arguments.
     """
     state = vars(loader)
     if ARGS not in state:
@@ -138,9 +138,9 @@ def hides_dataset(loader: DataLoader[Any]) -> bool:
 def with_dataset(
     loader: DataLoader[Any], dataset: Dataset[Any], sampler: Sampler[Any] | None = None
 ) -> DataLoader[Any]:
-    """A copy of a loader that reads another dataset of the same length; a DataLoader's copy is a CachedLoader.
+    """A copy of a loader that reads another dataset of the same length. The copy of a DataLoader is a CachedLoader.
 
-    With a `sampler`, which needs a loader with `batch_size`, the copy draws from that.
+    With a `sampler` the copy draws from it; the loader must have a `batch_size`.
     """
     renewed: DataLoader[Any] = object.__new__(TrainerLoader if type(loader) is DataLoader else type(loader))
     state = dict(vars(loader)) | {"dataset": dataset, "_iterator": None}
@@ -157,13 +157,13 @@ def with_dataset(
         state["worker_init_fn"] = InitOnSource.of(loader.worker_init_fn)
     if sampler is not None:
         state |= {"sampler": sampler, "batch_sampler": BatchSampler(sampler, state["batch_size"], loader.drop_last)}
-    # Past DataLoader's __setattr__, which refuses a dataset, and Lightning's, which notes it.
+    # Without __setattr__: DataLoader's refuses to change a dataset, and Lightning's records the change.
     vars(renewed).update(state)
     return renewed
 
 
 def _replaced_arguments(loader: DataLoader[Any], dataset: Dataset[Any]) -> dict[str, Any]:
-    """The arguments from which Lightning would make the copy anew."""
+    """The arguments from which Lightning would re-create the copy."""
     state = vars(loader)
     args = tuple(dataset if value is loader.dataset else value for value in state[ARGS])
     kwargs = {name: dataset if value is loader.dataset else value for name, value in state[KWARGS].items()}

@@ -1,15 +1,16 @@
 """Logs what the caches of a Trainer call did.
 
-`Tallies` counts and computes; `tallies` has the protocol between ranks and why it cannot hang. Each rank posts its
-counts when the last step of an epoch is done. An epoch that a hook ends has no known last step: its counts are posted
-at its end, before any other callback's hook, because the monitor moves itself to the front of the callbacks.
+`Tallies` counts and computes; `insight.tallies` describes the protocol between ranks, and why it cannot hang. Each rank
+posts its counts after the last step of an epoch. If a hook ends an epoch, the last step is unknown: then counts are
+posted at the epoch's end, before the hook of any other callback, because the monitor moves to the front of the
+callbacks.
 
-The sanity check moves the baseline and is not logged. Outside of `fit` values go to the loggers alone, so that
-`trainer.validate`, `trainer.test` and `trainer.predict` return what they return without a monitor.
+The sanity check moves the baseline and is not logged. Outside of `fit` only the loggers get values, so that
+`trainer.validate`, `trainer.test` and `trainer.predict` return the same as without a monitor.
 
-No key is logged twice for a step: live values have keys of their own, and of several monitors one logs. Live values are
-numbered as Lightning numbers the values of a step, and logged once for each: with accumulated gradients several batches
-are one step. All values go to the loggers by `log_metrics`, which takes 6 us; `self.log` takes a millisecond per value.
+No key is logged twice for a step: live values have their own keys, and of several monitors one logs. Live values have
+the step numbers of Lightning, and one row for each: with accumulated gradients several batches are one step. All values
+go to the loggers by `log_metrics`, which takes 6 us; `self.log` takes a millisecond per value.
 """
 
 from __future__ import annotations
@@ -41,44 +42,45 @@ class CacheMonitor(Callback):
     stand anywhere in the list of callbacks: it moves itself to the front. Keys are `stocache/<metric>` for training and
     `stocache/val/<metric>`, `stocache/test/<metric>`, `stocache/predict/<metric>` for the other stages:
 
-    - `hit_rate`: hits over samples served. Served means handed out by the cache layer, consumed or not: workers run
-      ahead by `num_workers * prefetch_factor` batches.
-    - `fill_fraction`: share of the slots that are ready; of records, which differ in size, of the bytes granted.
-    - `coverage`: share of the indices that have a slot, and are expected to find room in it, on some node; of those
-      that are drawn, where that is known.
-    - `hits`, `misses`, `bypasses`, `fills`: samples in this epoch, over all ranks. What set-up has read and stored (at
-      most 32 samples, and 64 MiB, of each dataset) is no fill of an epoch; the first epoch hits it.
-    - `bytes_from_cache`, `bytes_from_source`: bytes in this epoch; the latter is left out without a cache, because
-      nobody knows then what a sample takes.
-    - `source_seconds`, `fill_seconds`, `gather_seconds`: what loading consists of: time spent in the source, on storing
-      what came from it, and on copying hits out; summed over processes, so with workers much of it is no wait.
+    - `hit_rate`: hits over samples served. A sample is served when the cache layer hands it out, before a batch is
+      consumed: workers run ahead by `num_workers * prefetch_factor` batches.
+    - `fill_fraction`: share of the slots that are ready; of records, which differ in size, share of the granted bytes.
+    - `coverage`: share of the indices that have a slot, and are expected to have room in it, on some node. If it is
+      known which indices are drawn, the share of those.
+    - `hits`, `misses`, `bypasses`, `fills`: samples in this epoch, over all ranks. Samples that set-up has stored (at
+      most 32 samples, and 64 MiB, of each dataset) are no fills of an epoch; epoch one hits them.
+    - `bytes_from_cache`, `bytes_from_source`: bytes in this epoch. Without a cache the latter is left out, because the
+      size of a sample is unknown then.
+    - `source_seconds`, `fill_seconds`, `gather_seconds`: the parts of loading: seconds in the source, seconds of
+      storing its samples, and seconds of copying hits out. They are summed over processes, so with workers most of them
+      are no waiting time.
     - `memory_bytes`, `budget_bytes`: memory in use and granted, summed over nodes.
-    - `data_wait_seconds`, `compute_seconds`: what an epoch's training waited for data and computed, mean over ranks
-      (training only, as the next two): inside of `__next__` of its loaders, and from `on_train_batch_start` to
-      `on_train_batch_end`. Workers that start with an epoch do so before its first wait. Both are left out where a
-      loader is of a class of the user's own.
-    - `samples_per_second`: samples served over the seconds of the training's loop, all ranks together.
-    - `hit_rate_expected`: the hit rate to expect where an epoch draws each index once; a hit rate well below it is
-      warned about once, with the likely cause. Left out for other epochs.
+    - `data_wait_seconds`, `compute_seconds`: seconds in which an epoch's training waited for data and computed, mean
+      over ranks (training only, as the next two): inside of `__next__` of its loaders, and from `on_train_batch_start`
+      to `on_train_batch_end`. Workers start before the first wait of an epoch. Both are left out if the class of a
+      loader is the user's own.
+    - `samples_per_second`: samples served over the seconds of the training loop, all ranks together.
+    - `hit_rate_expected`: the expected hit rate of an epoch that draws each index once. If the hit rate is much lower,
+      one warning names the likely cause. Left out for other epochs.
 
-    Of a `RollingCache` that is trained on, on rank zero's node, under `stocache/rolling/`: `resident` (samples),
-    `appended_per_second`, `evicted_per_second`, `oldest_seconds` (age of the oldest sample), `times_seen` (how often a
-    sample that came was served, on average), `renewed` (samples of the epoch that were newer than it).
+    If training reads a `RollingCache`, `stocache/rolling/` has the values of rank zero's node: `resident` (samples),
+    `appended_per_second`, `evicted_per_second`, `oldest_seconds` (age of the oldest sample), `times_seen` (mean number
+    of times that a sample was served), `renewed` (served samples that were newer than the epoch's order).
 
-    With several nodes also `stocache/node<k>/` with `hit_rate`, `fill_fraction` and `memory_bytes`. Live values, every
-    `log_every_n_steps` of the Trainer, are `stocache/live/<metric>`: `hit_rate`, `data_wait_seconds` and
+    With several nodes `stocache/node<k>/` has `hit_rate`, `fill_fraction` and `memory_bytes` of each node. Live values,
+    every `log_every_n_steps` of the Trainer, are `stocache/live/<metric>`: `hit_rate`, `data_wait_seconds` and
     `compute_seconds` of rank zero in the epoch so far, `fill_fraction` and `memory_bytes` of its node.
 
-    When a fit starts, what was asked of the caches, granted and decided goes to the loggers as hyperparameters, so that
-    runs can be grouped by it: `stocache/budget`, `budget_bytes`, `dataset`, `samples`, `drawn`, `slots`, `coverage`,
-    `layout`, `store`, `backend`, `sampling`, `nodes`, `ranks`, `name`, `dir`; of validation below `stocache/val/`.
-    TensorBoard and W&B are told how to draw the metrics (`insight.dashboards`).
+    When a fit starts, the loggers get the options of the caches, the granted memory and the decisions as
+    hyperparameters, so that runs can be grouped by them: `stocache/budget`, `budget_bytes`, `dataset`, `samples`,
+    `drawn`, `slots`, `coverage`, `layout`, `store`, `backend`, `sampling`, `nodes`, `ranks`, `name`, `dir`; for
+    validation below `stocache/val/`. TensorBoard and W&B are told how to draw the metrics (`insight.dashboards`).
 
     Args:
         live: log live values.
-        per_node: log the values of each node, where there are several.
-        hyperparameters: log what was granted and decided.
-        verbose: say a line per epoch, and at the end of training what the caches were worth.
+        per_node: log the values of each node, if there are several.
+        hyperparameters: log the granted memory and the decisions as hyperparameters.
+        verbose: print a line per epoch, and a verdict on the caches at the end of training.
 
     Raises:
         ValueError: an option is neither true nor false.
@@ -91,7 +93,7 @@ class CacheMonitor(Callback):
     """Whether another monitor beside this one logs in its place."""
 
     patience = 60.0
-    """Seconds that an epoch's end waits for the slowest rank's tally, at most."""
+    """The most seconds that an epoch's end waits for the slowest rank's tally."""
 
     def __init__(
         self, *, live: bool = True, per_node: bool = True, hyperparameters: bool = True, verbose: bool = True
@@ -109,7 +111,7 @@ class CacheMonitor(Callback):
 
     @property
     def monitors(self) -> bool:
-        """Whether this callback is the one that logs: of several, the first that does not give way."""
+        """Whether this callback logs. Of several monitors the first logs that does not give way."""
         return self._monitors
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -134,11 +136,11 @@ class CacheMonitor(Callback):
             if granted:
                 try:
                     logger.log_hyperparams(granted)
-                except Exception as error:  # MLflow's, where a run goes on with other values
+                except Exception as error:  # MLflow raises one if a resumed run has other values
                     warn(f"{type(logger).__name__} does not take the cache's hyperparameters: {error}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what the caches were worth."""
+        """Print the verdict on the caches."""
         if self._epochs and self.verbose:
             datasets = running_datasets(trainer, "train")
             off = all(isinstance(dataset, CachedDataset) and cached_source(dataset).opened.off for dataset in datasets)

@@ -1,6 +1,6 @@
-"""Why a loader cannot be cached, in words. Nothing is read, drawn or changed to find out.
+"""The reasons why a loader cannot be cached. They are found without reading, drawing or changing anything.
 
-What only reading a source shows (samples that cannot be kept, an error) is found by `setup.open`.
+Reasons that only reading a source shows (samples that cannot be kept, an error) are found by `setup.open`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _IN_MEMORY = (torch.Tensor, np.ndarray, str, bytes, range, set, frozenset)  # a 
 
 
 def title(leaf: Any) -> str:
-    """A loader's name in messages: the class of its dataset, or its own if it is no DataLoader."""
+    """The name of a loader in messages: the class of its dataset, or its own class if it is no DataLoader."""
     return type(source_of(leaf) if isinstance(leaf, DataLoader) else leaf).__name__
 
 
 def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None:
-    """The length of a loader's dataset; -1 for a stream, None where there is nothing to cache.
+    """The length of a loader's dataset; -1 for a stream, None if there is nothing to cache.
 
-    `leaf` is what Lightning iterates over for a stage.
+    `leaf` is the object that Lightning iterates over for a stage.
 
     Raises:
-        TypeError: it cannot be cached; why, and what to do about it.
-        ValueError: its dataset is empty, or the budget is a share of an unknown size.
+        TypeError: the loader cannot be cached; the message has the reason and the remedy.
+        ValueError: the dataset is empty, or the budget is a share of an unknown size.
     """
     if cached_behind(leaf):
         return None
@@ -57,7 +57,7 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None
         return -1
     try:
         length = len(dataset)  # type: ignore[arg-type]
-    except Exception as error:  # of the user's, and without a cache nobody may ask
+    except Exception as error:  # the user's code raised it; a training without a cache may never ask
         raise TypeError(f"it has no length: {error!r}. Give it a __len__") from error
     if not hasattr(dataset, "__getitem__"):
         raise TypeError("it is not map-style: it has no __getitem__")
@@ -82,7 +82,7 @@ def _check_copy(loader: DataLoader[Any], cached: str) -> None:
 
 
 def _first_key(loader: DataLoader[Any]) -> Any:
-    """The first key of a sampler, where that can be seen without drawing from it; else 0."""
+    """The first key of a sampler, if it is visible without drawing; else 0."""
     keys = index_sampler(loader)
     while isinstance(keys, Sequence) and not isinstance(keys, str):
         if not keys:

@@ -44,37 +44,37 @@ _OF_REQUEST = ("allow_random", "fingerprint", "strict", "store", "prefill", "dir
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """The options, checked: those of `CachedDataset` that are for users of a Trainer, and some more.
+    """The checked options of all doors: those of `CachedDataset` that make sense with a Trainer, and some more.
 
     Args:
         budget: memory per node: "8GiB", "500MB", "60%" (of the datasets' cached size), "60% of free" (memory), "auto"
-            (all of them), bytes, or 0 (off). The datasets of a Trainer call share it by their size. What does not fit
-            is loaded every time.
-        stage_budgets: a budget of its own for some stages, for instance {"val": "1GiB"} or {"test": 0}; None is none.
+            (enough for all samples), bytes, or 0 (off). The datasets of a Trainer call share it by their size. Samples
+            that do not fit are loaded every time.
+        stage_budgets: separate budgets for some stages, for instance {"val": "1GiB"} or {"test": 0}.
         allow_random: cache a random source as it is, with its first draw frozen.
         keep_cache: keep the caches when the Trainer call ends, for the next call with the same door and datasets, until
-            they are closed: by `close` of the door, or `datamodule.caches.close()`. Whole datasets have slots then.
+            `close` of the door or `datamodule.caches.close()`. Then all samples of a dataset can have slots.
         sampling: how the indices of a training loader are dealt to several nodes: "locality" (samples go to nodes that
             have them), "global" or "sticky"; see `LocalitySampler`.
-        name: under which the caches stay in memory when the job ends, so that the next one starts warm, and which jobs
-            that run at the same time share. That of the n-th dataset of a stage is `<name>-<stage><n>`. They lie in
+        name: caches with a name stay in memory when the job ends, so that the next job starts warm. Jobs that run at
+            the same time share them. The n-th dataset of a stage is cached under `<name>-<stage><n>`. The caches lie in
             /dev/shm until `python -m lightning_stocache clean NAME`.
-        fingerprint: a word for what the data is (a version): another one is refused under a name.
-        strict: what cannot be cached, or memory that cannot be had, is an error; else samples pass through uncached,
+        fingerprint: a version of the data. A cache with the same name and another fingerprint is refused.
+        strict: raise an error if a loader cannot be cached or memory is missing; else samples pass through uncached,
             with one warning.
-        store: "decoded" (samples as the source gives them, up to its first random step), "encoded" (files as they are,
-            decoded after the cache: more samples per GiB), or "auto": what saves most time in the memory that is
-            granted. See `CachedDataset` for the sources of which files are known.
-        prefill: have idle workers load what nobody has asked for yet.
-        dir: a directory on a disk of this machine, where the caches lie instead of in memory; `budget` is of the disk
-            then. With a `name` they outlive machine and job. Needs the package xxhash: `pip install
+        store: "decoded" (samples as the source returns them, up to its first random step), "encoded" (files as they
+            are, decoded after the cache: more samples per GiB), or "auto": the form that saves most time within the
+            budget. See `CachedDataset` for the sources whose files are known.
+        prefill: let idle workers load samples that no batch has asked for yet.
+        dir: a directory on a disk of this machine. The caches lie there instead of in memory, and `budget` limits the
+            bytes on that disk. With a `name` they outlive machine and job. Needs the package xxhash: `pip install
             lightning-stocache[disk]`.
-        streams: keep iterable-style datasets, too, as `CachedStream` does: epoch one is the stream, later ones come
-            from memory, those of training shuffled. Without it they pass by. `name`, `store` and `prefill` are not for
-            them.
+        streams: cache iterable-style datasets, too, as `CachedStream` does: epoch one reads the stream, later epochs
+            come from memory; training epochs are shuffled. Without it they pass through. `name`, `store` and
+            `prefill` do not apply to them.
 
     Raises:
-        ValueError: an option has no such value, or (`among`) `cache.<option>` of a Hydra app is no option.
+        ValueError: an option cannot have this value, or (`among`) a Hydra app sets a `cache.<option>` that is unknown.
     """
 
     budget: int | float | str = "auto"
@@ -90,7 +90,7 @@ class CacheOptions:
     dir: str | None = None
     streams: bool = False
     budgets: dict[str, Budget] = field(init=False)
-    """The budget of every pot; stages without one of their own share the pot ""."""
+    """The budget of each pot. Stages without a separate budget share the pot ""."""
 
     def __post_init__(self) -> None:
         given = {stage: budget for stage, budget in (self.stage_budgets or {}).items() if budget is not None}
@@ -101,17 +101,17 @@ class CacheOptions:
         check_flag("streams", self.streams)
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
         object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
-        self.request(cast(Any, None), LoaderSettings(1, 0), self.name or "", None)  # it checks the other options
+        self.request(cast(Any, None), LoaderSettings(1, 0), self.name or "", None)  # checks the other options
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any]) -> Self:
-        """The options among the arguments of a door, which may have others."""
+        """The options among all arguments of a door."""
         names = [option.name for option in fields(cls) if option.init]
         check_cache_keys()
         return cls(**{name: arguments[name] for name in names})
 
     def plain(self) -> dict[str, Any]:
-        """The options as they were given, as plain values by name."""
+        """The given options by name, as plain values."""
         given = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
         return given | {"stage_budgets": None if self.stage_budgets is None else dict(self.stage_budgets)}
 
@@ -125,11 +125,11 @@ class CacheOptions:
 
     @property
     def for_all(self) -> bool:
-        """Whether caches have slots for any index of their datasets, because other calls or jobs will read them."""
+        """Whether caches have slots for all indices, because other calls or jobs will read them."""
         return self.name is not None or self.keep_cache
 
     def request(self, source: Dataset[Any], reader: LoaderSettings, name: str, domain: Domain | None) -> CacheRequest:
-        """The request for the cache of a dataset; `name` is the cache's, where it outlives the job."""
+        """The request for the cache of a dataset; `name` is used only where caches outlive the job."""
         pot = self.pot(reader.stage)
         return CacheRequest(
             source,

@@ -1,8 +1,8 @@
-"""What a plan needs from a DataModule and a LightningModule: how the training data is loaded, and what a step takes.
+"""The inputs of a plan from a DataModule and a LightningModule: how training data is loaded, and how long a step takes.
 
 `training_data` asks the DataModule for its training loader, once, and opens no cache. `measure_step` trains in a real
-Trainer, with one batch again and again: the time between two requests for a batch is the step with all that Lightning
-does around it. It needs a process of its own, because it replaces the DataModule's hooks and trains the model.
+Trainer with the same batch again and again: the time between two requests for a batch is the step with all of
+Lightning's work around it. It needs its own process, because it replaces the DataModule's hooks and trains the model.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from lightning_stocache.training.sampling import loader_domain
 
 __all__ = ["ARGUMENTS", "datamodule_of", "measure_step", "source_in", "training_data", "world"]
 
-# Of the Trainer for `measure_step`, in place of the user's own; a third of the batches warm up.
+# The Trainer's arguments for `measure_step`, in place of the user's; a third of the batches warm up.
 ARGUMENTS: dict[str, Any] = {
     **{"max_epochs": 1, "limit_train_batches": 48, "limit_val_batches": 0, "num_sanity_val_steps": 0},
     **{"devices": 1, "num_nodes": 1, "strategy": "auto", "callbacks": None, "logger": False},
     **{"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
 }
-_ROUNDS = 4  # of steps, whose means differ by the noise of the machine
-_PATIENCE = 10.0  # seconds, after which six batches will do
+_ROUNDS = 4  # stretches of steps; their means differ by the noise of the machine
+_PATIENCE = 10.0  # seconds, after which six batches are enough
 
 
 def datamodule_of(given: Any) -> Any:
-    """A DataModule as it is, or a DataModule of a training loader, whose cache is closed."""
+    """The given DataModule, or a DataModule around the given training loader; a cache of that loader is closed."""
     if not isinstance(given, DataLoader):
         return given
     if (cached := cached_in(given.dataset)) is not None:
@@ -49,13 +49,13 @@ def datamodule_of(given: Any) -> Any:
 
 
 def training_data(datamodule: Any, *, whole: bool = False) -> Data:
-    """The source that a DataModule's training loader reads, and how it reads it.
+    """The source of a DataModule's training loader, and the settings of that loader.
 
-    The source is what the loader's sampler draws of its dataset; the whole dataset if `whole`.
+    The source contains the samples that the loader's sampler can draw, or with `whole` the whole dataset.
 
     Raises:
-        PlanError: it is no DataModule, or does not give one DataLoader.
-        Exception: what its hooks raise.
+        PlanError: the argument is no DataModule, or has not exactly one training DataLoader.
+        Exception: an error of a hook.
     """
     if not hasattr(datamodule, "train_dataloader"):
         kind = type(datamodule).__name__
@@ -76,7 +76,7 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     [loader] = loaders
     source, transform = _without_cache(loader.dataset)
     drawn = None if whole else loader_domain(None, "train", loader)
-    if drawn is not None:  # a cache has slots for no more
+    if drawn is not None:  # a cache has slots for these alone
         source = Subset(source, drawn.indices.tolist())
     names = ["collate_fn", "pin_memory", "timeout", "worker_init_fn"]
     names += ["multiprocessing_context", "prefetch_factor"] if loader.num_workers else []
@@ -89,7 +89,7 @@ def source_in(given: Any) -> Any:
     """The dataset of a config: a DataModule's training set, a dataset, or a function that makes one.
 
     Raises:
-        PlanError: it is none of these.
+        PlanError: the argument is none of these.
     """
     if hasattr(given, "train_dataloader"):
         return training_data(given, whole=True).source
@@ -102,11 +102,11 @@ def source_in(given: Any) -> Any:
 def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Spread:
     """Seconds of a training step: the means of four stretches of a training.
 
-    The Trainer has `ARGUMENTS`; the DataModule is there for its batch hooks. The first batch is loaded in this process.
+    The Trainer has `ARGUMENTS`; the batch hooks of the DataModule run. The batch is loaded in this process.
 
     Raises:
         PlanError: the model ended training too early.
-        Exception: what the model raises.
+        Exception: an error of the model.
     """
     dataset, asked = CachedDataset(data.source, 0, transform=data.transform), list[float]()
     batch = next(iter(DataLoader(dataset, data.batch_size, collate_fn=data.settings.get("collate_fn"))))
@@ -116,11 +116,11 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Sprea
         begin = time.perf_counter()
         while len(asked) < 6 or time.perf_counter() - begin < _PATIENCE:
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # what was only launched is not done
+                torch.cuda.synchronize()  # launched kernels may not have ended
             asked.append(time.perf_counter())
             yield batch
 
-    for hook in ("prepare_data", "setup", "teardown"):  # they have run
+    for hook in ("prepare_data", "setup", "teardown"):  # have run already
         setattr(datamodule, hook, lambda *arguments, **named: None)
     datamodule.train_dataloader = batches
     trainer.fit(model, datamodule=datamodule)
@@ -133,7 +133,7 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Sprea
 
 
 def world(trainer: Mapping[str, Any]) -> tuple[int, int]:
-    """Nodes, and ranks per node, that the arguments of a Trainer ask for.
+    """The numbers of nodes and of ranks per node in the arguments of a Trainer.
 
     Example:
         >>> world({"num_nodes": 2, "devices": 4}), world({"devices": "0,1"}), world({"devices": [3]})
@@ -150,7 +150,7 @@ def world(trainer: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _validation_sets(datamodule: Any) -> tuple[Dataset[Any], ...]:
-    """The datasets of its validation loaders; none where the hook is Lightning's, of either package."""
+    """The datasets of the validation loaders; empty if the hook is not overridden (in either package)."""
     try:
         return tuple(_without_cache(loader.dataset)[0] for loader in loaders_in(datamodule.val_dataloader()))
     except Exception as error:

@@ -1,24 +1,24 @@
-"""A fit that goes on in the middle of an epoch, in every door of Lightning.
+"""Resumes a fit in the middle of an epoch, in every door of Lightning.
 
-Lightning stores how many batches of an epoch have run, and after a resume it runs the others; the loader knows which
-samples those are. Each door puts one `ResumePoint` among the Trainer's callbacks. Its state in the checkpoint is the
-position of the training loaders (`loading.position`), less what was handed out and not processed: Lightning goes on
-there, whether a checkpoint was saved after a batch, at an epoch's end, or on an exception in the middle of a batch.
-Callbacks are restored before anything asks for a loader; the loops come later (Lightning #20550).
+Lightning stores how many batches of an epoch have run, and a resumed fit runs the others. The loader knows the samples
+of these batches. Each door puts one `ResumePoint` among the Trainer's callbacks. Its state in the checkpoint is the
+position of the training loaders (`loading.position`), without the batches that were handed out and not processed.
+Lightning resumes there, whether a checkpoint was saved after a batch, at an epoch's end, or on an exception in the
+middle of a batch. Lightning restores callbacks before anything asks for a loader, and loops after that (#20550).
 
-Samplers are told their epoch when the loaders are made: Lightning tells them only after the workers have begun, which
-would draw the first epoch's order again (Lightning #21938).
+Samplers get their epoch when the loaders are made. Lightning sets it only after the workers have started, which would
+draw the order of the first epoch again (Lightning #21938).
 
-A position counts samples. With another batch size or number of ranks the loaders go on after the same samples, and
+A position counts samples. With another batch size or number of ranks the loaders continue after the same samples, and
 Lightning's count of batches is set accordingly.
 
 Two counts of Lightning are corrected here, too (seen in 2.5.0 and 2.6; none of these names is private):
 
-- A checkpoint of an epoch's last batch (`on_train_batch_end`). Lightning calls the epoch over, but takes itself to be
-  in the middle of the next one, which nobody counts: later checkpoints are one behind, and a second resume runs their
-  batches again.
+- A checkpoint of an epoch's last batch (`on_train_batch_end`). Lightning regards the epoch as over, but believes that
+  it is in the middle of the next epoch, and does not count that. So later checkpoints are one epoch behind, and a
+  second resume runs their batches again.
 - The end of a fit that `max_steps`, a Timer or an early stop has cut in the middle of an epoch. Lightning counts the
-  epoch as over; what follows is a new epoch, or with `max_steps` the rest of it under another number.
+  epoch as over. After a resume it runs a new epoch, or with `max_steps` the rest of the cut epoch under another number.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class ResumePoint(Callback):
 
     def __init__(self) -> None:
         self._trainer: Any = None
-        self._then: Mapping[str, Any] | None = None
-        self._gone_on: list[TrainerLoader] = []  # in the middle of their epoch
-        self._begun_at: int | None = None  # batches that had begun when the epoch did
+        self._saved: Mapping[str, Any] | None = None  # the state in the checkpoint
+        self._resumed: list[TrainerLoader] = []  # loaders that resume in the middle of their epoch
+        self._begun_at: int | None = None  # number of batches that had begun at the start of the epoch
 
     @classmethod
     def of(cls, trainer: Any) -> ResumePoint:
-        """The ResumePoint of a Trainer, which has one from the first call on."""
+        """The ResumePoint of a Trainer; the first call adds it to the callbacks."""
         point = next((callback for callback in trainer.callbacks if isinstance(callback, cls)), None)
         if point is None:
             point = cls()
@@ -65,29 +65,29 @@ class ResumePoint(Callback):
 
     @property
     def state_key(self) -> str:
-        """The name of its state in a checkpoint."""
+        """The key of the state in a checkpoint."""
         return "lightning_stocache"
 
     @property
     def dealt(self) -> bool:
-        """Whether the fit goes on from a checkpoint in which all orders follow from seed and epoch."""
-        states = [] if self._then is None else [state for state in self._then["loaders"] if isinstance(state, dict)]
+        """Whether the fit resumes from a checkpoint in which all orders follow from seed and epoch."""
+        states = [] if self._saved is None else [state for state in self._saved["loaders"] if isinstance(state, dict)]
         return bool(states) and all({"seed", "epoch"} <= state.keys() for state in states)
 
     def go_on(self, loaders: Any) -> None:
-        """Have the training loaders, in any nesting, begin where training stands."""
-        leaves, epoch, then = list(loaders_in(loaders)), epochs_done(self._trainer), self._then
+        """Set the position of the training loaders, in any nesting, to the position of the training."""
+        leaves, epoch, saved = list(loaders_in(loaders)), epochs_done(self._trainer), self._saved
         states: list[Any] = [None] * len(leaves)
-        if then is not None and epoch <= then["epoch"]:
-            epoch = then["epoch"]
-            if len(then["loaders"]) == len(leaves):
-                states = then["loaders"]
+        if saved is not None and epoch <= saved["epoch"]:
+            epoch = saved["epoch"]
+            if len(saved["loaders"]) == len(leaves):
+                states = saved["loaders"]
             else:
                 warn(
-                    f"the checkpoint was saved with {len(then['loaders'])} training loaders, and there are "
+                    f"the checkpoint was saved with {len(saved['loaders'])} training loaders, and there are "
                     f"{len(leaves)} now: the epoch goes on with their first samples"
                 )
-        self._gone_on, put_back = [], False
+        self._resumed, put_back = [], False
         for leaf, state in zip(leaves, states, strict=True):
             if epoch:
                 set_epoch(leaf, epoch)
@@ -99,20 +99,20 @@ class ResumePoint(Callback):
                     _warn_of_unknown(state)
 
     def _is_of_rank_zero(self, loader: TrainerLoader) -> bool:
-        """Whether each of several ranks draws by itself: the state is rank zero's, and no other rank's."""
+        """Whether each of several ranks draws for itself: then the saved state is valid for rank zero alone."""
         dealt = isinstance(index_sampler(loader), DistributedSampler) or not leaves_samplers_alone(self._trainer)
         return not dealt and replicas(self._trainer, always=True)[0] > 1
 
     def _load(self, loader: TrainerLoader, state: dict[str, Any], put_back: bool) -> None:
-        """Have a loader go on; `put_back`: a loader before it has put the process-wide generators back."""
+        """Load a position into a loader. `put_back`: an earlier loader has restored the process-wide generators."""
         within = bool(state["batches"])
-        if not within:  # Lightning tells samplers their epoch; one that it does not tell is left at what it has
+        if not within:  # Lightning sets the epoch of samplers that it knows; other samplers keep theirs
             state = {name: value for name, value in state.items() if name != "epoch"}
         alone = replicas(self._trainer, always=True)[0] == 1
         loader.position.load(state, process_wide=alone and (within or not put_back))
         if not within:
             return
-        self._gone_on.append(loader)
+        self._resumed.append(loader)
         now = loader.position.units(loader)
         changes = [
             f"the {words} has changed from {state.get(name)} to {now.get(name)}"
@@ -120,7 +120,7 @@ class ResumePoint(Callback):
             if state.get(name) != now.get(name)
         ]
         known = ("generators" in state) is bool(drawn_from(batches_of(loader)))
-        if not known and not self._trainer.overfit_batches:  # for which Lightning has yet to take the sampler away
+        if not known and not self._trainer.overfit_batches:  # Lightning replaces the sampler later
             changes.append("the sampler is of another kind")
         if changes:
             same = known and now["length"] == state.get("length")
@@ -130,7 +130,7 @@ class ResumePoint(Callback):
             warn(f"resuming in the middle of epoch {epoch}, but {changed}: the loader goes on {order}")
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Have Lightning go on in an epoch that was cut short: it counts that as over."""
+        """Let Lightning continue an epoch that was cut short, which it counts as over."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if trainer.state.fn != "fit" or not state or not _is_position(state):
             return
@@ -142,23 +142,23 @@ class ResumePoint(Callback):
             say(f"epoch {epoch}, which was cut short, goes on with the batches that were left")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set Lightning's count to the position of the loaders: another batch size makes another number of batches."""
+        """Set Lightning's count of batches by the position of the loaders, because the batch size may have changed."""
         self._begun_at = None
-        if self._then is None:
+        if self._saved is None:
             return
-        if not self._gone_on:
-            _begin_epoch(trainer, self._then["epoch"])
+        if not self._resumed:
+            _begin_epoch(trainer, self._saved["epoch"])
             return
         message = "You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resum"
         warnings.filterwarnings("ignore", message=message)
-        _put_batches(trainer, max(loader.position.batches for loader in self._gone_on))
+        _put_batches(trainer, max(loader.position.batches for loader in self._resumed))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that an epoch begins: Lightning still counts the batches of the one before."""
+        """Note that an epoch begins, while Lightning still counts the batches of the last epoch."""
         self._begun_at = _batches_begun(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the epoch of the loaders, though nobody has asked them for more than the last batch."""
+        """End the epoch of the loaders, because nobody asks them for a batch after the last."""
         for leaf in loaders_in(trainer.train_dataloader):
             if _is_resumable(leaf):
                 leaf.position.end()
@@ -175,7 +175,7 @@ class ResumePoint(Callback):
         handed = max(position.batches for position in known)
         epoch, done = _stands(trainer, handed)
         if self._begun_at == _batches_begun(trainer) and all(position.ended for position in known):
-            epoch, done = epochs_done(trainer), None  # it begins, and has not begun to read
+            epoch, done = epochs_done(trainer), None  # the epoch has begun, and no batch of it was read
         ahead = 0 if done is None else handed - done
         states = [
             None if leaf is None else leaf.position.of(leaf, max(leaf.position.batches - ahead, 0), ended=done is None)
@@ -184,18 +184,18 @@ class ResumePoint(Callback):
         return {"epoch": epoch, "loaders": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have this fit's loaders leave out what was trained on."""
+        """Keep a saved position, so that the loaders of this fit skip the trained samples."""
         if _is_position(state_dict):
-            self._then = state_dict
+            self._saved = state_dict
         else:
             _warn_of_unknown(state_dict)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The next fit begins anew, unless it is given a checkpoint."""
-        self._then, self._gone_on, self._begun_at = None, [], None
+        """Forget the position: the next fit starts from the beginning, unless it gets a checkpoint."""
+        self._saved, self._resumed, self._begun_at = None, [], None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_trainer": None, "_gone_on": []}
+        return self.__dict__ | {"_trainer": None, "_resumed": []}
 
 
 def _warn_of_unknown(state: Any) -> None:
@@ -214,29 +214,29 @@ def _is_resumable(leaf: DataLoader[Any]) -> TypeGuard[TrainerLoader]:
 
 
 def _batches_begun(trainer: Any) -> int:
-    """Batches that have begun in all epochs, those before a resume included."""
+    """Number of batches that have begun in all epochs, also before a resume."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
 def _stands(trainer: Any, handed: int) -> tuple[int, int | None]:
-    """The epoch of a trainer, at any moment of a fit or after it, and its processed batches; None between two epochs.
+    """The epoch of a Trainer, at any moment of a fit or after it, and its processed batches; None between two epochs.
 
-    `handed` counts the batches that the loaders have handed out.
+    `handed` is the number of batches that the loaders have handed out.
     """
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
     epoch, done = int(epochs.processed), int(batches.current.processed)
     if epochs.started <= epochs.processed:
-        # Where a hook has ended the epoch (it gave -1), its last batch is not complete: that was no cut.
+        # If a hook has ended the epoch (it returned -1), the last batch is not complete. That epoch is over.
         complete = len({getattr(batches.current, name) for name in _COUNTS}) == 1 and epochs.ready == epoch
         cut = 0 < done < trainer.num_training_batches and not batches.is_last_batch and complete
         return (epoch - 1, done) if cut else (epoch, None)
-    if batches.is_last_batch and handed <= done == batches.current.ready:  # else the last one is about to be run
+    if batches.is_last_batch and handed <= done == batches.current.ready:  # else the last batch is about to run
         return epoch + 1, None
     return epoch, done
 
 
 def _put_batches(trainer: Any, batches: int) -> None:
-    """Set the count of an epoch's batches that have been run, at the start of a fit."""
+    """Set the number of batches of the epoch that have run, at the start of a fit."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     _add(progress.current, batches - progress.current.processed)
     progress.is_last_batch = False
@@ -244,15 +244,15 @@ def _put_batches(trainer: Any, batches: int) -> None:
 
 
 def _begin_epoch(trainer: Any, epoch: int) -> None:
-    """Have an epoch begin with its first batch, and be counted, where a restored fit goes on between two epochs."""
+    """Begin and count an epoch with its first batch, if a restored fit resumes between two epochs."""
     fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
     epochs, total = fit.epoch_progress.current, fit.epoch_progress.total
     _put_total(trainer)
     if epochs.ready == epochs.started == epoch + 1 == epochs.processed + 1 and batches.is_last_batch:
-        _put_batches(trainer, 0)  # saved in the moment before Lightning did that: they are those of the epoch before
+        _put_batches(trainer, 0)  # saved just before Lightning resets the batches of the last epoch
     if epochs.ready == epochs.started == epoch == epochs.processed + 1 and not _validates(trainer, epoch):
         for count in epochs, total:
-            count.processed += 1  # saved in the moment before Lightning did that
+            count.processed += 1  # saved just before Lightning counts the epoch
     if epochs.ready == epochs.started == epochs.processed == epoch:
         for count in epochs, total:
             count.ready = count.started = count.completed = count.processed
@@ -260,33 +260,33 @@ def _begin_epoch(trainer: Any, epoch: int) -> None:
         if not fit.epoch_loop.restarted_on_train_batch_end:
             batches.reset_on_run()
         elif 0 < (more := trainer.num_training_batches - batches.current.processed) < math.inf:
-            # Lightning begins anew where all batches of an epoch were run, but counts those that it has now.
+            # Lightning starts an epoch if all batches of the last one have run, by the present number of batches.
             _add(batches.current, more)
 
 
 def _put_total(trainer: Any) -> None:
-    """Take an unfinished batch out of the total, too: Lightning takes it out of the epoch's count alone."""
+    """Remove an unfinished batch from the total, too. Lightning removes it from the epoch's count alone."""
     if not trainer.fit_loop.epoch_loop.restarted_on_train_batch_end:
         trainer.fit_loop.epoch_loop.batch_progress.total.reset_on_restart()
 
 
 def _validates(trainer: Any, epochs: int) -> bool:
-    """Whether Lightning takes a validation to follow the last batch of that epoch."""
+    """Whether a validation follows the last batch of that epoch, as Lightning decides it."""
     every, interval = trainer.check_val_every_n_epoch, trainer.val_check_batch
     if not trainer.enable_validation or epochs % (every or 1) != 0 or interval is None:
-        return False  # None: it is a time, which has just begun
+        return False  # None: validation is due by time, and the time has just begun
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    if interval == math.inf:  # nobody knows how many batches there are
+    if interval == math.inf:  # the number of batches is unknown
         return bool(progress.is_last_batch)
     ready = progress.total.ready if every is None else progress.current.ready
     return bool(ready % interval == 0)
 
 
 def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int) -> bool:
-    """Change a checkpoint's count, so that Lightning goes on in an epoch that was cut short.
+    """Change the count in a checkpoint, so that Lightning continues an epoch that was cut short.
 
     Returns:
-        False, and nothing is changed, if the checkpoint does not say that this epoch ended after so many batches.
+        False, without a change, unless the checkpoint says that this epoch ended after so many batches.
     """
     loops = checkpoint.get("loops", {}).get("fit_loop", {})
     epochs, count = loops.get("epoch_progress"), loops.get("epoch_loop.batch_progress")

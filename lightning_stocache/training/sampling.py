@@ -1,14 +1,14 @@
-"""How the loaders of a Trainer call draw: the sampler of a training loader, and the indices that a loader reaches.
+"""The samplers of a Trainer call: how training loaders draw, and which indices a loader can draw.
 
 A training loader with a default sampler gets a LocalitySampler: the global batches of DistributedSampler, dealt so that
 samples go to nodes that have them. Lightning keeps it, because it is a DistributedSampler, and calls its `set_epoch`.
-The indices of any other sampler are dealt by a LocalitySampler, too, where there are several nodes, in the order of
-Lightning's own wrapper. A sampler that deals to ranks by itself stays.
+On several nodes a LocalitySampler also deals the indices of any other sampler, in the order of Lightning's own wrapper.
+A sampler that deals to ranks itself is kept.
 
 An index that a loader cannot draw needs no slot. The domain of a loader follows from its sampler
-(`sampling.sampler_domain`), and from the Trainer's limits where samples come in order. Under `overfit_batches`
-Lightning starts every loader at the beginning, whatever its sampler. Loaders that are made anew while training goes on
-may draw anything.
+(`sampling.sampler_domain`), and from the Trainer's limits where samples come in order. With `overfit_batches` Lightning
+starts every loader at the beginning, whatever its sampler. Loaders that are re-created during training may draw any
+index.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["epochs_done", "follow_pools", "loader_domain", "locality_for", "repl
 
 
 def replicas(trainer: Any, *, always: bool = False) -> tuple[int, int]:
-    """The number of ranks that share the data, and this one's number; with tensor parallelism not the world's.
+    """The number of ranks that divide the data, and this rank's number; tensor parallel ranks count as one.
 
-    With `use_distributed_sampler=False` a user's loader is one rank's own: 1, 0, unless `always`.
+    With `use_distributed_sampler=False` each rank has its own data: (1, 0), unless `always`.
     """
     if not always and leaves_samplers_alone(trainer):
         return 1, 0
@@ -44,15 +44,15 @@ def replicas(trainer: Any, *, always: bool = False) -> tuple[int, int]:
 
 
 def epochs_done(trainer: Any) -> int:
-    """The epoch of the next training loader; right also while a checkpoint is being loaded."""
+    """The epoch of the next training loader, also while a checkpoint is being loaded."""
     return int(trainer.fit_loop.epoch_progress.current.processed) if trainer is not None else 0
 
 
 def follow_pools(loaders: Iterable[Any]) -> bool:
-    """Make training loaders of rolling caches as long as what is resident now. Collective.
+    """Set the length of training loaders of rolling caches to the number of resident samples. Collective.
 
     Returns:
-        Whether a pool grows, so that its loader has another length in each epoch.
+        Whether a rolling cache grows, so that its loader has another length in each epoch.
     """
     grows = False
     for loader in loaders:
@@ -70,8 +70,8 @@ def locality_for(
 ) -> LocalitySampler | None:
     """The LocalitySampler that replaces Lightning's DistributedSampler, or None if the loader keeps its own sampler.
 
-    It shuffles whatever the loader's order was, as Lightning's does for training. `dealt`: the fit began in such an
-    order, and keeps it on one rank, too.
+    Like Lightning's sampler for training, it shuffles whatever the order of the loader was. `dealt`: the fit began with
+    a LocalitySampler, and keeps its order on one rank, too.
     """
     count, rank = replicas(trainer)
     if (count == 1 and not dealt) or not batch_size or trainer.overfit_batches:
@@ -84,7 +84,7 @@ def locality_for(
 
 
 def loader_domain(trainer: Any, stage: str, loader: DataLoader[Any]) -> Domain | None:
-    """The indices that a loader will draw in a stage of a Trainer call; None for all, or where it is unknown.
+    """The indices that a loader can draw in a stage of a Trainer call; None if all, or if they are unknown.
 
     `trainer` is None outside of a call.
     """
@@ -96,7 +96,7 @@ def loader_domain(trainer: Any, stage: str, loader: DataLoader[Any]) -> Domain |
     if stage in ("train", "val") and getattr(trainer, "overfit_batches", False) and trainer.state.fn == "fit":
         return None if own_batches else _beginning(trainer, stage, length, batch_size)
     if stage == "train" and _is_default(order) and replicas(trainer)[0] > 1:
-        return None  # Lightning's sampler draws all, whatever this one leaves out
+        return None  # Lightning's sampler replaces it, and draws all
     in_order = type(order) is SequentialSampler or (type(order) is DistributedSampler and not order.shuffle)
     if trainer is not None and stage != "train" and in_order:
         return _beginning(trainer, stage, length, batch_size)
@@ -104,7 +104,7 @@ def loader_domain(trainer: Any, stage: str, loader: DataLoader[Any]) -> Domain |
 
 
 def _beginning(trainer: Any, stage: str, length: int, batch_size: int) -> Domain | None:
-    """The first samples, as many as the Trainer's limit lets through; None for all."""
+    """The first samples, up to the Trainer's limit; None for all."""
     limit: int | float = getattr(trainer, f"limit_{stage}_batches", 1.0)
     step = batch_size * replicas(trainer)[0]
     batches = limit if isinstance(limit, int) else int(math.ceil(length / step) * limit)
@@ -113,5 +113,5 @@ def _beginning(trainer: Any, stage: str, length: int, batch_size: int) -> Domain
 
 
 def _is_default(sampler: Any) -> bool:
-    """Whether Lightning, on several ranks, deals the whole dataset in place of this sampler's indices."""
+    """Whether Lightning replaces this sampler on several ranks, and deals the whole dataset."""
     return isinstance(sampler, RandomSampler | SequentialSampler)

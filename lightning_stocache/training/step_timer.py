@@ -1,8 +1,8 @@
 """The parts of a Trainer's steps.
 
-While a fit runs, the methods that make up a step (`lightning_internals.step_calls`) tell a clock (`insight.steps`) when
-they begin and end. Not counted: what comes after this callback's hook in the last batch before a validation or an
-epoch's end, and the first batch of a dataset without a length, which Lightning fetches before training starts.
+While a fit runs, the methods of a step (`lightning_internals.step_calls`) tell a clock (`insight.steps`) when they
+begin and end. Two intervals are not counted: the time after this callback's hook in the last batch before a validation
+or an epoch's end, and the first batch of a dataset without a length, which Lightning fetches before training starts.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ __all__ = ["StepTimer"]
 
 
 class StepTimer(Callback):
-    """Logs what training steps are made of: waiting for data, transfer, forward, backward, optimiser and the rest.
+    """Logs the parts of training steps: waiting for data, transfer, forward, backward, optimiser and the rest.
 
-    At the end of each epoch, mean seconds per step:
+    At the end of each epoch it logs mean seconds per step:
 
-    - `stocache/step/wait_seconds`: until the batch has come; an epoch's first step has what its workers need to start.
+    - `stocache/step/wait_seconds`: waiting for the batch; in an epoch's first step also the start of its workers.
     - `stocache/step/transfer_seconds`: moving the batch to the device.
-    - `stocache/step/forward_seconds`: `training_step`, without what lies in it (manual optimisation has all in it).
-    - `stocache/step/backward_seconds`: backward, with DDP's all-reduce, and with what gradient checkpointing computes
-      again. A backward without `manual_backward` is in forward.
+    - `stocache/step/forward_seconds`: `training_step`, without other parts that run inside of it (as in manual
+      optimisation).
+    - `stocache/step/backward_seconds`: backward, with DDP's all-reduce and the recomputation of gradient checkpointing.
+      A backward without `manual_backward` counts as forward.
     - `stocache/step/optimizer_seconds`: the optimisers' steps, clipping, the scaler of AMP, and `zero_grad`.
-    - `stocache/step/rest_seconds`: all else: callbacks, loggers, `on_after_batch_transfer`, schedulers.
+    - `stocache/step/rest_seconds`: everything else: callbacks, loggers, `on_after_batch_transfer`, schedulers.
 
-    A step is one batch: where gradients are accumulated, most steps have no optimiser. At the end of `fit`, also after
+    A step is one batch: if gradients are accumulated, most steps have no optimiser. At the end of `fit`, also after
     Ctrl-C, one line has the shares of the last epoch.
 
-    On a CUDA device the parts are what the device needed, by events in its stream: waiting is the time in which it
-    stood still, which is less than the host waited where work was queued. The host waits for these events at the end of
-    an epoch alone. On other devices the host's clock is read. Values are those of rank zero; there, waiting of another
-    rank is seen as backward, which ends when all are there.
+    On a CUDA device the parts are seconds of the device, measured by events in its stream. There waiting is the time in
+    which the device is idle: less than the host waits if work is queued. The host waits for these events only at the
+    end of an epoch. On other devices the parts are seconds of the host. Rank zero logs its own values; if it waits for
+    another rank, that time is in backward, which ends when all ranks are ready.
 
     Example:
         >>> trainer = Trainer(callbacks=[StepTimer()], logger=False, enable_checkpointing=False)
@@ -49,12 +50,12 @@ class StepTimer(Callback):
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, float]] = []
-        """Mean seconds of each part, for every epoch of the last `fit`."""
+        """Mean seconds of each part, for each epoch of the last `fit`."""
         self._clock = StepClock()
-        self._timed: list[tuple[Any, str, Any]] = []  # objects, names of methods, and what was set under them before
+        self._timed: list[tuple[Any, str, Any]] = []  # objects, names of methods, and the attributes before
 
     def clock(self, device: torch.device) -> StepClock:
-        """The clock for a model on a device; to be replaced for a device with events of its own."""
+        """The clock for a model on a device. Override it for a device with its own events."""
         return StepClock(cuda_moment if device.type == "cuda" else time.perf_counter)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -65,11 +66,11 @@ class StepTimer(Callback):
             method = getattr(owner, name)
             timed = partial(_timed, clock, part, begins, ends, method)
             self._timed.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, update_wrapper(timed, method))  # Lightning looks through it for what is overridden
+            setattr(owner, name, update_wrapper(timed, method))  # Lightning looks for overrides in the inner one
         self.on_train_epoch_start(trainer, pl_module)  # which Lightning does not call in a resumed epoch
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin with waiting: the workers of the epoch start."""
+        """Begin the epoch with waiting, because its workers start."""
         if self._timed:
             self._clock.pause()
             self._clock.resume("wait")
@@ -79,11 +80,11 @@ class StepTimer(Callback):
         self._clock.end_step()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validation is of no step."""
+        """Stop counting: validation belongs to no step."""
         self._clock.pause()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with the next step."""
+        """Count again from the next step on."""
         if self._timed:
             self._clock.resume()
 
@@ -93,12 +94,12 @@ class StepTimer(Callback):
             log_epoch(trainer, {f"stocache/step/{part}_seconds": mean for part, mean in self.epochs[-1].items()})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what a step of the last epoch was made of."""
+        """Say the shares of the last epoch's steps."""
         self._stop()
         self._say()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say so after Ctrl-C too; Lightning calls neither `on_train_end` nor `teardown` after an exception."""
+        """Say the shares also after Ctrl-C: then Lightning calls neither `on_train_end` nor `teardown`."""
         if self._timed:
             self._end_epoch()
             self._stop()
@@ -106,11 +107,11 @@ class StepTimer(Callback):
                 self._say()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the methods back."""
+        """Restore the methods."""
         self._stop()
 
     def _end_epoch(self) -> bool:
-        """Note the means of an epoch; whether it had a step."""
+        """Note the means of an epoch. Returns whether the epoch had a step."""
         self._clock.pause()
         if means := self._clock.take():
             self.epochs.append(means)
@@ -135,7 +136,7 @@ class StepTimer(Callback):
 def _timed(
     clock: StepClock, part: str, begins: bool, ends: bool, method: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a method with which a part of the step begins, or ends."""
+    """Call a method that begins or ends a part of the step."""
     if begins:
         clock.start(part)
     try:
