@@ -141,7 +141,7 @@ _OF_PARTS = dict(zip(PARTS, (_ORANGE, _SKY, _GREEN, _BLUE, _PURPLE, _GREY), stri
 _CHARTS = (  # title, caption, the metrics that must have been logged, and what draws them
     (
         "Hit rate",
-        "Share of samples from memory, per epoch. For a single run: dashed, samples with a slot; dotted, expected hits.",
+        "Share of samples from memory, per epoch. For a single run: dashed, share with a slot; dotted, expected.",
         ("hit_rate",),
         _hit_rate,
     ),
