@@ -30,20 +30,21 @@ def words_of(findings: list[Finding], topic: str) -> str:
     return " ".join(f"{one.words} {one.fix}" for one in findings if one.topic == topic)
 
 
-def test_dockers_default_gets_the_exact_fix():
-    """64 MiB of /dev/shm are named as Docker's default, with the option and the Kubernetes volume that mend it."""
-    found = shared_memory(64 * MIB, 60 * MIB, 32 * GIB)
-    assert "Docker's default" in found.words
-    assert "--shm-size=16g" in found.fix
-    assert "emptyDir: {medium: Memory, sizeLimit: 16Gi}" in found.fix
-
-
-def test_a_small_or_full_filesystem_is_told():
-    """Little beside the RAM: remount; nearly full: who holds it; enough: no fix."""
-    assert "remount,size=16G" in shared_memory(GIB, GIB, 32 * GIB).fix
-    assert "clean" in shared_memory(16 * GIB, GIB, 32 * GIB).fix
-    assert shared_memory(16 * GIB, 15 * GIB, 32 * GIB).fix == ""
-    assert shared_memory(0, 0, GIB).fix == ""
+@pytest.mark.parametrize(
+    ("size", "free", "words"),
+    [
+        (64 * MIB, 60 * MIB, ["Docker's default", "--shm-size=16g", "emptyDir: {medium: Memory, sizeLimit: 16Gi}"]),
+        (GIB, GIB, ["little beside 32 GiB of RAM", "remount,size=16G"]),
+        (16 * GIB, GIB, ["nearly full", "clean removes named caches"]),
+        (16 * GIB, 15 * GIB, []),
+        (0, 0, []),
+    ],
+)
+def test_dev_shm_gets_a_fix_if_it_is_small_or_full(size, free, words):
+    """64 MiB are Docker's default, with the option and the Kubernetes volume that enlarge it; enough needs no fix."""
+    found = shared_memory(size, free, 32 * GIB)
+    assert all(word in found.words + found.fix for word in words)
+    assert bool(found.fix) == bool(words)
 
 
 def test_the_cgroup_is_read_where_it_lies(tmp_path):

@@ -8,13 +8,13 @@ import sys
 import warnings
 from datetime import datetime
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
 import pytest
 import torch
 
-import lightning_stocache
 from lightning_stocache.__main__ import COMMANDS, main
 from lightning_stocache.cache.layout import READY
 from lightning_stocache.insight import measurement
@@ -42,10 +42,10 @@ def test_help_lists_the_commands_and_imports_little(tmp_path):
 
 
 def test_the_version_is_told(capsys):
-    """--version is that of the distribution."""
+    """--version and `__version__` are the version of the distribution."""
     with pytest.raises(SystemExit) as end:
         main(["--version"])
-    assert (end.value.code, capsys.readouterr().out) == (0, f"lightning-stocache {lightning_stocache.__version__}\n")
+    assert (end.value.code, capsys.readouterr().out) == (0, f"lightning-stocache {version('lightning-stocache')}\n")
 
 
 @pytest.mark.processes
@@ -183,25 +183,38 @@ def test_plan_of_data_alone(configs, capsys, monkeypatch):
     assert err == ""
 
 
-def test_plan_with_a_model_and_a_picture(configs, tmp_path, capsys):
-    """Overrides may stand between options; the table has the step, and the picture is written."""
-    png = tmp_path / "plan.png"
-    overrides = ["data=squares", "--threads", "1", "model=line", "--png", str(png), "++trainer.accelerator=cpu"]
-    main(["plan", "--config-dir", configs, *overrides, "data.train.length=32"])
-    out = capsys.readouterr().out
-    assert out.startswith("32 samples of 40 B")
-    assert {"step", "0%", "25%", "50%", "75%", "100%"} <= {line.partition(" ")[0] for line in out.splitlines()}
-    assert png.read_bytes().startswith(b"\x89PNG")
-
-
-def test_plan_with_curves(configs, tmp_path, capsys, monkeypatch):
-    """Numbers of workers and batch sizes are measured besides; the tables and the picture have them."""
+def test_plan_with_a_model_curves_and_a_picture(configs, tmp_path, capsys, monkeypatch):
+    """Overrides may stand between options. The table has the step, loaders of other sizes have a table, and the picture
+    is written."""
     quick = partial(measurement.measure_curves, seconds=0.2, limit=1e9)
     monkeypatch.setattr(measurement, "measure_curves", quick)
     png = tmp_path / "plan.png"
-    overrides = ["data=squares", "++trainer.accelerator=cpu", "data.num_workers=0"]
-    main(["plan", "--config-dir", configs, *overrides, "--workers", "0", "--batch-sizes", "2,8", "--png", str(png)])
+    options = [
+        "data=squares",
+        "--threads",
+        "1",
+        "model=line",
+        "--workers",
+        "0",
+        "--batch-sizes",
+        "2,8",
+        "data.num_workers=0",
+    ]
+    main(
+        [
+            "plan",
+            "--config-dir",
+            configs,
+            *options,
+            "--png",
+            str(png),
+            "++trainer.accelerator=cpu",
+            "data.train.length=32",
+        ]
+    )
     out, err = capsys.readouterr()
+    assert "32 samples of 40 B" in out
+    assert {"step", "0%", "25%", "50%", "75%", "100%"} <= {line.partition(" ")[0] for line in out.splitlines()}
     assert [line.split()[0] for line in out.splitlines() if line.count("+-") == 2] == ["2", "4", "8"]
     assert out.splitlines()[-1].startswith("cache.budget=")
     assert err.count("batches from the cache: ") == 9
@@ -311,16 +324,6 @@ def test_clean_takes_the_name_that_the_job_was_given(named, capsys):
     assert [line for line in lines if line.startswith(f"stays, {named}-val0: ")]
     assert lines[-1] == "removed 1 cache (8 KiB)"
     assert [found.name for found in named_segments() if found.name.startswith(named)] == [f"{named}-val0"]
-
-
-def test_clean_of_a_job_leaves_others_alone(named, capsys):
-    """Neither a job whose name begins alike nor one cache's own name means more than it says."""
-    for name in (f"{named}2-train0", f"{named}-b-train0", f"{named}-train0x"):
-        open_named(name, 4096, Manifest(Geometry(3, 3)))[0].close()
-    main(["clean", f"{named}-train0", "--yes"])
-    main(["clean", f"{named}-b", "--yes"])
-    left = {found.name.removeprefix(named) for found in named_segments() if found.name.startswith(named)}
-    assert left == {"-val0", "2-train0", "-train0x"}
 
 
 def test_clean_refuses_in_a_sentence(named, capsys):

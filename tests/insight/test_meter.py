@@ -71,20 +71,6 @@ def test_loaders_of_other_classes_have_no_seconds(dataset):
 
 
 @pytest.mark.processes
-def test_a_hit_rate_that_is_too_low_is_said_once(caplog, dataset):
-    """Where the cache is emptied again and again, one warning names the rate, the expected one, and a cause."""
-    meter = CacheMeter(DataLoader(dataset, batch_size=4, shuffle=True))
-    for _ in range(3):
-        dataset.cache.clear()
-        list(meter)
-        metrics = meter.epoch()
-    assert metrics["stocache/hit_rate"] < metrics["stocache/hit_rate_expected"]
-    assert [record.levelname for record in caplog.records if "were to be expected" in record.getMessage()] == [
-        "WARNING"
-    ]
-
-
-@pytest.mark.processes
 def test_live_values_are_those_of_the_epoch_so_far(dataset):
     """Under keys of their own, and none for validation; the loader may be read beside the meter."""
     loader = CachedLoader(dataset, batch_size=4)

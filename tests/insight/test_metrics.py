@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,12 +13,6 @@ counts = st.builds(Counts, *[numbers] * len(Counts().values()))
 tallies = st.lists(
     st.builds(Tally, st.integers(0, 3), counts, numbers, numbers, numbers, numbers), min_size=1, max_size=8
 )
-
-
-def test_the_hit_rate_of_a_job_is_no_mean_of_rates():
-    """9 of 10 on one rank and 0 of 1 on another are 9 of 11."""
-    job = summarise([Tally(0, Counts(hits=9, misses=1)), Tally(0, Counts(misses=1))])
-    assert job["hit_rate"] == pytest.approx(9 / 11)
 
 
 def test_a_rate_over_nothing_is_zero():

@@ -141,11 +141,6 @@ RATES = {
 CURVES = Curves(Data(range(1000), 8), RATES, ["One batch was left out."])
 
 
-def test_the_last_line_is_for_the_config():
-    """The table ends with cache.budget=..., alone on its line."""
-    assert as_text(planned(TABLE, step=0.045, num_workers=1)).splitlines()[-1] == "cache.budget=55%"
-
-
 def test_ranges_and_deviations_are_shown():
     """The lowest and the highest stand beside each median, with the standard deviation."""
     plan = planned(TABLE)

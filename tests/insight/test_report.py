@@ -94,13 +94,14 @@ def test_the_page_stands_by_itself(multirun, tmp_path):
 
 
 def test_epoch_values_and_live_values_are_told_apart(tmp_path):
-    """Live values have columns of their own; the chart over epochs shows the values of epochs only."""
-    folder = write_csv(tmp_path / "run", rows_of_a_run(0.5))
-    hit_rate, ceiling, expected, _ = lines(drawn(folder, "Hit rate"))
+    """The chart over epochs shows the values of epochs only, of a single run also those of stages and nodes."""
+    folder = write_csv(tmp_path / "run", rows_of_a_run(0.5, nodes=2))
+    hit_rate, ceiling, expected, *_ = lines(drawn(folder, "Hit rate"))
     assert hit_rate == [(0, 0.0), (1, 0.5), (2, 0.5)]
     assert ceiling == [(0, 0.5), (1, 0.5), (2, 0.5)]
     assert expected == [(0, 0.0), (1, 0.5), (2, 0.5)]
-    assert words(drawn(folder, "Hit rate")) == ["50 % hit rate", "50 % at most", "50 % expected", "50 % val"]
+    names = ["hit rate", "at most", "expected", "val", "node 0", "node 1"]
+    assert words(drawn(folder, "Hit rate")) == [f"50 % {name}" for name in names]
     assert lines(drawn(folder, "Fill in the first epoch")) == [[(4, 0.5), (9, 1.0)]]
 
 
@@ -159,12 +160,6 @@ def test_a_run_in_its_first_epoch_has_a_page(tmp_path):
     assert "first epoch not over yet" in page.text
     assert page.text.count("Nothing to draw") == len(EVERY_RUN) - 2
     assert "data_wait_seconds and compute_seconds not logged" in page.text
-
-
-def test_nodes_have_lines_of_their_own(tmp_path):
-    """With several nodes, a single run shows the hit rate of each."""
-    folder = write_csv(tmp_path / "run", rows_of_a_run(nodes=2))
-    assert {"50 % node 0", "50 % node 1"} <= {*words(drawn(folder, "Hit rate"))}
 
 
 def test_parts_of_a_step_are_bars(tmp_path):

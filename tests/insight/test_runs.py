@@ -8,16 +8,6 @@ from lightning_stocache.insight.runs import LogError, find_runs, table
 from tests.insight.logged import rows_of_a_run, step_rows, write_csv, write_hydra, write_multirun
 
 
-def test_live_values_are_told_from_those_of_epochs(tmp_path):
-    """The fill of the first epoch ends with the epoch's own value, and no epoch's value is among the live ones."""
-    folder = write_csv(tmp_path / "run", rows_of_a_run(0.5, epochs=2))
-    [run] = find_runs([folder])[0]
-    assert run.first_epoch("fill_fraction") == [(4, 0.5), (9, 1.0)]
-    assert run.live("hit_rate") == [(4, 0), (9, 0), (14, 0.5), (19, 0.5)]
-    assert run.epochs("hit_rate") == [(0, 0), (1, 0.5)]
-    assert run.last("fill_fraction") == 1
-
-
 def test_a_live_value_and_an_epochs_end_may_have_one_step(tmp_path):
     """In TensorBoard's events, too, both are there, and the fill of the first epoch ends with the epoch's."""
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
