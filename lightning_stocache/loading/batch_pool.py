@@ -223,16 +223,11 @@ class SharedBatch:
         # May run in any thread, at any moment: it only appends, which is atomic.
         weakref.finalize(self._memory, free.append, segment).atexit = False
 
-    def tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor over a part of the memory."""
-        count = torch.Size(shape).numel()
-        if not count:
-            return torch.empty(tuple(shape), dtype=dtype)
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
-
-    def fields(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-        """The memory of a batch of rows, uint8 `[size]` per field."""
-        return [self.tensor(start, torch.uint8, (size,)).numpy() for start, size in _starts(sizes)]
+    def bytes(self, offset: int, length: int) -> torch.Tensor:
+        """A part of the memory, uint8 `[length]`."""
+        if length == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=length, offset=offset)
 
 
 class Attached(dict[bytes, Segment]):
@@ -254,15 +249,10 @@ class Attached(dict[bytes, Segment]):
         return segment
 
 
-def fields_of(segment: Segment, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-    """The memory of a batch of rows in a worker, uint8 `[size]` per field."""
-    return [segment.bytes(start, size).numpy() for start, size in _starts(sizes)]
-
-
-def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each field begins, and its size."""
-    starts, end = [], 0
+def fields_of(memory: SharedBatch | Segment, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+    """The memory of a batch of rows, uint8 `[size]` per field, in the main process or in a worker."""
+    fields, end = [], 0
     for size in sizes:
-        starts.append((end, size))
+        fields.append(memory.bytes(end, size).numpy())
         end += aligned(size)
-    return starts
+    return fields

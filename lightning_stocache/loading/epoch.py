@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, default_collate
 from lightning_stocache.cache.codec import Memory
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import NO_PLACE, Store
-from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch
+from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch, fields_of
 from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader_sampler import batches_of
@@ -78,9 +78,9 @@ class Resources:
         self.workers: WorkerPool | None = None
         shared = under_way(loader) + _SLACK if loader.num_workers else 0
         self.pool = BatchPool(pinned=self.pins, shared=shared, promised=lambda: cache.promised_bytes)
-        self.in_use = self.ended = False
-        self._gather_ns = self._told_ns = 0  # the first is written by who gathers, the second by who counts
-        self._pid = os.getpid()
+        self.in_use = self.released = False
+        self.gather_ns = 0  # since the last plan was completed; one thread at a time gathers
+        self._pid, self._finalizer = os.getpid(), weakref.finalize(loader, self.release)
 
     def gather(self, places: Integers, missing: Sequence[int] = (), into: Memory | None = None) -> Memory:
         """The samples of READY places in the memory of a batch, by default in private one; undefined at the missing."""
@@ -88,7 +88,7 @@ class Resources:
         memory = self.pool.take(self.collator.sizes(len(places))) if into is None else into
         if len(missing) < len(places):
             self.cache.gather(places, memory)
-        self._gather_ns += time.perf_counter_ns() - start  # one thread at a time
+        self.gather_ns += time.perf_counter_ns() - start
         return memory
 
     def batches(self, places: Integers, size: int) -> list[_Made]:
@@ -97,17 +97,11 @@ class Resources:
         batches = self.collator.batches(self.gather(places), samples, size)
         return [(batch, min(size, samples - number * size)) for number, batch in enumerate(batches)][::-1]
 
-    def take_gather_ns(self) -> int:
-        """Nanoseconds that gathering has taken since the last call."""
-        taken = self._gather_ns - self._told_ns
-        self._told_ns += taken
-        return taken
-
     def is_usable(self) -> bool:
         """Whether another epoch can begin with this; workers that have died, as by Ctrl-C, are replaced."""
         if self.workers is not None and not self.workers.are_alive and not self.in_use:
             self.end_workers()
-        return not (self.in_use or self.ended)
+        return not (self.in_use or self.released)
 
     def begin_epoch(self, loader: DataLoader[Any], seed_state: torch.Tensor | None) -> None:
         """Start workers, or call them back from an epoch that was broken off; end those that have nothing to load."""
@@ -133,7 +127,7 @@ class Resources:
             return  # the copy of an iterator that a worker inherited ends nothing
         with held_back():
             prefetcher.stop()
-            if not self.persistent or (self.route == "main" and self.cache.full):
+            if not self.persistent or self.released or (self.route == "main" and self.cache.full):
                 self.end_workers()
             self.in_use = False
 
@@ -142,24 +136,21 @@ class Resources:
         workers, self.workers = self.workers, None
         if workers is not None:
             workers.close()
-        if self.route == "main":
+        if self.released:
+            self.pool.close()
+        elif self.route == "main":
             self.pool.trim()  # no other epoch may want it
 
-    def end(self) -> None:
-        """End the workers and give up all memory; for another epoch others are to be made."""
-        self.ended = True
-        self.end_workers()
-        self.pool.close()
-
     def release(self) -> None:
-        """The loader is gone: end now, or with the epoch under way.
+        """End workers and memory, now or with the epoch under way. The loader calls this, or its end does.
 
         Left to the garbage collector, DataLoader waits for 5 s per worker: their queues may be collected before them.
         """
+        self._finalizer.detach()
         if os.getpid() == self._pid:
-            self.persistent = False
+            self.released = True
             if not self.in_use:
-                self.end()
+                self.end_workers()
 
 
 @dataclass
@@ -246,7 +237,7 @@ class Epoch:
                 if not self._made and waiting.last_away_ns > WORTHWHILE_NS:
                     self._prefetch()
                 if hits:
-                    self._cached.count_hits(hits, self._resources.take_gather_ns())
+                    self._cached.count_hits(hits)
                 self._state.batches += 1
                 return batch
         except KeyboardInterrupt:
@@ -261,8 +252,8 @@ class Epoch:
 
     def _break_off(self) -> None:
         """End the epoch, its workers and its memory."""
+        self._resources.release()
         self.close()
-        self._resources.end()
 
     # ---- plan ----
 
@@ -303,7 +294,7 @@ class Epoch:
             if plan.missing and resources.workers is not None:
                 sizes = resources.collator.sizes(len(indices))
                 if (shared := resources.pool.take_shared(sizes)) is not None:
-                    plan.rows = resources.gather(places, plan.missing, shared.fields(sizes))
+                    plan.rows = resources.gather(places, plan.missing, fields_of(shared, sizes))
                 self._request(plan, shared)
 
     def _request(self, plan: Plan, shared: SharedBatch | None) -> None:
@@ -334,6 +325,8 @@ class Epoch:
             if not plan.requested or workers is None or workers.replies > replies:
                 self._go_on()
             raise
+        gather_ns, self._resources.gather_ns = self._resources.gather_ns, 0
+        self._cached.opened.count(gather_ns=gather_ns)
         self._go_on()
         self._made, self._block = made, plan.indices
 

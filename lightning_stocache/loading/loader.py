@@ -100,7 +100,6 @@ class CachedLoader(DataLoader[Any]):
     gather: Gather = "auto"
     _started = False  # whether a persistent loader has drawn its base seed
     resources: Resources | None = None
-    _release: weakref.finalize[[], CachedLoader] | None = None
     _current: weakref.ref[Epoch] | None = None
     _plain: Any = None
     _kept: CachedLoader | None = None  # of a stream, once all of it is kept
@@ -244,11 +243,10 @@ class CachedLoader(DataLoader[Any]):
             self._kept = None
 
     def _change(self, resources: Resources | None) -> None:
-        """Release what was kept, and keep something else."""
-        if self._release is not None:
-            self._release()
+        """Keep other resources, or none, and release those before."""
+        if self.resources is not None:
+            self.resources.release()
         self.resources = resources
-        self._release = None if resources is None else weakref.finalize(self, resources.release)
 
     def _resources_for(self, cached: CachedSource) -> Resources | None:
         """What was kept for this cache and this route, or new; None where there is no short cut."""
@@ -310,5 +308,5 @@ class CachedLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or a process that is sent the loader, starts with nothing.
-        nothing = dict.fromkeys(("resources", "_release", "_current", "_plain", "_kept"))
+        nothing = dict.fromkeys(("resources", "_current", "_plain", "_kept"))
         return self.__dict__ | nothing | {"_started": False, "position": LoaderState()}

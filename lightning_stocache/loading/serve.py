@@ -172,12 +172,10 @@ class CachedSource:
             mine, _ = cache.divide([index])
             return not mine or cache.has_room(self.load(cache, mine, served=False)[0])
 
-    def count_hits(self, samples: int, gather_ns: int = 0) -> None:
-        """Count samples that the caller has copied out of the cache, and the nanoseconds that it took."""
+    def count_hits(self, samples: int) -> None:
+        """Count samples that the caller has copied out of the cache."""
         if (cache := self.opened.cache) is not None:
             self.opened.count(hits=samples, bytes_from_cache=samples * cache.codec.nbytes)
-            if gather_ns:
-                self.opened.count(gather_ns=gather_ns)
 
     def _serve_one(self, cache: Store, index: int) -> Any:
         """The sample of an index, unfinished. One that lies outside the dataset is the source's business."""
@@ -388,9 +386,19 @@ class CachedSource:
 
     @property
     def changed(self) -> bool:
-        """Whether the source has changed since it was cached."""
-        counters = self.opened.counters if self.opened.group.rank == 0 else None
-        return self._state.look(None if counters is None else lambda: counters.is_first("changed source")) is not None
+        """Whether the source has changed since it was cached. The first process of rank zero to see it warns."""
+        if (change := self._state.look()) is None:
+            return False
+        counters = self.opened.counters
+        if self.opened.group.rank == 0 and counters is not None and counters.is_first("changed source"):
+            log.warning(
+                "%s: its `%s` has changed since it was cached. Epochs that begin now load all samples uncached, as "
+                "changed.\nTo keep the cache, change what comes after it: transform= of CachedDataset or "
+                "StocacheDataModule, or the model's on_after_batch_transfer",
+                type(self.source).__name__,
+                change,
+            )
+        return True
 
     def refresh(self) -> None:
         """Once the source has been seen to change, serve the source itself, uncached."""

@@ -149,13 +149,12 @@ def unpacked(batch: Any, shared: SharedBatch | None, pool: BatchPool) -> Any:
         nonlocal size
         if not isinstance(leaf, Packed):
             return leaf
-        if isinstance(leaf.content, int):
-            assert shared is not None
-            tensor = shared.tensor(leaf.content, leaf.dtype, leaf.shape)
-            size += aligned(tensor.nbytes)
-            return tensor if lend else tensor.clone()
-        size += aligned(leaf.content.nbytes)
-        return torch.from_numpy(leaf.content).view(leaf.dtype).view(leaf.shape)
+        nbytes = leaf.dtype.itemsize * torch.Size(leaf.shape).numel()
+        size += aligned(nbytes)
+        if not isinstance(leaf.content, int):
+            return torch.from_numpy(leaf.content).view(leaf.dtype).view(leaf.shape)
+        tensor = cast(SharedBatch, shared).bytes(leaf.content, nbytes).view(leaf.dtype).view(leaf.shape)
+        return tensor if lend else tensor.clone()
 
     batch = rebuilt(batch, arrived)
     pool.expect(size)

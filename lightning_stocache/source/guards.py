@@ -95,26 +95,11 @@ class SourceState:
         self._moves = set[str]()  # where reading the source moves something
         self._parts = self._remember()
         self._change: str | None = None
-        self._told = False
 
-    def look(self, first_to_tell: Callable[[], bool] | None = None) -> str | None:
-        """Where the source has changed, for instance `transform.p`; None while it has not. The first change stays.
-
-        Args:
-            first_to_tell: says whether this process is to warn of a change; None: it is not.
-        """
+    def look(self) -> str | None:
+        """Where the source has changed, for instance `transform.p`; None while it has not. The first change stays."""
         if self._change is None and (found := self._differences()):
             self._change, self._parts = found[0], []  # they hold objects that the user may have replaced to free them
-        if self._change is not None and first_to_tell is not None and not self._told:
-            self._told = True
-            if first_to_tell():
-                log.warning(
-                    "%s: its `%s` has changed since it was cached. Epochs that begin now load all samples uncached, as "
-                    "changed.\nTo keep the cache, change what comes after it: transform= of CachedDataset or "
-                    "StocacheDataModule, or the model's on_after_batch_transfer",
-                    type(self._source).__name__,
-                    self._change,
-                )
         return self._change
 
     def __enter__(self) -> None:

@@ -146,7 +146,7 @@ def test_shared_memory_is_free_again_when_the_last_tensor_over_it_is_gone():
     """Not before: one of two, or a view of a view, is enough to keep it."""
     pool = BatchPool(shared=2)
     shared = pool.take_shared([400, 400])
-    ones, others = map(torch.from_numpy, shared.fields([400, 400]))
+    ones, others = map(torch.from_numpy, fields_of(shared, [400, 400]))
     del shared
     for name in ("ones", "row"):
         assert pool.shared_left == 1
@@ -165,7 +165,7 @@ def test_what_a_worker_writes_is_what_the_batch_holds():
     pool, attached = BatchPool(shared=1), Attached()
     for sizes in ([100, 7, 0], [1000, 70, 0]):
         shared = pool.take_shared(sizes)
-        fields = shared.fields(sizes)
+        fields = fields_of(shared, sizes)
         for number, field in enumerate(fields_of(attached.segment(shared.handle), sizes)):
             field.fill(number + 1)
         assert [field.tolist() for field in fields] == [[number + 1] * size for number, size in enumerate(sizes)]
@@ -179,13 +179,13 @@ def test_what_is_free_is_given_up_and_can_be_had_again():
     """What a batch still holds stays."""
     pool = BatchPool(shared=2)
     held, other = pool.take_shared([100]), pool.take_shared([100])
-    field = torch.from_numpy(held.fields([100])[0]).fill_(5)
+    field = torch.from_numpy(fields_of(held, [100])[0]).fill_(5)
     del other, held
     pool.trim()
     assert pool.shared_bytes == 128
     assert field.tolist() == [5] * 100
     again = pool.take_shared([100])
-    again.fields([100])[0].fill(6)
+    fields_of(again, [100])[0].fill(6)
     assert field.tolist() == [5] * 100
     del again, field
     pool.close()

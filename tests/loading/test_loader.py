@@ -19,7 +19,6 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
-    Subset,
     get_worker_info,
 )
 from torchvision.transforms import v2
@@ -186,18 +185,6 @@ def test_what_has_no_short_cut_travels_as_dataloader_sends_it(arguments):
             assert same(list(loader), list(DataLoader(Numbers(10), **arguments)))
         assert loader.resources is None
         assert totals(dataset).served == 20
-
-
-@pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_subset_of_a_cached_dataset_is_loaded_as_any_dataset(num_workers):
-    """The loader sees no cache there, but the subset reads from it: right batches, and hits."""
-    with closing(CachedDataset(Numbers(10))) as dataset:
-        loader = CachedLoader(Subset(dataset, [1, 3, 5, 7]), 3, num_workers=num_workers)
-        expected = list(DataLoader(Subset(Numbers(10), [1, 3, 5, 7]), 3))
-        assert same(list(loader), expected)
-        assert same(list(loader), expected)
-        assert (totals(dataset).misses, totals(dataset).hits) == (4, 4)
 
 
 # ---- indices ----
@@ -402,26 +389,6 @@ def test_a_loader_that_is_running_can_be_copied_and_sent():
             other.close()
         assert same(list(iterator), expected)
         loader.close()
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy])
-def test_closing_the_dataset_of_a_copied_loader_leaves_the_original_as_it_was(duplicate, num_workers):
-    """In the middle of an epoch of both: the copy's passes through, the original's goes on from the cache."""
-    expected = list(DataLoader(Numbers(30), 4))
-    with closing(CachedDataset(Numbers(30))) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=num_workers)
-        other = CachedLoader(duplicate(dataset), 4, num_workers=num_workers)
-        batches, others = iter(loader), iter(other)
-        got, gotten = [copied(next(batches))], [copied(next(others))]
-        other.dataset.close()
-        gotten.extend(map(copied, others))
-        got.extend(map(copied, batches))
-        assert same(got, expected)
-        assert same(gotten, expected)
-        assert dataset.cache.filled == 30
-        assert same(list(loader), expected)
-        assert same(list(other), expected)
 
 
 @pytest.mark.parametrize("own", [False, True])

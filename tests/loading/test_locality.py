@@ -3,32 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler
 
 from lightning_stocache import CachedDataset, SampleSpec
 from lightning_stocache.loading.loader_sampler import global_seed, locality_sampler
-
-
-@given(
-    length=st.integers(1, 60),
-    replicas=st.integers(1, 5),
-    batch_size=st.integers(1, 7),
-    shuffle=st.booleans(),
-    epoch=st.integers(0, 3),
-)
-def test_of_a_plain_dataset_it_deals_as_distributed_sampler(
-    length: int, replicas: int, batch_size: int, shuffle: bool, epoch: int
-) -> None:
-    """The same indices for every rank, in the same order, in every epoch."""
-    data = range(length)
-    for rank in range(replicas):
-        ours = locality_sampler(data, batch_size, shuffle, replicas, rank)
-        theirs: DistributedSampler[int] = DistributedSampler(data, replicas, rank, shuffle=shuffle, seed=0)  # type: ignore[arg-type]
-        ours.set_epoch(epoch)
-        theirs.set_epoch(epoch)
-        assert list(ours) == list(theirs)
 
 
 @pytest.fixture

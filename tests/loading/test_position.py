@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -140,12 +140,13 @@ def test_the_rest_comes_from_any_moment(dataset, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "persistent"), [("random", True), ("with a generator", False), ("lazy", True), ("weighted", False)]
+    ("name", "persistent"),
+    [("random", True), ("with a generator", False), ("lazy", True), ("own generator", False), ("locality", True)],
 )
 @pytest.mark.processes
 def test_workers_draw_on_from_where_they_had_drawn(dataset, name, persistent):
-    """What workers had drawn ahead when the state was taken is drawn again before the generators go on, and persistent
-    workers, which draw no seed between two epochs, draw none after a break either."""
+    """What workers have loaded and nobody has been given comes again. What they had drawn ahead is drawn again before
+    the generators go on, and persistent workers, which draw no seed between two epochs, draw none after a break."""
     options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": persistent}
     first = made(name, 0, dataset, **options)
     batches, whole = iter(first), list[Any]()
@@ -157,58 +158,26 @@ def test_workers_draw_on_from_where_they_had_drawn(dataset, name, persistent):
         again.load_state_dict(json.loads(json.dumps(states[number - 1])))
         rest = [] if number > len(whole) else [whole[number:]]
         assert epochs(again, 1 - len(rest), 3) == [*rest, *following], number
-
-
-@pytest.mark.parametrize("name", ["own generator", "locality"])
-@pytest.mark.processes
-def test_workers_that_read_ahead_do_not_count(dataset, name):
-    """What workers have loaded and nobody has been given comes again; persistent workers too."""
-    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}
-    first = made(name, 0, dataset, **options)
-    first.set_epoch(0)
-    batches = iter(first)
-    whole = [next(batches).tolist() for _ in range(2)]
-    state = first.state_dict()
-    rest = [batch.tolist() for batch in batches]
-    following = epochs(first, 1, 2)
-    assert whole[0] != rest[0]
-    again = made(name, 77, dataset, **options)
-    again.load_state_dict(state)
-    assert epochs(again, 0, 2) == [rest, *following]
-    again.load_state_dict(state)  # with workers that are there
-    assert epochs(again, 0, 1) == [rest]
-    for loader in (first, again):
-        loader.close()
+        again.load_state_dict(states[number - 1])  # with workers that are there, where they are persistent
+        assert epochs(again, 1 - len(rest), 2) == [*rest, following[0]], number
+        again.close()
 
 
 def test_it_agrees_with_torchdata():
-    """Taken and loaded at the same moments, the states of torchdata's StatefulDataLoader leave as many batches, and
-    those that are left make up the same epochs with those that were given."""
+    """A state that is taken after some batches, or at the end of an epoch, leaves as many as one of torchdata's
+    StatefulDataLoader."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    for moment in range(7):
-        lefts = []
+    for read, left in ((0, 6), (4, 2), (6, 0), (None, 6)):
         for kind in (CachedLoader, stateful):
-            first = made("random", 0, kind=kind)
-            batches = iter(first)
-            given = [next(batches).tolist() for _ in range(min(moment, 6))]
+            first, again = made("random", 0, kind=kind), made("random", 77, kind=kind)
+            for _ in islice(batches := iter(first), read):
+                pass
             state = first.state_dict()
-            rest = [batch.tolist() for batch in batches]
-            again = made("random", 77, kind=kind)
             again.load_state_dict(state)
-            assert again.state_dict().keys() == state.keys()  # not begun: the state that was loaded
-            left = [batch.tolist() for batch in again]
-            assert left == rest
-            assert sorted(chain(*given, *left)) == list(range(LENGTH))
-            lefts.append(len(left))
-        assert lefts[0] == lefts[1] == 6 - moment
-    for kind in (CachedLoader, stateful):  # at the end of an epoch the next one is whole
-        first = made("random", 0, kind=kind)
-        assert len(list(first)) == 6
-        state = first.state_dict()
-        following = [batch.tolist() for batch in first]
-        again = made("random", 77, kind=kind)
-        again.load_state_dict(state)
-        assert [batch.tolist() for batch in again] == following
+            if read is not None:  # not begun: the state that was loaded
+                assert again.state_dict().keys() == state.keys()
+            assert len(list(again)) == left
+            del batches
 
 
 @pytest.mark.parametrize("kind", ["random", "sequential"])

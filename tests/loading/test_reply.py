@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch
+from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch, fields_of
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.worker_pool import Reply, Request, Responder, unpacked
 from tests.loading.twins import STRUCTURES, InBatches, Numbers, same
@@ -168,7 +168,7 @@ def test_missing_samples_are_put_into_their_rows(dataset):
     """At their positions in the batch, with nothing in the message; the other rows are left alone."""
     codec, pool = dataset.cache.codec, BatchPool(shared=1)
     shared = pool.take_shared([10_000])
-    memory = shared.fields(codec.sizes(LENGTH))
+    memory = fields_of(shared, codec.sizes(LENGTH))
     for field in memory:
         field.fill(9)
     missing = without_slot(dataset)
