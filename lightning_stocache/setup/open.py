@@ -172,7 +172,7 @@ def open_caches(
             return _without(requests, group, error, wanted=wanted or any(request.as_stream for request in requests))
         caches = _store_or_refuse(openings, caches, group)
     if is_named:
-        arcs = _per_node([None if cache.cache is None else cache.cache.arc for cache in caches], group)
+        arcs = _per_node([None if cache.cache is None else cache.cache.handle.arc for cache in caches], group)
         for number, cache in enumerate(caches):
             assert cache.ring is not None
             nodes = zip(arcs, cache.ring.arcs, strict=True)
@@ -294,7 +294,7 @@ def _choose_form(opening: _Opening, group: NodeGroup) -> None:
 def _lay_rings(openings: Sequence[_Opening], group: NodeGroup) -> None:
     """Lay the rings of all nodes: of slots, and of samples that are expected to find room. Collective."""
     ours = [
-        (opening.slots, _homes(opening, group), None if opening.joined is None else opening.joined.arc)
+        (opening.slots, _homes(opening, group), None if opening.joined is None else opening.joined.handle.arc)
         for opening in openings
     ]
     for opening, *nodes in zip(openings, *_per_node(ours, group), strict=True):
