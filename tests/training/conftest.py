@@ -1,4 +1,4 @@
-"""What holds for every test of the training room."""
+"""Fixtures for the tests of the training room."""
 
 import logging
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from lightning_stocache.node.segment import Segment
 
 @pytest.fixture(autouse=True)
 def the_package_is_heard(caplog: pytest.LogCaptureFixture) -> None:
-    """Its log says, for instance, how many samples were read at set-up."""
+    """Record the package's INFO messages, for instance how many samples set-up has read."""
     caplog.set_level(logging.INFO, logger="lightning_stocache")
 
 
 @pytest.fixture
 def segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Segment]]:
-    """The segments that this process makes, in that order."""
+    """The segments that this process creates, in their order."""
     made: list[Segment] = []
     create = Segment.create.__func__  # type: ignore[attr-defined]
 

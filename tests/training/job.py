@@ -1,12 +1,13 @@
 """The training jobs of several ranks, as a user's script: `job KIND FOLDER WORD...`, where KIND is one of `KINDS`.
 
-Each process leaves in `<pid>.log` what it logged, and each rank in `rank<k>.*` of the folder what it saw.
+Each process writes its log lines to `<pid>.log`, and each rank writes its results to `rank<k>.*` in the folder.
 """
 
 import errno
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -16,14 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule, seed_everything
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, RichProgressBar, TQDMProgressBar
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler, default_collate
 from torchmetrics import MeanMetric
 
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
 from tests.training.seen import Looking, Watcher
@@ -33,6 +33,7 @@ from tests.training.tiny import (
     MadeInSetup,
     Model,
     Narrow,
+    behind,
     cached_datasets,
     make_trainer,
     plain_loader,
@@ -52,16 +53,33 @@ RANKS: dict[str, Any] = {"strategy": "ddp", "logger": False}
 
 
 def write(folder: Path, rank: int, saw: Any) -> None:
-    """Add a line to what a rank leaves."""
+    """Add a line to the results of a rank."""
     with open(folder / f"rank{rank}.jsonl", "a") as file:
         print(json.dumps(saw), file=file)
+
+
+def read_ranks(folder: Path, ranks: int) -> list[list[Any]]:
+    """The results of each rank, line by line."""
+    lines = [(folder / f"rank{rank}.jsonl").read_text().splitlines() for rank in range(ranks)]
+    return [list(map(json.loads, of_rank)) for of_rank in lines]
+
+
+def logs(folder: Path) -> str:
+    """The log lines of all processes."""
+    return "".join(log.read_text() for log in folder.glob("*.log"))
+
+
+def read_at_setup(folder: Path, stage: str = "") -> int:
+    """How many samples set-up has read, of a stage or in all."""
+    found = re.findall(rf"{stage}\): (\d+) samples read at set-up", logs(folder))
+    return sum(map(int, found))
 
 
 # ---- ddp: two ranks ----
 
 
 class Witness(Epochs):
-    """Writes down what a rank sees; it stands after the monitor."""
+    """Records metrics, segments and weights of a rank. It stands after the monitor."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -86,21 +104,18 @@ class Witness(Epochs):
 
 
 def ddp(folder: Path, door: str, strategy: str, epochs: str, fits: str) -> None:
-    """What each rank saw, a line per fit; in `rank<k>.pids` its processes when epoch two begins, its own first."""
-    monitors: list[Callback] = [CacheMonitor()]
-    dm: LightningDataModule
-    if door == "callback":
-        dm, monitors = MadeInSetup(folder), [StochasticCache()]
-    elif door == "cached":
-        dm = cache_datamodule(MadeInSetup(folder))
-    else:
-        some = {"num_workers": 1, "budget": "50%"} if door == "workers" else {}  # all in memory needs no worker
-        dm = StocacheDataModule(source(folder), source(folder, "val", 8), batch_size=4, **some)
+    """Writes a line per fit, and in `rank<k>.pids` the rank's processes when epoch two begins, itself first."""
+    own = door not in ("callback", "cache_datamodule")
+    data = Data(source(folder), source(folder, "val", 8)) if own else MadeInSetup(folder)
+    if door == "workers":  # all in memory needs no worker
+        data.options = {"num_workers": 1}
+    callbacks, dm = behind("ours" if own else door, data, budget="50%" if door == "workers" else "auto")
+    if own:
         dm.setup("fit")  # as a user does who looks at a batch first: every rank alone, before there are ranks
         dm.train_dataloader()
     for _ in range(int(fits)):
         options = RANKS | {"devices": 2, "strategy": strategy}
-        make_trainer(folder, [*monitors, Witness(folder)], epochs=int(epochs), **options).fit(Model(), dm)
+        make_trainer(folder, [*callbacks, Witness(folder)], epochs=int(epochs), **options).fit(Model(), dm)
 
 
 # ---- samplers: two ranks ----
@@ -117,8 +132,8 @@ def samplers_of(data: Any, samples: int) -> dict[str, Any]:
 
 
 def samplers(folder: Path, samples: int = 120) -> None:
-    """What a rank saw of each sampler, by name: whether its batches were those of the same training without a cache,
-    its number of samples per epoch, and the metrics of the epochs."""
+    """Writes for each sampler by name whether its batches were those of a training without a cache, the number of
+    batches, the metrics of the epochs and the slots."""
     options = RANKS | {"devices": 2}
     make_trainer(folder, epochs=1, **options).fit(Watcher(), DataLoader(source(folder, "first")))  # from here on: ranks
     saw = {}
@@ -143,7 +158,7 @@ def samplers(folder: Path, samples: int = 120) -> None:
 
 
 class Misjudged(CountedSource):
-    """Samples with a text, which is long in every sample that may be looked at before training."""
+    """Samples with a text, which is long in every sample that set-up may read."""
 
     def __getitem__(self, index: int) -> Any:
         looked_at = any(index == k * (NODES_SAMPLES - 1) // (count - 1) for count in (4, 30) for k in range(count))
@@ -159,13 +174,16 @@ def full(*_: Any) -> Segment:
 
 
 def nodes(folder: Path, case: str, epochs: str) -> None:
-    """The metrics of every epoch, or in `rank<k>.error` the error of a rank.
+    """Writes the metrics of every epoch, or in `rank<k>.error` the error of a rank.
 
-    CASE is a way of sampling with half of the dataset per node (locality, global), the same through another door
-    (callback, cached), half of a fold per node (`fold`, through the callback, and then by a DataModule), `whole` (a
-    cache of everything on each node), `records` (samples of which those at set-up are ten times as large as the others,
-    and memory for a tenth of such per node), or a piece of bad luck: `full` (no memory on the second node), `dies` (the
-    last rank is killed in `setup`).
+    CASE is a way of sampling with half of the dataset per node (`locality`, `global`), another door with that
+    (`callback`, `cache_datamodule`), or one of these:
+
+    - `fold`: half of a fold per node, through the callback, and then by a DataModule.
+    - `whole`: a cache of everything on each node.
+    - `records`: the samples that set-up reads are ten times as large as the others; a node has memory for a tenth.
+    - `full`: no memory on the second node.
+    - `dies`: the last rank is killed in `setup`.
     """
     witness = Epochs()
     seed_everything(0, verbose=False)
@@ -182,24 +200,21 @@ def nodes(folder: Path, case: str, epochs: str) -> None:
         options = {"sampler": SubsetRandomSampler(NODES_FOLD)}
     if case == "records":
         options = {"collate_fn": without_text}
-    dm: LightningDataModule = StocacheDataModule(
-        train,
-        batch_size=NODES_BATCH,
-        loader=options,
-        budget={"whole": "auto", "records": "6MiB"}.get(case, "50%"),
-        sampling="global" if case in ("global", "whole") else "locality",
-        strict=case == "full",
-    )
-    monitor = CacheMonitor()
-    if case in ("callback", "cached"):
-        dm = LightningDataModule.from_datasets(train(), batch_size=NODES_BATCH)
-        monitor = StochasticCache("50%") if case == "callback" else monitor
-        dm = cache_datamodule(dm, "50%") if case == "cached" else dm
+    if case in ("callback", "cache_datamodule"):
+        callbacks, dm = behind(case, Data(train(), batch_size=NODES_BATCH), budget="50%")
+    else:
+        callbacks, dm = behind(
+            "ours",
+            Data(train, batch_size=NODES_BATCH, **options),
+            budget={"whole": "auto", "records": "6MiB"}.get(case, "50%"),
+            sampling="global" if case in ("global", "whole") else "locality",
+            strict=case == "full",
+        )
     ranks = RANKS | {"epochs": int(epochs), "devices": 2, "num_nodes": 2}
     if case == "fold":
         loader = DataLoader(train(), NODES_BATCH, **options)
         make_trainer(folder, [StochasticCache("50%"), witness], **ranks).fit(Narrow(), loader)
-    trainer = make_trainer(folder, [monitor, witness], **ranks)
+    trainer = make_trainer(folder, [*callbacks, witness], **ranks)
     try:
         trainer.fit(Narrow(), dm)
     except BaseException as error:
@@ -212,7 +227,7 @@ def nodes(folder: Path, case: str, epochs: str) -> None:
 
 
 class Logging(Model):
-    """Logs what is reduced over the ranks when somebody asks for it: at the end of training and validation epochs."""
+    """Logs values that are reduced over the ranks on access: at the end of training and validation epochs."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -242,7 +257,7 @@ class Logging(Model):
 
 
 class Printing(Callback):
-    """What many users have: rank zero looks at the metrics, which reduces them, and the others do not."""
+    """Rank zero alone reads the metrics, which reduces them, as in the code of many users."""
 
     def on_train_epoch_end(self, trainer, pl_module):
         if trainer.is_global_zero:
@@ -252,7 +267,7 @@ class Printing(Callback):
 
 
 class Slow(Callback):
-    """The last rank takes its time after the last step of an epoch, so that its counts come late."""
+    """Delays the last rank after the last step of an epoch, so that its counts come late."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.is_last_batch and trainer.global_rank == trainer.world_size - 1:
@@ -263,11 +278,11 @@ class Slow(Callback):
 
 
 class Watching(Epochs, Checkpoint):
-    """Stands where ModelCheckpoint does, and writes down what it could watch."""
+    """Stands where ModelCheckpoint does, and records the metrics that it could watch."""
 
 
 class Alone(CacheMonitor):
-    """On one rank only, which a job should not do."""
+    """A monitor on one rank only, which a job should not have."""
 
     patience = 0.5
 
@@ -277,15 +292,15 @@ class Alone(CacheMonitor):
 
 
 def crossing(folder: Path, devices: str, nodes: str) -> None:
-    """It trains once for every of `FITS`, twice with a monitor on the last rank alone, and once more with one on all.
+    """Trains once for each of `FITS`, twice with a monitor on the last rank alone, and once more with one on all ranks.
 
-    A rank leaves one line per fit: the metrics of every epoch, and the samples that the sources have loaded until then.
+    A rank writes one line per fit: the metrics of every epoch, and the samples that the sources have loaded until then.
     """
     fits: list[tuple[list[Callback], str]] = []
     for bar, order, way in FITS:
         callbacks = [bar(), StochasticCache()]
         fits.append((callbacks if order == "bar first" else callbacks[::-1], way))
-    for monitor in (Alone, Alone, CacheMonitor):  # who is alone leaves posts that nobody answers
+    for monitor in (Alone, Alone, CacheMonitor):  # a lone monitor posts counts that no rank answers
         fits.append(([StochasticCache(), monitor()], "metric"))
     for callbacks, way in fits:
         watching = Watching()
@@ -311,7 +326,7 @@ def crossing(folder: Path, devices: str, nodes: str) -> None:
 
 
 class Stopping(Epochs):
-    """Writes down which samples came and what was logged, and may end the job in the middle of an epoch."""
+    """Records samples and metrics, and may end the job in the middle of an epoch."""
 
     def __init__(self, folder: Path, stops: str = "") -> None:
         super().__init__()
@@ -334,30 +349,23 @@ class Stopping(Epochs):
 
 
 def cluster(folder: Path, door: str, epochs: str, *words: str) -> None:
-    """What was logged in each epoch, and in `rank<k>.seen` the epoch and the labels of each batch, a line each.
+    """Writes the metrics of each epoch, and to `rank<k>.seen` the epoch and the labels of each batch, a line each.
 
     Options: `mesh=DxT` (ModelParallelStrategy, T ranks to each of D replicas), `nodes=N`, `devices=N`, `budget=...`,
     `name=...`, `dir=...`, `stops=E.B` (after batch B of epoch E the scheduler's SIGUSR1 comes, and five batches later
-    SIGKILL). The door is `datamodule`, `wrapped` or `callback`. The label of a sample is its index.
+    SIGKILL). The label of a sample is its index.
     """
     given = dict(word.split("=", 1) for word in words)
     data = CountedSource(CLUSTER_SAMPLES, (8,), folder / "train.loads", classes=CLUSTER_SAMPLES)
     knobs: dict[str, Any] = {name: given[name] for name in ("budget", "name", "dir") if name in given}
-    monitor = CacheMonitor()
-    dm: Any
-    if door == "callback":
-        monitor, dm = StochasticCache(**knobs), plain_loader(data, batch_size=CLUSTER_BATCH, shuffle=True)
-    elif door == "wrapped":
-        dm = cache_datamodule(Data(data, batch_size=CLUSTER_BATCH), **knobs)
-    else:
-        dm = StocacheDataModule(data, batch_size=CLUSTER_BATCH, **knobs)
+    callbacks, dm = behind(door, Data(data, batch_size=CLUSTER_BATCH), **knobs)
     options = RANKS | {"devices": int(given.get("devices", 1)), "num_nodes": int(given.get("nodes", 1))}
     if "mesh" in given:
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         replicas, parallel = map(int, given["mesh"].split("x"))
         options["strategy"] = ModelParallelStrategy(data_parallel_size=replicas, tensor_parallel_size=parallel)
-    callbacks = [monitor, Stopping(folder, given.get("stops", ""))]
+    callbacks.append(Stopping(folder, given.get("stops", "")))
     make_trainer(folder, callbacks, epochs=int(epochs), **options).fit(Narrow(), dm)
 
 

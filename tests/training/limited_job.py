@@ -60,7 +60,7 @@ class Classifier(LightningModule):
 
 
 class Note(Callback):
-    """What the caches gave, epoch by epoch."""
+    """Records granted and held bytes, and the hit rate of each epoch."""
 
     def __init__(self) -> None:
         self.granted = self.held = 0

@@ -1,4 +1,4 @@
-"""What a training sees: its batches bit for bit, its loaders and its hooks, to compare with and without a cache."""
+"""Models and callbacks that record a training: batches bit for bit, loaders and hooks, with and without a cache."""
 
 import pickle
 from collections.abc import Callable
@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, seed_everything
 
-from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import cache_datamodule
-from tests.training.tiny import cached_datasets, make_trainer
+from tests.training.tiny import behind, cached_datasets, make_trainer
 
 __all__ = ["Looking", "Remembers", "Watcher", "data_hooks", "fit", "through"]
 
@@ -121,19 +119,14 @@ class Looking(Callback):
 
 
 def through(door: str, tmp_path: Any, loaders: dict[str, Callable[[], Any]], **options: Any) -> Any:
-    """A Trainer, its model and DataModule behind a door, or behind none."""
-    looking, dm, model = Looking(), data_hooks(**loaders), Watcher()
-    knobs = options.pop("cache", {})
-    callbacks: list[Callback] = [looking]
-    if door == "callback":
-        callbacks.append(StochasticCache(**knobs))
-    elif door == "cache_datamodule":
-        cache_datamodule(dm, **knobs)
-    return make_trainer(tmp_path, callbacks, logger=False, **options), model, dm, looking
+    """A Trainer, a model, a DataModule behind a door, or behind none, and a `Looking`."""
+    looking, model = Looking(), Watcher()
+    callbacks, dm = behind(door, data_hooks(**loaders), **options.pop("cache", {}))
+    return make_trainer(tmp_path, [looking, *callbacks], logger=False, **options), model, dm, looking
 
 
 def fit(door: str, tmp_path: Any, loaders: dict[str, Callable[[], Any]], **options: Any) -> Any:
-    """The model, the DataModule and what was looked at after a fit that began with seed 0."""
+    """The model, the DataModule and the `Looking` after a fit with seed 0."""
     trainer, model, dm, looking = through(door, tmp_path, loaders, **options)
     seed_everything(0, verbose=False)
     trainer.fit(model, datamodule=dm)
@@ -141,7 +134,7 @@ def fit(door: str, tmp_path: Any, loaders: dict[str, Callable[[], Any]], **optio
 
 
 def _plain(batch: Any) -> Any:
-    """A batch without what pickles in another way each time: tensors as their bytes, objects as their contents."""
+    """A batch in a form that pickles the same each time: tensors as their bytes, objects as their contents."""
     if isinstance(batch, torch.Tensor):
         return str(batch.dtype), tuple(batch.shape), batch.detach().contiguous().numpy().tobytes()
     if isinstance(batch, dict):

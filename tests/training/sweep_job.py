@@ -1,4 +1,4 @@
-"""A Hydra app whose trials train for two epochs on a counted source, and tell what each has seen.
+"""A Hydra app whose trials train for two epochs on a counted source, and record the counts of each epoch.
 
 Each trial adds one line of JSON to `trials` in the folder.
 """
@@ -15,14 +15,13 @@ import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback
 from omegaconf import DictConfig
 
 from lightning_stocache import cache_datamodule
 from lightning_stocache.training.loaders import running_datasets
 from tests.logs import Log
-from tests.sources import CountedSource
-from tests.training.tiny import Model, make_trainer, plain_loader
+from tests.training.tiny import Data, Model, make_trainer, source
 
 SAMPLES = 80
 
@@ -39,19 +38,8 @@ ConfigStore.instance().store(
 )
 
 
-class Data(LightningDataModule):
-    """A user's DataModule, with a dataset of its own."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self.source = CountedSource(SAMPLES, log_path=Path(folder) / "loads")
-
-    def train_dataloader(self) -> Any:
-        return plain_loader(self.source, shuffle=True)
-
-
 class Seen(Callback):
-    """What each epoch was served: hits, and what was loaded."""
+    """The hits and the loads of each epoch."""
 
     def __init__(self) -> None:
         self.hits: list[int] = []
@@ -67,18 +55,17 @@ class Seen(Callback):
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_stocache.configs", config_name="sweep_job")
 def main(config: DictConfig) -> float:
-    """One trial; what it returns is smallest at lr=0.01."""
+    """One trial; the result is smallest at lr=0.01."""
     torch.set_num_threads(1)
     folder, number, log = Path(config.folder), HydraConfig.get().job.num, Log()
     logging.getLogger("lightning_stocache").setLevel(logging.INFO)
-    data: Any = Data(config.folder)
+    data = Data(source(folder, samples=SAMPLES))
     seen, callbacks = Seen(), list[Callback]()
     if config.door == "callback":
         callbacks = [hydra.utils.instantiate(config.callbacks.stochastic_cache)]
     else:
-        options = {name: config.cache[name] for name in ("budget", "name")}
-        data = cache_datamodule(data, **options)
-    trainer = make_trainer(folder / str(number), [*callbacks, seen], epochs=config.epochs, limit_val_batches=0)
+        cache_datamodule(data, **{name: config.cache[name] for name in ("budget", "name")})
+    trainer = make_trainer(folder / str(number), [*callbacks, seen], epochs=config.epochs)
     trainer.fit(Model(), data)
     looks = [re.search(r"(\d+) samples read at set-up", line) for line in log.lines]
     told = {

@@ -1,7 +1,5 @@
 """The loaders of a call: their samplers on several ranks, what ranks agree on, and how stages divide the memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +17,7 @@ from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import replicas
 from tests.logs import Log
 from tests.ranks import run_ranks
+from tests.sources import Made
 from tests.training.tiny import cached_datasets, make_trainer
 
 MIB = 2**20
@@ -26,7 +25,7 @@ NUMBERS = [torch.tensor(number) for number in range(12)]
 
 
 def test_a_trainer_that_leaves_samplers_alone_divides_nothing(tmp_path):
-    """With use_distributed_sampler=False a user's loader is one rank's own; the package's own sampler still deals."""
+    """With use_distributed_sampler=False each rank has its own loader; the package's own sampler still deals."""
     for leaves_alone, own in ((False, 4), (True, 1)):
         trainer = make_trainer(
             tmp_path, devices=2, num_nodes=2, strategy="ddp", use_distributed_sampler=not leaves_alone
@@ -50,7 +49,7 @@ def test_lightning_shuffles_what_it_deals_out_for_training():
 
 
 def different(rank: int) -> tuple[list[list[bool]], list[str]]:
-    """Which loaders are cached on this rank where the ranks give different ones, and what it says about that."""
+    """Which loaders are cached on this rank if the ranks have different loaders, and the log lines of this rank."""
     log, caches = Log(), CallCaches(CacheOptions())
     given: dict[str, Callable[[], Any]] = {
         "train": lambda: [DataLoader(NUMBERS), DataLoader(NUMBERS[: 5 + rank]), DataLoader(NUMBERS[: 2 - 2 * rank])],
@@ -67,8 +66,8 @@ def different(rank: int) -> tuple[list[list[bool]], list[str]]:
 
 @pytest.mark.processes
 def test_ranks_agree_on_each_loader():
-    """A dataset of other lengths on the ranks, one that is empty on one of them, and loaders that not all ranks have
-    pass through on all; the others are cached, and only rank 0 speaks."""
+    """On all ranks a loader passes through if its length differs between ranks, if it is empty on one rank, or if a
+    rank lacks it. The other loaders are cached, and only rank 0 warns."""
     (first, said), (second, silence) = run_ranks(different, 2)
     assert first == [[True, False, False], [False]]
     assert second == [[True, False, False], [False, False]]
@@ -79,27 +78,19 @@ def test_ranks_agree_on_each_loader():
     assert not [line for line in silence if "passes through" in line]
 
 
-class Large:
-    """Samples of one MiB that take no memory."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.zeros(MIB, dtype=torch.uint8)
+def large(index: int) -> torch.Tensor:
+    """A sample of one MiB."""
+    return torch.zeros(MIB, dtype=torch.uint8)
 
 
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 def test_scarce_memory_is_kept_for_train_and_promised_once(monkeypatch):
-    """With "auto", val takes no more than half of the free memory before train, and what it was granted, filled or not,
-    is not granted again."""
+    """With "auto" a val set that opens first takes at most half of the free memory. Memory that was granted to it,
+    filled or not, is not granted again."""
     free = FreeMemory(filesystem=None, available=800 * MIB, cgroup=None, directory=None)
     monkeypatch.setattr(FreeMemory, "measure", lambda *_: free)
-    data = {"train": Large(800), "val": Large(400)}
+    data = {"train": Made(large, 800), "val": Made(large, 400)}
     caches = CallCaches(CacheOptions())
     getters = {stage: lambda stage=stage: DataLoader(data[stage]) for stage in data}  # type: ignore[misc]
     trainer = MagicMock(

@@ -1,4 +1,4 @@
-"""All three doors under LightningCLI: every knob is a plain value on its command line."""
+"""All three doors under LightningCLI: every option is a plain value on the command line."""
 
 from pathlib import Path
 from typing import Any
@@ -8,24 +8,13 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
-from tests.training.tiny import SAMPLES, Model, logged, plain_loader, source
+from tests.training.tiny import SAMPLES, Model, Photos, logged
 
 pytestmark = pytest.mark.processes
 
 
-class Photos(LightningDataModule):
-    """A user's DataModule with an argument of its own."""
-
-    def __init__(self, folder: str, batch_size: int = 4) -> None:
-        super().__init__()
-        self.data, self.batch_size = source(folder), batch_size
-
-    def train_dataloader(self) -> Any:
-        return plain_loader(self.data, batch_size=self.batch_size)
-
-
 def cached(datamodule: LightningDataModule, budget: str = "auto", keep_cache: bool = False) -> LightningDataModule:
-    """What a user writes to have cache_datamodule under LightningCLI."""
+    """A user's function around cache_datamodule for LightningCLI."""
     return cache_datamodule(datamodule, budget, keep_cache=keep_cache)
 
 
@@ -46,7 +35,7 @@ def run(data: Any, arguments: list[str]) -> LightningCLI:
 
 @pytest.fixture(autouse=True)
 def _without_pytests_own_arguments(monkeypatch):
-    """LightningCLI warns of arguments that it is not given."""
+    """Hide pytest's own arguments, which LightningCLI would warn of."""
     monkeypatch.setattr("sys.argv", ["train.py"])
 
 
@@ -63,7 +52,7 @@ OURS += [
 NAMED = ["--data.train=tests.training.tiny.Numbers", "--data.batch_size=4", MONITOR]
 CALLBACK = ["--data.folder={folder}", f"{CALLBACKS}StochasticCache", "--trainer.callbacks.budget=1MiB"]
 CALLBACK += ["--trainer.callbacks.stage_budgets={{val: 0}}", f"{CALLBACKS}FillProgress"]
-CACHED = ["--data.datamodule=tests.training.test_cli.Photos", "--data.datamodule.folder={folder}", "--data.budget=50%"]
+CACHED = ["--data.datamodule=tests.training.tiny.Photos", "--data.datamodule.folder={folder}", "--data.budget=50%"]
 
 
 @pytest.mark.epoch_one_reads_all
@@ -79,8 +68,8 @@ CACHED = ["--data.datamodule=tests.training.test_cli.Photos", "--data.datamodule
     ids=["a dataset by its name alone", "with an argument", "callback", "cache_datamodule", "a function around it"],
 )
 def test_every_door_takes_its_options(tmp_path, data, arguments, hits):
-    """A dataset by its name, the callback among the Trainer's, and cache_datamodule, or a function of the user's around
-    it, where a DataModule class would stand."""
+    """The command line takes a dataset by its name, the callback among the Trainer's, and in place of a DataModule
+    class cache_datamodule or a user's function around it."""
     cli = run(data, command(tmp_path, *(argument.format(folder=tmp_path) for argument in arguments)))
     assert logged(cli.trainer, "stocache/hits") == [0, hits]
 
@@ -95,7 +84,7 @@ def test_our_datamodule(tmp_path):
 
 
 def test_a_bad_budget_is_an_error_of_the_command_line(tmp_path, capsys):
-    """A value that cannot be read ends with the sentence that says which ones can."""
+    """A budget that cannot be read is refused by its value."""
     callback = "--trainer.callbacks+=lightning_stocache.StochasticCache"
     with pytest.raises((SystemExit, ValueError)) as error:
         run(Photos, command(tmp_path, f"--data.folder={tmp_path}", callback, "--trainer.callbacks.budget=lots"))

@@ -21,6 +21,7 @@ from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, skip_wit
 from tests.sampling.theory import rates_of
 from tests.training.job import CLUSTER_BATCH as BATCH
 from tests.training.job import CLUSTER_SAMPLES as SAMPLES
+from tests.training.job import logs, read_ranks
 from tests.training.tiny import source
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.processes]
@@ -37,7 +38,7 @@ def namespaces() -> None:
 
 @contextlib.contextmanager
 def kept_nodes(count: int) -> Iterator[list[list[str]]]:
-    """Nodes whose memory outlives their jobs: what a command has to begin with to run on each."""
+    """Nodes whose memory outlives their jobs: for each the words before a command that run it there."""
     keepers = []
     try:
         for _ in range(count):
@@ -53,13 +54,13 @@ def kept_nodes(count: int) -> Iterator[list[list[str]]]:
 
 
 def torchrun(rank: int, world: int, local: int = 0) -> dict[str, str]:
-    """What torchrun tells a rank."""
+    """The environment of a rank under torchrun."""
     words = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "1"}
     return {name: str(value) for name, value in words.items()}
 
 
 def slurm(rank: int, folder: Path) -> dict[str, str]:
-    """What SLURM tells a task of two nodes, and a `scontrol` that notes what it is told."""
+    """The environment of a SLURM task on two nodes, with a `scontrol` that records its arguments."""
     control = folder / "bin" / "scontrol"
     control.parent.mkdir(exist_ok=True)
     control.write_text(f'#!/bin/sh\necho "$@" >> {folder}/requeued\n')
@@ -77,7 +78,7 @@ def run(
     told: Sequence[Mapping[str, str]],
     words: Sequence[Sequence[str]],
 ) -> list[int]:
-    """Run one rank in each place, with what its launcher tells it and the words for its job; their exit codes."""
+    """The exit codes of one rank per place, with the environment from its launcher and the words for its job."""
     folder.mkdir(exist_ok=True)
     base, output = job_environment(free_port()), folder / "said"
     ranks: list[Any] = []
@@ -105,18 +106,16 @@ def samples(batches: Sequence[Sequence[tuple[int, list[int]]]], epoch: int) -> l
 
 
 def epochs(folder: Path, rank: int = 0) -> list[dict[str, float]]:
-    """What a rank has logged in each epoch."""
-    written = json.loads((folder / f"rank{rank}.jsonl").read_text())
-    logged = [{name.removeprefix("stocache/"): value for name, value in epoch.items()} for epoch in written]
+    """The metrics of a rank in each epoch."""
+    [logged] = read_ranks(folder, rank + 1)[rank]
     for epoch in logged:
         assert epoch["hits"] + epoch["misses"] + epoch["bypasses"] > 0
     return logged
 
 
 def warnings(folder: Path) -> list[str]:
-    """What all ranks have warned of."""
-    lines = [line for log in folder.glob("*.log") for line in log.read_text().splitlines()]
-    return [line for line in lines if line.startswith("WARNING:lightning_stocache")]
+    """The package's warnings on all ranks."""
+    return [line for line in logs(folder).splitlines() if line.startswith("WARNING:lightning_stocache")]
 
 
 EVERYTHING: list[Any] = list(range(SAMPLES))
@@ -127,10 +126,10 @@ EVERYTHING: list[Any] = list(range(SAMPLES))
     [
         ("callback", 1, 2),
         pytest.param("callback", 2, 2, marks=pytest.mark.soak),
-        pytest.param("wrapped", 1, 2, marks=pytest.mark.soak),
-        pytest.param("wrapped", 2, 2, marks=pytest.mark.soak),
-        pytest.param("datamodule", 1, 2, marks=pytest.mark.soak),
-        pytest.param("datamodule", 2, 2, marks=pytest.mark.soak),
+        pytest.param("cache_datamodule", 1, 2, marks=pytest.mark.soak),
+        pytest.param("cache_datamodule", 2, 2, marks=pytest.mark.soak),
+        pytest.param("ours", 1, 2, marks=pytest.mark.soak),
+        pytest.param("ours", 2, 2, marks=pytest.mark.soak),
     ],
 )
 def test_the_ranks_of_a_replica_see_the_same_batches(tmp_path, door, replicas, parallel):
@@ -157,7 +156,7 @@ def test_uneven_nodes_add_their_budgets(tmp_path):
     shares = ["25%", "40%", "40%", "10%"]
     with kept_nodes(3) as nodes:
         places = [nodes[0], nodes[1], nodes[1], nodes[2]]
-        words = [["datamodule", "3", "devices=4", f"budget={share}"] for share in shares]
+        words = [["ours", "3", "devices=4", f"budget={share}"] for share in shares]
         assert run(tmp_path, places, told, words) == [0] * 4, said(tmp_path)
     batches = [seen(tmp_path, rank) for rank in range(4)]
     assert all(samples(batches, epoch) == EVERYTHING for epoch in range(3))
@@ -172,8 +171,8 @@ def test_uneven_nodes_add_their_budgets(tmp_path):
 
 @pytest.mark.soak
 def test_a_container_per_rank_has_a_cache_each(tmp_path):
-    """With a /dev/shm and process ids of their own ranks cannot share: one warning, half of the dataset in each, and
-    all of it in both."""
+    """Ranks with separate /dev/shm and process ids cannot share: one warning, half of the dataset in each container,
+    and all of it in both together."""
     told = [torchrun(rank, 2, rank) for rank in range(2)]
     words = ["callback", "3", "devices=2", "budget=50%"]
     assert run(tmp_path, [CONTAINER] * 2, told, [words] * 2) == [0, 0], said(tmp_path)
@@ -188,9 +187,9 @@ def test_a_container_per_rank_has_a_cache_each(tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("door", ["datamodule", "callback"])
+@pytest.mark.parametrize("door", ["ours", "callback"])
 def test_slurm_requeues_in_the_middle_of_an_epoch(tmp_path, door):
-    """On SIGUSR1 Lightning saves a checkpoint and requeues; the job that comes next trains on exactly what was left."""
+    """On SIGUSR1 Lightning saves a checkpoint and requeues; the next job trains on exactly the other samples."""
     told, words = [slurm(rank, tmp_path) for rank in range(2)], [door, "2", "nodes=2", "budget=50%"]
     stops = [[*words, "stops=0.10"]] * 2
     assert run(tmp_path, [OWN_SHM] * 2, told, stops) == [-signal.SIGKILL] * 2, said(tmp_path)
@@ -206,12 +205,12 @@ def test_slurm_requeues_in_the_middle_of_an_epoch(tmp_path, door):
 @pytest.mark.soak
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_named_caches_of_several_nodes(tmp_path, where):
-    """The second job begins warm on the same nodes in another order; one node alone has its own part still."""
+    """The second job starts warm on the same nodes in another order. One node alone still has its own part."""
     with kept_nodes(2) as nodes:
         rates = []
         for number, order in enumerate([(0, 1), (1, 0), (0,)]):
             folder, world = tmp_path / str(number), len(order)
-            words = [["datamodule", "1", f"nodes={world}", "budget=50%", f"name=k{os.getpid()}"] for _ in order]
+            words = [["ours", "1", f"nodes={world}", "budget=50%", f"name=k{os.getpid()}"] for _ in order]
             if where == "disk":
                 words = [[*more, f"dir={tmp_path / f'disk{node}'}"] for more, node in zip(words, order, strict=True)]
             told = [torchrun(rank, world) for rank in range(world)]

@@ -1,14 +1,12 @@
-"""Beside progress bars and metrics that are reduced over the ranks, training neither hangs nor counts wrong."""
+"""With progress bars and metrics that are reduced over the ranks, training neither hangs nor counts wrong."""
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, skip_without, start_module
-from tests.training.job import FITS
+from tests.training.job import FITS, logs, read_at_setup, read_ranks
 from tests.training.tiny import SAMPLES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.processes]
@@ -17,7 +15,7 @@ SECONDS = 300
 
 
 def run(folder: Path, devices: int, nodes: int) -> list[list[dict[str, Any]]]:
-    """What each rank saw in each fit."""
+    """The lines of each rank, one per fit."""
     environment, said = job_environment(free_port()), folder / "said"
     words = ["tests.training.job", "crossing", folder, str(devices), str(nodes)]
     jobs = []
@@ -25,15 +23,14 @@ def run(folder: Path, devices: int, nodes: int) -> list[list[dict[str, Any]]]:
         told = [environment | {"NODE_RANK": str(node), "LOCAL_RANK": str(local)} for local in range(devices)]
         jobs.append(start_module(*words, environments=told, said=said, shm_mib=0 if nodes == 1 else 64))
     assert exit_codes(jobs, said, SECONDS) == [0] * nodes, said.read_text()[-4000:]
-    ranks = [folder / f"rank{rank}.jsonl" for rank in range(devices * nodes)]
-    return [[json.loads(line) for line in rank.read_text().splitlines()] for rank in ranks]
+    return read_ranks(folder, devices * nodes)
 
 
 @pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2)])
 def test_no_collective_of_others_is_crossed(tmp_path, devices, nodes):
-    """Whatever bar stands first or last and however metrics are reduced, every fit ends; what a checkpoint could watch
-    is the same on all ranks, though one of them is late, and says what the source says. Where one rank alone has a
-    monitor, it warns once per fit, logs nothing, and training goes on; the fit after that is right again."""
+    """Every fit ends, with each bar, order of callbacks and kind of reduction. The values that a checkpoint can watch
+    are the same on all ranks, though one rank is late, and agree with the source. If one rank alone has a monitor, it
+    warns once per fit and logs nothing, and training continues; the next fit logs again."""
     if nodes > 1:
         skip_without(OWN_SHM)
     first, second = run(tmp_path, devices, nodes)
@@ -43,15 +40,14 @@ def test_no_collective_of_others_is_crossed(tmp_path, devices, nodes):
         assert fit == other
         for number, epoch in enumerate(fit["epochs"]):
             for stage, samples in (("", SAMPLES), ("val/", 8)):
-                counts = [epoch[f"stocache/{stage}{name}"] for name in ("hits", "misses", "bypasses")]
+                counts = [epoch[stage + name] for name in ("hits", "misses", "bypasses")]
                 assert sum(counts) == samples
-                assert epoch[f"stocache/{stage}hit_rate"] == pytest.approx(counts[0] / samples)
+                assert epoch[f"{stage}hit_rate"] == pytest.approx(counts[0] / samples)
             if nodes == 1:
-                assert epoch["stocache/fill_fraction"] == 1
-                assert (epoch["stocache/hit_rate"] == 1) if number else (epoch["stocache/hits"] >= 4)
-    logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
+                assert epoch["fill_fraction"] == 1
+                assert (epoch["hit_rate"] == 1) if number else (epoch["hits"] >= 4)
     if nodes == 1:  # two keep samples that are dealt to both in turn
-        at_setup = sum(map(int, re.findall(r"(\d+) samples read at set-up", logs)))
-        assert sum(first[-1]["loads"]) == len(first) * (SAMPLES + 8) + at_setup // 2  # each twice; then it is stored
+        at_setup = read_at_setup(tmp_path) // 2  # each was read twice, and is stored
+        assert sum(first[-1]["loads"]) == len(first) * (SAMPLES + 8) + at_setup
     assert [fit["epochs"] for fit in (*alone, *alone_again)] == [[{}, {}]] * 4
-    assert logs.count("the cache counts of the other ranks have not come") == 2
+    assert logs(tmp_path).count("the cache counts of the other ranks have not come") == 2

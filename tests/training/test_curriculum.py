@@ -1,21 +1,18 @@
-"""A dataset that is changed while it is trained on: the batches are those of the same training without a cache."""
+"""A dataset that changes while a model trains on it: the batches are those of the same training without a cache."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule
-from torch.utils.data import DataLoader, Dataset, Subset
+from lightning.pytorch import Callback
+from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
-from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import cache_datamodule
-from tests.training.tiny import Model, make_trainer
+from tests.training.tiny import Data, Model, behind, make_trainer, said
 
 pytestmark = pytest.mark.processes
-
-LENGTH = 12
 
 
 class Brightness:
@@ -35,7 +32,7 @@ class Images(Dataset[Any]):
         self.strength, self.transform = 0, transform
 
     def __len__(self) -> int:
-        return LENGTH
+        return 12
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         image = torch.full((3, 8, 8), float(index)) + self.strength
@@ -46,116 +43,85 @@ class Images(Dataset[Any]):
 
 
 class Recorder(Model):
-    """Keeps what it is trained on, and changes the dataset in a hook."""
+    """Keeps the images that it is trained on."""
 
-    def __init__(self, change: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.change, self.seen = change, []
-        self.users: Any = None
-
-    def on_train_epoch_start(self) -> None:
-        dataset: Any = self.trainer.train_dataloader.dataset
-        epoch = self.current_epoch
-        if self.change == "assigned":
-            dataset.strength = epoch
-        elif self.change == "by a method":
-            dataset.set_strength(epoch)
-        elif self.change == "on the user's object":
-            self.users.strength = epoch
+        self.seen: list[torch.Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.seen.append(batch[0].clone())
         return super().training_step(batch, batch_idx)
 
 
-class CloseMosaic(Callback):
-    """Swaps the transform of the dataset for the last epochs, as detectors are trained."""
+class Schedule(Callback):
+    """Changes the dataset of the Trainer's loader, or the user's own object, at the start of an epoch."""
+
+    def __init__(self, change: Callable[[Any, Any, int], None], users: Any) -> None:
+        self.change, self.users = change, users
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == 2:
-            trainer.train_dataloader.dataset.transform = Brightness(0.5)
+        self.change(trainer.train_dataloader.dataset, self.users, trainer.current_epoch)
 
 
-def trained(folder: Path, dataset: Images, change: str, cached: bool, *callbacks: Callback, **options: Any) -> Any:
-    """What a model saw in four epochs."""
-    torch.manual_seed(3)
-    model = Recorder(change)
-    model.users = dataset
-    loader = DataLoader(dataset, 5, True, **options)
-    callbacks = (*callbacks, StochasticCache()) if cached else callbacks
-    trainer = make_trainer(folder, callbacks, epochs=4, logger=False)
-    trainer.fit(model, loader)
-    return torch.cat(model.seen)
+def swap(shown: Any, users: Any, epoch: int) -> None:
+    """Detectors are trained so: without the strong transform in the last epochs."""
+    if epoch == 2:
+        shown.transform = Brightness(0.5)
 
 
-@pytest.mark.parametrize(
-    ("change", "options"),
-    [
-        ("assigned", {"num_workers": 2, "persistent_workers": True}),
-        ("by a method", {}),
-        ("on the user's object", {"num_workers": 2}),
-    ],
-    ids=str,
-)
-def test_a_curriculum(tmp_path: Path, change: str, options: dict[str, Any]) -> None:
-    """Whatever way the module changes its dataset at the start of an epoch, it trains on what it would train on."""
-    expected = trained(tmp_path, Images(), change, False, **options)
-    assert torch.equal(trained(tmp_path, Images(), change, True, **options), expected)
+def switch_off(shown: Any, users: Any, epoch: int) -> None:
+    if epoch == 2:
+        shown.transform.transforms[1].p = 0
 
 
-@pytest.mark.parametrize(("transform", "num_workers"), [("none", 0), ("split", 2)])
-def test_a_transform_that_is_swapped(tmp_path: Path, caplog: Any, transform: str, num_workers: int) -> None:
-    """In epoch two, split at its random step or not: the new one is used, the old one is not, with one warning."""
-    transforms: dict[str, Any] = {
-        "none": None,
-        "split": v2.Compose([Brightness(2), v2.RandomHorizontalFlip(), v2.RandomErasing(1)]),
-    }
-    make, options = transforms[transform], {"num_workers": num_workers}
-    expected = trained(tmp_path, Images(make), "", False, CloseMosaic(), **options)
-    assert torch.equal(trained(tmp_path, Images(make), "", True, CloseMosaic(), **options), expected)
-    [warning] = [record.getMessage() for record in caplog.records if "has changed" in record.getMessage()]
-    assert warning.startswith("Images: its `transform` has changed")
+def change_all(shown: Any, users: Any, epoch: int) -> None:
+    if epoch == 1:
+        users.dataset.strength = 7
+    elif epoch == 2:
+        shown.dataset.transform.factor = 3
+        shown.indices = list(range(8))
 
 
-def test_a_random_step_of_a_split_transform_may_be_switched_off(tmp_path: Path, caplog: Any) -> None:
-    """It runs after the cache, so it takes effect and the cache stays."""
-
-    class SwitchOff(Callback):
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.current_epoch == 2:
-                trainer.train_dataloader.dataset.transform.transforms[1].p = 0
-
-    def images() -> Images:
-        return Images(v2.Compose([Brightness(2), v2.RandomErasing(1)]))
-
-    expected = trained(tmp_path, images(), "", False, SwitchOff())
-    assert torch.equal(trained(tmp_path, images(), "", True, SwitchOff()), expected)
-    assert "has changed" not in caplog.text
+def split() -> Images:
+    return Images(v2.Compose([Brightness(2), v2.RandomHorizontalFlip(), v2.RandomErasing(1)]))
 
 
-def test_a_datamodule_changes_its_own_dataset(tmp_path: Path) -> None:
-    """`cache_datamodule`: the object that the DataModule keeps, and the one inside a Subset of its loader."""
+CASES: dict[str, tuple[str, Callable[[], Any], dict[str, Any], Callable[[Any, Any, int], None], bool]] = {
+    "assigned": (
+        *("callback", Images, {"num_workers": 2, "persistent_workers": True}),
+        *(lambda shown, users, epoch: setattr(shown, "strength", epoch), False),  # which the workers do not see
+    ),
+    "by a method": ("callback", Images, {}, lambda shown, users, epoch: shown.set_strength(epoch), True),
+    "on the user's object": (
+        *("callback", Images, {"num_workers": 2}),
+        *(lambda shown, users, epoch: setattr(users, "strength", epoch), True),
+    ),
+    "transform": ("callback", Images, {}, swap, True),
+    "split transform": ("callback", split, {"num_workers": 2}, swap, True),
+    "step after the cache": (
+        *("callback", lambda: Images(v2.Compose([Brightness(2), v2.RandomErasing(1)])), {}, switch_off, False),
+    ),
+    "inside of a subset": (
+        *("cache_datamodule", lambda: Subset(Images(Brightness(1)), range(2, 10)), {}, change_all, True),
+    ),
+}
 
-    class Data(LightningDataModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.images = Images(Brightness(1))
-            self.part = Subset(self.images, range(2, 10))
 
-        def train_dataloader(self) -> Any:
-            return DataLoader(self.part, 4)
-
-    class Schedule(Callback):
-        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.current_epoch == 1:
-                trainer.datamodule.images.strength = 7
-            elif trainer.current_epoch == 2:
-                trainer.train_dataloader.dataset.dataset.transform.factor = 3
-                trainer.train_dataloader.dataset.indices = list(range(8))
-
+@pytest.mark.parametrize("case", CASES)
+def test_changes_take_effect_when_they_would_without_a_cache(tmp_path: Path, caplog: Any, case: str) -> None:
+    """In four epochs a model sees what it would see without a cache. One warning names what has changed, if
+    the process that reads samples sees the change, and the changed step does not run after the cache."""
+    door, make, options, change, warns = CASES[case]
     seen = []
-    for wrap in (lambda data: data, cache_datamodule):
-        model = Recorder("")
-        make_trainer(tmp_path, [Schedule()], epochs=4, logger=False).fit(model, datamodule=wrap(Data()))
+    for behind_it in ("none", door):
+        users, model = make(), Recorder()
+        callbacks, data = behind(behind_it, Data(users, batch_size=5, **options))
+        torch.manual_seed(3)
+        trainer = make_trainer(tmp_path, [*callbacks, Schedule(change, users)], epochs=4, logger=False)
+        trainer.fit(model, datamodule=data)
         seen.append(torch.cat(model.seen))
     assert torch.equal(*seen)
+    warnings = said(caplog, "has changed")
+    assert len(warnings) == warns
+    assert "transform" not in case or warnings[0].startswith("Images: its `transform` has changed")

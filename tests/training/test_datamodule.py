@@ -1,7 +1,10 @@
-"""StocacheDataModule: its loaders, its budget, its transforms, and that nothing is built twice."""
+"""StocacheDataModule: its loaders, its budget and its transforms."""
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,16 @@ from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSamp
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.datamodule import StocacheDataModule
-from tests.training.tiny import SAMPLES, Model, make_trainer, source
+from tests.training.tiny import SAMPLES, SLOT, Model, make_trainer, source
+
+
+@contextlib.contextmanager
+def ready(*sets: Any, **options: Any) -> Iterator[StocacheDataModule]:
+    """A StocacheDataModule that is set up for `fit`."""
+    dm = StocacheDataModule(*sets, **options)
+    dm.setup("fit")
+    yield dm
+    dm.teardown("fit")
 
 
 def caches_of(dm: StocacheDataModule, stage: str) -> list[CachedDataset]:
@@ -21,20 +33,18 @@ def caches_of(dm: StocacheDataModule, stage: str) -> list[CachedDataset]:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("options", "slots"),
-    [({"budget": 40 * (3 * 8 * 8 + 8 + 1)}, [30, 10]), ({"budget": "50%", "stage_budgets": {"val": 0}}, [30, 0])],
+    [({"budget": 40 * SLOT}, [30, 10]), ({"budget": "50%", "stage_budgets": {"val": 0}}, [30, 0])],
 )
 def test_sets_of_a_call_share_the_budget_by_size(tmp_path, options, slots):
-    """Bytes are split over train and val in proportion to their sizes; a stage with a budget of its own has that."""
-    dm = StocacheDataModule(source(tmp_path, "train", 60), source(tmp_path, "val", 20), **options)
-    dm.setup("fit")
-    caches = [dataset.cache for stage in ("train", "val") for dataset in caches_of(dm, stage)]
-    assert [0 if cache is None else len(cache) for cache in caches] == slots
-    dm.teardown("fit")
+    """Train and val divide a budget in bytes by their sizes. A stage with a separate budget uses that."""
+    with ready(source(tmp_path, "train", 60), source(tmp_path, "val", 20), **options) as dm:
+        caches = [dataset.cache for stage in ("train", "val") for dataset in caches_of(dm, stage)]
+        assert [0 if cache is None else len(cache) for cache in caches] == slots
 
 
 @pytest.mark.processes
 def test_factories_are_called_once_after_prepare(tmp_path):
-    """A function that makes a set is called in setup, after prepare, and once for all calls of the Trainer."""
+    """A function that makes a set is called in `setup`, after `prepare`, once for all calls of the Trainer."""
     order: list[str] = []
 
     def make(name: str) -> object:
@@ -57,33 +67,29 @@ def double(sample):
 
 @pytest.mark.processes
 def test_transforms_run_after_the_cache(tmp_path):
-    """`transform` sees what the source returns, in every epoch; val gets eval_transform, or the same by default."""
+    """`transform` gets the source's samples in every epoch. Val has `eval_transform`, by default the same."""
     train, val = source(tmp_path), source(tmp_path, "val")
     for option, factor in (({}, 2), ({"eval_transform": None}, 1)):
-        dm = StocacheDataModule(train, val, transform=double, **option)
-        dm.setup("fit")
-        for _ in range(2):
-            assert torch.equal(caches_of(dm, "train")[0][3][0], train.expected(3)[0] * 2)
-            assert torch.equal(caches_of(dm, "val")[0][3][0], val.expected(3)[0] * factor)
-        dm.teardown("fit")
+        with ready(train, val, transform=double, **option) as dm:
+            for _ in range(2):
+                assert torch.equal(caches_of(dm, "train")[0][3][0], train.expected(3)[0] * 2)
+                assert torch.equal(caches_of(dm, "val")[0][3][0], val.expected(3)[0] * factor)
 
 
 @pytest.mark.processes
 def test_one_set_in_two_stages_is_cached_once_with_both_transforms(tmp_path):
-    """The same object as train and val has one cache, of training's budget; each stage keeps its own transform."""
+    """One object as train and val has one cache, from the budget of train; each stage has its own transform."""
     both = source(tmp_path)
-    dm = StocacheDataModule(both, both, stage_budgets={"val": 0}, transform=double, eval_transform=None)
-    dm.setup("fit")
-    [train], [val] = caches_of(dm, "train"), caches_of(dm, "val")
-    assert train.cache is val.cache is not None
-    assert torch.equal(train[3][0], both.expected(3)[0] * 2)
-    assert torch.equal(val[3][0], both.expected(3)[0])
-    dm.teardown("fit")
+    with ready(both, both, stage_budgets={"val": 0}, transform=double, eval_transform=None) as dm:
+        [train], [val] = caches_of(dm, "train"), caches_of(dm, "val")
+        assert train.cache is val.cache is not None
+        assert torch.equal(train[3][0], both.expected(3)[0] * 2)
+        assert torch.equal(val[3][0], both.expected(3)[0])
     assert train.cache is None
 
 
 class Halve(torch.nn.Module):
-    """A batch transform with a parameter, so that its device can be seen; it notes for whom it ran."""
+    """A batch transform with a parameter, which records the shapes of its batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +103,7 @@ class Halve(torch.nn.Module):
 
 @pytest.mark.processes
 def test_batch_transforms_run_on_transferred_batches(tmp_path):
-    """A batch transform gets whole batches; validation, sanity check included, gets eval_batch_transform."""
+    """A batch transform gets whole batches. Validation has `eval_batch_transform`, also in the sanity check."""
     training, evaluation = Halve(), Halve()
     dm = StocacheDataModule(
         source(tmp_path),
@@ -113,33 +119,27 @@ def test_batch_transforms_run_on_transferred_batches(tmp_path):
 
 @pytest.mark.processes
 def test_loader_options_reach_the_loaders(tmp_path):
-    """`loader` overrides the DataLoader's arguments; shuffling, dropping, samplers and batch samplers are for training
-    alone."""
+    """`loader` overrides the DataLoader's arguments. Only the training loader gets `shuffle`, `drop_last` and
+    samplers."""
     train = source(tmp_path, "train", 10)
     sampler = WeightedRandomSampler([1.0] * 10, 7)
     for loader, shuffled in (({}, True), ({"shuffle": False}, False)):
-        dm = StocacheDataModule(train, train, batch_size=4, loader={"drop_last": True} | loader)
-        dm.setup("fit")
-        assert (sorted(dm.train_dataloader().sampler) != list(dm.train_dataloader().sampler)) == shuffled
-        assert [len(dm.train_dataloader()), len(dm.val_dataloader()[0])] == [2, 3]
-        dm.teardown("fit")
-    dm = StocacheDataModule(train, train, batch_size=4, loader={"sampler": sampler})
-    dm.setup("fit")
-    assert dm.train_dataloader().sampler is sampler
-    assert isinstance(dm.val_dataloader()[0].sampler, SequentialSampler)
-    dm.teardown("fit")
+        with ready(train, train, batch_size=4, loader={"drop_last": True} | loader) as dm:
+            assert (sorted(dm.train_dataloader().sampler) != list(dm.train_dataloader().sampler)) == shuffled
+            assert [len(dm.train_dataloader()), len(dm.val_dataloader()[0])] == [2, 3]
+    with ready(train, train, batch_size=4, loader={"sampler": sampler}) as dm:
+        assert dm.train_dataloader().sampler is sampler
+        assert isinstance(dm.val_dataloader()[0].sampler, SequentialSampler)
     batches = BatchSampler(SequentialSampler(range(10)), 3, False)
-    dm = StocacheDataModule(train, train, batch_size=4, loader={"batch_sampler": batches})
-    dm.setup("fit")
-    assert [len(labels) for _, labels in dm.train_dataloader()] == [3, 3, 3, 1]
-    assert [len(labels) for _, labels in dm.val_dataloader()[0]] == [4, 4, 2]
-    dm.teardown("fit")
+    with ready(train, train, batch_size=4, loader={"batch_sampler": batches}) as dm:
+        assert [len(labels) for _, labels in dm.train_dataloader()] == [3, 3, 3, 1]
+        assert [len(labels) for _, labels in dm.val_dataloader()[0]] == [4, 4, 2]
 
 
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 def test_setup_twice_opens_once(tmp_path):
-    """A second setup, before or by the Trainer, keeps the cache and reads nothing more."""
+    """A second `setup`, before or by the Trainer, keeps the cache and reads no sample."""
     train = source(tmp_path)
     dm = StocacheDataModule(train, batch_size=4)
     dm.setup("fit")
@@ -153,7 +153,7 @@ def test_setup_twice_opens_once(tmp_path):
 
 @pytest.mark.processes
 def test_a_loader_that_a_subclass_hides_gives_its_cache_back(tmp_path):
-    """A subclass whose hook returns no DataLoader reads its set uncached: the set's cache is closed by then."""
+    """If a subclass's hook returns no DataLoader, its set is read uncached, and the cache of the set is closed."""
 
     class Hiding(StocacheDataModule):
         def train_dataloader(self):
@@ -176,7 +176,7 @@ def test_a_loader_that_a_subclass_hides_gives_its_cache_back(tmp_path):
 
 @pytest.mark.processes
 def test_a_stage_without_a_set_is_undefined(tmp_path):
-    """Lightning sees no val loader where no val set was given, and says itself that there is no test loader."""
+    """Without a val set Lightning sees no val loader, and without a test set it raises its own error."""
     dm = StocacheDataModule(source(tmp_path), batch_size=4)
     trainer = make_trainer(tmp_path)
     with warnings.catch_warnings():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import pytest
 
 from tests.jobs import Job, free_port, job_environment, say_where, start_module
 from tests.proc import is_alive, memory_files
+from tests.training.job import read_at_setup, read_ranks
 from tests.training.tiny import SAMPLES, source
 
 pytestmark = [
@@ -44,31 +44,33 @@ def wait_for(condition: Callable[[], Any], job: Job, folder: Path) -> None:
 
 
 def check_loads(folder: Path, fits: int, stored: int) -> None:
-    """Each sample is loaded once, or was stored at set-up; what a cache has read that was never trained on is lost."""
-    logs = "".join(log.read_text() for log in folder.glob("*.log"))
-    train, val = (sum(map(int, re.findall(rf"{stage}\): (\d+) samples read", logs))) for stage in ("train", "val"))
+    """Each sample was loaded once, or stored at set-up."""
+    train, val = (read_at_setup(folder, stage) for stage in ("train", "val"))
     assert source(folder).loads == fits * SAMPLES + train - stored
     assert 0 <= source(folder, "val").loads - val <= 4 * fits, "of eight at least four are stored"
 
 
 @pytest.mark.parametrize(
     ("door", "strategy", "fits"),
-    [("ours", "ddp", 2), ("cached", "ddp_fork", 2), ("callback", "ddp_spawn", 1), ("ours", "ddp_notebook", 1)],
+    [
+        ("ours", "ddp", 2),
+        ("cache_datamodule", "ddp_fork", 2),
+        ("callback", "ddp_spawn", 1),
+        ("ours", "ddp_notebook", 1),
+    ],
 )
 def test_ranks_share_one_cache(tmp_path, door, strategy, fits):
     """In each fit of a job both ranks map one segment, load every sample once between them, and log the same counts."""
     job = start(tmp_path, door, strategy, 3, fits)
     wait_for(lambda: job.poll() == 0, job, tmp_path)
-    ranks = [
-        [json.loads(line) for line in (tmp_path / f"rank{rank}.jsonl").read_text().splitlines()] for rank in (0, 1)
-    ]
+    ranks = read_ranks(tmp_path, 2)
     assert [len(saw) for saw in ranks] == [fits, fits]
     all_stored = 0
     for one, other in zip(*ranks, strict=True):
         assert one["inodes"] == other["inodes"]
         assert one["weights"] == other["weights"]
         assert one["epochs"] == other["epochs"]
-        epochs = {key: [epoch[f"stocache/{key}"] for epoch in one["epochs"]] for key in ("hits", "misses", "bypasses")}
+        epochs = {key: [epoch[key] for epoch in one["epochs"]] for key in ("hits", "misses", "bypasses")}
         stored = epochs["hits"][0]
         assert 4 <= stored <= SAMPLES
         all_stored += stored
@@ -89,10 +91,10 @@ def test_two_jobs_on_one_node_do_not_meet(tmp_path):
     jobs = [start(folder, "ours", "ddp", 3, ranks=2) for folder in folders]
     for folder, job in zip(folders, jobs, strict=True):
         wait_for(lambda job=job: job.poll() == 0, job, folder)
-    saw = [json.loads((folder / "rank0.jsonl").read_text()) for folder in folders]
+    saw = [read_ranks(folder, 1)[0][0] for folder in folders]
     assert saw[0]["weights"] == saw[1]["weights"]
     for folder, one in zip(folders, saw, strict=True):
-        first, *later = [epoch["stocache/hits"] for epoch in one["epochs"]]
+        first, *later = [epoch["hits"] for epoch in one["epochs"]]
         assert 4 <= first <= SAMPLES, "what set-up has read is stored"
         assert later == [SAMPLES, SAMPLES]
         check_loads(folder, 1, int(first))

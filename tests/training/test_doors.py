@@ -1,11 +1,10 @@
-"""What the doors promise: the same in all of them, over a counted source; then what the callback and cache_datamodule
-leave as it is."""
+"""The promises of all doors, over a counted source; then those of the callback and of cache_datamodule."""
 
 import gc
 import os
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -24,14 +23,17 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
-from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.step_timer import StepTimer
-from tests.sources import CountedSource
+from tests.sources import CountedSource, CountedStream, Made, TransformedSource
 from tests.training.tiny import (
+    DOORS,
     SAMPLES,
+    Data,
     MadeInSetup,
     Model,
+    Photos,
     announced,
+    behind,
     cached_datasets,
     logged,
     make_trainer,
@@ -41,13 +43,12 @@ from tests.training.tiny import (
 
 pytestmark = pytest.mark.processes
 
-DOORS = ("StocacheDataModule", "cache_datamodule", "StochasticCache", "Fabric", "plain PyTorch")
-OF_THE_TRAINER = DOORS[:3]
-every_door = pytest.mark.parametrize("door", DOORS)
+ALL = (*DOORS, "Fabric", "plain PyTorch")
+every_door = pytest.mark.parametrize("door", ALL)
 
 
 class Seeing(Model):
-    """Keeps what it was given to train on."""
+    """Keeps the batches of each epoch."""
 
     def __init__(self, after: Callable[[], None]) -> None:
         super().__init__()
@@ -65,61 +66,22 @@ class Seeing(Model):
         return self.layer.weight.sum()
 
 
-class Noise(Dataset[torch.Tensor]):
-    """Another tensor whenever it is read."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.rand(3)
-
-
-class Data(LightningDataModule):
-    """A DataModule of a user's, whose loaders are lists of samples."""
-
-    def __init__(self, **sets: Any) -> None:
-        super().__init__()
-        self.sets = sets
-
-    def train_dataloader(self) -> Any:
-        return plain_loader(self.sets["train"], collate_fn=list, shuffle=shuffled(self.sets["train"]))
-
-    def val_dataloader(self) -> Any:
-        return plain_loader(self.sets["val"]) if "val" in self.sets else []
-
-    def test_dataloader(self) -> Any:
-        return plain_loader(self.sets["test"])
-
-    def predict_dataloader(self) -> Any:
-        return plain_loader(self.sets["predict"])
-
-
-def shuffled(dataset: Any) -> bool | None:
-    return None if isinstance(dataset, IterableDataset) else True
-
-
 def train(
     door: str, tmp_path: Path, dataset: Any, after: Callable[[], None] = lambda: None, **options: Any
 ) -> list[list[Any]]:
-    """Train for two epochs through a door; the samples of each epoch, after which a function is called."""
+    """The samples of two epochs of training through a door. `after` is called after each epoch."""
     seed_everything(0, verbose=False)
-    if door in OF_THE_TRAINER:
-        model, callbacks, data = Seeing(after), [], Data(train=dataset)
-        if door == "StochasticCache":
-            callbacks = [StochasticCache(**options)]
-        elif door == "cache_datamodule":
-            data = cache_datamodule(data, **options)
-        else:
-            loader = {"collate_fn": list, "shuffle": shuffled(dataset)}
-            data = StocacheDataModule(dataset, batch_size=4, loader=loader, **options)  # type: ignore[assignment]
+    if door in DOORS:
+        model = Seeing(after)
+        callbacks, data = behind(door, Data(dataset, collate_fn=list), **options)
         make_trainer(tmp_path, callbacks, epochs=2, logger=False).fit(model, data)
         return [[sample for batch in epoch for sample in batch] for epoch in model.epochs]
     if options.pop("streams", False):
         cached: Any = CachedStream(dataset, **options)
     else:
         cached = CachedDataset(dataset, **options)
-    loader = CachedLoader(cached, 4, shuffled(dataset), collate_fn=list)
+    shuffle = None if isinstance(dataset, IterableDataset) else True
+    loader = CachedLoader(cached, 4, shuffle, collate_fn=list)
     if door == "Fabric":
         loader = Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
     epochs: list[list[Any]] = []
@@ -131,42 +93,33 @@ def train(
 
 
 def bits(epochs: list[list[Any]]) -> list[list[Any]]:
-    """Something that can be compared, with the order of samples."""
+    """The samples in their order, in a form that can be compared."""
     return [[[part.tolist() if isinstance(part, torch.Tensor) else part for part in s] for s in e] for e in epochs]
 
 
 @pytest.mark.epoch_one_reads_all
 @every_door
 def test_each_sample_is_loaded_once(door, tmp_path, caplog):
-    """Epoch one loads all samples, and epoch two none."""
+    """Epoch one loads all samples, and epoch two none. With a budget of zero every epoch loads all."""
     images = source(tmp_path)
     first, second = bits(train(door, tmp_path, images))
     assert sorted(first) == sorted(second)
-    assert images.loads == SAMPLES + announced(caplog)
-
-
-@every_door
-def test_off_is_off(door, tmp_path):
-    """With a budget of zero all is loaded in every epoch."""
-    images = source(tmp_path)
+    loads = images.loads
+    assert loads == SAMPLES + announced(caplog)
     train(door, tmp_path, images, budget=0)
-    assert images.loads == 2 * SAMPLES
+    assert images.loads == loads + 2 * SAMPLES
 
 
-class Augmented(CountedSource):
+class Augmented(TransformedSource):
     """A source with a random transform inside."""
 
-    transform: Any = v2.Compose([v2.Resize(6, antialias=True), v2.RandomCrop(4)])
-
-    def __getitem__(self, index: int) -> Any:
-        image, label = super().__getitem__(index)
-        return self.transform(image), label
+    transform = v2.Compose([v2.Resize(6, antialias=True), v2.RandomCrop(4)])
 
 
 @pytest.mark.epoch_one_reads_all
 @every_door
 def test_a_random_transform_is_split(door, tmp_path, caplog):
-    """What comes before its first random step is cached; the rest draws what it draws without a cache."""
+    """The steps before the first random step are cached; the others draw the same as without a cache."""
     images = Augmented(SAMPLES, log_path=tmp_path / "loads")
     epochs = bits(train(door, tmp_path, images))
     assert images.loads == SAMPLES + announced(caplog)
@@ -175,7 +128,7 @@ def test_a_random_transform_is_split(door, tmp_path, caplog):
 
 
 class Texts(CountedSource):
-    """Samples that are no rows."""
+    """Samples of many sizes."""
 
     def expected(self, index: int) -> Any:
         return f"{index}," * (index % 7), {"boxes": super().expected(index)[0][0, : index % 3].tolist()}
@@ -184,7 +137,7 @@ class Texts(CountedSource):
 @pytest.mark.epoch_one_reads_all
 @every_door
 def test_samples_of_any_kind_are_kept(door, tmp_path, caplog):
-    """Strings and lists of many lengths come out as they went in, from one load each."""
+    """Strings and lists of many lengths come out unchanged, from one load each."""
     texts = Texts(SAMPLES, log_path=tmp_path / "loads")
     epochs = train(door, tmp_path, texts)
     assert texts.loads == SAMPLES + announced(caplog)
@@ -193,7 +146,7 @@ def test_samples_of_any_kind_are_kept(door, tmp_path, caplog):
 
 
 class Files(Dataset[Any]):
-    """Samples that are decoded of files; both steps are counted, in whatever process."""
+    """Samples that are decoded from files. Both steps are counted, in all processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -222,7 +175,7 @@ class Files(Dataset[Any]):
 
 @every_door
 def test_files_may_be_kept_instead(door, tmp_path):
-    """With store="encoded" epoch two reads no file, and decodes all of them."""
+    """With store="encoded" epoch two reads no file, and decodes all samples."""
     files = Files(tmp_path)
     reads: list[int] = []
     epochs = train(door, tmp_path, files, lambda: reads.append(files.count("reads")), store="encoded")
@@ -231,35 +184,32 @@ def test_files_may_be_kept_instead(door, tmp_path):
     assert files.count("decodes") >= 2 * SAMPLES
 
 
-class Stream(IterableDataset[Any]):
-    """A stream that counts how often it was begun and what it gave."""
+class Stream(CountedStream):
+    """A stream of tensors and their numbers."""
 
-    def __init__(self, log: Path) -> None:
-        self.log = log
+    length = SAMPLES
 
-    def __iter__(self) -> Iterator[Any]:
-        for index in range(SAMPLES):
-            with open(self.log, "ab", buffering=0) as log:
-                log.write(b".")
-            yield torch.full((3,), index), index
+    def sample(self, number: int) -> Any:
+        return torch.full((3,), number), number
 
 
 @every_door
 def test_streams_are_kept_as_they_pass(door, tmp_path):
-    """Epoch two comes from memory, in another order. Its first 16 samples are read at set-up, and once more then."""
-    epochs = bits(train(door, tmp_path, Stream(tmp_path / "stream"), streams=True))
+    """Epoch two comes from memory, in another order. Set-up reads the first 16 samples twice."""
+    stream = Stream()
+    epochs = bits(train(door, tmp_path, stream, streams=True))
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert epochs[0] != epochs[1]
-    assert os.path.getsize(tmp_path / "stream") == SAMPLES + 2 * 16
+    assert stream.reads == SAMPLES + 2 * 16
 
 
 @pytest.mark.named
 @pytest.mark.parametrize("where", ["memory", "disk"])
 @every_door
 def test_a_name_outlives_the_training(door, where, tmp_path, caplog):
-    """The second training under a name, in memory and on a disk, reads nothing but what set-up reads."""
+    """A second training under a name, in memory and on a disk, reads only the samples of set-up."""
     images = source(tmp_path)
-    name = f"doors-{os.getpid()}-{DOORS.index(door)}"
+    name = f"doors-{os.getpid()}-{ALL.index(door)}"
     options = {"dir": str(tmp_path / "caches")} if where == "disk" else {}
     try:
         train(door, tmp_path, images, name=name, **options)
@@ -275,26 +225,36 @@ def test_a_name_outlives_the_training(door, where, tmp_path, caplog):
 
 @every_door
 def test_strict_makes_errors(door, tmp_path):
-    """What cannot be cached, and would be passed by with a warning, is refused: a stream, and what is random."""
-    for data in (Stream(tmp_path / "stream"), Noise()):
+    """A stream and a random source are refused; without `strict` they pass through."""
+    for data in (Stream(), Made(lambda index: torch.rand(3))):
         with pytest.raises((TypeError, ValueError), match=r"iterable-style|got Stream|it is random"):
             train(door, tmp_path, data, strict=True)
 
 
+class Stages(Data):
+    """A DataModule with all four stages."""
+
+    def __init__(self, train: Any, val: Any, test: Any, predict: Any) -> None:
+        super().__init__(train, val)
+        self.test, self.predict = test, predict
+
+    def test_dataloader(self) -> Any:
+        return plain_loader(self.test)
+
+    def predict_dataloader(self) -> Any:
+        return plain_loader(self.predict)
+
+
 @pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("door", OF_THE_TRAINER)
+@pytest.mark.parametrize("door", DOORS)
 def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
-    """fit, validate, test and predict, twice each, load a set once; epochs have a hit rate, and steps their parts."""
-    names = ("train", "val", "test", "predict")
-    sets = {name: source(tmp_path, name, 8) for name in names}
+    """fit, validate, test and predict, twice each, load a set once. Epochs have a hit rate, and steps have parts."""
+    sets = {name: source(tmp_path, name, 8) for name in ("train", "val", "test", "predict")}
     options: dict[str, Any] = {"keep_cache": True, "stage_budgets": {"test": 0}}
-    callbacks = [StochasticCache(**options) if door == "StochasticCache" else CacheMonitor(), StepTimer()]
-    data: Any = StocacheDataModule(**sets, batch_size=4, **options) if door == "StocacheDataModule" else Data(**sets)
-    if door != "StocacheDataModule":
-        vars(data)["train_dataloader"] = lambda: plain_loader(sets["train"], shuffle=True)
-    if door == "cache_datamodule":
-        data = cache_datamodule(data, **options)
-    trainer = make_trainer(tmp_path, callbacks, epochs=2, num_sanity_val_steps=0)
+    callbacks, data = behind(door, Stages(**sets), **options)
+    if door == "ours":
+        data = StocacheDataModule(**sets, batch_size=4, **options)
+    trainer = make_trainer(tmp_path, [*callbacks, StepTimer()], epochs=2, num_sanity_val_steps=0)
     trainer.fit(Model(), data)
     assert logged(trainer, "stocache/hit_rate")[-1] == 1.0
     assert logged(trainer, "stocache/step/wait_seconds")
@@ -305,7 +265,7 @@ def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
     loads = {name: images.loads for name, images in sets.items()}
     assert loads["test"] == 16
     assert sum(loads.values()) == 16 + 3 * 8 + announced(caplog)
-    (callbacks[0] if door == "StochasticCache" else data).close() if door != "cache_datamodule" else data.caches.close()
+    (callbacks[0] if door == "callback" else data).caches.close()
 
 
 # ---- the callback ----
@@ -314,13 +274,10 @@ def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
     ("origin", "reload"),
-    [("fit", 1), ("module", 1), ("from_datasets", 0), ("cache_datamodule", 1)],
+    [("fit", 1), ("module", 1), ("from_datasets", 0)],
 )
 def test_loaders_from_anywhere_are_cached(tmp_path, caplog, origin, reload):
-    """Given to fit, from a module's hooks or from a DataModule: each sample is loaded once in three epochs.
-
-    A DataModule that `cache_datamodule` has cached keeps its caches beside the callback.
-    """
+    """Given to fit, from a module's hooks or from a DataModule: each sample is loaded once in three epochs."""
     train, val = source(tmp_path), source(tmp_path, "val", 8)
 
     class OwnModel(Model):
@@ -330,21 +287,20 @@ def test_loaders_from_anywhere_are_cached(tmp_path, caplog, origin, reload):
         def val_dataloader(self) -> Any:
             return plain_loader(val)
 
-    dm = LightningDataModule.from_datasets(train, val)
     trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, reload_dataloaders_every_n_epochs=reload)
     if origin == "fit":
         trainer.fit(Model(), plain_loader(train, shuffle=True), plain_loader(val))
     elif origin == "module":
         trainer.fit(OwnModel())
     else:
-        trainer.fit(Model(), cache_datamodule(dm) if origin == "cache_datamodule" else dm)
+        trainer.fit(Model(), LightningDataModule.from_datasets(train, val))
     assert train.loads + val.loads == SAMPLES + 8 + announced(caplog)
     assert logged(trainer, "stocache/hit_rate")[-1] == 1
 
 
 @pytest.mark.epoch_one_reads_all
 def test_fast_dev_run_and_barebones(tmp_path, recwarn):
-    """One batch of everything, and a Trainer that does not log: both run, and nobody is told that logging is off."""
+    """A fit of one batch, and a Trainer that does not log: both run, without a warning about logging."""
     barebones = Trainer(barebones=True, callbacks=[StochasticCache(), FillProgress()], accelerator="cpu", max_epochs=1)
     for trainer in (make_trainer(tmp_path, [StochasticCache()], fast_dev_run=True), barebones):
         trainer.fit(Model(), plain_loader(source(tmp_path)), plain_loader(source(tmp_path, "val", 8)))
@@ -352,7 +308,7 @@ def test_fast_dev_run_and_barebones(tmp_path, recwarn):
 
 
 class Anew(Model):
-    """Makes its dataset for every epoch; `make` is given how many it has made."""
+    """Makes a new dataset for every epoch, by `make` of the number of earlier datasets."""
 
     def __init__(self, make):
         super().__init__()
@@ -365,7 +321,7 @@ class Anew(Model):
 
 @pytest.mark.epoch_one_reads_all
 def test_a_dataset_made_anew_goes_on_in_the_cache_of_the_one_before(tmp_path, caplog):
-    """Also where it is longer each time: its samples are hits, and what is new passes through."""
+    """Its samples are hits. If it is longer each time, new samples pass through."""
     trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, reload_dataloaders_every_n_epochs=1)
     trainer.fit(Anew(lambda count: source(tmp_path, samples=SAMPLES + 4 * count)))
     assert logged(trainer, "stocache/misses") == [SAMPLES, 0, 0]
@@ -386,7 +342,7 @@ class Other(CountedSource):
 
 @pytest.mark.epoch_one_reads_all
 def test_datasets_that_are_never_the_same_end_the_caching(tmp_path, caplog):
-    """The second that comes before anything was hit passes through, with one warning that says what to do."""
+    """The second new dataset without a hit in between passes through, with one warning that says what to do."""
     trainer = make_trainer(tmp_path, [StochasticCache()], epochs=5, reload_dataloaders_every_n_epochs=1)
     trainer.fit(Anew(lambda count: Other(SAMPLES, log_path=tmp_path / str(count))))
     assert logged(trainer, "stocache/misses")[:2] == [SAMPLES] * 2
@@ -395,7 +351,7 @@ def test_datasets_that_are_never_the_same_end_the_caching(tmp_path, caplog):
 
 @pytest.mark.epoch_one_reads_all
 def test_a_loader_made_anew_for_every_epoch_goes_with_it(tmp_path):
-    """Also one that its own collate function holds: the call keeps the last one alone."""
+    """A call keeps only the last loader of a hook, also if a loader's own collate function refers to it."""
     train, made, alive = source(tmp_path), [], []
 
     class Anew(Model):
@@ -413,27 +369,6 @@ def test_a_loader_made_anew_for_every_epoch_goes_with_it(tmp_path):
 
 
 # ---- cache_datamodule ----
-
-
-class Photos(LightningDataModule):
-    """A DataModule as people write it: datasets in setup, a loader per stage."""
-
-    def __init__(self, folder: str, batch_size: int = 4) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.ended_by = ""
-
-    def setup(self, stage: str) -> None:
-        self.train, self.val = source(self.hparams.folder), source(self.hparams.folder, "val", 8)
-
-    def train_dataloader(self):
-        return plain_loader(self.train, batch_size=self.hparams.batch_size, shuffle=True)
-
-    def val_dataloader(self):
-        return plain_loader(self.val, batch_size=self.hparams.batch_size)
-
-    def on_exception(self, exception: BaseException) -> None:
-        self.ended_by = type(exception).__name__
 
 
 def test_the_object_stays_what_it_is(tmp_path):
@@ -457,7 +392,11 @@ def test_the_users_on_exception_runs_and_the_caches_close(tmp_path):
         def training_step(self, batch, batch_idx):
             raise ArithmeticError("mine")
 
-    dm = cache_datamodule(Photos(str(tmp_path)))
+    class Ending(Photos):
+        def on_exception(self, exception):
+            self.ended_by = type(exception).__name__
+
+    dm = cache_datamodule(Ending(str(tmp_path)))
     trainer = make_trainer(tmp_path)
     with pytest.raises(ArithmeticError, match="mine"):
         trainer.fit(Failing(), dm)
@@ -466,7 +405,7 @@ def test_the_users_on_exception_runs_and_the_caches_close(tmp_path):
 
 
 def test_a_kept_cache_is_replaced_when_setup_makes_a_new_dataset(tmp_path):
-    """keep_cache=True keeps no cache that nobody can reach: a second fit with new datasets closes the first one's."""
+    """keep_cache=True keeps no unreachable cache: a second fit with new datasets closes the caches of the first."""
     made = []
 
     class Remaking(MadeInSetup):
@@ -482,8 +421,8 @@ def test_a_kept_cache_is_replaced_when_setup_makes_a_new_dataset(tmp_path):
 
 
 def test_a_copy_in_another_process_has_nothing_open(tmp_path):
-    """Pickled with open caches, a DataModule arrives with its hooks and options, and opens its own."""
-    dm = cache_datamodule(Photos(str(tmp_path)), budget="1MiB")
+    """A DataModule that is pickled with open caches keeps its hooks and options, and opens its own caches."""
+    dm = cache_datamodule(MadeInSetup(tmp_path), budget="1MiB")
     dm.setup("fit")
     dm.train_dataloader()
     copy = pickle.loads(pickle.dumps(dm))

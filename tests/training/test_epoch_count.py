@@ -1,4 +1,4 @@
-"""Lightning's count of epochs and batches is that of the fit without a break, after any number of breaks."""
+"""After any number of breaks Lightning counts epochs and batches as in a fit without a break."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.training.resume import reopen_epoch
-from tests.training.tiny import SAMPLES, Data, Model, Numbers, make_trainer
+from tests.training.tiny import SAMPLES, Data, Model, Numbers, behind, make_trainer
 
 pytestmark = pytest.mark.processes
 
@@ -27,7 +26,7 @@ class BreakError(Exception):
 
 
 class Witness(Callback):
-    """What each batch was, and Lightning's counts when it came; may break the fit, or stop it, after a few batches."""
+    """Records each batch and Lightning's counts at its start. May break or stop the fit after some batches."""
 
     def __init__(self, breaks_at: int | None = None, stops_after: int | None = None) -> None:
         self.breaks_at, self.stops_after = breaks_at, stops_after
@@ -64,26 +63,21 @@ def fit(
 ) -> Trainer:
     """A fit in a process that has other random states than the first."""
     torch.manual_seed(11 if ckpt is None else 99)
-    more: list[Callback] = [StochasticCache()] if door == "callback" else []
+    more, data = behind(door, Data(Numbers(), Numbers(), batch_size=batch_size))
     options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, "logger": False} | options
     options["enable_checkpointing"] = bool(callbacks)
     trainer = make_trainer(folder, [*more, witness, *callbacks], epochs=EPOCHS, **options)
-    if door == "own":
-        data: Any = StocacheDataModule(Numbers(), Numbers(), batch_size=batch_size)
-    else:
-        users = Data(Numbers(), Numbers())
-        data = cache_datamodule(users) if door == "datamodule" else users
     trainer.fit(Model(), data, ckpt_path=ckpt)
     return trainer
 
 
 @pytest.mark.parametrize(
     ("door", "options"),
-    [("own", {}), ("own", VALIDATES), ("datamodule", WHOLE), ("callback", {})],
+    [("ours", {}), ("ours", VALIDATES), ("cache_datamodule", WHOLE), ("callback", {})],
 )
 def test_an_epoch_that_begins_with_a_resume_is_counted(tmp_path, door, options):
-    """Broken after an epoch's last batch, and again in the epoch that follows: each batch, each beginning of an epoch
-    and each count is that of the fit without a break."""
+    """A fit breaks after an epoch's last batch, and again in the next epoch: batches, beginnings of epochs and counts
+    are those of a fit without a break."""
     whole = Witness()
     fit(tmp_path / "whole", door, whole, **options)
     assert len(whole.seen) == EPOCHS * BATCHES
@@ -105,16 +99,16 @@ def test_an_epoch_that_begins_with_a_resume_is_counted(tmp_path, door, options):
 @pytest.mark.parametrize(
     ("door", "saved", "stops", "options"),
     [
-        ("own", "at the epoch's end", {"max_steps": 9}, {}),
-        ("own", "at the epoch's end", {}, WHOLE),
-        ("own", "after the fit", {"max_steps": 9}, WHOLE),
-        ("datamodule", "after the fit", {}, {}),
+        ("ours", "at the epoch's end", {"max_steps": 9}, {}),
+        ("ours", "at the epoch's end", {}, WHOLE),
+        ("ours", "after the fit", {"max_steps": 9}, WHOLE),
+        ("cache_datamodule", "after the fit", {}, {}),
         ("callback", "at the epoch's end", {}, {}),
     ],
 )
 def test_an_epoch_that_was_cut_short_goes_on(tmp_path, door, saved, stops, options):
-    """A fit that `max_steps` or a Timer ended in the middle of an epoch goes on with the batches that were left of it,
-    and later epochs are those of the fit without an end."""
+    """A fit that `max_steps` or a Timer ended in the middle of an epoch resumes with the other batches of that epoch.
+    Later epochs are those of a fit without such an end."""
     whole, first, second = Witness(), Witness(stops_after=None if stops else 9), Witness()
     fit(tmp_path / "whole", door, whole)
     save = ModelCheckpoint(tmp_path, "end-{step}", every_n_epochs=1, save_top_k=-1)
@@ -141,39 +135,39 @@ def test_an_epoch_that_was_cut_short_goes_on(tmp_path, door, saved, stops, optio
     ],
 )
 def test_an_epoch_that_a_validation_ends_is_over(tmp_path, options, ended):
-    """Saved at the end of a validation that followed an epoch's last batch, whatever it was due by: the next epoch
-    begins, and hooks that Lightning calls at the end of the one before are called."""
+    """A checkpoint of a validation after an epoch's last batch resumes with the next epoch. The hooks at the end of the
+    last epoch run."""
     options |= VALIDATES
     save = ModelCheckpoint(tmp_path, "{step}", save_on_train_epoch_end=False, save_top_k=-1)
     whole, second = Witness(), Witness()
-    fit(tmp_path, "own", whole, save, **options)
-    fit(tmp_path, "own", second, ckpt=tmp_path / f"step={2 * BATCHES}.ckpt", **options)
+    fit(tmp_path, "ours", whole, save, **options)
+    fit(tmp_path, "ours", second, ckpt=tmp_path / f"step={2 * BATCHES}.ckpt", **options)
     assert second.seen == {at: then for at, then in whole.seen.items() if at[0] == 2}
     assert (second.begun, second.ended) == ([2], ended)
 
 
 def test_an_epoch_of_more_batches_is_whole(tmp_path):
-    """Saved after an epoch's last batch, and resumed with smaller batches, the next epoch has each sample once."""
+    """After a checkpoint of an epoch's last batch, an epoch of smaller batches has each sample once."""
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=BATCHES, save_top_k=-1)
     second = Witness()
-    fit(tmp_path, "own", Witness(), save)
-    fit(tmp_path, "own", second, ckpt=tmp_path / f"step={BATCHES}.ckpt", batch_size=2)
+    fit(tmp_path, "ours", Witness(), save)
+    fit(tmp_path, "ours", second, ckpt=tmp_path / f"step={BATCHES}.ckpt", batch_size=2)
     for epoch in range(1, EPOCHS):
         numbers = sorted(number for at, (batch, _) in second.seen.items() if at[0] == epoch for number in batch)
         assert numbers == list(range(len(Numbers())))
 
 
 def test_a_fit_that_is_complete_counts_as_before(tmp_path):
-    """Nothing is reopened where `max_steps` leaves nothing to be done."""
+    """No epoch continues if `max_steps` is reached."""
     witness = Witness()
-    trainer = fit(tmp_path, "own", Witness(), max_steps=9)
+    trainer = fit(tmp_path, "ours", Witness(), max_steps=9)
     trainer.save_checkpoint(tmp_path / "after.ckpt")
-    again = fit(tmp_path, "own", witness, ckpt=tmp_path / "after.ckpt", max_steps=9)
+    again = fit(tmp_path, "ours", witness, ckpt=tmp_path / "after.ckpt", max_steps=9)
     assert (again.current_epoch, again.global_step, witness.seen) == (trainer.current_epoch, 9, {})
 
 
 def test_an_epoch_that_a_hook_ended_is_over(tmp_path):
-    """An epoch whose rest the model skips (`on_train_batch_start` gives -1) does not go on after a resume."""
+    """An epoch whose rest the model skips (`on_train_batch_start` returns -1) is over after a resume."""
 
     class Skips(Witness):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -182,15 +176,15 @@ def test_an_epoch_that_a_hook_ended_is_over(tmp_path):
 
     save = ModelCheckpoint(tmp_path, "{epoch}", every_n_epochs=1, save_top_k=-1)
     whole, second = Skips(), Skips()
-    fit(tmp_path, "own", whole, save)
-    fit(tmp_path, "own", second, ckpt=tmp_path / "epoch=0.ckpt")
+    fit(tmp_path, "ours", whole, save)
+    fit(tmp_path, "ours", second, ckpt=tmp_path / "epoch=0.ckpt")
     assert {at: batch for at, (batch, _) in second.seen.items()} == {
         at: batch for at, (batch, _) in whole.seen.items() if at[0] > 0
     }
 
 
 class SavesAtBeginnings(PassThroughProfiler):
-    """Saves a checkpoint when an epoch begins, while Lightning still counts the batches of the one before."""
+    """Saves a checkpoint when an epoch begins, while Lightning still counts the batches of the last epoch."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -208,11 +202,11 @@ class Introduces(Callback):
         trainer.profiler.trainer = trainer
 
 
-@pytest.mark.parametrize("door", ["own", "callback"])
+@pytest.mark.parametrize("door", ["ours", "callback"])
 @pytest.mark.parametrize("epoch", [0, 1, 2])
 def test_an_epoch_that_is_about_to_begin_is_whole(tmp_path, door, epoch):
-    """Saved in the moment between an epoch's beginning and its first batch (by a signal's handler), a fit goes on with
-    all of its batches."""
+    """A checkpoint between an epoch's beginning and its first batch (by a signal's handler) resumes with all batches of
+    that epoch."""
     whole, second = Witness(), Witness()
     fit(tmp_path, door, whole, Introduces(), profiler=SavesAtBeginnings(tmp_path))
     fit(tmp_path, door, second, ckpt=tmp_path / f"begins-{epoch}.ckpt")
@@ -228,7 +222,7 @@ BATCH_COUNTS = {"ready": 3, "started": 3, "processed": 3, "completed": 3}
     [(1, 3, False, True), (1, 3, True, False), (1, 2, False, False), (2, 3, False, False)],
 )
 def test_only_the_epoch_that_was_cut_is_reopened(epoch, batches, last, reopened):
-    """A checkpoint's count changes only where it says that just this epoch has ended after just these batches."""
+    """The count in a checkpoint changes only if it says that this epoch ended after so many batches."""
     progress = {"current": dict(COUNTS), "total": dict(COUNTS)}
     count = {"current": dict(BATCH_COUNTS), "total": dict(BATCH_COUNTS), "is_last_batch": last}
     checkpoint = {"loops": {"fit_loop": {"epoch_progress": progress, "epoch_loop.batch_progress": count}}}
@@ -239,7 +233,7 @@ def test_only_the_epoch_that_was_cut_is_reopened(epoch, batches, last, reopened)
 
 @pytest.mark.parametrize("checkpoint", [{}, {"loops": {}}, {"loops": {"fit_loop": {}}}])
 def test_a_checkpoint_without_counts_is_left_alone(checkpoint):
-    """Nothing is put into a checkpoint that counts nothing."""
+    """A checkpoint that counts nothing stays as it is."""
     before = {name: dict(value) for name, value in checkpoint.items()}
     assert not reopen_epoch(checkpoint, 1, 3)
     assert checkpoint == before

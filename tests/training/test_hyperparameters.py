@@ -1,4 +1,4 @@
-"""What was asked of the caches, granted and decided reaches loggers and checkpoints, whichever door made them."""
+"""Options, granted memory and decisions reach loggers and checkpoints, in every door."""
 
 import warnings
 from pathlib import Path
@@ -7,35 +7,18 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from lightning_stocache import CacheMonitor, StocacheDataModule, StochasticCache, cache_datamodule
-from tests.training.tiny import SAMPLES, Model, make_trainer, plain_loader, source
+from lightning_stocache import CacheMonitor, StocacheDataModule, StochasticCache
+from tests.training.tiny import DOORS, SAMPLES, SLOT, Model, Photos, behind, make_trainer, plain_loader, source
 
 pytestmark = pytest.mark.processes
 
-SLOT = 3 * 8 * 8 + 8 + 1
 OF_TRAINING = {"dataset": "CountedSource", "samples": SAMPLES, "drawn": SAMPLES, "budget": "50%"}
 OF_TRAINING |= {"budget_bytes": SAMPLES // 2 * SLOT, "slots": SAMPLES // 2, "coverage": 0.5, "layout": "rows"}
 OF_TRAINING |= {"store": "decoded", "nodes": 1, "ranks": 1, "name": None, "dir": None}
 OF_VALIDATION = OF_TRAINING | {"samples": 8, "drawn": 8, "budget_bytes": 4 * SLOT, "slots": 4}
 OF_VALIDATION |= {"sampling": "SequentialSampler"}
-
-
-class Users(LightningDataModule):
-    """A DataModule that saves hyperparameters of its own."""
-
-    def __init__(self, folder: str, batch_size: int = 4) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.sets = source(folder), source(folder, "val", 8)
-
-    def train_dataloader(self) -> Any:
-        return plain_loader(self.sets[0], batch_size=self.hparams.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> Any:
-        return plain_loader(self.sets[1])
 
 
 class Saving(Model):
@@ -47,24 +30,18 @@ class Saving(Model):
 
 
 def told(logger: CSVLogger) -> dict[str, Any]:
-    """What the logger has written of hyperparameters; it writes nothing where it was told nothing at all."""
+    """The hyperparameters that the logger has written; without any it writes no file."""
     path = Path(logger.log_dir) / "hparams.yaml"
     return yaml.safe_load(path.read_text()) or {} if path.exists() else {}
 
 
-@pytest.mark.parametrize("door", ["ours", "wrapped", "callback"])
+@pytest.mark.parametrize("door", DOORS)
 def test_what_was_granted_goes_to_the_logger(tmp_path, door):
-    """In every door, beside what a module logs itself, as plain values: of training, and of validation below it."""
-    monitor, dm = CacheMonitor(), Users(str(tmp_path))
-    if door == "ours":
-        dm = StocacheDataModule(*dm.sets, batch_size=4, budget="50%")
-    elif door == "wrapped":
-        dm = cache_datamodule(dm, budget="50%", stage_budgets={"val": "50%"})
-    else:
-        monitor = StochasticCache(budget="50%", stage_budgets={"val": "50%"})
-    trainer = make_trainer(tmp_path, [monitor])
-    model = Model() if door == "ours" else Saving(batch_size=4)
-    trainer.fit(model, dm)
+    """Beside a module's own hyperparameters there are plain values of training, and of validation below them."""
+    budgets: dict[str, Any] = {"stage_budgets": {} if door == "ours" else {"val": "50%"}}
+    callbacks, dm = behind(door, Photos(str(tmp_path)), budget="50%", **budgets)
+    trainer = make_trainer(tmp_path, callbacks)
+    trainer.fit(Model() if door == "ours" else Saving(batch_size=4), dm)
     written = told(trainer.logger)
     sampling = "locality" if door == "ours" else "RandomSampler"
     found = written.pop("stocache")
@@ -76,7 +53,7 @@ def test_what_was_granted_goes_to_the_logger(tmp_path, door):
 
 
 def test_nothing_is_told_where_nothing_is_cached_or_wanted(tmp_path):
-    """Beside plain loaders there is nothing to tell; with `hyperparameters=False` it is not told."""
+    """Plain loaders have no such hyperparameters, and `hyperparameters=False` logs none."""
     for number, callback in enumerate([CacheMonitor(), StochasticCache(hyperparameters=False)]):
         trainer = make_trainer(tmp_path, [callback], logger=CSVLogger(tmp_path, name=str(number)))
         trainer.fit(Model(), plain_loader(source(tmp_path)))
@@ -84,7 +61,7 @@ def test_nothing_is_told_where_nothing_is_cached_or_wanted(tmp_path):
 
 
 def test_tensorboard_has_them(tmp_path):
-    """The event file has them as a record for the HPARAMS tab."""
+    """The event file has the hyperparameters as a record for the HPARAMS tab."""
     logger = TensorBoardLogger(str(tmp_path), name="")
     make_trainer(tmp_path, [CacheMonitor()], logger=logger).fit(Model(), StocacheDataModule(source(tmp_path)))
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -98,7 +75,7 @@ def test_tensorboard_has_them(tmp_path):
 
 
 def test_a_logger_may_be_as_its_user_has_made_it(tmp_path, caplog):
-    """One that cannot be hashed, or takes no hyperparameters, stops no training."""
+    """A logger that cannot be hashed, or takes no hyperparameters, stops no training."""
 
     class Odd(Logger):
         name, version, __hash__ = "odd", 0, None
@@ -117,7 +94,7 @@ def test_a_logger_may_be_as_its_user_has_made_it(tmp_path, caplog):
 
 
 def test_a_checkpoint_carries_the_plain_options(tmp_path):
-    """Training, and loading the DataModule from its checkpoint, keep all that is plain; sets are given again."""
+    """A checkpoint keeps the plain options of a DataModule; datasets are given again."""
     train = source(tmp_path)
     options = {"batch_size": 4, "num_workers": 0, "budget": "50%", "stage_budgets": {"val": 0}, "allow_random": True}
     dm = StocacheDataModule(

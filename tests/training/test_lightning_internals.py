@@ -1,4 +1,4 @@
-"""What is private of Lightning's may go away: then something is left out, with one warning, and training goes on."""
+"""If a private name of Lightning is missing, a feature is off, with one warning, and training continues."""
 
 import importlib
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from lightning_stocache.training.sampling import replicas
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> None:
-    """Each warning is said once in a process."""
+    """Reload the module, because each warning comes once in a process."""
     importlib.reload(lightning_internals)
 
 
@@ -31,7 +31,7 @@ def trainer_of(**connector: Any) -> Any:
 
 
 def test_a_trainer_that_leaves_samplers_alone_is_believed(caplog):
-    """And one that does not say is taken to be as by default, once with a warning."""
+    """Without the setting the default is assumed, with one warning."""
     assert leaves_samplers_alone(trainer_of(use_distributed_sampler=False))
     assert replicas(trainer_of(use_distributed_sampler=False)) == (1, 0)
     assert replicas(trainer_of(use_distributed_sampler=True)) == (2, 1)
@@ -40,6 +40,6 @@ def test_a_trainer_that_leaves_samplers_alone_is_believed(caplog):
 
 
 def test_without_data_sources_nothing_is_cached(caplog):
-    """StochasticCache stands in front of nothing, and says so once."""
+    """StochasticCache caches nothing, and warns once."""
     assert data_sources(trainer_of(), "fit") == data_sources(trainer_of(), "fit") == {}
     assert caplog.text.count("StochasticCache caches nothing") == 1

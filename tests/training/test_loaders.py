@@ -49,7 +49,7 @@ class Pair(collections.namedtuple("Pair", "one other")):
     ids=["list", "tuple", "dict", "OrderedDict", "namedtuple", "CombinedLoader"],
 )
 def test_nesting_and_types_are_kept(nest):
-    """What comes back has the types and the form of what was given, with every loader replaced."""
+    """The result has the nesting and the types of the argument, with every loader replaced."""
     given = nest(DataLoader(NUMBERS, 4), DataLoader(NUMBERS, 6))
     renewed = rewrap(given, tens)
     assert type(renewed) is type(given)
@@ -80,7 +80,7 @@ def test_nesting_and_types_are_kept(nest):
     ids=["drop_last", "sampler", "BatchSampler", "batches", "unbatched", "generator", "workers", "weighted"],
 )
 def test_the_new_loader_reads_what_the_old_one_would(make):
-    """The same batches in the same order come from a loader that was made anew, with all of its arguments."""
+    """A copy of a loader reads the same batches in the same order, with all of the loader's arguments."""
     assert read(tens(make(NUMBERS))) == read(make(TENS))
 
 
@@ -93,8 +93,8 @@ class Tagged(DataLoader[Any]):
 
 
 def test_no_constructor_runs():
-    """A subclass that keeps no argument, or draws when it is made, is copied as it is; a method of its own that it
-    keeps as an attribute is the copy's."""
+    """A subclass is copied without its constructor, which may draw or keep no argument. An attribute that is a method
+    of the loader becomes a method of the copy."""
 
     class Drawing(DataLoader[Any]):
         def __init__(self, secret: int, **options: Any) -> None:
@@ -115,7 +115,8 @@ def test_no_constructor_runs():
 
 
 def test_what_was_changed_on_a_loader_is_kept():
-    """What a user has added or changed, on the batch sampler too, the copy has; the old one stays as it is."""
+    """The copy has all attributes that a user has added or changed, also on the batch sampler; the loader keeps its
+    own."""
     old = DataLoader(NUMBERS, 4)
     old.name, old.batch_sampler.batch_size, old.worker_init_fn = "mine", 6, print  # type: ignore[attr-defined,union-attr]
     new = tens(old)
@@ -136,7 +137,8 @@ def test_what_was_changed_on_a_loader_is_kept():
     ids=["by keyword", "by position", "subclass"],
 )
 def test_lightning_makes_the_copy_anew_around_the_same_dataset(make, given):
-    """Re-created with another sampler, as for DDP, the copy reads the cached dataset with the user's arguments."""
+    """A copy that Lightning re-creates with another sampler, as for DDP, reads the cached dataset, with the user's
+    arguments."""
     with replaced(DataLoader, "dataset") if given == "in a hook" else contextlib.nullcontext():
         old = make()
         dataset = CachedDataset(TENS, defer=True)
@@ -148,8 +150,8 @@ def test_lightning_makes_the_copy_anew_around_the_same_dataset(make, given):
 
 
 def test_settings_know_batches_and_how_workers_start():
-    """What a loader keeps in memory is reckoned from its batch sampler where it has no batch size of its own. A worker
-    that is not forked needs as much memory as the trainer; without workers nothing is started."""
+    """The batch size comes from the batch sampler if the loader has none. The start method is known if there are
+    workers."""
     assert settings_of(DataLoader(NUMBERS, batch_sampler=BatchSampler(range(7), 3, False))).batch_size == 3
     assert settings_of(DataLoader(NUMBERS, batch_size=None)).batch_size == 1
     assert settings_of(DataLoader(NUMBERS, num_workers=2, multiprocessing_context="spawn")).start_method == "spawn"

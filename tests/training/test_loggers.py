@@ -1,4 +1,4 @@
-"""W&B and MLflow themselves, without the network: what they have kept is what was logged, and drawn as it should be."""
+"""W&B and MLflow without the network keep the logged values, with the right axes."""
 
 import json
 import struct
@@ -26,7 +26,7 @@ CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
 @pytest.fixture
 def leaf(tmp_path):
-    """The logger that a leaf of the example's configs describes."""
+    """The logger of a leaf of the example's configs."""
 
     def made(name: str, *overrides: str) -> Any:
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -49,7 +49,7 @@ def trained(tmp_path: Path, logger: Any, epochs: int = 2) -> None:
 
 
 def records(path: Path) -> Iterator[Any]:
-    """What a run of W&B has written: protocol buffers in LevelDB's log format."""
+    """The records of a W&B run: protocol buffers in LevelDB's log format."""
     protocol, data, at, parts = import_module("wandb.proto.wandb_internal_pb2"), path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         rest = 32768 - at % 32768
@@ -65,7 +65,7 @@ def records(path: Path) -> Iterator[Any]:
 
 @pytest.mark.epoch_one_reads_all
 def test_wandb_keeps_what_was_logged(tmp_path, monkeypatch, leaf):
-    """Offline: every value with its epoch and step, the axes of all keys, and what was granted in the run's config."""
+    """Offline there are all values with epoch and step, the axes of all keys, and the granted memory in the config."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -109,7 +109,7 @@ def test_wandb_keeps_what_was_logged(tmp_path, monkeypatch, leaf):
 
 @pytest.mark.epoch_one_reads_all
 def test_mlflow_keeps_what_was_logged(tmp_path, monkeypatch, caplog, leaf):
-    """Values come back through its client with their steps; a fit that goes on in the run keeps its first params."""
+    """Its client returns the values with their steps. A later fit in the same run keeps the params of the first."""
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'runs'}")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database takes ten seconds to make

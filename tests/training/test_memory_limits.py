@@ -1,4 +1,4 @@
-"""In a cgroup, a fit that lives without a cache lives with one."""
+"""A fit that survives in a cgroup without a cache survives with a cache, too."""
 
 import json
 import sys
@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 
-from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.node.grant import Reserve
 from lightning_stocache.setup import allocation
 from lightning_stocache.training.call_loaders import training_bytes
 from tests.cgroups import Outcome, run_limited
-from tests.training.tiny import Model, make_trainer, plain_loader, source
+from tests.training.tiny import DOORS, Data, Model, behind, make_trainer, source
 
 JOB = Path(__file__).with_name("limited_job.py")
 MIB = 2**20
@@ -25,7 +24,7 @@ PARAMETER_BYTES = 4 * (192 * 10 + 10)
 
 
 def fit(limit: int, budget: int | str, num_workers: int, door: str = "callback", fits: bool = False) -> Outcome:
-    """Two epochs over a dataset that is larger than what the limit leaves, or that fits into a sixth of it."""
+    """Two epochs over a dataset that is larger than the free part of the limit, or that fits into a sixth of it."""
     samples = limit if fits else max((limit - 400) * 7, 500)  # of 147 KiB
     told = {"door": door, "budget": budget, "num_workers": num_workers, "samples": samples}
     done = run_limited([sys.executable, str(JOB), json.dumps(told)], limit * MIB, timeout=1500)
@@ -48,16 +47,16 @@ def lives_without(limit: int, num_workers: int) -> bool:
 @pytest.mark.parametrize("num_workers", [0, 2, 4])
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_cache_gets_no_training_killed(limit: int, num_workers: int, door: str, fits: bool) -> None:
-    """Killed only where the same training is killed without a cache; -s shows what was granted and hit."""
+    """A fit is killed only if it is killed without a cache, too; -s shows granted bytes and hit rates."""
     done = fit(limit, "auto", num_workers, door, fits)
     if done.killed or done.code:
         assert not lives_without(limit, num_workers), done.error
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("door", ["callback", "datamodule", "hooks"])
+@pytest.mark.parametrize("door", DOORS)
 def test_every_door_keeps_back_what_the_training_will_take(tmp_path, monkeypatch, door):
-    """Gradients and Adam's state come after the caches have opened: seven times the parameters."""
+    """Gradients and Adam's state need memory after the caches have opened: seven times the parameters."""
     asked: list[Reserve] = []
     grant = allocation.grant
 
@@ -66,14 +65,8 @@ def test_every_door_keeps_back_what_the_training_will_take(tmp_path, monkeypatch
         return grant(budget, size, free, reserve, ranks)
 
     monkeypatch.setattr(allocation, "grant", noted)
-    dataset, callbacks, data = source(tmp_path), list[Callback](), {}
-    if door == "callback":
-        callbacks, data = [StochasticCache("1MiB")], {"train_dataloaders": plain_loader(dataset)}
-    elif door == "datamodule":
-        data = {"datamodule": StocacheDataModule(train=dataset, batch_size=4, budget="1MiB")}
-    else:
-        data = {"datamodule": cache_datamodule(LightningDataModule.from_datasets(dataset), "1MiB")}
-    make_trainer(tmp_path, callbacks).fit(Model(), **data)
+    callbacks, data = behind(door, Data(source(tmp_path)), budget="1MiB")
+    make_trainer(tmp_path, callbacks).fit(Model(), data)
     assert [reserve.private for reserve in asked] == [7 * PARAMETER_BYTES]
 
 
@@ -83,7 +76,7 @@ def trainer_of(module: LightningModule, device: str = "cpu", fn: str = "fit") ->
 
 
 def test_what_a_training_takes_of_this_memory():
-    """Only for parameters that are trained, on the CPU, in a fit; lazy ones have no size yet."""
+    """Only trained parameters count, on the CPU, in a fit; lazy parameters have no size yet."""
     model = Model()
     assert training_bytes(trainer_of(model)) == 7 * PARAMETER_BYTES
     assert training_bytes(trainer_of(model, "meta")) == 0

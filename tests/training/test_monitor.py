@@ -1,4 +1,4 @@
-"""CacheMonitor: what it logs is what the source itself has counted."""
+"""CacheMonitor logs what the source itself has counted."""
 
 import csv
 import logging
@@ -17,11 +17,10 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.monitor import CacheMonitor
-from tests.training.tiny import SAMPLES, Model, logged, make_trainer, plain_loader, source
+from tests.training.tiny import SAMPLES, SLOT, Data, Model, behind, logged, make_trainer, plain_loader, said, source
 
 pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
-SLOT = 3 * 8 * 8 + 8 + 1
 KEYS = {
     *("hit_rate", "fill_fraction", "coverage", "hits", "misses", "bypasses", "fills", "memory_bytes", "budget_bytes"),
     *("bytes_from_cache", "bytes_from_source"),
@@ -32,7 +31,8 @@ OF_TRAINING = {"data_wait_seconds", "compute_seconds", "samples_per_second", "hi
 
 @pytest.mark.parametrize(("budget", "slots", "workers"), [("auto", 24, 0), ("50%", 12, 2), (0, 0, 2)])
 def test_values_are_the_sources_own(tmp_path, workers, budget, slots):
-    """In every epoch hits, misses and bypasses add up to what was served, and the loads to what the source counted."""
+    """In every epoch hits, misses and bypasses add up to the served samples, and misses and bypasses to the source's
+    loads."""
     train = source(tmp_path)
     dm = StocacheDataModule(train, batch_size=4, num_workers=workers, budget=budget)
     dm.setup("fit")
@@ -60,7 +60,7 @@ def test_values_are_the_sources_own(tmp_path, workers, budget, slots):
 
 
 def test_only_one_epoch_row_per_key(tmp_path):
-    """Every documented key is logged once per epoch, and no other key is."""
+    """Exactly the documented keys are logged, once per epoch."""
     trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), source(tmp_path, "val", 8), batch_size=4))
     own = {key.removeprefix("stocache/") for key in trainer.callback_metrics if key.startswith("stocache/")}
@@ -69,7 +69,7 @@ def test_only_one_epoch_row_per_key(tmp_path):
 
 
 def test_wait_and_compute_are_the_epoch(tmp_path):
-    """Waiting for a slow source and computing in a slow step are told apart, and validation is neither."""
+    """Waiting for a slow source and computing in a slow step are separate; validation is in neither."""
 
     class Slow(Model):
         def training_step(self, batch, batch_idx):
@@ -106,7 +106,7 @@ def test_wait_and_compute_are_the_epoch(tmp_path):
 
 
 def test_a_loader_of_another_class_does_not_tell_its_seconds(tmp_path):
-    """Neither waits of zero, nor a summary that says that training hardly waited."""
+    """Its seconds are left out, instead of a waiting time of zero."""
 
     class Users(DataLoader):
         pass
@@ -119,7 +119,7 @@ def test_a_loader_of_another_class_does_not_tell_its_seconds(tmp_path):
 
 
 def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path, caplog):
-    """A cache that is emptied before every epoch hits nothing: one warning of two lines names the likely cause."""
+    """A cache that is cleared before every epoch has no hits: one warning of two lines names the likely cause."""
 
     class Emptying(Callback):
         def on_train_epoch_end(self, trainer, pl_module):
@@ -127,13 +127,12 @@ def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path, caplog
 
     trainer = make_trainer(tmp_path, [CacheMonitor(), Emptying()], epochs=4)
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
-    [record] = [record for record in caplog.records if "were to be expected" in record.getMessage()]
-    assert record.levelname == "WARNING"
-    assert record.getMessage().endswith("\nthe source may be created again in every epoch")
+    [warning] = said(caplog, "were to be expected")
+    assert warning.endswith("\nthe source may be created again in every epoch")
 
 
 def test_live_values_come_at_the_trainers_cadence(tmp_path):
-    """Every log_every_n_steps a row with the epoch's hit rate so far, numbered as Lightning numbers its own."""
+    """Every log_every_n_steps there is a row with the epoch's hit rate so far, under Lightning's step number."""
 
     class Logging(Model):
         def training_step(self, batch, batch_idx):
@@ -156,7 +155,7 @@ def test_live_values_come_at_the_trainers_cadence(tmp_path):
 
 
 class Recording(Logger):
-    """A logger of a user's own, which writes down what it is told: `rows` of (step, metrics), and hyperparameters."""
+    """A user's logger that records `rows` of (step, metrics), and hyperparameters."""
 
     name, version = "recording", 0
 
@@ -166,7 +165,7 @@ class Recording(Logger):
 
     @property
     def steps(self):
-        """Of every key of the caches, the steps that it was logged for."""
+        """The steps of each key of the caches."""
         keys = sorted({key for _, metrics in self.rows for key in metrics if key.startswith("stocache/")})
         return {key: [step for step, metrics in self.rows if key in metrics] for key in keys}
 
@@ -185,7 +184,7 @@ def steps_in_csv(logger: CSVLogger) -> dict[str, list[int]]:
 
 
 def test_no_value_is_logged_twice(tmp_path):
-    """Over two fits, a resume, validation within epochs and two monitors each logger has each key once for a step."""
+    """With two fits, a resume, validation within epochs and two monitors each logger has each key once per step."""
     recording, csv_logger, tensorboard = Recording(), CSVLogger(tmp_path), TensorBoardLogger(str(tmp_path / "tb"))
     both, val = source(tmp_path), source(tmp_path, "val", 8)
     monitors = [StochasticCache(keep_cache=True), CacheMonitor(), CacheMonitor()]
@@ -213,7 +212,7 @@ def test_no_value_is_logged_twice(tmp_path):
 
 
 def test_predict_has_a_hit_rate(tmp_path):
-    """Several loaders are counted together, under `stocache/predict/`; predictions are what they are without."""
+    """Several loaders are counted together, under `stocache/predict/`. Predictions are the same as without a cache."""
     first, second = source(tmp_path), source(tmp_path, "second", 12)
     loaders = [plain_loader(first), plain_loader(second)]
     expected = make_trainer(tmp_path).predict(Model(), loaders)
@@ -232,7 +231,7 @@ def test_predict_has_a_hit_rate(tmp_path):
 
 
 def test_sanity_check_moves_the_baseline_and_is_not_logged(tmp_path):
-    """What the sanity check fills are hits of the first validation, and its own misses appear nowhere."""
+    """The fills of the sanity check are hits of the first validation, and its misses are not logged."""
     trainer = make_trainer(tmp_path, [CacheMonitor()], num_sanity_val_steps=1)
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), source(tmp_path, "val", 8), batch_size=4))
     assert logged(trainer, "stocache/val/hits") == [4]
@@ -240,7 +239,7 @@ def test_sanity_check_moves_the_baseline_and_is_not_logged(tmp_path):
 
 
 def test_one_dataset_in_both_stages_is_counted_apart(tmp_path):
-    """Training and validation on the same object, in the middle of an epoch too, each log what they were served."""
+    """Training and validation on the same object each log their own samples, also within an epoch."""
     both = source(tmp_path)
     trainer = make_trainer(tmp_path, [StochasticCache()], epochs=2, num_sanity_val_steps=0, val_check_interval=3)
     trainer.fit(Model(), plain_loader(both), plain_loader(both))
@@ -266,7 +265,8 @@ def test_checkpoints_and_early_stopping_can_watch_the_hit_rate(tmp_path):
 
 
 def test_validate_and_test_return_what_they_return_without_a_monitor(tmp_path):
-    """The loggers get stocache/val/ and stocache/test/ of a call outside of fit once, its results hold none of them."""
+    """Outside of fit the loggers get stocache/val/ and stocache/test/ once, and the results of the call have no such
+    keys."""
 
     class Logging(Model):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
@@ -284,21 +284,20 @@ def test_validate_and_test_return_what_they_return_without_a_monitor(tmp_path):
         assert logged(trainer, "epoch") == [0] * (2 if stage == "val" else 4)
 
 
-@pytest.mark.parametrize("door", ["callback", "datamodule", "dataset"])
+@pytest.mark.parametrize("door", ["callback", "ours", "dataset"])
 def test_a_cache_that_is_off_says_so_and_gives_no_false_bytes(tmp_path, caplog, door):
-    """With budget=0 the end of the run says that the cache is off; bytes that nobody has counted are left out."""
+    """With budget=0 the end of the run says that the cache is off; unknown bytes are left out."""
     caplog.set_level(logging.INFO)
-    train, callback = source(tmp_path), CacheMonitor() if door != "callback" else StochasticCache(budget=0)
-    trainer = make_trainer(tmp_path, [callback], epochs=2)
-    if door == "datamodule":
-        trainer.fit(Model(), StocacheDataModule(train, batch_size=4, budget=0))
+    if door == "dataset":
+        callbacks, data = [CacheMonitor()], Data(CachedDataset(source(tmp_path), budget=0))
     else:
-        trainer.fit(Model(), plain_loader(train if door == "callback" else CachedDataset(train, budget=0)))
+        callbacks, data = behind(door, Data(source(tmp_path)), budget=0)
+    trainer = make_trainer(tmp_path, callbacks, epochs=2)
+    trainer.fit(Model(), data)
     assert logged(trainer, "stocache/bypasses") == [SAMPLES, SAMPLES]
     assert logged(trainer, "stocache/bytes_from_source") == []
-    lines = [record.getMessage() for record in caplog.records]
-    said = [line for line in lines if line.startswith("stocache: ") and "epoch" not in line]
-    assert said == ["stocache: the cache is off (budget=0)"]
+    lines = [line for line in said(caplog, "stocache: ") if "epoch" not in line]
+    assert lines == ["stocache: the cache is off (budget=0)"]
 
 
 def test_without_any_cache_nothing_is_logged(tmp_path):

@@ -1,7 +1,5 @@
-"""Two nodes on one machine, each with a /dev/shm of its own: their memory adds up, and bad luck on one reaches all."""
+"""Two nodes on one machine, each with its own /dev/shm: their memory adds up, and an error on one node ends all."""
 
-import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from tests.sampling.theory import moved_share
 from tests.training.job import NODES_BATCH as BATCH
 from tests.training.job import NODES_FOLD as FOLD
 from tests.training.job import NODES_SAMPLES as SAMPLES
+from tests.training.job import logs, read_at_setup, read_ranks
 from tests.training.tiny import source
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.processes]
@@ -29,7 +28,7 @@ def own_shm() -> None:
 
 
 def command(launcher: str, node: int, port: str) -> list[str]:
-    """What a user types on a node."""
+    """The command of a user on a node."""
     if launcher == "NODE_RANK":
         return [sys.executable]
     meet = [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -37,7 +36,7 @@ def command(launcher: str, node: int, port: str) -> list[str]:
 
 
 def ranks(launcher: str, node: int) -> list[dict[str, str]]:
-    """What each rank of a node is told, if it is not a command that starts it."""
+    """The environment of each rank of a node, if no command starts the ranks."""
     if launcher == "slurm":
         job = {"JOB_ID": "1", "JOB_NAME": "job", "NTASKS": "4", "NTASKS_PER_NODE": "2", "NODEID": node}
         told = [{**job, "LOCALID": local, "PROCID": 2 * node + local} for local in (0, 1)]
@@ -72,13 +71,13 @@ def said(folder: Path) -> str:
 
 def logged_by_all(folder: Path) -> list[dict[str, float]]:
     """The metrics of each epoch, which are the same on all ranks."""
-    ranks = [json.loads((folder / f"rank{rank}.jsonl").read_text()) for rank in range(4)]
-    assert ranks[0] == ranks[1] == ranks[2] == ranks[3]
-    return [{name.removeprefix("stocache/"): value for name, value in epoch.items()} for epoch in ranks[0]]
+    first, *others = read_ranks(folder, 4)
+    assert others == [first] * 3
+    return first[0]
 
 
 def moved_of(samples: int) -> float:
-    """The share of samples that other nodes draw in the next epoch, where each of two nodes has slots for half."""
+    """The share of samples that other nodes draw in the next epoch, if each of two nodes has slots for half."""
     return moved_share(Ring.cut(samples, (0.5, 0.5), (samples // 2, samples // 2)), NODES, BATCH)
 
 
@@ -86,7 +85,7 @@ def moved_of(samples: int) -> float:
     ("launcher", "door"),
     [
         ("ranks", "locality"),
-        ("slurm", "cached"),
+        ("slurm", "cache_datamodule"),
         ("ranks", "callback"),
         pytest.param("torchrun", "locality", marks=pytest.mark.soak),  # commands, which import everything anew
         pytest.param("NODE_RANK", "callback", marks=pytest.mark.soak),
@@ -99,8 +98,7 @@ def test_the_memory_of_two_nodes_adds_up(tmp_path, launcher, door):
     assert run_nodes(tmp_path, launcher, door, 3) == [0, 0], said(tmp_path)
     epochs, moved = logged_by_all(tmp_path), moved_of(SAMPLES)
     rates = [epoch["hit_rate"] for epoch in epochs]
-    logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
-    stored = sum(map(int, re.findall(r"(\d+) samples read at set-up", logs))) / 2  # by each node, where it has a slot
+    stored = read_at_setup(tmp_path) / 2  # by each node, where it has a slot
     assert rates[0] <= stored / SAMPLES
     assert rates[1] >= 1 - 2.2 * moved
     assert rates[2] >= 1 - 1.2 * moved
@@ -118,8 +116,8 @@ def test_the_memory_of_two_nodes_adds_up(tmp_path, launcher, door):
 
 
 def test_a_fold_has_the_memory_of_two_nodes(tmp_path):
-    """A SubsetRandomSampler of a quarter, and half of that quarter on each node: through the callback and our own
-    DataModule it is hit as a whole dataset is, and nothing else is loaded."""
+    """Two nodes that each cache half of a fold, a quarter of the dataset, reach the hit rate of a fully cached dataset,
+    by the callback and by StocacheDataModule. Other samples are never loaded."""
     assert run_nodes(tmp_path, "ranks", "fold", 3) == [0, 0], said(tmp_path)
     logged, moved = logged_by_all(tmp_path), moved_of(len(FOLD))
     for epochs in (logged[:3], logged[3:]):
@@ -133,21 +131,20 @@ def test_a_fold_has_the_memory_of_two_nodes(tmp_path):
 
 
 def test_records_find_room_whatever_was_expected(tmp_path):
-    """The samples that were looked at are ten times as large as the others: each node holds all that it trains on."""
+    """If the samples of set-up are ten times as large as the others, each node still holds all its samples."""
     assert run_nodes(tmp_path, "ranks", "records", 3) == [0, 0], said(tmp_path)
     epochs, moved = logged_by_all(tmp_path), moved_of(SAMPLES)
     rates = [epoch["hit_rate"] for epoch in epochs]
     assert rates[1] >= 1 - 2.2 * moved
     assert rates[2] >= 1 - 1.2 * moved
     assert epochs[0]["coverage"] < 0.3
-    logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
-    assert "hit rate of this epoch is" not in logs
+    assert "hit rate of this epoch is" not in logs(tmp_path)
 
 
 @pytest.mark.parametrize("case", ["full", "dies"])
 def test_bad_luck_on_one_node_ends_all(tmp_path, case):
-    """No memory on a node (`strict`), and a rank that dies in setup: all hear and end; the reason is the same
-    everywhere, where there is somebody left to tell it."""
+    """Without memory on a node (`strict`), or if a rank dies in `setup`, all ranks end. Without memory all of them
+    raise the same error."""
     assert 0 not in run_nodes(tmp_path, "ranks", case, 1), said(tmp_path)
     errors = {path.stem: path.read_text() for path in tmp_path.glob("*.error")}
     if case == "dies":

@@ -1,4 +1,4 @@
-"""The options of the doors are described once, told at each, and refused in words."""
+"""The options of the doors: each is described in `help`, and wrong values raise errors."""
 
 import inspect
 from collections.abc import Callable
@@ -21,7 +21,7 @@ DOORS = [CachedDataset, StocacheDataModule, StochasticCache, cache_datamodule]
 
 @pytest.mark.parametrize("door", DOORS)
 def test_help_describes_every_argument(door):
-    """`help` of a door has one line at least for each of its arguments, none of them empty."""
+    """`help` of a door describes each of its arguments."""
     told = inspect.getdoc(door).partition("Args:\n")[2].partition("\n\n")[0].splitlines()
     described = {line.split(":")[0].strip(): line.partition(": ")[2] for line in told if line[4] != " "}
     assert list(filter(None, described.values())) == list(described.values())
@@ -66,6 +66,6 @@ for name in ("eval_transform", "eval_batch_transform"):
 
 @pytest.mark.parametrize(("door", "options", "words"), REFUSED)
 def test_what_is_no_option_is_refused_at_once(door, options, words):
-    """Each error names the argument, the rule and what was given, or what to do first; no training is begun."""
+    """Each error names the argument, the rule and the value, or the step to do first, before any training."""
     with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
         door(**options)

@@ -1,4 +1,4 @@
-"""What a plan learns from a DataModule and a model: the loader as it is, and the seconds of a real step."""
+"""The inputs of a plan from a DataModule and a model: its loader, and the seconds of a real step."""
 
 import time
 
@@ -34,7 +34,7 @@ class Own(pl.LightningDataModule):
 
 
 class Fold(pl.LightningDataModule):
-    """One that draws every fourth sample."""
+    """A DataModule that draws every fourth sample."""
 
     def train_dataloader(self):
         return DataLoader(SAMPLES, sampler=SubsetRandomSampler(range(0, 32, 4)))
@@ -59,14 +59,14 @@ class Slow(pl.LightningModule):
 
 
 class Listed(Slow):
-    """One whose batches are lists of samples."""
+    """A model whose batches are lists of samples."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step([torch.stack([image for image, _ in batch])], batch_idx)
 
 
 def test_a_plan_is_for_what_is_drawn_and_a_pack_for_all():
-    """Of one fold a plan counts eight samples; what is packed is the dataset, whose indices the sampler gives."""
+    """A plan for one fold counts its eight samples; a pack contains the whole dataset."""
     assert [sample[0][0] for sample in training_data(Fold()).source] == [*range(0, 32, 4)]
     assert source_in(Fold()) is SAMPLES
 
@@ -76,7 +76,7 @@ def trainer(tmp_path) -> pl.Trainer:
 
 
 def test_the_datamodule_of_the_first_door():
-    """Source, transform, loader and the sets that share the budget are those of the DataModule; no cache is open."""
+    """Source, transform, loader and the sets that share the budget come from the DataModule; no cache is open."""
     module = StocacheDataModule(
         train=SAMPLES, val=SAMPLES[:8], batch_size=4, num_workers=2, transform=id, sampling="sticky", allow_random=True
     )
@@ -91,7 +91,7 @@ def test_the_datamodule_of_the_first_door():
 
 @pytest.mark.parametrize("wrap", [cache_datamodule, lambda module: module])
 def test_a_datamodule_of_the_users(wrap):
-    """Wrapped or as it is, its own loader is read: batch size, workers, further arguments."""
+    """Its loader is read, cached or not: batch size, workers, further arguments."""
     found = training_data(wrap(Own()))
     assert found.source is SAMPLES
     assert (found.batch_size, found.num_workers) == (5, 2)
@@ -102,7 +102,7 @@ def test_a_datamodule_of_the_users(wrap):
 @pytest.mark.processes
 @pytest.mark.parametrize("door", ["source", "CachedDataset", "CachedLoader"])
 def test_a_loader_alone(tmp_path, door):
-    """Of a loop of one's own the loader is read, and its source; a cache that it has is closed."""
+    """A loader alone gives its settings and its source; its cache is closed."""
     source = SAMPLES if door == "source" else CachedDataset(SAMPLES, "1MiB", transform=id)
     make = CachedLoader if door == "CachedLoader" else DataLoader
     module = datamodule_of(make(source, batch_size=5, shuffle=True, collate_fn=list))
@@ -120,13 +120,13 @@ def test_a_loader_alone(tmp_path, door):
 
 @pytest.mark.parametrize(("module", "words"), [(Own(loaders=2), "got 2 of them"), (object(), "got object")])
 def test_what_cannot_be_planned_is_said(module, words):
-    """Several training loaders, and what is no DataModule, are refused."""
+    """Several training loaders, and an object that is no DataModule, are refused."""
     with pytest.raises(PlanError, match=words):
         training_data(module)
 
 
 def test_the_step_is_that_of_a_real_trainer(tmp_path):
-    """The step takes what the model takes, with the batch transform of the DataModule, and it waits for no data."""
+    """A step has the seconds of the model, with the batch transform of the DataModule, and without waiting for data."""
     module = StocacheDataModule(train=SAMPLES, batch_size=4, batch_transform=lambda batch: (batch[0] + 100, batch[1]))
     found, model = training_data(module), Slow()
     taken = measure_step(trainer(tmp_path), model, module, found)
@@ -154,7 +154,7 @@ def test_world(arguments, expected, monkeypatch):
 
 
 def test_a_model_that_ends_training_early_cannot_be_measured(tmp_path):
-    """As one that stops after two steps."""
+    """A model that stops after its first batch is refused."""
     module = Own()
     short = pl.Trainer(**ARGUMENTS, accelerator="cpu", max_steps=1, default_root_dir=tmp_path)
     with pytest.raises(PlanError, match="ended training after 1 batches"):

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.training.callbacks import FillProgress
 from lightning_stocache.training.datamodule import StocacheDataModule
-from tests.training.tiny import SAMPLES, Model, make_trainer, source
+from tests.training.tiny import SAMPLES, Model, make_trainer, said, source
 
 pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
@@ -24,12 +24,7 @@ def _hear_everything(caplog):
     caplog.set_level(logging.INFO)
 
 
-def full_lines(caplog) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.getMessage().startswith("stocache: the cache is full")
-    ]
+FULL = "stocache: the cache is full"
 
 
 def watching_bar(bar, key):
@@ -67,20 +62,20 @@ def test_options_of_the_bar(tmp_path, caplog):
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
     assert watching.fills == [pytest.approx(fill, abs=1e-3) for fill in [1 / 6] * 4 + [5 / 6] * 2]
     assert trainer.progress_bar_metrics["photos"] == 1
-    assert full_lines(caplog) == []
+    assert said(caplog, FULL) == []
 
 
 def test_one_line_when_full(tmp_path, caplog):
     """Once, at the end of the first epoch, a line says how many samples are cached and what that saves."""
     trainer = make_trainer(tmp_path, [FillProgress()], epochs=3)
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4, budget="50%"))
-    [line] = full_lines(caplog)
+    [line] = said(caplog, FULL)
     assert "12 of 24 samples" in line
     assert "will not be repeated" in line
 
 
 def test_the_seconds_are_those_of_the_clock(tmp_path, caplog):
-    """What eight workers load beside each other is told as the time that training waited, not as the sum over them."""
+    """The seconds of loading in eight workers count as the time that training waited, not as their sum."""
 
     class Slow(Dataset):
         def __len__(self):
@@ -101,17 +96,17 @@ def test_the_seconds_are_those_of_the_clock(tmp_path, caplog):
     trainer = make_trainer(tmp_path, [FillProgress(), clock])
     forked = {"multiprocessing_context": "fork"}  # a local class
     trainer.fit(Model(), StocacheDataModule(Slow(), batch_size=3, num_workers=8, allow_random=True, loader=forked))
-    [line] = full_lines(caplog)
+    [line] = said(caplog, FULL)
     assert 0 < float(re.search(r"([\d.]+) s of waiting", line)[1]) <= clock.seconds + 0.05  # rounded; the sum is 4.8 s
 
 
 @pytest.mark.parametrize("options", [{"keep_cache": True}, {"budget": 0}])
 def test_silent_where_nothing_fills(tmp_path, caplog, options):
-    """A fit that begins with a full cache, and one whose cache is off, show and say nothing."""
+    """A fit with a full cache, and a fit with the cache off, show and say nothing."""
     dm = StocacheDataModule(source(tmp_path), batch_size=4, **options)
     make_trainer(tmp_path).fit(Model(), dm)
     trainer = make_trainer(tmp_path, [FillProgress()])
     trainer.fit(Model(), dm)
     dm.close()
-    assert full_lines(caplog) == []
+    assert said(caplog, FULL) == []
     assert "cache" not in trainer.progress_bar_metrics

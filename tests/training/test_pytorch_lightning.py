@@ -65,7 +65,7 @@ def test_the_callback_caches_and_logs(tmp_path, caplog):
 
 
 def test_its_combined_loader_keeps_its_class():
-    """A CombinedLoader is made anew of the class that it had."""
+    """The copy of a CombinedLoader has the same class."""
     given = pl.utilities.CombinedLoader({"one": plain_loader(range(4))}, "sequential")
     assert type(rewrap(given, lambda loader: loader)) is type(given)
 
@@ -73,7 +73,7 @@ def test_its_combined_loader_keeps_its_class():
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 def test_its_datamodule_can_be_cached(tmp_path):
-    """cache_datamodule takes a DataModule of that package, too."""
+    """cache_datamodule also takes a DataModule of that package."""
     train = source(tmp_path)
     trainer = make_trainer(tmp_path, [CacheMonitor()])
     trainer.fit(Other(), cache_datamodule(OtherData(train)))

@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, seed_everything
+from lightning.pytorch import seed_everything
 from torch.utils.data import random_split
 
-from lightning_stocache.training.callbacks import FillProgress, StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
-from lightning_stocache.training.monitor import CacheMonitor
-from tests.training.tiny import Data, Model, make_trainer, plain_loader, source
+from lightning_stocache.training.callbacks import FillProgress
+from tests.training.tiny import Data, Model, behind, make_trainer, plain_loader, source
 
 pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
 
@@ -40,10 +38,11 @@ class Splitting(Data):
         return plain_loader(self.draw("val", self.val))
 
 
-def train(tmp_path: Path, dm: LightningDataModule, callbacks: list[Any], **options: Any) -> torch.Tensor:
+def train(tmp_path: Path, door: str, dm: Data, **options: Any) -> torch.Tensor:
+    callbacks, cached = behind(door, dm, **options)
     seed_everything(3)
     model = Dropping()
-    make_trainer(tmp_path, callbacks, epochs=3, **options).fit(model, dm)
+    make_trainer(tmp_path, [*callbacks, FillProgress()], epochs=3).fit(model, cached)
     return model.weights
 
 
@@ -51,26 +50,25 @@ def train(tmp_path: Path, dm: LightningDataModule, callbacks: list[Any], **optio
 def test_weights_are_the_same_with_and_without_a_cache(tmp_path, workers):
     """The same seed gives the same weights through every door, cached in full, in half, or not at all.
 
-    StocacheDataModule deals its samples by a sampler of its own, so there it is `budget=0` that is compared with.
+    StocacheDataModule deals its samples by a sampler of its own, so it is compared with `budget=0`.
     """
-    sets = source(tmp_path), source(tmp_path, "val", 8)
-    options = {"num_workers": workers, "persistent_workers": workers > 0}
-    plain = train(tmp_path, Data(*sets, **options), [])
-    watching = [CacheMonitor(), FillProgress()]
-    assert torch.equal(train(tmp_path, Data(*sets, **options), [StochasticCache()]), plain)
-    assert torch.equal(train(tmp_path, cache_datamodule(Data(*sets, **options), "50%"), watching), plain)
-    full, half, off = (
-        train(tmp_path, StocacheDataModule(*sets, batch_size=4, num_workers=workers, budget=budget), watching)
-        for budget in ("auto", "50%", 0)
-    )
+
+    def data() -> Data:
+        sets = source(tmp_path), source(tmp_path, "val", 8)
+        return Data(*sets, num_workers=workers, persistent_workers=workers > 0)
+
+    plain = train(tmp_path, "none", data())
+    assert torch.equal(train(tmp_path, "callback", data()), plain)
+    assert torch.equal(train(tmp_path, "cache_datamodule", data(), budget="50%"), plain)
+    full, half, off = (train(tmp_path, "ours", data(), budget=budget) for budget in ("auto", "50%", 0))
     assert torch.equal(full, off)
     assert torch.equal(half, off)
 
 
 def test_hooks_that_draw_numbers_draw_the_same_ones(tmp_path):
-    """Splits drawn in loader hooks are the same with a cache, although the training loader is asked for early."""
+    """Splits that loader hooks draw are the same with a cache."""
     plain, tapped, cached = (Splitting(source(tmp_path), source(tmp_path, "val", 8)) for _ in range(3))
-    weights = train(tmp_path, plain, [])
-    assert torch.equal(train(tmp_path, tapped, [StochasticCache()]), weights)
-    assert torch.equal(train(tmp_path, cache_datamodule(cached), []), weights)
+    weights = train(tmp_path, "none", plain)
+    assert torch.equal(train(tmp_path, "callback", tapped), weights)
+    assert torch.equal(train(tmp_path, "cache_datamodule", cached), weights)
     assert plain.options == tapped.options == cached.options

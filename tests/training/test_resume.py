@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint sees exactly the batches that it would have seen without the break."""
+"""A training that resumes from a checkpoint sees exactly the batches of a training without a break."""
 
 import itertools
 import os
@@ -18,9 +18,9 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnException
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, WeightedRandomSampler
 
-from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
+from lightning_stocache import StochasticCache
 from tests.processes import Child
-from tests.training.tiny import SAMPLES, Model, Numbers, make_trainer
+from tests.training.tiny import SAMPLES, Data, Model, Numbers, behind, make_trainer
 
 pytestmark = pytest.mark.processes
 
@@ -28,7 +28,7 @@ BATCH = 4  # of 24 samples: six batches per epoch
 
 
 class Scheduled(Model):
-    """Its scheduler wants to know the number of steps, so that loaders are asked for before the loops are restored."""
+    """Its scheduler asks for the number of steps, and so for loaders before the loops are restored."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -40,7 +40,7 @@ class Scheduled(Model):
 
 
 class Seen(Callback):
-    """The indices of each batch, by epoch and Lightning's number of the batch; raises in the middle of one, if told."""
+    """Records the indices of each batch, by epoch and number of the batch. May raise in the middle of a batch."""
 
     def __init__(self, fails_at: tuple[int, int] | None = None) -> None:
         self.fails_at = fails_at
@@ -54,7 +54,7 @@ class Seen(Callback):
 
 
 class Seeded(Sampler[int]):
-    """An order of the user's own, by a generator that goes on from epoch to epoch."""
+    """A user's own order, from a generator that continues from epoch to epoch."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset, self.draws = dataset, np.random.default_rng(5)
@@ -66,28 +66,19 @@ class Seeded(Sampler[int]):
         return len(self.dataset)
 
 
-class Users(LightningDataModule):
-    """A DataModule with a state of its own."""
+class Users(Data):
+    """A DataModule with a state of its own, and a sampler by its name."""
 
-    def __init__(
-        self, workers: int = 0, batch_size: int = BATCH, sampler: str = "random", samples: int = SAMPLES
-    ) -> None:
-        super().__init__()
-        self.numbers, self.state = Numbers(samples), "new"
-        self.options: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers}
-        if workers:
-            self.options["multiprocessing_context"] = "fork"
-        self.sampler = sampler
-
-    def train_dataloader(self) -> Any:
-        given = {
-            "random": {"shuffle": True},
-            "distributed": {"sampler": DistributedSampler(self.numbers, 1, 0, seed=3)},
-            "seeded": {"sampler": Seeded(self.numbers)},
+    def __init__(self, workers: int, batch_size: int, sampler: str, samples: int) -> None:
+        numbers, self.state = Numbers(samples), "new"
+        options: dict[str, Any] = {
+            "distributed": {"sampler": DistributedSampler(numbers, 1, 0, seed=3)},
+            "seeded": {"sampler": Seeded(numbers)},
             "weighted": {"sampler": WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), SAMPLES)},
-            "sequential": {},
-        }[self.sampler]
-        return DataLoader(self.numbers, **self.options, **given)
+            "sequential": {"shuffle": False},
+        }.get(sampler, {})
+        options |= {"multiprocessing_context": "fork"} if workers else {}
+        super().__init__(numbers, batch_size=batch_size, num_workers=workers, **options)
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": "saved"}
@@ -96,20 +87,13 @@ class Users(LightningDataModule):
         self.state = state_dict["state"]
 
 
-def ours(workers: int = 0, batch_size: int = BATCH, samples: int = SAMPLES) -> StocacheDataModule:
-    options = {"multiprocessing_context": "fork"} if workers else {}
-    return StocacheDataModule(Numbers(samples), batch_size=batch_size, num_workers=workers, loader=options)
-
-
 def door(
     name: str, workers: int = 0, batch_size: int = BATCH, sampler: str = "random", samples: int = SAMPLES
 ) -> tuple[Any, list[Callback]]:
     """The data and the callbacks of a door."""
     torch.manual_seed(11)
-    if name == "own":
-        return ours(workers, batch_size, samples), []
-    users = Users(workers, batch_size, sampler, samples)
-    return (cache_datamodule(users), []) if name == "datamodule" else (users, [StochasticCache()])
+    callbacks, data = behind(name, Users(workers, batch_size, sampler, samples))
+    return data, callbacks
 
 
 def fit(folder: Path, dm: Any, model: Model, *callbacks: Callback, ckpt: Any = None, **options: Any) -> dict[Any, Any]:
@@ -126,22 +110,22 @@ def epoch(seen: dict[tuple[int, int], list[int]], number: int) -> list[int]:
 
 
 CASES = [
-    ("datamodule", "random", 0, Scheduled),
-    ("datamodule", "distributed", 2, Model),
+    ("cache_datamodule", "random", 0, Scheduled),
+    ("cache_datamodule", "distributed", 2, Model),
     ("callback", "random", 2, Scheduled),
     ("callback", "seeded", 0, Model),
     ("callback", "seeded", 2, Model),
     ("callback", "weighted", 0, Model),
     ("callback", "sequential", 0, Model),
-    ("own", "locality", 0, Scheduled),
-    ("own", "locality", 2, Model),
+    ("ours", "locality", 0, Scheduled),
+    ("ours", "locality", 2, Model),
 ]
 
 
 @pytest.mark.parametrize(("name", "sampler", "workers", "model"), CASES)
 def test_what_remains_is_what_would_have_come(tmp_path, name, sampler, workers, model):
-    """From a checkpoint after any batch, at an epoch's end or on an exception, in every door, with and without workers,
-    whatever the sampler draws from and the scheduler asks for: all batches are those of the run without a break."""
+    """All batches after a resume are those of a run without a break: with a checkpoint after any batch, at an epoch's
+    end or on an exception, in every door, with and without workers, with each sampler and scheduler."""
 
     def run(*callbacks: Callback, ckpt: Any = None) -> dict[Any, Any]:
         data, more = door(name, workers, sampler=sampler)
@@ -191,7 +175,7 @@ class Both(Model):
 
 
 class SeenOfBoth(Seen):
-    """The indices of both batches of each step; of a loader that is exhausted none."""
+    """Records the indices of both batches of each step, and None for an exhausted loader."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         at = trainer.current_epoch, batch_idx
@@ -202,8 +186,8 @@ class SeenOfBoth(Seen):
     ("mode", "seeded"), [("min_size", False), ("max_size", False), ("max_size_cycle", False), ("max_size", True)]
 )
 def test_several_loaders_go_on_together(tmp_path, mode, seeded):
-    """Each loader goes on where it stood, one that has begun again since the epoch's beginning, too. Where only the
-    second has a sampler with seed and epoch, the first is not dealt for that."""
+    """Each loader resumes at its position, also a loader that has started again in the epoch. If only the second has a
+    sampler with seed and epoch, the first keeps its own order."""
 
     def run(*callbacks: Callback, ckpt: Any = None) -> dict[Any, Any]:
         torch.manual_seed(11 if ckpt is None else 99)
@@ -224,7 +208,7 @@ def saved_after_eight(tmp_path: Path, name: str) -> tuple[Path, dict[Any, Any]]:
     return tmp_path / "step=8.ckpt", fit(tmp_path, data, Model(), *more, save)
 
 
-@pytest.mark.parametrize(("name", "batch_size"), [("own", 3), ("own", 8), ("datamodule", 2), ("callback", 5)])
+@pytest.mark.parametrize(("name", "batch_size"), [("ours", 3), ("ours", 8), ("cache_datamodule", 2), ("callback", 5)])
 def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, caplog, name, batch_size):
     """With another batch size there is a warning, every sample of the epoch comes once, and the next epoch is whole."""
     checkpoint, whole = saved_after_eight(tmp_path, name)
@@ -240,34 +224,35 @@ def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, caplog, nam
     [{"sampler": [1, 2]}, {"epoch": 1, "loaders": "2"}, {"epoch": 1, "loaders": [{"version": 9, "batches": 2}]}],
 )
 def test_a_foreign_state_is_no_error(tmp_path, caplog, state):
-    """A checkpoint whose state is of another kind is trained from, with a warning."""
-    path, _ = saved_after_eight(tmp_path, "own")
+    """A checkpoint with a foreign state is used, with a warning."""
+    path, _ = saved_after_eight(tmp_path, "ours")
     checkpoint = torch.load(path, weights_only=False)
     checkpoint["callbacks"]["lightning_stocache"] = state
     torch.save(checkpoint, path)
-    assert fit(tmp_path, ours(), Model(), ckpt=path)
+    assert fit(tmp_path, door("ours")[0], Model(), ckpt=path)
     assert "does not say where in an epoch" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["datamodule", "callback"])
+@pytest.mark.parametrize("name", ["cache_datamodule", "callback"])
 def test_a_checkpoint_is_good_without_the_cache(tmp_path, name):
-    """What is saved with a cache is trained from without one, and the other way round; the user's own state is his."""
+    """A checkpoint of a cached fit resumes without a cache, and the other way round. The user's own state is
+    restored."""
     cached, _ = saved_after_eight(tmp_path, name)
-    users = Users()
+    users, _ = door("none")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
         assert len(fit(tmp_path, users, Model(), ckpt=cached)) == 10
     assert users.state == "saved"
     save = ModelCheckpoint(tmp_path, "plain-{step}", every_n_train_steps=8, save_top_k=-1)
-    fit(tmp_path, Users(), Model(), save)
+    fit(tmp_path, door("none")[0], Model(), save)
     data, more = door(name)
     assert len(fit(tmp_path, data, Model(), *more, ckpt=tmp_path / "plain-step=8.ckpt")) == 10
 
 
-@pytest.mark.parametrize(("begun", "other"), [("callback", "datamodule"), ("own", "callback")])
+@pytest.mark.parametrize(("begun", "other"), [("callback", "cache_datamodule"), ("ours", "callback")])
 def test_doors_understand_each_other(tmp_path, begun, other):
-    """A fit that one door began goes on with another: also what StocacheDataModule began by seed and epoch, with the
-    callback, which on one rank draws otherwise."""
+    """A fit resumes with another door. The callback, which draws otherwise on one rank, keeps the order of seed and
+    epoch of StocacheDataModule."""
     checkpoint, whole = saved_after_eight(tmp_path, begun)
     data, more = door(other)
     seen = fit(tmp_path, data, Model(), *more, ckpt=checkpoint)
@@ -275,14 +260,14 @@ def test_doors_understand_each_other(tmp_path, begun, other):
 
 
 def test_an_order_of_another_kind_is_said(tmp_path, caplog):
-    """Where the order of now does not follow from what the checkpoint says, a warning says so."""
+    """If the present order does not follow from the checkpoint, a warning says so."""
     checkpoint, _ = saved_after_eight(tmp_path, "callback")
-    assert fit(tmp_path, ours(), Model(), ckpt=checkpoint)
+    assert fit(tmp_path, door("ours")[0], Model(), ckpt=checkpoint)
     assert re.search("the sampler is of another kind: .* in another order", caplog.text)
 
 
 def test_the_next_fit_begins_anew(tmp_path):
-    """A second fit of the same Trainer, without a checkpoint, begins its epoch at the beginning."""
+    """A second fit of the same Trainer without a checkpoint starts its epoch at the beginning."""
     checkpoint, _ = saved_after_eight(tmp_path, "callback")
     data, more = door("callback")
     seen = Seen()
@@ -312,7 +297,7 @@ class Witness(Callback):
 
 
 def fit_on(folder: Path, name: str, ranks: int, workers: int, killed: tuple[int, int] | None) -> None:
-    """Fit on from the last checkpoint in the folder, if there is one; a rank may be killed in a step."""
+    """Fit, from the last checkpoint in the folder if there is one. A rank may be killed in a step."""
     data, callbacks = door(name, workers, samples=MANY)
     callbacks += [Witness(folder, killed), ModelCheckpoint(folder, "{step:04d}", every_n_train_steps=2, save_top_k=-1)]
     more: dict[str, Any] = {"devices": ranks, "strategy": "ddp_fork"} if ranks > 1 else {}
@@ -323,7 +308,7 @@ def fit_on(folder: Path, name: str, ranks: int, workers: int, killed: tuple[int,
 
 
 def seen_by(folder: Path, ranks: int) -> list[dict[tuple[int, int], list[int]]]:
-    """The batches of each rank; a step that was run again after a kill had the same one."""
+    """The batches of each rank. A step that ran again after a kill had the same batch."""
     seen: list[dict[tuple[int, int], list[int]]] = []
     for rank in range(ranks):
         batches: dict[tuple[int, int], list[int]] = {}
@@ -335,7 +320,7 @@ def seen_by(folder: Path, ranks: int) -> list[dict[tuple[int, int], list[int]]]:
 
 
 SOAK = [pytest.mark.soak, pytest.mark.timeout(1200)]
-EVERY_DOOR = itertools.product(("own", "datamodule", "callback"), (1, 2), (0, 2))
+EVERY_DOOR = itertools.product(("ours", "cache_datamodule", "callback"), (1, 2), (0, 2))
 
 
 @pytest.mark.parametrize(
@@ -343,8 +328,8 @@ EVERY_DOOR = itertools.product(("own", "datamodule", "callback"), (1, 2), (0, 2)
     [("callback", 2, 0, 1), *(pytest.param(*case, 4, marks=SOAK) for case in EVERY_DOOR)],
 )
 def test_killed_runs_go_on_where_they_were(tmp_path, name, ranks, workers, count):
-    """Killed in random steps and started again from the last checkpoint, a fit runs the batches of the fit that was
-    left alone, each rank its own, in every door."""
+    """A fit that is killed in random steps, and resumes from its last checkpoint, runs on each rank the batches of a
+    fit that was never killed, in every door."""
     draw, steps = random.Random(f"{name}{ranks}{workers}"), EPOCHS * MANY // (4 * ranks)
     kills = [(draw.randrange(ranks), step) for step in sorted(draw.sample(range(3, steps - 2), count))]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -364,14 +349,14 @@ def test_killed_runs_go_on_where_they_were(tmp_path, name, ranks, workers, count
     ("name", "before", "after"),
     [
         ("callback", 2, 1),
-        ("own", 1, 2),
-        pytest.param("own", 2, 1, marks=pytest.mark.soak),
-        pytest.param("datamodule", 2, 1, marks=pytest.mark.soak),
+        ("ours", 1, 2),
+        pytest.param("ours", 2, 1, marks=pytest.mark.soak),
+        pytest.param("cache_datamodule", 2, 1, marks=pytest.mark.soak),
     ],
 )
 def test_another_number_of_ranks_goes_on_after_the_same_samples(tmp_path, name, before, after):
-    """Killed in its first epoch, and gone on with on another number of ranks, a fit runs each sample of the epoch once,
-    and later epochs are whole."""
+    """A fit that is killed in its first epoch, and resumes on another number of ranks, runs each sample of the epoch
+    once, and later epochs are whole."""
     seen: list[dict[tuple[int, int], list[int]]] = []
     for ranks, killed in ((before, (0, 4)), (after, None)):
         job = Child(fit_on, tmp_path, name, ranks, 0, killed, method="forkserver")

@@ -15,11 +15,10 @@ from lightning_stocache import (
     RollingCache,
     StocacheDataModule,
     StochasticCache,
-    cache_datamodule,
 )
 from tests.sources import Allowance
 from tests.training.seen import Remembers
-from tests.training.tiny import logged, make_trainer
+from tests.training.tiny import Data, behind, logged, make_trainer
 
 pytestmark = pytest.mark.processes
 
@@ -53,7 +52,8 @@ class Growing(pl.Callback):
 
 
 def test_the_datamodule_trains_on_what_is_resident(tmp_path):
-    """Epochs grow, because loaders are made anew before each; the metrics say what came, left and was seen."""
+    """Epochs grow, because new loaders are made before each. The metrics count samples that came, left and were
+    seen."""
     model, allowed = Remembers(), Allowance(tmp_path / "allowed", 8)
     pool = RollingCache(Slow(allowed), "100%", fillers=1, minimum=8)
     dm = StocacheDataModule(train=pool, batch_size=4)
@@ -77,8 +77,8 @@ def test_the_datamodule_trains_on_what_is_resident(tmp_path):
 
 @pytest.mark.parametrize("make", [CachedLoader, DataLoader])
 def test_the_callback_follows_a_pool_that_grows(tmp_path, make, caplog):
-    """A loader that is given to `fit` is as long as what is resident, too; what was set for that is said, and
-    set back at the end."""
+    """A loader that is given to `fit` grows with the resident samples, too. One line names the Trainer's changed
+    setting, which is restored at the end."""
     model, allowed = Remembers(), Allowance(tmp_path / "allowed", 8)
     pool = RollingCache(Slow(allowed), "100%", fillers=1, minimum=8)
     loader = make(pool, batch_size=4, sampler=pool.sampler())
@@ -95,7 +95,7 @@ def test_the_callback_follows_a_pool_that_grows(tmp_path, make, caplog):
 
 
 def test_epochs_of_a_fixed_length(tmp_path):
-    """`epoch_samples` gives all epochs one length, whatever is resident."""
+    """With `epoch_samples` all epochs have one length."""
     model, allowed = Remembers(), Allowance(tmp_path / "allowed", 8)
     pool = RollingCache(Slow(allowed), "100%", fillers=1, minimum=4, epoch_samples=20)
     dm = StocacheDataModule(train=pool, batch_size=4)
@@ -105,34 +105,25 @@ def test_epochs_of_a_fixed_length(tmp_path):
 
 
 def test_the_datamodules_transform_comes_after_the_pool(tmp_path):
-    """A transform of the DataModule's is done to what is served, by its workers."""
+    """The DataModule's transform runs in its workers, on served samples."""
     model, pool = Remembers(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
     dm = StocacheDataModule(train=pool, batch_size=4, num_workers=1, transform=torch.neg)
     make_trainer(tmp_path, epochs=2).fit(model, dm)
     assert all(value <= 0 for epoch in model.epochs for value in epoch)
 
 
-class Given(pl.LightningDataModule):
-    """A DataModule of the user's, with a loader of a pool."""
-
-    def __init__(self, loader: Any) -> None:
-        super().__init__()
-        self.loader = loader
-
-    def train_dataloader(self) -> Any:
-        return self.loader
-
-
-@pytest.mark.parametrize("make", [CachedLoader, DataLoader])
-@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
+@pytest.mark.parametrize(("door", "make"), [("callback", CachedLoader), ("cache_datamodule", DataLoader)])
 def test_a_pool_is_left_as_it_is(tmp_path, make, door, caplog):
-    """A loader of a rolling cache is cached already, with its own sampler; that is no word worth."""
+    """A loader of a rolling cache is cached already, with its own sampler: no warning comes."""
+
+    class Given(Data):
+        def train_dataloader(self) -> Any:
+            return loader
+
     model, pool = Remembers(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
-    data = Given(make(pool, batch_size=4, sampler=pool.sampler()))
-    if door == "callback":
-        make_trainer(tmp_path, [StochasticCache("1MiB")], epochs=2).fit(model, data)
-    else:
-        make_trainer(tmp_path, epochs=2).fit(model, cache_datamodule(data, "1MiB"))
+    loader = make(pool, batch_size=4, sampler=pool.sampler())
+    callbacks, data = behind(door, Given(None), budget="1MiB")
+    make_trainer(tmp_path, callbacks, epochs=2).fit(model, data)
     assert all(len(epoch) >= 8 for epoch in model.epochs)
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert pool.is_open
@@ -140,7 +131,7 @@ def test_a_pool_is_left_as_it_is(tmp_path, make, door, caplog):
 
 
 def test_a_kept_pool_goes_on(tmp_path):
-    """With `keep_cache=True` a second call trains on what has come by then."""
+    """With `keep_cache=True` a second call trains on the samples that have come since."""
     model, pool = Remembers(), RollingCache(Slow(), "100%", fillers=1, minimum=8)
     dm = StocacheDataModule(train=pool, batch_size=4, keep_cache=True)
     make_trainer(tmp_path / "first").fit(model, dm)

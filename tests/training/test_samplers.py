@@ -1,6 +1,5 @@
-"""The samplers that people use, and several loaders: their own batches, and the hit rate that is expected of them."""
+"""Common samplers, and several loaders: the batches are unchanged, and hit rates are as expected."""
 
-import json
 import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -29,19 +28,19 @@ from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.jobs import exit_codes, free_port, job_environment, start_module
 from tests.sources import CountedSource
+from tests.training.job import read_ranks
 from tests.training.seen import Watcher
-from tests.training.tiny import logged, make_trainer, source
+from tests.training.tiny import SLOT, logged, make_trainer, source
 
 pytestmark = pytest.mark.processes
 
 SAMPLES, BATCH, EPOCHS = 120, 8, 3
-SLOT = 3 * 8 * 8 + 8 + 1  # bytes
 CLASSES = 10  # of the source's samples, which are `index % CLASSES`
 LABELS = torch.arange(SAMPLES) % CLASSES
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches of samples that are about equally long, in random order."""
+    """Batches of samples of similar length, in random order."""
 
     def __init__(self, lengths: Sequence[int], batch_size: int) -> None:
         order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
@@ -99,7 +98,7 @@ LOADERS = ONCE | OTHERS
 
 
 class Loads(Callback):
-    """Notes how much of the sources has been read when training starts, and at each epoch's end."""
+    """Records the loads of the sources at the start of training and at each epoch's end."""
 
     def __init__(self, *sources: CountedSource) -> None:
         self.sources, self.noted = sources, list[int]()
@@ -130,7 +129,7 @@ def train(tmp_path: Any, make: Callable[[], Any], callbacks: list[Callback], **o
 
 
 def check_counts(trainer: Any, loads: Loads, served: list[int]) -> None:
-    """Hits, misses and bypasses are what was served, and the hit rate is what the source says."""
+    """Hits, misses and bypasses add up to the served samples, and the source's loads agree with the hit rate."""
     values = {key: logged(trainer, f"stocache/{key}") for key in ("hits", "misses", "bypasses", "hit_rate")}
     parts = list(zip(values["hits"], values["misses"], values["bypasses"], strict=True))
     assert list(map(sum, parts)) == served
@@ -140,21 +139,21 @@ def check_counts(trainer: Any, loads: Loads, served: list[int]) -> None:
 
 
 def check_expected(trainer: Any) -> None:
-    """The hit rates are as expected."""
+    """Each hit rate is the expected one."""
     measured, expected = logged(trainer, "stocache/hit_rate"), logged(trainer, "stocache/hit_rate_expected")
     assert len(expected) == EPOCHS
     assert measured == pytest.approx(expected, abs=1e-6)
 
 
 def samples_per_epoch(model: Watcher) -> list[int]:
-    """How many samples the batches of each epoch held."""
+    """The number of samples in the batches of each epoch."""
     sizes = [count(pickle.loads(batch)) for stage, batch in model.batches if stage == "train"]
     steps = len(sizes) // EPOCHS
     return [sum(sizes[epoch * steps : (epoch + 1) * steps]) for epoch in range(EPOCHS)]
 
 
 def count(node: Any) -> int:
-    """The samples in what a Watcher makes of a batch: of a dict or list of batches, all."""
+    """The number of samples in a batch as a Watcher records it, or in a dict or list of batches."""
     if isinstance(node, dict):
         return sum(map(count, node.values()))
     if node is None:
@@ -167,8 +166,8 @@ def count(node: Any) -> int:
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_hit_rates_are_as_expected_and_batches_as_without_a_cache(tmp_path, name, recwarn):
-    """Every batch is the uncached one, the counts are the source's own; where each index is drawn once, hits are as
-    expected, and elsewhere nothing is expected."""
+    """Every batch is the same as without a cache, and the counts agree with the source. If each index is drawn once,
+    the hit rate is as expected; else no rate is expected."""
     make, options = LOADERS[name]
     plain, _ = train(tmp_path / "plain", lambda: make(source(tmp_path, "plain", SAMPLES)), [], **options)
     data = source(tmp_path, samples=SAMPLES)
@@ -185,7 +184,7 @@ def test_hit_rates_are_as_expected_and_batches_as_without_a_cache(tmp_path, name
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_several_loaders_are_counted_together(tmp_path, mode):
-    """In all modes of a CombinedLoader; hits are as expected where no set ends early or begins again."""
+    """This holds in all modes of a CombinedLoader. Hits are as expected if no set ends early or starts again."""
 
     def loaders(long: Dataset[Any], short: Dataset[Any]) -> Any:
         return CombinedLoader({"long": shuffled(long), "short": shuffled(short)}, mode)
@@ -207,7 +206,7 @@ def test_several_loaders_are_counted_together(tmp_path, mode):
 
 @pytest.mark.parametrize("held_out", [range(5), range(60, 70)])
 def test_validation_on_the_same_dataset_is_told_from_training(tmp_path, held_out):
-    """Training hits what it is expected to hit of its fold, whether or not validation fills some of that before."""
+    """Training has the expected hit rate on its fold, whether or not validation has filled some of it before."""
     data = source(tmp_path, samples=SAMPLES)
     folds = SubsetRandomSampler(range(10, SAMPLES)), SubsetRandomSampler(held_out)
     options = {"num_sanity_val_steps": 2, "log_every_n_steps": 1000}
@@ -217,7 +216,7 @@ def test_validation_on_the_same_dataset_is_told_from_training(tmp_path, held_out
 
 
 def test_a_part_of_cached_datasets_is_drawn_through_subset_and_concat(tmp_path):
-    """A user's CachedDatasets behind `Subset` and `ConcatDataset` are counted as the source counts."""
+    """The counts of a user's CachedDatasets behind `Subset` and `ConcatDataset` agree with the sources."""
     sources = [source(tmp_path, name, SAMPLES) for name in ("one", "other")]
     sets = [CachedDataset(counted, budget="50%") for counted in sources]
     joined = ConcatDataset([Subset(sets[0], range(0, SAMPLES, 3)), sets[1]])
@@ -231,21 +230,21 @@ def test_a_part_of_cached_datasets_is_drawn_through_subset_and_concat(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_draw_together(tmp_path):
-    """Under ddp: the batches of an uncached job, and slots for what any rank draws."""
+    """With DDP the batches are those of an uncached job, and the samples of all ranks can have slots."""
     meeting = job_environment(free_port())
     environments = [meeting | {"LOCAL_RANK": str(rank)} for rank in (0, 1)]
     words = ["tests.training.job", "samplers", tmp_path]
     job = start_module(*words, environments=environments, said=tmp_path / "said")
     assert exit_codes([job], tmp_path / "said", 200) == [0], (tmp_path / "said").read_text()
-    ranks = [json.loads((tmp_path / f"rank{rank}.jsonl").read_text()) for rank in (0, 1)]
+    ranks = [saw for [saw] in read_ranks(tmp_path, 2)]
     for name, saw in ranks[0].items():
         assert saw["same"], name
         assert ranks[1][name]["same"], name
         fold = "fold" in name
         assert saw["slots"] == ranks[1][name]["slots"] == [15 if fold else 60], "half of what is drawn"
         for epoch in saw["epochs"]:
-            served = sum(epoch[f"stocache/{key}"] for key in ("hits", "misses", "bypasses"))
+            served = sum(epoch[key] for key in ("hits", "misses", "bypasses"))
             assert served == 2 * 4 * saw["steps"] / EPOCHS - (2 if fold else 0)  # 30 of a fold: 15 for each rank
-            assert ("stocache/hit_rate_expected" in epoch) == (name == "distributed")
+            assert ("hit_rate_expected" in epoch) == (name == "distributed")
             if name == "distributed":
-                assert epoch["stocache/hit_rate"] == pytest.approx(epoch["stocache/hit_rate_expected"], abs=0.01)
+                assert epoch["hit_rate"] == pytest.approx(epoch["hit_rate_expected"], abs=0.01)

@@ -1,5 +1,6 @@
-"""The parts of a Trainer's steps, on a clock that goes on only where a test says so."""
+"""The parts of a Trainer's steps, by a clock that only the tests advance."""
 
+import contextlib
 import logging
 import sys
 import time
@@ -16,7 +17,7 @@ from lightning_stocache import StepTimer
 from lightning_stocache.insight.steps import PARTS, StepClock
 from lightning_stocache.training.lightning_internals import step_calls
 from tests.insight.devices import Device, ManualClock
-from tests.training.tiny import Model, logged, make_trainer
+from tests.training.tiny import Model, logged, make_trainer, said
 
 WAIT, MOVE, MOVED, FORWARD, BACKWARD, STEP, CALLBACK = 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0
 EACH = {"wait": WAIT, "transfer": MOVE, "forward": FORWARD, "backward": BACKWARD, "optimizer": STEP}
@@ -25,7 +26,7 @@ BATCHES = 4
 
 
 class Timed(StepTimer):
-    """Reads the test's clock."""
+    """A StepTimer with the test's clock."""
 
     def __init__(self, clock: Any) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Samples(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """The same as a stream."""
+    """The same samples as a stream."""
 
     def __init__(self, clock: Any) -> None:
         self.samples = Samples(clock)
@@ -74,7 +75,7 @@ class Spent(torch.autograd.Function):
 
 
 class Optimizer(torch.optim.SGD):
-    """Its step takes a while, without what the closure takes."""
+    """Its step takes a while, besides the closure."""
 
     def __init__(self, parameters: Any, clock: Any) -> None:
         super().__init__(parameters, lr=0.1)
@@ -87,7 +88,7 @@ class Optimizer(torch.optim.SGD):
 
 
 class Steps(Model):
-    """A model of which every part takes a known time."""
+    """A model with a known time for every part of a step."""
 
     def __init__(self, clock: Any) -> None:
         super().__init__()
@@ -138,67 +139,58 @@ def times(count: float, **other: float) -> dict[str, float]:
     return {part: count * seconds for part, seconds in EACH.items()} | other
 
 
-@pytest.mark.parametrize(
-    ("data", "options"),
-    [
-        (Samples, {"gradient_clip_val": 0.5, "precision": "bf16-mixed"}),
-        (Samples, {"profiler": "simple", "logger": False}),
-        (Samples, {"validate": True, "val_check_interval": 2}),
-        (Stream, {"validate": True, "val_check_interval": 2}),
-    ],
-)
-def test_every_part_has_its_own_seconds(tmp_path, data, options):
-    """What a part takes is there and nowhere else, with clipping, AMP, validation inside the epoch, a profiler."""
-    timer, trainer = fit(tmp_path, data=data, epochs=2, **options)
-    before = data is Stream  # of a stream Lightning fetches the first batch before training starts
-    assert told(timer) == [times(BATCHES, wait=WAIT * (BATCHES - before)), times(BATCHES)]
-    assert type(trainer.profiler) is SimpleProfiler if "profiler" in options else PassThroughProfiler
+class Gan(Steps):
+    """Manual optimisation: two backwards and two steps inside of `training_step`."""
+
+    def __init__(self, clock):
+        super().__init__(clock)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return super().configure_optimizers(), super().configure_optimizers()
 
 
-def test_gradients_are_accumulated(tmp_path):
-    """A step is one batch: of two, one has an optimiser."""
-    timer, _ = fit(tmp_path, accumulate_grad_batches=2)
-    assert told(timer) == [times(BATCHES, optimizer=STEP * BATCHES / 2)]
+class Fetches(Steps):
+    """Waits for its batches inside of `training_step`, where nothing is transferred."""
+
+    def training_step(self, dataloader_iter):
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
 
 
-def test_several_optimizers_by_hand(tmp_path):
-    """Manual optimisation, as of a GAN: two backwards and two steps inside of `training_step`."""
-
-    class Gan(Steps):
-        def __init__(self, clock):
-            super().__init__(clock)
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            for optimizer in self.optimizers():
-                loss = self.loss(batch)
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                optimizer.step()
-
-        def configure_optimizers(self):
-            return super().configure_optimizers(), super().configure_optimizers()
-
-    timer, _ = fit(tmp_path, Gan)
-    twice = {part: 2 * BATCHES * EACH[part] for part in ("forward", "backward", "optimizer")}
-    assert told(timer) == [times(BATCHES, **twice)]
+WHOLE, VALIDATES = times(BATCHES), {"validate": True, "val_check_interval": 2}
+TWICE = {part: 2 * BATCHES * EACH[part] for part in ("forward", "backward", "optimizer")}
+CASES: dict[str, tuple[type[Steps], Any, dict[str, Any], list[dict[str, float]]]] = {
+    "clipping and AMP": (Steps, Samples, {"gradient_clip_val": 0.5, "precision": "bf16-mixed"}, [WHOLE] * 2),
+    "profiler": (Steps, Samples, {"profiler": "simple", "logger": False}, [WHOLE]),
+    "validation in the epoch": (Steps, Samples, VALIDATES, [WHOLE] * 2),
+    # Lightning fetches the first batch of a stream before training starts.
+    "stream": (Steps, Stream, VALIDATES, [times(BATCHES, wait=WAIT * (BATCHES - 1)), WHOLE]),
+    # A step is one batch: of two, one has an optimiser.
+    "accumulation": (Steps, Samples, {"accumulate_grad_batches": 2}, [times(BATCHES, optimizer=STEP * BATCHES / 2)]),
+    "manual optimisation": (Gan, Samples, {}, [times(BATCHES, **TWICE)]),
+    "dataloader_iter": (Fetches, Samples, {}, [times(BATCHES, transfer=0.0, rest=CALLBACK * BATCHES)]),
+}
 
 
-def test_a_step_that_fetches_its_batches(tmp_path):
-    """With `dataloader_iter` waiting lies inside of `training_step`, and there is no transfer."""
-
-    class Fetches(Steps):
-        def training_step(self, dataloader_iter):
-            batch, _, _ = next(dataloader_iter)
-            return self.loss(batch)
-
-    timer, _ = fit(tmp_path, Fetches)
-    [seconds] = told(timer)
-    assert seconds == times(BATCHES, transfer=0.0, rest=CALLBACK * BATCHES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_part_has_its_own_seconds(tmp_path, case):
+    """The seconds of each part are counted there and nowhere else."""
+    model, data, options, expected = CASES[case]
+    timer, trainer = fit(tmp_path, model, data, epochs=len(expected), **options)
+    assert told(timer) == expected
+    assert type(trainer.profiler) is (SimpleProfiler if case == "profiler" else PassThroughProfiler)
 
 
 def test_batches_without_a_loss_and_epochs_that_end_early(tmp_path):
-    """A step that returns None has no backward; one that a hook skips is none."""
+    """A step that returns None has no backward. A batch that a hook skips is no step."""
 
     class Skips(Steps):
         def training_step(self, batch, batch_idx):
@@ -208,15 +200,13 @@ def test_batches_without_a_loss_and_epochs_that_end_early(tmp_path):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 2 else None
 
-    clock = ManualClock()
-    timer = Timed(clock)
-    make_trainer(tmp_path, [timer], logger=False).fit(Skips(clock), DataLoader(Samples(clock)))
+    timer, _ = fit(tmp_path, Skips, logger=False)
     [means] = timer.epochs
     assert (means["backward"], means["forward"]) == (BACKWARD / 2, FORWARD)  # of two steps
 
 
 def test_hooks_of_a_datamodule(tmp_path):
-    """Where the DataModule moves the batch, its hook is the transfer."""
+    """If the DataModule moves the batch, its hook is the transfer."""
     clock = ManualClock()
 
     class Data(LightningDataModule):
@@ -233,7 +223,7 @@ def test_hooks_of_a_datamodule(tmp_path):
 
 
 def test_means_are_logged_per_epoch(tmp_path):
-    """One value of each part for an epoch, beside those of Lightning, so that callbacks can watch them."""
+    """Each part has one value per epoch, which callbacks can watch."""
     timer, trainer = fit(tmp_path, epochs=2, log_every_n_steps=2)
     for part, seconds in EACH.items():
         assert logged(trainer, f"stocache/step/{part}_seconds") == pytest.approx([seconds] * 2)
@@ -264,12 +254,12 @@ def calls_per_step(tmp_path, *callbacks: Callback) -> float:
 
 
 def test_what_it_costs_is_a_few_calls(tmp_path):
-    """More than a callback that does nothing takes: of some two thousand a step. Time depends on load."""
+    """It adds fewer than 60 calls to the two thousand of a step. Calls, unlike seconds, do not depend on load."""
     assert calls_per_step(tmp_path, StepTimer()) < calls_per_step(tmp_path, Callback()) + 60
 
 
 def test_a_device_is_waited_for_at_the_end_of_an_epoch_alone(tmp_path):
-    """The parts of a GPU's steps are those of the device, which the host waits for once an epoch."""
+    """On a GPU the parts are seconds of the device, and the host waits for the device once an epoch."""
     device = Device()
 
     class Launches(Steps):
@@ -288,38 +278,28 @@ def test_a_device_is_waited_for_at_the_end_of_an_epoch_alone(tmp_path):
     assert sum(seconds) < 2 * BATCHES * 7 + whole  # some of what the host did was hidden
 
 
-def test_a_line_at_the_end(tmp_path, caplog):
-    """The shares of the last epoch are said once."""
-    with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        fit(tmp_path, epochs=2)
-    [said] = [record.getMessage() for record in caplog.records if "a training step took" in record.getMessage()]
-    assert said == (
-        "stocache: a training step took 63500.00 ms in the last epoch: wait 1 %, transfer 2 %, forward 6 %, "
-        "backward 13 %, optimizer 25 %, rest 54 %"
-    )
-
-
-@pytest.mark.parametrize(("error", "says"), [(KeyboardInterrupt, True), (ValueError, False)])
-def test_an_end_by_an_exception(tmp_path, caplog, error, says):
-    """Ctrl-C is a way to stop, after which the line comes; an error is not buried below one."""
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
+def test_a_line_at_the_end(tmp_path, caplog, error):
+    """One line has the shares of the last epoch, also after Ctrl-C, but not after an error."""
 
     class Breaks(Steps):
         def training_step(self, batch, batch_idx):
-            if batch_idx == 2:
+            if error is not None and batch_idx == 2:
                 raise error
             return super().training_step(batch, batch_idx)
 
-    clock = ManualClock()
-    trainer = make_trainer(tmp_path, [Timed(clock)])
-    ends = pytest.raises(SystemExit if error is KeyboardInterrupt else error)
+    ends = pytest.raises(SystemExit if error is KeyboardInterrupt else error) if error else contextlib.nullcontext()
     with caplog.at_level(logging.INFO, "lightning.pytorch"), ends:
-        trainer.fit(Breaks(clock), DataLoader(Samples(clock)))
-    assert any("a training step took" in record.getMessage() for record in caplog.records) == says
-    assert type(trainer.profiler) is PassThroughProfiler
+        fit(tmp_path, Breaks, epochs=2)
+    line = (
+        "stocache: a training step took 63500.00 ms in the last epoch: wait 1 %, transfer 2 %, forward 6 %, "
+        "backward 13 %, optimizer 25 %, rest 54 %"
+    )
+    assert said(caplog, "a training step took") == ([] if error is ValueError else [line])
 
 
 def test_a_loop_that_does_not_say_when_it_waits_is_not_timed(caplog):
-    """Nothing is logged, with one warning, and training goes on."""
+    """Without the hooks of waiting nothing is timed, with one warning."""
     trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=None), strategy=None)
     assert step_calls(trainer) == []
     assert "StepTimer times nothing" in caplog.text
@@ -328,7 +308,8 @@ def test_a_loop_that_does_not_say_when_it_waits_is_not_timed(caplog):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_real_device(tmp_path):
-    """On a GPU the backward of a large layer is longer than moving its batch, and all is within the time of the fit."""
+    """On a GPU the backward of a large layer takes longer than moving a batch, and all parts fit into the fit's
+    time."""
 
     class Large(Model):
         def __init__(self):

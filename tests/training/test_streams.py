@@ -1,21 +1,22 @@
-"""Streams in a Trainer call: passed by unless `streams=True`, which keeps them."""
+"""Streams in a Trainer call: uncached without `streams=True`, which keeps them."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-from lightning_stocache import CachedStream, FillProgress, StocacheDataModule, StochasticCache
+from lightning_stocache import CachedStream, FillProgress
 from tests.sources import CountedStream
 from tests.training.seen import Remembers
-from tests.training.tiny import logged, make_trainer
+from tests.training.tiny import Data, behind, logged, make_trainer
 
 pytestmark = pytest.mark.processes
 
 LENGTH = 40
+ALL = [float(number) for number in range(LENGTH)]
+KEEPS: dict[str, Any] = {"budget": "64MiB", "streams": True}
 
 
 class Numbers(CountedStream):
@@ -27,43 +28,27 @@ class Numbers(CountedStream):
         return torch.full((3,), float(number))
 
 
-ALL = [float(number) for number in range(LENGTH)]
-
-
-def test_the_callback_keeps_streams(tmp_path: Path) -> None:
-    """Every sample comes once an epoch; after the first epoch they come from memory, and the hit rate is logged."""
+@pytest.mark.parametrize("door", ["callback", "ours", "the user's"])
+def test_streams_are_kept(tmp_path: Path, door: str) -> None:
+    """Every sample comes once an epoch. Later epochs come from memory, before the transform of StocacheDataModule. A
+    CachedStream in the user's own loader is monitored."""
     train, val, model = Numbers(), Numbers(12), Remembers()
-    callbacks = [StochasticCache(budget="64MiB", streams=True), FillProgress()]
-    trainer = make_trainer(tmp_path, callbacks, epochs=4)
-    trainer.fit(model, DataLoader(train, batch_size=4, num_workers=2), DataLoader(val, batch_size=4))
-    assert model.sorted_epochs == [ALL] * 4
-    assert set(map(tuple, model.validated[1:])) == {tuple(map(float, range(12)))}
+    kept = CachedStream(train, "64MiB") if door == "the user's" else train
+    more = {"transform": lambda sample: sample + 100} if door == "ours" else {}
+    workers = 2 if door == "callback" else 0
+    data = Data(kept, val, num_workers=workers)
+    callbacks, data = behind("callback" if door == "the user's" else door, data, **KEEPS | more)
+    trainer = make_trainer(tmp_path, [*callbacks, FillProgress()], epochs=4)
+    trainer.fit(model, data)
+    shift = 100 if more else 0
+    assert model.sorted_epochs == [[number + shift for number in ALL]] * 4
+    assert list(map(sorted, model.validated[1:])) == [[float(number + shift) for number in range(12)]] * 4
     assert train.reads <= LENGTH + 32
     assert logged(trainer, "stocache/hit_rate") == [0, 1, 1, 1]
     assert logged(trainer, "stocache/coverage")[-1] == 1
     assert logged(trainer, "stocache/fill_fraction") == [1] * 4
-
-
-def test_our_datamodule_keeps_streams_with_a_transform_after_them(tmp_path: Path) -> None:
-    """StocacheDataModule runs its transform after what is kept."""
-    train, model = Numbers(), Remembers()
-    datamodule = StocacheDataModule(
-        train=train, batch_size=4, budget="64MiB", streams=True, transform=lambda sample: sample + 100
-    )
-    make_trainer(tmp_path, epochs=4).fit(model, datamodule)
-    assert model.sorted_epochs == [[number + 100 for number in ALL]] * 4
-    assert train.reads <= LENGTH + 32
-
-
-def test_a_stream_that_its_user_keeps_is_left_to_him(tmp_path: Path) -> None:
-    """A CachedStream in the user's own loader is monitored, and made the node's common one."""
-    train, model = Numbers(), Remembers()
-    stream = CachedStream(train, "64MiB")
-    trainer = make_trainer(tmp_path, [StochasticCache(budget="64MiB")], epochs=4)
-    trainer.fit(model, DataLoader(stream, batch_size=4))
-    assert model.sorted_epochs == [ALL] * 4
-    assert logged(trainer, "stocache/hit_rate") == [0, 1, 1, 1]
-    stream.close()
+    if isinstance(kept, CachedStream):
+        kept.close()
 
 
 @pytest.mark.parametrize(
@@ -71,9 +56,9 @@ def test_a_stream_that_its_user_keeps_is_left_to_him(tmp_path: Path) -> None:
 )
 def test_a_stream_of_unknown_contents_passes_by(tmp_path: Path, caplog: Any, budget: str, batches: int, words: str):
     """With limit_train_batches, or a budget in percent, it is what it is without a cache, with one warning."""
-    model, callbacks = Remembers(), [StochasticCache(budget=budget, streams=True)]
-    trainer = make_trainer(tmp_path, callbacks, epochs=5, limit_train_batches=batches if batches < 10 else 1.0)
-    trainer.fit(model, DataLoader(Numbers(), batch_size=4))
+    model, (callbacks, data) = Remembers(), behind("callback", Data(Numbers()), **KEEPS | {"budget": budget})
+    limit = batches if batches < 10 else 1.0
+    make_trainer(tmp_path, callbacks, epochs=5, limit_train_batches=limit).fit(model, data)
     assert model.sorted_epochs == [ALL[: 4 * batches]] * 5
     assert caplog.text.count(words) == 1
 
@@ -81,11 +66,11 @@ def test_a_stream_of_unknown_contents_passes_by(tmp_path: Path, caplog: Any, bud
 def test_a_stream_that_is_made_anew_replaces_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Loaders that are reloaded with a new stream give the memory of the old one back, with one warning."""
 
-    class Anew(LightningDataModule):
+    class Anew(Data):
         def train_dataloader(self) -> Any:
             return DataLoader(Numbers(), batch_size=4)
 
-    model, callbacks = Remembers(), [StochasticCache(budget="64MiB", streams=True)]
-    make_trainer(tmp_path, callbacks, epochs=4, reload_dataloaders_every_n_epochs=1).fit(model, Anew())
+    model, (callbacks, data) = Remembers(), behind("callback", Anew(None), **KEEPS)
+    make_trainer(tmp_path, callbacks, epochs=4, reload_dataloaders_every_n_epochs=1).fit(model, data)
     assert model.sorted_epochs == [ALL] * 4
     assert caplog.text.count("came with a new Numbers") == 1

@@ -10,13 +10,12 @@ from typing import Any
 import hydra
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, seed_everything
+from lightning.pytorch import seed_everything
 from lightning.pytorch.tuner import Tuner
 
-from lightning_stocache import StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.node.named import clean
 from tests.training.sweep_job import SAMPLES, main
-from tests.training.tiny import Model, make_trainer, plain_loader, source
+from tests.training.tiny import DOORS, Data, Model, behind, make_trainer, source
 
 # --- Hydra
 
@@ -26,7 +25,7 @@ hydra_starts = pytest.mark.skipif(
 
 
 def sweep(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    """What the trials of a sweep in this process have told, in their order."""
+    """The records of a sweep's trials in this process, in their order."""
     quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none")
     monkeypatch.setattr(sys, "argv", ["sweep_job", "-m", f"folder={folder}", *quiet, *overrides])
     main()
@@ -51,7 +50,7 @@ def name() -> Iterator[str]:
 @pytest.mark.named
 @pytest.mark.parametrize("door", ["callback", "cached"])
 def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, door, name):
-    """Under the basic launcher, with a name, trials two and three are served nothing but hits."""
+    """Under the basic launcher, with a name, trials two and three have only hits."""
     trials = sweep(monkeypatch, tmp_path, f"door={door}", "lr=0.1,0.01,0.001", f"cache.name={name}")
     assert [trial["pid"] for trial in trials] == [os.getpid()] * 3
     stored = trials[0]["looked"] // 2  # what set-up has read, twice each, is stored
@@ -63,7 +62,7 @@ def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, door, name):
 @pytest.mark.processes
 @pytest.mark.named
 def test_optunas_sweeper(tmp_path, monkeypatch, name):
-    """Its trials, one after the other in this process, share the cache of a name."""
+    """Its trials run one after the other in this process, and share the cache of a name."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     more = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "lr=choice(0.1,0.01)")
     trials = sweep(monkeypatch, tmp_path, *more, f"cache.name={name}", "epochs=1")
@@ -71,20 +70,6 @@ def test_optunas_sweeper(tmp_path, monkeypatch, name):
 
 
 # --- Lightning's Tuner
-
-
-class Plain(LightningDataModule):
-    """A user's DataModule, with a batch size that can be changed."""
-
-    def __init__(self, train: Any, val: Any) -> None:
-        super().__init__()
-        self.batch_size, self.train, self.val = 2, train, val
-
-    def train_dataloader(self) -> Any:
-        return plain_loader(self.train, shuffle=True, batch_size=self.batch_size)
-
-    def val_dataloader(self) -> Any:
-        return plain_loader(self.val, batch_size=self.batch_size)
 
 
 class Tunable(Model):
@@ -97,15 +82,10 @@ class Tunable(Model):
 
 
 def tuned(folder: Path, door: str, sets: Any) -> tuple[Any, Any]:
-    """What was found and trained behind a door, or behind none, and what the door closes."""
-    callbacks, closing = list[Callback](), None
-    dm: Any = Plain(*sets)
-    if door == "ours":
-        dm = closing = StocacheDataModule(*sets, batch_size=2, keep_cache=True)
-    elif door == "cached":
-        closing = cache_datamodule(dm, keep_cache=True).caches
-    elif door == "callback":
-        callbacks = [closing := StochasticCache(keep_cache=True)]
+    """What was found and trained behind a door, or behind none, and the caches to close."""
+    options = {} if door == "none" else {"keep_cache": True}
+    callbacks, dm = behind(door, Data(*sets, batch_size=2), **options)
+    closing = callbacks[0].caches if door == "callback" else getattr(dm, "caches", None)
     seed_everything(0, verbose=False)
     trainer = make_trainer(folder, callbacks, logger=False)
     tuner, model = Tuner(trainer), Tunable()
@@ -117,11 +97,10 @@ def tuned(folder: Path, door: str, sets: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("door", ["callback", "cached", "ours"])
+@pytest.mark.parametrize("door", DOORS)
 def test_lightnings_tuner_builds_no_cache_twice(tmp_path, segments, door):
-    """The batch size is tried out, on loaders that are made anew each time, with one cache per dataset; with keep_cache
-    the learning rate is looked for, and training done, on what that has cached. Around a user's loaders all that is
-    found and trained is as without a cache."""
+    """With `keep_cache` the search for a batch size, with new loaders each time, the search for a learning rate and the
+    training share one cache per dataset. With a user's loaders all results are those without a cache."""
     sets = source(tmp_path, samples=96), source(tmp_path, "val", 8)
     seen, closing = tuned(tmp_path, door, sets)
     assert len(segments) == 4

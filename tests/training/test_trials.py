@@ -1,7 +1,5 @@
 """Many trials in one process leave nothing behind: through every door, with errors, pruning and workers."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -9,7 +7,7 @@ import multiprocessing
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from itertools import cycle, islice
 from pathlib import Path
@@ -24,12 +22,10 @@ from lightning_stocache import (
     CachedLoader,
     RollingCache,
     StocacheDataModule,
-    StochasticCache,
-    cache_datamodule,
 )
 from tests.proc import descendants, memory_files
 from tests.sources import CountedSource
-from tests.training.tiny import Data, Model, make_trainer
+from tests.training.tiny import DOORS, Data, Model, behind, make_trainer
 
 tqdm.get_lock()  # it is made at a first progress bar, in memory that is shared, and stays
 
@@ -38,7 +34,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Held:
-    """What this process holds."""
+    """The resources of this process."""
 
     descriptors: int
     mappings: int
@@ -48,7 +44,7 @@ class Held:
     anonymous: int
 
     @classmethod
-    def now(cls) -> Held:
+    def now(cls) -> "Held":
         gc.collect()
         multiprocessing.active_children()
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's, which keeps some for later
@@ -65,7 +61,7 @@ class Held:
 
 
 class PrunedError(Exception):
-    """What Optuna raises, in a callback."""
+    """Stands for Optuna's error in a callback."""
 
 
 class Ending(Callback):
@@ -80,7 +76,7 @@ class Ending(Callback):
 
 
 class Large(CountedSource):
-    """Images of 192 KiB, of which one that is left behind is seen."""
+    """Images of 192 KiB, so that an image that stays in memory is noticed."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length, (3, 256, 256))
@@ -100,31 +96,26 @@ class Corner(Model):
         return super().loss((batch[0][:, :, :8, :8], batch[1]))
 
 
-def users(source: type[Large] = Large, **options: Any) -> Data:
-    return Data(source(24), source(8), **options)
-
-
 def pool() -> RollingCache:
     return RollingCache(Large(24), budget="10MiB", fillers=1, minimum=8)
 
 
-DOORS: dict[str, Callable[..., tuple[list[Callback], Any]]] = {
-    "callback": lambda **options: ([StochasticCache(**options)], users()),
-    "records": lambda **options: ([StochasticCache(**options)], users(Text)),
-    "cache_datamodule": lambda **options: ([], cache_datamodule(users(), **options)),
-    "StocacheDataModule": lambda **options: ([], StocacheDataModule(Large(24), Large(8), batch_size=4, **options)),
-    "workers": lambda **options: ([StochasticCache(**options)], users(num_workers=1)),
-    "rolling": lambda **_: ([], StocacheDataModule(train=pool(), batch_size=4)),
-}
+def behind_a(door: str, **options: Any) -> tuple[list[Callback], Any]:
+    """The callbacks and the DataModule of a kind of trials."""
+    if door == "rolling":
+        return [], StocacheDataModule(train=pool(), batch_size=4)
+    source = Text if door == "records" else Large
+    users = Data(source(24), source(8), num_workers=door == "workers")
+    return behind(door if door in DOORS else "callback", users, **options)
 
 
 def fit(folder: Path, door: str, error: type[Exception] | None, **options: Any) -> None:
-    callbacks, data = DOORS[door](**options)
+    callbacks, data = behind_a(door, **options)
     make_trainer(folder, [*callbacks, Ending(error)], epochs=2, num_sanity_val_steps=0).fit(Corner(), data)
 
 
 def loop() -> None:
-    """Read a dataset that nobody closes."""
+    """Read a CachedDataset without closing it."""
     dataset = CachedDataset(Large(24))
     for _ in range(2):
         for _ in CachedLoader(dataset, batch_size=4, shuffle=True):
@@ -132,7 +123,7 @@ def loop() -> None:
 
 
 def trials(folder: Path, doors: Sequence[str]) -> Iterator[Held]:
-    """Run trials for ever, and tell what is held after each."""
+    """Run trials without end; the resources after each."""
     for number, door in enumerate(cycle(doors)):
         with contextlib.suppress(ArithmeticError, PrunedError):
             error = {2: ArithmeticError, 4: PrunedError}.get(number % 5)
@@ -141,25 +132,25 @@ def trials(folder: Path, doors: Sequence[str]) -> Iterator[Held]:
 
 
 def grown(held: Sequence[Held], first: int) -> dict[str, int]:
-    """What of all that has grown from the first trials to the last: the least of as many at either end."""
+    """The growth of each resource from the first trials to the last: the difference of the minima at both ends."""
     ends = [list(map(astuple, part)) for part in (held[:first], held[-first:])]
     least = [[min(values) for values in zip(*part, strict=True)] for part in ends]
     return {field.name: least[1][n] - least[0][n] for n, field in enumerate(fields(Held))}
 
 
-FEW = ["callback", "cache_datamodule", "StocacheDataModule", "plain"]
+FEW = [*DOORS, "plain"]
 LONG = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("doors", "count", "warm", "ends", "mappings"),
-    [(FEW, 12, 0, 4, 4), pytest.param([*DOORS, "plain"], 60, 10, 14, 8, marks=LONG)],
+    [(FEW, 12, 0, 4, 4), pytest.param([*DOORS, "records", "workers", "rolling", "plain"], 60, 10, 14, 8, marks=LONG)],
     ids=["a dozen", "many"],
 )
 def test_trials_leave_nothing_behind(tmp_path, doors, count, warm, ends, mappings):
-    """Descriptors, mappings, files in memory, threads and children are as many as after the first ones, and memory does
-    not grow; -s shows the numbers."""
+    """After the first trials the numbers of descriptors, mappings, files in memory, threads and children do not grow,
+    nor does memory; -s shows the numbers."""
     held = list(islice(trials(tmp_path, doors), count))
     for number, now in enumerate(held):
         print(number, now)

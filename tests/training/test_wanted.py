@@ -1,6 +1,5 @@
-"""Slots go to what is drawn: in every door a budget for a tenth of the samples holds the tenth that is drawn."""
+"""Only samples that can be drawn get slots: a budget for a tenth of the samples is enough for the drawn tenth."""
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,59 +20,47 @@ from torch.utils.data import (
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
+from lightning_stocache.training.datamodule import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.sampling import loader_domain
 from tests.training.seen import Looking, Watcher, data_hooks
-from tests.training.tiny import announced, logged, make_trainer, source
+from tests.training.tiny import DOORS, SLOT, Data, announced, behind, logged, make_trainer, said, source
 
 pytestmark = pytest.mark.processes
 
 SAMPLES, BATCH = 120, 4
-SLOT = 3 * 8 * 8 + 8 + 1  # bytes
 TENTH = list(range(5, SAMPLES, 10))
 BUDGET = len(TENTH) * SLOT
 
 
-def subset_loader(data: Any, indices: Any = TENTH, **options: Any) -> DataLoader[Any]:
+def subset_loader(data: Any, indices: Any, **options: Any) -> DataLoader[Any]:
     return DataLoader(data, BATCH, sampler=SubsetRandomSampler(indices), **options)
 
 
 def hit_rates(tmp_path: Any, callbacks: list[Any], *given: Any, **options: Any) -> tuple[list[float], Looking]:
-    """The hit rates of two epochs, and what was looked at."""
+    """The hit rates of two epochs, and the slots that were seen."""
     looking = Looking()
-    options = {"log_every_n_steps": 1000} | options
-    trainer = make_trainer(tmp_path, [*callbacks, looking], epochs=2, **options)
+    trainer = make_trainer(tmp_path, [*callbacks, looking], epochs=2, log_every_n_steps=1000, **options)
     trainer.fit(Watcher(), *given)
     assert logged(trainer, "stocache/coverage")[-1] <= 1
     return logged(trainer, "stocache/hit_rate"), looking
 
 
-def behind(door: str, data: Any, indices: list[int], **options: Any) -> tuple[list[Any], Any]:
-    """The callbacks of a door, and what it trains on: these indices, as they are when the loader is made."""
-    if door == "callback":
-        return [StochasticCache(**options)], subset_loader(data, indices)
-    if door == "cache_datamodule":
-        return [CacheMonitor()], cache_datamodule(data_hooks(train=lambda: subset_loader(data, indices)), **options)
-    loader = {"sampler": SubsetRandomSampler(indices)}
-    return [CacheMonitor()], StocacheDataModule(data, batch_size=BATCH, loader=loader, **options)
-
-
 @pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("door", ["callback", "cache_datamodule", "ours", "by hand", "by hand, records"])
+@pytest.mark.parametrize("door", [*DOORS, "by hand", "by hand, records"])
 def test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples(tmp_path, door):
-    """Whatever the door, all is hit in epoch two, and the tenth is what 100 % are of."""
-    data = source(tmp_path, samples=SAMPLES)
-    if door.startswith("by hand"):
-        options: dict[str, Any] = {"budget": BUDGET} if door == "by hand" else {"budget": "100%", "layout": "records"}
-        callbacks, given = [CacheMonitor()], subset_loader(CachedDataset(data, indices=TENTH, **options))
+    """In every door epoch two hits every sample, and coverage counts the drawn samples alone."""
+    data, callbacks = source(tmp_path, samples=SAMPLES), [CacheMonitor()]
+    if door in DOORS:
+        callbacks, given = behind(door, Data(data, sampler=SubsetRandomSampler(TENTH)), budget=BUDGET)
     else:
-        callbacks, given = behind(door, data, TENTH, budget=BUDGET)
+        options: dict[str, Any] = {"budget": BUDGET} if door == "by hand" else {"budget": "100%", "layout": "records"}
+        given = subset_loader(CachedDataset(data, indices=TENTH, **options), TENTH)
     rates, looking = hit_rates(tmp_path, callbacks, given)
     assert rates == [0, 1]
     assert looking.slots["train"] == [len(TENTH)]
     assert set(data.loaded) == set(TENTH), "at set-up, too, nothing else is read"
-    if door.startswith("by hand"):
+    if door not in DOORS:
         given.dataset.close()
 
 
@@ -91,23 +78,17 @@ def test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples(tmp_path, do
     ids=["subset", "random_split", "concat"],
 )
 def test_parts_that_are_datasets_have_slots_of_their_own(tmp_path, door, divide):
-    """A Subset, and what is made of some, is a dataset of its own size, for training and validation each."""
-    data = source(tmp_path, samples=SAMPLES)
-    train, val = divide(data)
-    budget, callbacks, given = 2 * BUDGET, [CacheMonitor()], ()
-    if door == "callback":
-        callbacks = [StochasticCache(budget)]
-        given = DataLoader(train, BATCH, shuffle=True), DataLoader(val, BATCH)
-    else:
-        given = (StocacheDataModule(train, val, batch_size=BATCH, budget=budget),)
-    rates, looking = hit_rates(tmp_path, callbacks, *given)
+    """A Subset, or a ConcatDataset of some, is a dataset of its own size, for training and for validation."""
+    sets = divide(source(tmp_path, samples=SAMPLES))
+    callbacks, given = behind(door, Data(*sets), budget=2 * BUDGET)
+    rates, looking = hit_rates(tmp_path, callbacks, given)
     assert rates == [0, 1]
     assert looking.slots == {"train": [12], "val": [12]}
 
 
 def test_two_samplers_of_one_dataset_that_are_known_together(tmp_path):
-    """Loaders that are given to `fit`, for one stage or for two, share one cache, with slots for what any of them
-    draws; one that draws everything needs slots for everything."""
+    """Loaders of one dataset that are given to `fit` share one cache, with slots for the samples of all their samplers,
+    in one stage or in two."""
     data = source(tmp_path, samples=SAMPLES)
     loaders = subset_loader(data, range(12)), subset_loader(data, range(6, 24))
     rates, looking = hit_rates(tmp_path, [StochasticCache(2 * BUDGET)], *loaders)
@@ -121,12 +102,11 @@ def test_two_samplers_of_one_dataset_that_are_known_together(tmp_path):
 
 @pytest.mark.parametrize("options", [{"keep_cache": True}, {"name": "on disk"}])
 def test_a_cache_that_outlives_the_call_has_room_for_all(tmp_path, options, caplog):
-    """The next fold draws other samples from the same dataset: it finds slots for them, and what the last one left."""
+    """The next fold draws other samples of the same dataset. They have slots, and earlier samples are hits."""
     data = source(tmp_path, samples=SAMPLES)
     if "name" in options:
         pytest.importorskip("xxhash")
         options = {"name": "folds", "dir": str(tmp_path)}
-    caplog.set_level(logging.INFO, "lightning_stocache")
     callback = StochasticCache("100%", **options)
     hit_rates(tmp_path / "0", [callback], subset_loader(data, range(40)))
     loads = data.loads
@@ -140,7 +120,7 @@ def test_a_cache_that_outlives_the_call_has_room_for_all(tmp_path, options, capl
 
 
 def test_a_sampler_that_changes_goes_on_as_without_a_cache(tmp_path, caplog):
-    """Indices that are set anew each epoch pass through, with a word; batches are those of an uncached training."""
+    """Indices that change each epoch pass through, with one warning; the batches are those of an uncached training."""
 
     class Changing(Looking):
         def on_train_epoch_start(self, trainer, pl_module):
@@ -156,14 +136,13 @@ def test_a_sampler_that_changes_goes_on_as_without_a_cache(tmp_path, caplog):
         seen.append(model.batches)
     assert seen[0] == seen[1]
     assert float(trainer.callback_metrics["stocache/bypasses"]) > 0
-    said = [record.getMessage() for record in caplog.records if "draws other samples" in record.getMessage()]
-    assert len(said) == 1
-    assert "keep_cache=True" in said[0]
+    [warning] = said(caplog, "draws other samples")
+    assert "keep_cache=True" in warning
 
 
 @pytest.mark.epoch_one_reads_all
 def test_loaders_that_are_made_anew_leave_the_slots_to_all(tmp_path, recwarn):
-    """An active learner's pool grows with each reload: what comes later has its slot waiting."""
+    """An active learner draws more samples after each reload: all samples have slots from the start."""
     data, grown = source(tmp_path, samples=SAMPLES), iter(range(12, SAMPLES, 12))
     dm = cache_datamodule(data_hooks(train=lambda: subset_loader(data, range(next(grown)))), budget="100%")
     rates, looking = hit_rates(tmp_path, [CacheMonitor()], dm, reload_dataloaders_every_n_epochs=1)
@@ -179,6 +158,7 @@ def trainer_with(**options: Any) -> Any:
 
 
 DATA: Dataset[Any] = range(100)  # type: ignore[assignment]
+TWO_RANKS = {"num_replicas": 2, "rank": 0}
 
 
 @pytest.mark.parametrize(
@@ -196,12 +176,7 @@ DATA: Dataset[Any] = range(100)  # type: ignore[assignment]
         ("predict", SequentialSampler(DATA), {"limit_predict_batches": 1}, 4),
         ("train", SequentialSampler(DATA), {"limit_train_batches": 3}, None),
         ("val", SequentialSampler(DATA), {"limit_val_batches": 1000}, None),
-        (
-            "val",
-            SequentialSampler(DATA),
-            {"limit_val_batches": 3, "distributed_sampler_kwargs": {"num_replicas": 2, "rank": 0}},
-            24,
-        ),
+        ("val", SequentialSampler(DATA), {"limit_val_batches": 3, "distributed_sampler_kwargs": TWO_RANKS}, 24),
         ("train", RandomSampler(DATA), {"overfit_batches": 5, "limit_train_batches": 5}, 20),
         ("train", SubsetRandomSampler([90]), {"overfit_batches": 5, "limit_train_batches": 5}, 20),
         ("train", None, {"overfit_batches": 0.25, "limit_train_batches": 0.25}, 24),
@@ -210,7 +185,7 @@ DATA: Dataset[Any] = range(100)  # type: ignore[assignment]
     ],
 )
 def test_what_a_loader_will_draw_follows_from_sampler_and_limits(stage, order, options, count):
-    """Of what comes in order only the beginning, as far as the Trainer's limit; else what the sampler can draw."""
+    """With samples in order the Trainer's limit decides, else the sampler's indices."""
     given = {"batch_sampler": order} if isinstance(order, BatchSampler | list) else {"batch_size": 4, "sampler": order}
     domain = loader_domain(trainer_with(**options), stage, DataLoader(DATA, **given))
     assert (None if domain is None else len(domain)) == count

@@ -1,4 +1,4 @@
-"""What the tests of the training room train: a model of one layer, a Trainer that is silent, and its CSV read back."""
+"""A tiny model, DataModules, the doors around them, and a silent Trainer, for all tests of the training room."""
 
 import csv
 import re
@@ -10,33 +10,43 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader_tree import cached_in_leaves
+from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
+from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
 
 __all__ = [
+    "DOORS",
     "SAMPLES",
+    "SLOT",
     "Data",
     "Epochs",
     "MadeInSetup",
     "Model",
     "Narrow",
     "Numbers",
+    "Photos",
     "announced",
+    "behind",
     "cached_datasets",
     "logged",
     "make_trainer",
     "plain_loader",
+    "said",
     "source",
 ]
 
 SAMPLES = 24
+SLOT = 3 * 8 * 8 + 8 + 1  # bytes: image, label and state
+DOORS = ("callback", "cache_datamodule", "ours")
 
 
 class Model(LightningModule):
-    """One layer on the bytes of an image; `shapes` and `devices` are what it was given."""
+    """One layer on the bytes of an image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,14 +93,14 @@ class Narrow(Model):
 
 
 class Epochs(Callback):
-    """Keeps the caches' metrics of each epoch; it stands after the monitor."""
+    """Keeps the caches' metrics of each epoch, by their names without "stocache/". It stands after the monitor."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "stocache/" in name}
-        self.metrics.append(metrics)
+        self.metrics.append({name.removeprefix("stocache/"): value for name, value in metrics.items()})
 
 
 class Numbers(Dataset[Any]):
@@ -107,21 +117,31 @@ class Numbers(Dataset[Any]):
 
 
 class Data(LightningDataModule):
-    """A DataModule as users write it: its loaders are made in its hooks, with the options that it is given."""
+    """A DataModule as users write it. Its hooks make loaders of `batch_size` with the given options."""
 
-    def __init__(self, train: Any, val: Any = None, **options: Any) -> None:
+    def __init__(self, train: Any, val: Any = None, *, batch_size: int = 4, **options: Any) -> None:
         super().__init__()
-        self.train, self.val, self.options = train, val, options
+        self.train, self.val, self.batch_size, self.options = train, val, batch_size, options
 
     def train_dataloader(self) -> Any:
-        return plain_loader(self.train, shuffle=True, **self.options)
+        shuffle = not {"shuffle", "sampler"} & set(self.options) and not isinstance(self.train, IterableDataset)
+        return DataLoader(self.train, self.batch_size, **{"shuffle": shuffle} | self.options)
 
     def val_dataloader(self) -> Any:
-        return [] if self.val is None else plain_loader(self.val, **self.options)
+        options = {name: value for name, value in self.options.items() if name not in ("shuffle", "sampler")}
+        return [] if self.val is None else DataLoader(self.val, self.batch_size, **options)
+
+
+class Photos(Data):
+    """A DataModule with hyperparameters of its own."""
+
+    def __init__(self, folder: str, batch_size: int = 4) -> None:
+        super().__init__(source(folder), source(folder, "val", 8), batch_size=batch_size)
+        self.save_hyperparameters()
 
 
 class MadeInSetup(Data):
-    """Its two datasets are made in setup, anew for each call."""
+    """Makes its two datasets in `setup`, again for each Trainer call."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         super().__init__(None, **options)
@@ -129,6 +149,23 @@ class MadeInSetup(Data):
 
     def setup(self, stage: str) -> None:
         self.train, self.val = source(self.folder), source(self.folder, "val", 8)
+
+
+def behind(door: str, data: Any, **options: Any) -> tuple[list[Callback], Any]:
+    """The callbacks and the DataModule of a door with these options; of "none" the DataModule as it is.
+
+    "ours" is a StocacheDataModule around the sets of a `Data`, with its options for loaders.
+    """
+    if door == "none":
+        return [], data
+    if door == "callback":
+        return [StochasticCache(**options)], data
+    if door == "cache_datamodule":
+        return [CacheMonitor()], cache_datamodule(data, **options)
+    loader = dict(data.options)
+    workers = loader.pop("num_workers", 0)
+    options |= {"batch_size": data.batch_size, "num_workers": workers, "loader": loader}
+    return [CacheMonitor()], StocacheDataModule(data.train, data.val, **options)
 
 
 def make_trainer(tmp_path: Path, callbacks: Sequence[Callback] = (), *, epochs: int = 1, **options: Any) -> Trainer:
@@ -171,7 +208,12 @@ def cached_datasets(loaders: Any) -> list[CachedDataset]:
     return [dataset for dataset in cached_in_leaves(loaders) if isinstance(dataset, CachedDataset)]
 
 
+def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    """The messages with these words, in their order."""
+    return [message for record in caplog.records if words in (message := record.getMessage())]
+
+
 def announced(caplog: pytest.LogCaptureFixture) -> int:
     """How many samples the package says that it has read at set-up."""
-    said = [re.search(r"(\d+) samples read at set-up", record.getMessage()) for record in caplog.records]
-    return sum(int(match.group(1)) for match in said if match)
+    counts = [re.search(r"(\d+) samples read at set-up", record.getMessage()) for record in caplog.records]
+    return sum(int(count.group(1)) for count in counts if count)
