@@ -48,7 +48,7 @@ class Claims:
 
     @contextmanager
     def waiting(self, slot: int) -> Iterator[None]:
-        """Claim a slot as soon as it is free, and release it in the end."""
+        """Claim a slot as soon as it is free, and release it in the end. Not re-entrant."""
         while not self.take(slot, wait=True):
             time.sleep(0)  # another thread of this process has the slot, or see `take`
         try:

@@ -212,7 +212,7 @@ class Rows(_Slots):
     def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:
         """Size of a segment for `count` slots. `granted` does not matter.
 
-        The last byte belongs to no row: a file that was cut off does not get its full length back by storing a row.
+        No write reaches the last byte: it would lengthen a file that was cut off, and `is_whole` would not notice.
         """
         return offsets(_field_dtypes(codec), count, head.nbytes(count))[_END] + 1
 
@@ -286,7 +286,7 @@ class Records(_Slots):
 
     def __init__(self, segment: Segment, codec: Any, count: int, head: Head = ONCE) -> None:
         super().__init__(segment, count, head)
-        # The last byte belongs to no record: a file that was cut off does not get its full length back by a record.
+        # No write reaches the last byte, as in `Rows.bytes_for`.
         self.end, self.fixed_bytes = segment.size - 1, head.fixed_bytes
         self.granted_bytes = segment.size - self.fixed_bytes
         """Bytes that slots and records may take."""

@@ -41,7 +41,6 @@ from lightning_stocache.cache.codec import (
     SampleMismatchError,
     UnsupportedSampleError,
     aligned,
-    array_dtype,
     memory_of,
     named,
     tensor_over,
@@ -223,7 +222,10 @@ class RecordCodec:
 
 
 SampleCodec: TypeAlias = SampleSpec | RecordCodec
-"""Turns samples into bytes, and back. Nothing outside this room looks into the bytes."""
+"""Turns samples into bytes, and back. Nothing outside this room looks into the bytes.
+
+`encode` checks a sample, and returns the leaves of rows as they are, or the bytes of records. `contents` returns bytes.
+"""
 
 
 def canonical_bytes(node: Any) -> bytes | None:
@@ -353,10 +355,8 @@ def _reduced_tensor(tensor: torch.Tensor) -> Any:
         order = _slowest_first(tensor.stride())
         if tensor.permute(order).is_contiguous():
             tensor, axes = tensor.permute(order), [_inverse(order)]
-    content, dtype = PickleBuffer(memory_of(tensor).data), array_dtype(tensor.dtype)
-    if dtype is None:
-        return _foreign_tensor, (str(tensor.dtype)[6:], tuple(tensor.shape), content, *axes)
-    return _tensor, (dtype.str, tuple(tensor.shape), content, *axes)
+    content = PickleBuffer(memory_of(tensor).data)
+    return _tensor, (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), content, *axes)
 
 
 def _reduced_array(array: npt.NDArray[Any]) -> Any:
@@ -384,14 +384,6 @@ def _inverse(order: list[int]) -> tuple[int, ...]:
 
 
 def _tensor(dtype: str, shape: tuple[int, ...], buffer: Any, axes: tuple[int, ...] | None = None) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ndarray(shape, dtype, buffer))
-    return tensor if axes is None else tensor.permute(axes)
-
-
-def _foreign_tensor(
-    dtype: str, shape: tuple[int, ...], buffer: Any, axes: tuple[int, ...] | None = None
-) -> torch.Tensor:
-    """A tensor of bfloat16, or of another dtype that NumPy lacks."""
     tensor = tensor_over(buffer, getattr(torch, dtype), shape)
     return tensor if axes is None else tensor.permute(axes)
 

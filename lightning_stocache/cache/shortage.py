@@ -56,7 +56,7 @@ class Shortage:
         if measured is None:  # unknown memory limits nothing
             return None
         free, name = measured
-        with segment.numbers as numbers:
+        with segment.numbers as numbers:  # bytes to leave free, and the lowest sum; 0 before there is one
             reserve, numbered = numbers[0] or _LEAST, numbers[0] > 0
             seen = 0 if segment.on_disk else numbers[1]
             lowest = numbers[1] = max(min(free + allocated, seen or 2**62), 1)

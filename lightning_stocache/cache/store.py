@@ -202,7 +202,7 @@ class Store:
     def mend(cls, codec: SampleCodec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
         """Empty the slots that a crash has damaged in a segment on a disk, while no other process has it open."""
         store = cls._in_segment(segment, codec, Arc(**asdict(manifest.geometry), domain=domain))
-        segment.share()  # `close` gives it back
+        segment.retain()  # `close` gives it back
         try:
             store.layout.mend(cast(Checksums, store._checksums).is_sound)
         finally:
@@ -281,7 +281,7 @@ class Store:
             verify: whether to verify first what an earlier job has stored under these indices on a disk. That reads the
                 disk, so workers ask for it, and the training process does not.
         """
-        slots, size = self.arc.slots_of(indices), self.length
+        slots, length = self.arc.slots_of(indices), self.length
         if self.arc.slots == 0:
             return slots
         if self._checksums is not None:
@@ -291,7 +291,7 @@ class Store:
                 self._checksums.verify(slots.tolist())
         ready = self._readable.take(slots, mode="clip") == READY
         fence()
-        slots[~ready | (indices >= size) | (indices < -size)] = NO_PLACE
+        slots[~ready | (indices >= length) | (indices < -length)] = NO_PLACE
         return slots
 
     def gather(self, places: Integers, into: Memory) -> None:

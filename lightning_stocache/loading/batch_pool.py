@@ -223,7 +223,7 @@ class SharedBatch:
         # May run in any thread, at any moment: it only appends, which is atomic.
         weakref.finalize(self._memory, free.append, segment).atexit = False
 
-    def bytes(self, offset: int, length: int) -> torch.Tensor:
+    def tensor(self, offset: int, length: int) -> torch.Tensor:
         """A part of the memory, uint8 `[length]`."""
         if length == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -253,6 +253,6 @@ def fields_of(memory: SharedBatch | Segment, sizes: Sequence[int]) -> list[npt.N
     """The memory of a batch of rows, uint8 `[size]` per field, in the main process or in a worker."""
     fields, end = [], 0
     for size in sizes:
-        fields.append(memory.bytes(end, size).numpy())
+        fields.append(memory.tensor(end, size).numpy())
         end += aligned(size)
     return fields

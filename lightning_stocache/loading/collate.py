@@ -198,7 +198,7 @@ class Rows:
             return None
         start = self._end
         self._end += aligned(size)
-        return Packed(start, dtype, shape), self._segment.bytes(start, size).view(dtype).view(shape)
+        return Packed(start, dtype, shape), self._segment.tensor(start, size).view(dtype).view(shape)
 
     def _open(self, leaf: Any) -> None:
         samples, made = self._samples, None

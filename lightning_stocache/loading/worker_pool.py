@@ -153,7 +153,7 @@ def unpacked(batch: Any, shared: SharedBatch | None, pool: BatchPool) -> Any:
         size += aligned(nbytes)
         if not isinstance(leaf.content, int):
             return torch.from_numpy(leaf.content).view(leaf.dtype).view(leaf.shape)
-        tensor = cast(SharedBatch, shared).bytes(leaf.content, nbytes).view(leaf.dtype).view(leaf.shape)
+        tensor = cast(SharedBatch, shared).tensor(leaf.content, nbytes).view(leaf.dtype).view(leaf.shape)
         return tensor if lend else tensor.clone()
 
     batch = rebuilt(batch, arrived)

@@ -109,7 +109,7 @@ def join_named(name: str, directory: str | None = None, mend: Mend | None = None
             return None
         manifest = _manifest(data, path, directory)
         if (known := Segment.find_open(token_of(data))) is not None:
-            return known.share(), manifest  # closing a second descriptor of its lock file would drop its locks
+            return known.retain(), manifest  # closing a second descriptor of its lock file would drop its locks
         if alone and os.fstat(data).st_size < HEADER_BYTES + manifest.payload:
             os.ftruncate(data, HEADER_BYTES + manifest.payload)  # the file was cut off; the missing slots are empty
         segment = _segment_in(data, os.fstat(data).st_size - HEADER_BYTES, path, directory)
@@ -171,13 +171,13 @@ def named_segments(look: Callable[[int], Any] = token_of, directory: str | None 
         look: reads a segment from a descriptor of its file; raises ValueError if the file is no segment.
         directory: a directory on a disk; by default the segments in memory.
     """
-    return list(_inspect(directory, look=look))
+    return list(_named_files(directory, look=look))
 
 
 def clean(name: str | None = None, directory: str | None = None) -> list[NamedSegment]:
     """Remove the unused named segments of this user, or only that name. Returns the removed segments."""
     only = None if name is None else check_name(name)
-    return [segment for segment in _inspect(directory, only, remove=True) if not segment.in_use]
+    return [segment for segment in _named_files(directory, only, remove=True) if not segment.in_use]
 
 
 def way_out(name: str, directory: str | None = None) -> str:
@@ -237,9 +237,10 @@ def _manifest(data: int, path: str, directory: str | None) -> Manifest:
         raise ManifestError(f"the cache {name!r} {error}. {way_out(name, directory)}") from error
 
 
-def _inspect(
+def _named_files(
     directory: str | None, only: str | None = None, *, remove: bool = False, look: Callable[[int], Any] = token_of
 ) -> Iterator[NamedSegment]:
+    """Yield the named segments of this user, and remove each that is unused, if they are to be removed."""
     folder = directory or memory_directory()
     for file in sorted(os.listdir(folder)) if os.path.isdir(folder) else ():
         name, path = file.removeprefix(prefix()), os.path.join(folder, file)

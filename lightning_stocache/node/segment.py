@@ -86,9 +86,9 @@ class Segment:
     Example:
         >>> segment = Segment.create(1024)
         >>> segment.reserve(0, 8)
-        >>> segment.bytes(0, 8)[:] = 7
+        >>> segment.tensor(0, 8)[:] = 7
         >>> attached = Segment.attach(segment.handle)
-        >>> attached.bytes(0, 2).tolist()
+        >>> attached.tensor(0, 2).tolist()
         [7, 7]
         >>> attached.close(), segment.close()
         (None, None)
@@ -168,7 +168,7 @@ class Segment:
             ValueError: another file, or another segment, lies there now.
         """
         if (known := cls.find_open(handle.token)) is not None:
-            return known.share()
+            return known.retain()
         named = not handle.data.startswith("/proc/")
         with contextlib.ExitStack() as undo:
             data = _open(handle.data)
@@ -239,7 +239,7 @@ class Segment:
             content = content + piece if content else piece
         return content
 
-    def bytes(self, offset: int, length: int) -> torch.Tensor:
+    def tensor(self, offset: int, length: int) -> torch.Tensor:
         """A live view of the payload from `offset` on, uint8 `[length]`. Drop it before `close`."""
         if length == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -311,7 +311,7 @@ class Segment:
             self.path = None
             self._own_paths.clear()
 
-    def share(self) -> Segment:
+    def retain(self) -> Segment:
         """Count one more user of this segment in this process: it takes one more `close`."""
         self._users += 1
         return self

@@ -28,11 +28,11 @@ class Disk:
         self.path = path_of(directory)
 
     def open(self) -> Any:
-        """The store as the next job finds it, or makes it."""
+        """Open the store as the next job does, or make it."""
         return disk_store(self.codec, self.directory, self.granted)
 
     def fill(self, indices: Any = range(LENGTH)) -> None:
-        """A job that stores those samples."""
+        """Store samples, as one job."""
         store = self.open()
         for index in indices:
             store.fill(index, self.sample(index))
@@ -53,11 +53,11 @@ class Disk:
         return indices
 
     def bytes(self) -> bytearray:
-        """What lies on the disk."""
+        """The content of the file."""
         return bytearray(self.path.read_bytes())
 
     def write(self, content: bytes) -> None:
-        """Have something else lie on the disk."""
+        """Replace the content of the file."""
         self.path.write_bytes(content)
         os.chmod(self.path, 0o600)
 

@@ -70,13 +70,13 @@ def same_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether every byte between its first and its last is its own, once."""
+    """Whether the tensor has every byte between its first and last byte exactly once."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return last + 1 == tensor.numel() and min(tensor.stride(), default=1) > 0
 
 
 def strides(tensor: torch.Tensor) -> list[int]:
-    """Those that mean something."""
+    """The strides of dimensions with more than one element."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 

@@ -41,7 +41,7 @@ GRANTED = 2**19
 
 
 class Stores(RuleBasedStateMachine):
-    """A store, and the dict that it is to be like."""
+    """A store, compared with a set of stored indices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule(full=st.booleans())
     def disk_full(self, full: bool) -> None:
-        """From now on nothing can be stored, or again everything."""
+        """From now on storing fails, or works again."""
         self.full = full
         refuse_stores(full)
         if full:
@@ -138,7 +138,7 @@ class Stores(RuleBasedStateMachine):
 
     @invariant()
     def counts(self) -> None:
-        """What is there is never more than there is room for."""
+        """The number of filled slots is in range."""
         assert 0 <= self.store.filled <= LENGTH
 
     def begin_again(self) -> None:
@@ -177,7 +177,7 @@ class Rolling(RuleBasedStateMachine):
 
     @rule()
     def attach(self) -> None:
-        """Somebody else opens the store, and one who had it open goes."""
+        """Another reader opens the store."""
         self.readers.append(attach_rolling(self.store.handle))
 
     @rule(seed=st.integers(0, 10**6))
@@ -226,7 +226,7 @@ TestRolling.settings = TestStores.settings = settings(
 @pytest.mark.soak
 @pytest.mark.processes
 def test_any_store_for_long() -> None:
-    """The same, some thousand times."""
+    """Run the machines for longer."""
     from hypothesis.stateful import run_state_machine_as_test
 
     for machine in (Stores, Rolling):

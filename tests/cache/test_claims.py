@@ -55,7 +55,7 @@ def test_a_claim_excludes_other_processes(segment: Segment) -> None:
 
 
 def test_a_claim_excludes_other_threads(segment: Segment) -> None:
-    """POSIX locks do not tell threads apart; claims do. Who did not get a slot, however often, can get it later."""
+    """POSIX locks do not tell threads apart; claims do. A thread that failed to claim a slot can claim it later."""
     seen: list[bool] = []
     with holding(segment, 3):
         thread = threading.Thread(target=lambda: seen.extend(can_claim(segment, 3) for _ in range(3)))
@@ -165,7 +165,7 @@ def load(folder: Path) -> Any:
 def test_what_another_process_loads_is_waited_for_but_not_for_ever(
     tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    """A process that stands still is waited for once; when it is gone, its samples are free."""
+    """A stopped process is waited for once. When it has ended, its samples are free."""
     monkeypatch.setattr(store_module, "PATIENCE", 0.2)
     with hanging(load, tmp_path), caplog.at_level(logging.WARNING):
         store = Disk(tmp_path, "rows").open()
@@ -180,7 +180,7 @@ def test_what_another_process_loads_is_waited_for_but_not_for_ever(
 
 @pytest.mark.processes
 def test_a_forked_child_has_none_of_its_parent_s_turns(tmp_path: Path) -> None:
-    """It has their numbers, and none of the claims: to store without one would be to store into another's slot."""
+    """A forked child has none of its parent's claims."""
     store = Disk(tmp_path, "rows").open()
     assert store.divide([7]) == ([7], [])
     slot = store.arc.slot(7)

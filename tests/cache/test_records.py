@@ -72,7 +72,7 @@ class Wrapper(torch.Tensor):
 
 
 class InnerWrapper(Wrapper):
-    """A subclass of it, which does not say again that it dispatches."""
+    """A subclass that inherits the dispatch."""
 
 
 class Colour(enum.Enum):
@@ -162,7 +162,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype: torch.dtype, rng: random.Random) -> None:
-    """NaNs and what no number is included, in the pickle (small) and beside it (large)."""
+    """All bit patterns come back, in the pickle (small tensors) and beside it (large tensors)."""
     for count in (1, 3, 5000):
         nbytes = count * dtype.itemsize
         content = rng.randbytes(nbytes) if dtype is not torch.bool else bytes(rng.choices([0, 1], k=nbytes))
@@ -198,7 +198,7 @@ TENSORS: dict[str, Callable[[int], torch.Tensor]] = {
 def test_tensors_come_back_with_values_strides_and_attributes(
     make: Callable[[int], torch.Tensor], count: int, seeded: None
 ) -> None:
-    """Dense ones keep the order of their dimensions in memory; views hold what they show, and no more."""
+    """Dense tensors keep the order of their dimensions in memory. A view stores only its elements."""
     tensor = make(count)
     came = through(tensor)
     assert same(came, tensor)
@@ -226,7 +226,7 @@ def test_quantised_tensors_come_back_with_their_scale(count: int) -> None:
 
 @pytest.mark.parametrize("kind", [Wrapper, InnerWrapper])
 def test_a_tensor_that_only_wraps_others_is_pickled_in_its_own_way(kind: type[Wrapper]) -> None:
-    """It has no memory that could be read; its class may have inherited that."""
+    """A wrapper without memory is pickled in its own way, also by a class that inherits its dispatch."""
     came = through(kind(torch.arange(2000.0)))
     assert type(came) is kind
     assert torch.equal(came.inner, torch.arange(2000.0))
@@ -264,7 +264,7 @@ ARRAYS: dict[str, npt.NDArray[Any]] = {
 @pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS.keys())
 @pytest.mark.parametrize("times", [1, 3000])
 def test_arrays_come_back_with_dtype_shape_and_order(array: npt.NDArray[Any], times: int) -> None:
-    """As arrays that can be written to; dense ones keep the order of their dimensions in memory."""
+    """Arrays come back writable. Dense arrays keep the order of their dimensions in memory."""
     if times > 1 and array.ndim and array.size:
         large = np.concatenate([array] * times, axis=int(np.argmax(array.strides)))
         # Concatenating gives the first two orders of memory only.
@@ -280,7 +280,7 @@ def test_arrays_come_back_with_dtype_shape_and_order(array: npt.NDArray[Any], ti
 
 
 def test_an_array_of_another_librarys_dtype_keeps_it() -> None:
-    """Whose name would be that of raw bytes, as that of the bfloat16 of ml_dtypes."""
+    """Its name alone, as of ml_dtypes' bfloat16, would mean raw bytes."""
     rationals = pytest.importorskip("numpy._core._rational_tests")
     array = np.array([1, 2], dtype=rationals.rational)
     came = through(array)
@@ -351,7 +351,7 @@ def test_palettes_come_back_with_their_transparency() -> None:
 
 @pytest.mark.parametrize("name", ["png", "jpeg", "gif", "bmp", "tiff"])
 def test_an_image_that_was_only_opened_keeps_its_class(name: str) -> None:
-    """And what its file says of it, as where PIL itself pickles it."""
+    """It also keeps the format of its file."""
     file = io.BytesIO()
     picture("L" if name == "gif" else "RGB", (120, 80)).save(file, name)
     image = Image.open(file)
@@ -361,7 +361,7 @@ def test_an_image_that_was_only_opened_keeps_its_class(name: str) -> None:
 
 
 def test_a_packed_record_has_three_bytes_for_a_pixel() -> None:
-    """Four otherwise, as PIL has them in memory; the other modes cost the same."""
+    """A plain record has four bytes for a pixel of RGB, as PIL has in memory. Other modes are equal in both."""
     image, grey = picture("RGB", (200, 100)), picture("L", (200, 100))
     for packed, rgb in ((True, 60_000), (False, 80_000)):
         codec = RecordCodec(0, packed=packed)
@@ -423,7 +423,7 @@ def test_who_keeps_a_small_part_does_not_keep_the_large_one() -> None:
 
 
 def test_memory_can_be_lent_for_what_is_large() -> None:
-    """The tensors of a sample then lie there, and nowhere else."""
+    """Large tensors and arrays of a sample lie in the lent memory."""
     lent: list[npt.NDArray[np.uint8]] = []
 
     def lend(sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
@@ -440,7 +440,7 @@ def test_memory_can_be_lent_for_what_is_large() -> None:
 
 
 def test_a_large_tensor_is_encoded_without_a_copy() -> None:
-    """Its bytes in the parts of a record are its own memory."""
+    """The record's parts use the tensor's memory."""
     tensor = torch.zeros(100_000)
     (part,) = [part for part in CODEC.encode({"x": tensor, "y": 1}) if part.nbytes == 400_000]
     tensor.fill_(1)
@@ -510,7 +510,7 @@ def test_any_sample_comes_back_and_is_as_large_as_was_said(sample: Any) -> None:
 
 
 def test_least_bytes_counts_what_is_kept_once_once() -> None:
-    """Words that come again and again, the same tensor under two names, and samples in which one can walk for ever."""
+    """Repeated words, one tensor under two names, and cyclic samples count once."""
     tensor = torch.zeros(10_000)
     loop: list[Any] = ["a" * 100]
     loop += [loop] * 1000
@@ -557,7 +557,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize(("make", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
 def test_what_cannot_be_kept_is_an_error_with_its_sample(make: Callable[[], Any], message: str) -> None:
-    """It says which sample it is, and why; a copy of a file in memory can be kept."""
+    """The error names the sample and the reason. A file in memory can be stored."""
     bad = make()
     for sample in ({"image": torch.zeros(3), "extra": [1, bad]}, (Target(bad, np.zeros(3, np.bool_)),), bad):
         with pytest.raises(UnsupportedSampleError, match=f"^sample 41 cannot be kept as bytes: .*{message}"):
@@ -568,7 +568,7 @@ def test_what_cannot_be_kept_is_an_error_with_its_sample(make: Callable[[], Any]
 
 
 def test_a_required_place_must_hold_its_type() -> None:
-    """What the tail of a transform works on is there, and of the very type, or the sample is another."""
+    """A sample without a required value, or with a value of another type, is refused."""
     codec = RecordCodec.infer(
         [{"views": [torch.ones(3)], "label": 1}], required=((("views", 0), torch.Tensor), (("label",), int))
     )
@@ -592,7 +592,7 @@ def test_a_required_place_must_hold_its_type() -> None:
 
 
 def test_a_codec_knows_what_its_samples_cost() -> None:
-    """The mean of their records, and a bound for the mean of all; both with what a slot takes."""
+    """A codec knows the mean size of its records, and an upper estimate of it, with the bytes of a slot."""
     samples = [bytes(size) for size in (100, 200, 300)]
     sizes = [CODEC.stored_size(CODEC.encode(sample)) for sample in samples]
     codec = RecordCodec.infer(samples)
@@ -605,7 +605,7 @@ def test_a_codec_knows_what_its_samples_cost() -> None:
 
 
 def test_equal_objects_have_equal_canonical_bytes() -> None:
-    """Whether something is there twice or as two of a kind makes no difference; contents and types do."""
+    """A repeated object and two equal objects have the same bytes. Other contents or types have other bytes."""
     array = np.arange(5000)
     assert canonical_bytes([array, array]) == canonical_bytes([array, array.copy()])
     assert canonical_bytes([array]) != canonical_bytes([array + 1])
@@ -619,7 +619,7 @@ def test_equal_objects_have_equal_canonical_bytes() -> None:
 
 
 def test_the_test_itself_sees_differences() -> None:
-    """What the comparison of this file would miss, no test here would find."""
+    """`same` sees every kind of difference that the tests of this file rely on."""
     pairs = [
         (torch.ones(2, 3), torch.ones(3, 2).T),
         (torch.tensor(0.0), torch.tensor(-0.0)),

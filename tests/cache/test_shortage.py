@@ -61,7 +61,7 @@ def test_filling_stops_before_the_limit(memory: Memory, caplog: pytest.LogCaptur
 
 
 def test_without_a_word_64_mib_stay_free(memory: Memory) -> None:
-    """A cache that nobody has opened for a training leaves that much."""
+    """Without `keep_free`, 64 MiB stay free."""
     assert 133 <= memory.fill(range(SLOTS)) <= 136
 
 
@@ -101,7 +101,7 @@ def test_what_one_process_saw_counts_for_all(memory: Memory) -> None:
 
 
 def test_where_memory_cannot_be_known_nothing_stops(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that does not say what is free fills as it was granted."""
+    """If the free memory is unknown, the cache fills as it was granted."""
     monkeypatch.setattr(memory, "now", lambda: FreeMemory(None, None, None))
     assert memory.fill(range(SLOTS)) == SLOTS
 
@@ -136,7 +136,7 @@ def test_the_kernel_kills_nobody() -> None:
 
 @pytest.mark.processes
 def test_the_last_bytes_of_dev_shm_are_for_batches() -> None:
-    """Where a training fills, 8 MiB of /dev/shm stay free for what workers put there, who would die without."""
+    """During training, 8 MiB of /dev/shm stay free for the batches of workers."""
     stored, said = without_room(_filled_up)
     assert 54 <= stored <= 56
     assert said.startswith(f"the cache stops at {stored} of 80 samples: /dev/shm (")

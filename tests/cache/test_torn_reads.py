@@ -36,7 +36,7 @@ def sample(layout: str, number: int) -> Any:
 
 
 def whole(layout: str, read: Any) -> int:
-    """The number of a sample, which is looked at word by word."""
+    """The number of a sample, after a check of every word."""
     number, words = (read[1], read[0]) if layout == "rows" else (read["number"], read["words"])
     assert (words == number).all(), f"sample {number} is torn: it has words of {words.unique().tolist()}"
     if layout == "records":

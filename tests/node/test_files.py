@@ -67,7 +67,7 @@ def make_foreign(path: Path) -> None:
 @pytest.mark.parametrize("create", [False, True])
 @pytest.mark.parametrize("make", [make_link, os.mkfifo, os.mkdir, make_socket, make_open_to_all, make_foreign])
 def test_what_is_strange_is_refused_without_waiting(tmp_path: Path, make: Any, create: bool) -> None:
-    """One sentence without codes for a terminal says the way out; nothing is followed, made, or waited for."""
+    """The error is printable, and tells the way out. No link is followed, no file made, no pipe waited for."""
     make(tmp_path / "file\x1b[2J")
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(PermissionError, match=r"is not trusted.*: give another name, or remove it") as caught:
@@ -78,7 +78,7 @@ def test_what_is_strange_is_refused_without_waiting(tmp_path: Path, make: Any, c
 
 
 def test_what_is_own_is_opened_and_made(tmp_path: Path) -> None:
-    """A file that is missing is made for this user alone; then it is the same one."""
+    """A missing file is made for this user alone. Opened again, it is the same file."""
     path = tmp_path / "file"
     with pytest.raises(FileNotFoundError):
         open_own(str(path))
@@ -91,7 +91,7 @@ def test_what_is_own_is_opened_and_made(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_user_is_told_of_roots_file(tmp_path: Path) -> None:
-    """Who may not even open it hears the same sentence."""
+    """A user who may not open the file gets the same message."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     path = tmp_path / "file"
@@ -146,14 +146,14 @@ def test_what_is_written_is_read_if_it_fits() -> None:
     ],
 )
 def test_what_cannot_be_read_is_told_apart(content: bytes, words: str) -> None:
-    """No text, no object, a value that lacks, more slots than bytes, cut off, other versions, and no manifest."""
+    """Each fault has its words: broken text, a missing value, too many slots, a cut file, another version."""
     with pytest.raises(ManifestError, match=words):
         read_manifest(content, PAYLOAD)
 
 
 @given(st.text('aé \\"{}[],:\x00\x1b\u202e\ud800', max_size=20))
 def test_printable_text_is_printable(name: str) -> None:
-    """Whatever a file is called, its name can be shown, and reads as it is where it could be shown all along."""
+    """Every file name can be shown. A printable name is shown unchanged."""
     shown = printable(name)
     assert shown.isprintable()
     assert shown == name or not name.isprintable()

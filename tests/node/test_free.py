@@ -47,7 +47,7 @@ def machine(tmp_path: Path, request: pytest.FixtureRequest) -> Machine:
 
 
 def test_meminfo(machine):
-    """MemAvailable is read in KiB, and MemFree is not mistaken for it; of this process what lies in no file."""
+    """MemAvailable is read in KiB, not MemFree; `own` is the process's anonymous memory."""
     machine.write("/proc/meminfo", "MemTotal:  900 kB\nMemFree:  100 kB\nMemAvailable:     2048 kB\n")
     machine.write("/proc/self/status", "VmRSS:\t  900 kB\nRssAnon:\t  300 kB\nRssFile:\t  600 kB\n")
     assert FreeMemory.measure(None, machine.root) == FreeMemory(None, 2 * MIB, None, own=300 * KIB)
@@ -57,7 +57,7 @@ def test_meminfo(machine):
     ("known", "expected"), [({"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": 4096}, 204800), ({"SC_PAGE_SIZE": 4096}, None)]
 )
 def test_without_meminfo_half_of_the_memory_is_free(machine, monkeypatch, known, expected):
-    """As on macOS; a system that does not say how much it has is unknown."""
+    """On macOS half of the memory counts as free. Without its size the free memory is unknown."""
 
     def sysconf(name: str) -> int:
         if name not in known:
@@ -88,7 +88,7 @@ def test_rubbish_is_unknown(machine):
 
 
 def test_filesystem(machine, monkeypatch):
-    """The cache's folder says what is free in it; one mounted without a size limits nothing."""
+    """The filesystem of the cache's folder limits it, unless it was mounted without a size."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: {"/dev/shm": usage(64, 4, 60), "/big": usage(0, 0, 0)}[path])
     assert FreeMemory.now("/dev/shm", machine.root).filesystem == 60
@@ -112,7 +112,7 @@ def test_the_tightest_of_the_chain_counts(machine):
 
 
 def test_memory_high_limits_as_memory_max_does(tmp_path):
-    """Above it the kernel throttles."""
+    """Above memory.high the kernel throttles, so it is a limit."""
     machine = Machine(tmp_path)
     machine.enter("/a")
     machine.limit("/a", 1000, 100)

@@ -100,7 +100,7 @@ def test_margin(free, ranks, expected):
     [(0, None, 1, 5), (0, None, 4, 20), (4, None, 1, 13), (4, 2, 1, 13), (4, 5, 2, 50), (4, 2, 0, 0)],
 )
 def test_batches_of_a_loader(num_workers, prefetch_factor, ranks, batches):
-    """What workers make ahead and five batches more lie in files, for each rank; every process reads the cache."""
+    """Files hold the batches that workers make ahead and five more, per rank. Every process reads the cache."""
     reserve = loader_reserve(1000, num_workers, prefetch_factor, ranks, start_method="fork")
     assert reserve.files == batches * 1000
     assert reserve.private == ranks * num_workers * (32 * MIB + 1000)
@@ -117,6 +117,6 @@ def test_memory_of_a_worker(method, own, expected):
 
 
 def test_reserves_add_up():
-    """Two loaders need what each of them needs."""
+    """The reserve of two loaders is the sum of their reserves."""
     assert Reserve(1, 2, 3) + Reserve(10, 20, 30) == Reserve(11, 22, 33)
     assert Reserve(1, 2, 3).bytes == 3

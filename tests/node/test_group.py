@@ -18,7 +18,7 @@ def test_without_a_process_group_there_is_one_rank_on_one_node() -> None:
     """A plain script is its own node's leader, and every collective call is a plain call."""
     group = NodeGroup.discover()
     assert (group.rank, group.nodes, group.world, group.is_leader, group.shares) == (0, ((0,),), 1, True, (1.0,))
-    assert group.exchange("value") == ["value"]
+    assert group.exchange("value") == group.post("value").collect(1) == ["value"]
     lock = threading.Lock()  # cannot be pickled, and need not be
     assert group.together(lambda: lock) is lock
     assert group.lead(lambda: lock) is lock
@@ -34,7 +34,7 @@ def test_a_rank_on_no_node_is_refused() -> None:
 
 @pytest.mark.processes
 def test_processes_of_one_machine_have_one_memory_key() -> None:
-    """What decides who shares memory is the same in every process that can map the same files."""
+    """The key is equal in all processes that can map the same files."""
     assert call(memory_key, method="forkserver") == memory_key()
 
 
@@ -99,7 +99,7 @@ def apart(rank: int) -> tuple[Any, ...]:
 
 @pytest.mark.processes
 def test_a_rank_that_cannot_share_is_a_node_of_its_own() -> None:
-    """It gets a cache of its own, and still agrees with all others; rank 0 says once what that costs."""
+    """Such a rank has its own cache, and still agrees with all ranks. Rank 0 warns once."""
     same = ((0, 2), (1,), (3,)), True, [0, 1, 2, 3]
     assert run_ranks(apart, 4) == [(*same, 1), (*same, 0), (*same, 0), (*same, 0)]
 

@@ -74,7 +74,7 @@ def test_what_lies_elsewhere_takes_no_room_of_a_filesystem(tmp_path, monkeypatch
 
 
 def test_without_a_proc_nothing_is_known(tmp_path):
-    """As on macOS."""
+    """Without /proc, as on macOS, no promises are known."""
     assert promised_to_others("/dev/shm", tmp_path) == (0, 0, 0)
 
 
@@ -88,7 +88,7 @@ def test_a_living_job_is_found(sparse):
 
 
 def test_a_filesystem_is_not_promised_twice_and_memory_is_shared():
-    """Of a filesystem what is promised is gone; of memory a newcomer gets half at least, and is told why."""
+    """Promised bytes of a filesystem are gone. Of memory a new job gets at least half, and the words say why."""
     free = FreeMemory(1000 * MIB, 10_000 * MIB, None, "/dev/shm", promised=Promised(950 * MIB, in_directory=900 * MIB))
     given = grant(Budget.parse("auto"), 2**40, free, Reserve())
     assert given.bytes == (1000 - 900 - 20) * MIB

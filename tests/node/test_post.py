@@ -57,7 +57,7 @@ def dying(rank: int) -> list[str] | None:
 
 @pytest.mark.processes
 def test_a_rank_that_has_ended_ends_the_wait() -> None:
-    """A message from a rank that is gone does not come, which is no error and takes no time."""
+    """The message of an ended rank does not come. That is no error, and ends the wait at once."""
     assert run_ranks(dying, 2) == [None, None]
 
 
@@ -76,7 +76,7 @@ def uneven(rank: int) -> tuple[list[list[int] | None], list[list[int] | None]]:
 
 @pytest.mark.processes
 def test_posts_that_some_ranks_leave_out_are_nothing_to_the_others() -> None:
-    """None has a value of another turn, and from the next agreement on all are in step again."""
+    """No rank gets a value of another turn. After the next exchange all ranks are in step again."""
     assert run_ranks(uneven, 3) == [([None] * count, [[0, 10, 20]]) for count in (1, 0, 3)]
 
 
@@ -93,13 +93,8 @@ def unwanted(rank: int) -> None:
 
 @pytest.mark.processes
 def test_a_post_that_nobody_answers_ends_with_its_group() -> None:
-    """Also where a rank still has an earlier one."""
+    """A new process group ends posts without an answer, even if a rank still has an earlier post."""
     run_ranks(unwanted, 2)
-
-
-def test_one_rank_hears_itself() -> None:
-    """Without a process group the value is there at once."""
-    assert NodeGroup.discover().post({"hits": 1}).collect(1) == [{"hits": 1}]
 
 
 def leave(rank: int) -> str | list[int]:
@@ -112,7 +107,7 @@ def leave(rank: int) -> str | list[int]:
 
 @pytest.mark.processes
 def test_a_rank_that_has_ended_ends_an_exchange_on_all_others() -> None:
-    """Its name is told, also to a rank that looks when another one has ended for the same reason."""
+    """All other ranks name the ended rank, even if a second rank has ended because of it."""
     assert run_ranks(leave, 4) == ["rank 1 has ended", "left", *["rank 1 has ended"] * 2]
 
 
@@ -126,7 +121,7 @@ def without_a_store(rank: int) -> tuple[list[int], list[int] | None]:
 
 @pytest.mark.processes
 def test_a_job_without_a_store_gets_one() -> None:
-    """As under MPI."""
+    """A job without a store, as under MPI, makes one."""
     assert run_ranks(without_a_store, 3) == [([0, 1, 2], [0, 1, 2])] * 3
 
 

@@ -1,4 +1,4 @@
-"""Who waits looks again and again, and says so after a while, as often as that has passed."""
+"""A process that waits looks again and again, and reports now and then."""
 
 from itertools import islice
 
@@ -27,17 +27,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_the_first_moment_comes_at_once(clock: Clock) -> None:
-    """And is none at which one says that one waits."""
+def test_a_report_is_due_every_ten_seconds(clock: Clock) -> None:
+    """The first look comes at once and without a report. A pause of more than ten seconds is one report."""
     assert next(processes.poll(pause=60.0)) == 0.0
     assert clock.now == 1000.0
-
-
-def test_a_word_is_due_as_often_as_its_time_has_passed() -> None:
-    """Every ten seconds, with the seconds that have passed in all."""
     assert [seconds for seconds in islice(processes.poll(pause=4.0), 12) if seconds] == [12.0, 20.0, 32.0, 40.0]
-
-
-def test_a_long_pause_is_one_word() -> None:
-    """Where a single look took longer than the time between two words, none is made up for."""
     assert list(islice(processes.poll(pause=25.0), 3)) == [0.0, 25.0, 50.0]
