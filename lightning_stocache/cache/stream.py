@@ -1,26 +1,26 @@
-"""The samples of a stream, stored as they pass, and how far it has come, for all processes of a node.
+"""The samples of a stream, stored as they pass, and the progress of its epochs, for all processes of a node.
 
-A stream is read by shards: one per rank and worker of its loader. A shard begins an epoch, appends each sample that
-passes, and ends. Shards of a rank that begin with the same key (the seed of their loader's epoch) are in the same
-epoch; a shard that begins twice has begun the next one. So epochs are counted per rank, without a message from the
-loader. An epoch of a rank is whole if all of its shards have ended, or if as many samples have passed as the stream's
-length says: a loader that knows the length stops there.
+A stream is read by shards: one shard per rank and worker of its loader. A shard begins an epoch, appends each sample
+that passes, and ends. Shards of a rank that begin with the same key (the seed of their loader's epoch) are in the same
+epoch. A shard that begins twice with one key has begun the next epoch. So each rank counts its epochs without a message
+from the loader. A rank has read an epoch to its end if all of its shards have ended, or if as many samples have passed
+as the stream has: a loader that knows the length stops there.
 
 The first process that asks after every rank of the node has begun an epoch decides for all shards what the epoch comes
-from (`decide`). An epoch that is read follows on `clear`, so what is counted is of one epoch.
+from (`decide`). `clear` precedes each epoch that is read again, so the counts are those of one epoch.
 
-There are two segments. The ledger has columns of int64: numbers for all, for each rank, and for each of the
-`MOST_WORKERS` shards of every rank. Writers take locks of its lock file: byte 0 for the numbers of all and of ranks,
-byte 1 for the next number, byte 2 while deciding, and a byte per shard while its process stores a sample; in the order
-2, 0, shards, 1, never back.
+There are two segments. The ledger has columns of int64: numbers for all shards, for each rank, and for each of the
+`MOST_WORKERS` shards of every rank. Writers lock bytes of its lock file: byte 0 for the epochs, byte 1 for the next
+number, byte 2 while deciding, and one byte per shard while its process stores a sample. A process that needs several
+locks takes them in the order 2, 0, shards, 1.
 
-The other segment has the samples. A sample takes the next number, and the slot of that number. Besides its state a slot
-has two columns: `mark`, by which a sample is found again, and `shard`. They are written through the mapping, so their
-memory is reserved before, for a block of slots at a time. The file has the length that was granted, so that other jobs
-see how much this one may still take.
+The other segment has the samples. A sample takes the next number, which is its slot and its index. Besides the state, a
+slot has two columns: `mark`, by which a sample is found again, and `shard`. They are written through the mapping, so
+their memory is reserved first, for a block of slots at a time. The file has the length that was granted, so other jobs
+see how much this job may still take.
 
-When a stream has ended, `in_order` numbers its samples from 0 without a gap: one shard after the other, whichever was
-faster, the samples of each as they came. Until then no index has a place.
+When the stream has ended, `in_order` gives the indices one shard after the other, the samples of each shard as they
+came. So the order does not depend on which shard was faster.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ __all__ = ["MOST_WORKERS", "Mode", "Shard", "StreamLedger", "StreamStore"]
 log = logging.getLogger(__name__)
 
 MOST_WORKERS = 256
-"""Workers of a rank whose samples can be stored."""
+"""The most workers of a rank whose samples can be stored."""
 
 Mode = Literal["stream", "cache", "pass"]
-"""Where the samples of an epoch come from: the stream, which is stored; the store; the stream, which is not stored."""
+"""The source of an epoch's samples: the stream, which is stored; the store; or the stream, which is not stored."""
 
 _MODES: tuple[Mode, ...] = get_args(Mode)
 _RANKS, _NEXT, _RESERVED, _DECIDED, _MODE, _BROKEN, _WORDS = range(7)
@@ -65,7 +65,7 @@ _SMALLER = 16  # how much smaller than the first samples the mean may be without
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a stream that one process reads: a worker of a rank of the node; `key` is that of its epoch."""
+    """The part of a stream that one process reads: a worker of a rank of the node. `key` tells epochs apart."""
 
     rank: int = 0
     worker: int = 0
@@ -74,15 +74,15 @@ class Shard:
 
     @property
     def number(self) -> int:
-        """Its number among all shards that there can be."""
+        """The number of this shard among all possible shards."""
         return self.rank * MOST_WORKERS + self.worker
 
 
 class StreamLedger:
-    """The numbers of one stream on a node.
+    """The progress of one stream on a node, in shared memory.
 
     Args:
-        segment: where they lie.
+        segment: the memory of the numbers.
 
     Example:
         >>> ledger, shard = StreamLedger.create(1), Shard()
@@ -109,7 +109,7 @@ class StreamLedger:
 
     @classmethod
     def create(cls, ranks: int, backend: Backend | None = None) -> StreamLedger:
-        """Make one for a stream that so many ranks of the node read; an OSError if there is no memory for it."""
+        """Make a ledger for a stream that `ranks` ranks of the node read. An OSError without memory."""
         size = offsets(_columns(ranks), 1)[""]
         segment = Segment.create(size, backend, reserved=size)
         columns(segment, {"words": np.int64}, _WORDS)["words"][_RANKS] = ranks
@@ -118,12 +118,12 @@ class StreamLedger:
     # ---- epochs ----
 
     def announce(self, rank: int) -> int:
-        """Begin a rank's next epoch before its shards, which will join it. Returns its number."""
+        """Begin the next epoch of a rank before its shards, which join that epoch. Returns the number of the epoch."""
         with self._claims.waiting(_ALL):
             return self._next_epoch(rank, _UNCLAIMED)
 
     def begin(self, shard: Shard) -> int:
-        """Begin an epoch of a shard: the current one of its rank, or the next one. Returns its number."""
+        """Begin an epoch of a shard: the current or the next epoch of its rank. Returns the number of the epoch."""
         rank = shard.rank
         with self._claims.waiting(_ALL):
             epoch = int(self._numbers["epoch"][rank])
@@ -135,11 +135,11 @@ class StreamLedger:
         return epoch
 
     def is_current(self, shard: Shard, epoch: int) -> bool:
-        """Whether a shard's rank is still in this epoch, and not in a later one."""
+        """Whether the rank of a shard is still in this epoch."""
         return bool(self._numbers["epoch"][shard.rank] == epoch)
 
     def end(self, shard: Shard, epoch: int) -> None:
-        """Count a shard that has come to its end, once in an epoch."""
+        """Note that a shard has read its part to the end. Call it once per epoch."""
         with self._claims.waiting(_ALL):
             if self.is_current(shard, epoch):
                 self._numbers["ended"][shard.rank] += 1
@@ -170,14 +170,17 @@ class StreamLedger:
 
     @property
     def mode(self) -> Mode:
-        """What was decided last."""
+        """The last decision."""
         return _MODES[int(self.words[_MODE])]
 
     def decide(self, epoch: int, choose: Callable[[Sequence[int]], Mode]) -> Mode:
-        """Where the samples of an epoch that this rank has begun come from; "cache" and "pass" are for good.
+        """Decide where the samples of an epoch come from. The decisions "cache" and "pass" are final.
 
-        One process of the node calls `choose`, when no shard is in an epoch before. It is given the ranks that have not
-        begun the epoch within `patience`.
+        One process of the node calls `choose`, when all ranks have begun the epoch.
+
+        Args:
+            epoch: an epoch that this rank has begun.
+            choose: receives the ranks that have not begun the epoch within `patience`.
         """
         start = time.monotonic()
         for seconds in poll(pause=0.002):
@@ -199,13 +202,13 @@ class StreamLedger:
         return self.mode
 
     def pass_by(self) -> Mode:
-        """Store nothing from now on. Returns what was decided before."""
+        """Store nothing from now on. Returns the decision before."""
         with self._claims.waiting(_ALL):
             before, self.words[_MODE] = self.mode, _MODES.index("pass")
         return before
 
     def count_broken(self) -> int:
-        """Count an epoch that was broken off, while deciding. Returns how many were."""
+        """Count an epoch that was not read to its end. Call it in `choose`. Returns the number of such epochs."""
         self.words[_BROKEN] += 1
         return int(self.words[_BROKEN])
 
@@ -215,7 +218,7 @@ class StreamLedger:
     # ---- numbers ----
 
     def numbering(self) -> AbstractContextManager[None]:
-        """The lock of the next number."""
+        """Hold the lock of the next number."""
         return self._claims.waiting(_NUMBER)
 
     def take_number(self, shard: Shard) -> int:
@@ -230,11 +233,11 @@ class StreamLedger:
         return int(self.words[_NEXT])
 
     def locked(self, shard: Shard) -> AbstractContextManager[None]:
-        """The lock of a shard, while its process stores a sample."""
+        """Hold the lock of a shard while its process stores a sample."""
         return self._claims.waiting(_ROWS + shard.number)
 
     def clear(self, discard: Callable[[], None]) -> None:
-        """Have all samples discarded while no shard stores any, and begin with number 0 again."""
+        """Call `discard` while no shard stores a sample, and begin with number 0 again."""
         with ExitStack() as locks:
             for row in range(self.ranks * MOST_WORKERS):
                 locks.enter_context(self._claims.waiting(_ROWS + row))
@@ -243,7 +246,7 @@ class StreamLedger:
             self._numbers["passed"][:] = 0
 
     def close(self) -> None:
-        """Close it in this process."""
+        """Close the ledger in this process."""
         self.words, self._numbers = self.words.copy(), {}
         self.segment.close()
 
@@ -261,7 +264,7 @@ class StreamStore(Store):
         segment: the memory for samples.
         codec: what a sample looks like.
         arc: all slots, in their order.
-        beside: the memory of the ledger.
+        companion: the memory of the ledger.
 
     Example:
         >>> from lightning_stocache import SampleSpec
@@ -278,23 +281,23 @@ class StreamStore(Store):
     head = ONCE.plus({"mark": np.uint64, "shard": np.int32})
     stores_misses = False
 
-    def __init__(self, segment: Segment, codec: SampleCodec, arc: Arc, beside: Segment) -> None:
-        super().__init__(segment, codec, arc, beside)
-        self.ledger = StreamLedger(beside)
-        self.stream_length: int | None = None  # of one rank, if the stream has a length, at which loaders stop
+    def __init__(self, segment: Segment, codec: SampleCodec, arc: Arc, companion: Segment) -> None:
+        super().__init__(segment, codec, arc, companion)
+        self.ledger = StreamLedger(companion)
+        self.stream_length: int | None = None  # samples of one rank, if the stream tells its length
 
     @classmethod
     def empty(
         cls, codec: SampleCodec, granted: int, ranks: int = 1, backend: Backend | None = None, free: int = 0
     ) -> StreamStore:
-        """Make an empty one.
+        """Make an empty store.
 
         Args:
             codec: what a sample looks like.
-            granted: bytes that samples may take, with their columns.
+            granted: bytes that samples and their columns may take.
             ranks: ranks of the node that read the stream.
             backend: kind of segments.
-            free: bytes of the node's memory that filling leaves to others; 0: as many as it does by itself.
+            free: bytes of the node's memory that filling leaves free; 0: the default of `Store`.
         """
         slots = granted // (codec.slot_bytes + cls.head.slot_bytes - ONCE.slot_bytes)
         if isinstance(codec, RecordCodec):
@@ -313,11 +316,11 @@ class StreamStore(Store):
     # ---- in ----
 
     def append(self, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
-        """Store a sample of a shard, if there is room and its epoch goes on. Returns its bytes, or None.
+        """Store a sample of a shard, if there is room and its epoch is the current one. Returns its bytes, or None.
 
         Raises:
-            SampleMismatchError: it is not of the codec.
-            UnsupportedSampleError: it cannot be stored as bytes.
+            SampleMismatchError: the sample does not match the codec.
+            UnsupportedSampleError: the sample cannot be stored as bytes.
         """
         codec, layout, ledger = self.codec, self.layout, self.ledger
         has_room = layout.has_room(codec.least_bytes(sample)) and ledger.count < layout.count
@@ -335,11 +338,11 @@ class StreamStore(Store):
         return nbytes if stored else None
 
     def clear(self) -> None:
-        """Forget all samples, and give their memory back."""
+        """Forget all samples, and return their memory."""
         self.ledger.clear(self.segment.discard)
 
     def _has_columns(self, number: int) -> bool:
-        """Reserve the columns of a slot and of all before it. Returns False without such a slot, or without memory."""
+        """Reserve the columns up to a slot. Returns False if there is no such slot, or no memory."""
         reserved = int(self.ledger.words[_RESERVED])
         if reserved <= number < self.layout.count:
             end = min(number // _BLOCK * _BLOCK + _BLOCK, self.layout.count)
@@ -355,10 +358,10 @@ class StreamStore(Store):
     # ---- out ----
 
     def in_order(self) -> tuple[Integers, Integers]:
-        """All samples, one shard after the other, the samples of each as they came. Nothing may be added any more.
+        """Sort the samples by shard, and within a shard as they came. No sample may be added any more.
 
         Returns:
-            Their indices, and the shards that they came from, in rising order: int64 `[samples]` each.
+            The indices of the samples, and the shard of each, int64 `[samples]`.
         """
         shards = self.layout.columns["shard"][: self._count]
         indices = np.argsort(shards, kind="stable")
@@ -366,7 +369,7 @@ class StreamStore(Store):
         return indices, shards[indices].astype(np.int64)
 
     def marked(self, mark: int) -> Iterator[Any]:
-        """Copies of the samples that have a mark, each made when it is asked for."""
+        """Copy the samples with this mark, one by one as the caller iterates."""
         marks, states = self.layout.columns["mark"], self.layout.states
         for slot in np.flatnonzero(marks[: self._count] == np.uint64(mark)).tolist():
             if states[slot] == READY:
@@ -376,7 +379,7 @@ class StreamStore(Store):
 
     @property
     def _count(self) -> int:
-        """How many of the first slots may have a sample: to look at the columns of the others would take memory."""
+        """Number of the first slots that may have a sample. Reading the columns of other slots would take memory."""
         return 0 if self.closed else min(self.ledger.count, int(self.ledger.words[_RESERVED]))
 
     @property
@@ -384,33 +387,33 @@ class StreamStore(Store):
         return np.asarray(self.layout.state[: self._count] != EMPTY)
 
     def __len__(self) -> int:
-        """Number of samples of an epoch, as far as it is known."""
+        """Number of samples that are stored."""
         return self.filled
 
     @property
     def full(self) -> bool:
-        """Whether nothing is added any more."""
+        """Whether later epochs come from the store, and no sample is added any more."""
         return not self.closed and self.ledger.mode == "cache"
 
     @property
     def capacity(self) -> int:
-        """Number of samples that will be stored, as far as it is known."""
+        """Number of samples that are stored, and one more while the stream is read."""
         return self.filled if self.full else self.filled + 1
 
     @property
     def fill_fraction(self) -> float:
-        """1 when a whole epoch is stored; before, the share of the memory that samples take."""
+        """1 when a whole epoch is stored; before that, the share of the memory that samples take."""
         if self.full or self.ledger.passed(self.ledger.epoch, self.stream_length) == self.filled:
             return 1.0
         return min(self.memory_bytes / self.segment.size, 1.0)
 
     @property
     def promised_bytes(self) -> int:
-        """Bytes of memory that were granted and are still to be taken."""
+        """Bytes of memory that were granted and are not taken yet."""
         return 0 if self.full else super().promised_bytes
 
     def close(self) -> None:
-        """Close it in this process."""
+        """Close the store in this process."""
         if not self._closed:
             self.ledger.close()
         super().close()

@@ -1,1 +1,1 @@
-"""WHAT GROWS: streams that are kept, and caches that roll."""
+"""WHAT GROWS: streams that are stored as they pass, and rolling caches."""

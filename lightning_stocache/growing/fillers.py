@@ -1,17 +1,17 @@
-"""The processes that fill a rolling cache, and who looks after them.
+"""The processes that fill a rolling cache, and their supervision by the process that has started them.
 
 A filler draws its share (`draws`), loads each sample and appends it. Its notes lie in the store, beside the slots: how
-many samples it has drawn (of a stream: since its beginning), appended and failed to load, what it loads and since when.
-So a filler that hangs is seen, and one that is started anew leaves out what the last one has drawn, the sample that
-killed it included. Its seeds are others.
+many samples it has drawn (of a stream: since its beginning), appended and failed to load, which sample it loads, and
+since when. So the notes show a filler that hangs, and a filler that is started again leaves out what was drawn before,
+the sample that killed it included. It has other seeds than before.
 
-A sample that cannot be loaded, or is not of the codec, is left out. The first error of a filler is sent with its
-traceback; after `MOST_FAILURES` in a row the filler ends. A filler that dies is started anew, at most `MOST_RESTARTS`
-times; one that could not begin is not. `Fillers.look` does this on the trainer's own thread: when an epoch begins,
-while it waits for a minimum, and about once a second while indices are drawn. A process that is forked in the middle of
-another thread's work may inherit its locks.
+A sample that cannot be loaded, or does not match the codec, is left out. The filler sends its first error with the
+traceback, and ends after `MOST_FAILURES` failures in a row. A filler that dies is started again, at most
+`MOST_RESTARTS` times; a filler that could not begin is not started again. `Fillers.look` does this on the trainer's own
+thread: when an epoch begins, while it waits for the minimum, and about once a second while indices are drawn. Another
+thread must not fork, because the child could inherit locks that the trainer's thread holds.
 
-A filler ends with its parent, however that ends (`node.processes`).
+A filler ends with its parent, even if the parent is killed (`node.processes`).
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ log = logging.getLogger(__name__)
 MOST_FAILURES = 20  # in a row
 MOST_RESTARTS = 3  # of one filler
 _DRAWN, _APPENDED, _FAILED, _SINCE, _INDEX, _STOP = range(6)  # the notes of a filler
-_END_SECONDS = 1.0  # for a filler to end by itself
-_LONGEST = 8000  # characters of a traceback, so that it fits in a pipe that nobody reads
+_END_SECONDS = 1.0  # that a filler has to end by itself
+_LONGEST = 8000  # characters of a traceback, which must fit into a pipe that is not read meanwhile
 
 
 class Fillers:
-    """The fillers of one store, looked after by the process that has started them.
+    """The fillers of one store, supervised by the process that has started them.
 
     Args:
-        draws: what they draw.
-        store: where it goes.
-        count: how many there are.
-        method: how they are started: fork, spawn or forkserver; None: as the system does.
+        draws: the samples that they draw.
+        store: the store that they append to.
+        count: number of fillers.
+        method: how fillers are started: fork, spawn or forkserver; None: the system's default.
 
     Raises:
-        ValueError: they are too many.
+        ValueError: `count` is negative or too large.
         TypeError: the source cannot be sent to a process that is not forked.
     """
 
@@ -73,68 +73,70 @@ class Fillers:
         try:
             for number in range(count):
                 self._start(number)
-        except BaseException:  # the source cannot be sent, or there is no process more
+        except BaseException:  # the source cannot be sent, or the system starts no more processes
             self.stop()
             raise
 
     @property
     def failed(self) -> int:
-        """Samples that could not be loaded or are of another kind, and were left out."""
+        """Number of samples that were left out: not loaded, or not matching the codec."""
         return int(self._notes[:, _FAILED].sum())
 
     @property
     def restarts(self) -> int:
-        """Fillers that died and were started anew."""
+        """How often a filler died and was started again."""
         return sum(self._restarts)
 
     def are_at_work(self) -> bool:
-        """Whether any filler is at work. Those that have ended have told their last errors."""
+        """Whether any filler is at work. The errors of fillers that have ended are logged by then."""
         self.look()
         if not all(process.is_alive() for process, _ in self._processes.values()):
-            self.look()  # it ended behind the look
+            self.look()  # a filler ended after the look
         return bool(self._processes)
 
     def look(self) -> None:
-        """Log the errors of fillers, and start those anew that have died."""
+        """Log the errors of fillers, and start dead fillers again."""
         if os.getpid() != self._pid:
             return
         for number, (process, reports) in list(self._processes.items()):
-            code = process.exitcode  # before its last words are read
+            code = process.exitcode  # before the reports, so that no last report is missed
             try:
                 while reports.poll():
-                    self._tell(reports.recv())
-            except (EOFError, OSError):  # it has ended
+                    self._report(reports.recv())
+            except (EOFError, OSError):  # the filler has ended
                 pass
             if code is not None:
                 reports.close()
                 del self._processes[number]
-                if code != 0:  # else it has drawn all that there is, or has given up and said so
-                    self._replace(number, code)
+                if code != 0:  # with 0 the filler has drawn all samples, or has given up and reported it
+                    self._restart(number, code)
 
-    def _replace(self, number: int, code: int) -> None:
-        """Start a filler anew that has died, unless that makes no sense."""
+    def _restart(self, number: int, code: int) -> None:
+        """Start a dead filler again, unless it could not begin or has died too often."""
         notes = self._notes[number]
         died = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         words = f"filler {number} died ({died}) after it had appended {notes[_APPENDED]} samples"
         if notes[_SINCE]:
-            words += f", loading {_named(int(notes[_INDEX]))}"
+            words += f", loading {_sample_name(int(notes[_INDEX]))}"
         why = why_not_begun(self._context.get_start_method()) if code > 0 else ""
         if why and not notes[: _FAILED + 1].any():
-            self._tell(f"{words}. {why}")
+            self._report(f"{words}. {why}")
         elif self._restarts[number] < MOST_RESTARTS:
             log.warning("%s; it is started anew, behind that sample", words)
             self._restarts[number] += 1
             self._start(number)
         else:
-            self._tell(f"{words}, as it has {MOST_RESTARTS} times before; it is not started again")
+            self._report(f"{words}, as it has {MOST_RESTARTS} times before; it is not started again")
 
     def describe(self) -> str:
-        """What the fillers are loading, and for how long, for people."""
+        """Describe which samples the fillers are loading, and for how long."""
         now, loading = time.monotonic_ns(), []
         for number in self._processes:
             since, index = int(self._notes[number, _SINCE]), int(self._notes[number, _INDEX])
             if since:
-                loading.append(f"filler {number} has been loading {_named(index)} for {(now - since) / 1e9:.1f} s")
+                loading.append(
+                    f"filler {number} has been loading {_sample_name(index)} for {(now - since) / 1e9:.1f} s"
+                )
         return "; ".join(loading) or "no filler is loading a sample"
 
     def stop(self) -> None:
@@ -173,17 +175,17 @@ class Fillers:
         theirs.close()
         self._processes[number] = process, reports
 
-    def _tell(self, words: str) -> None:
+    def _report(self, words: str) -> None:
         self.last_error = words
         log.warning(words)
 
 
-def _named(index: int) -> str:
+def _sample_name(index: int) -> str:
     return "its next sample" if index < 0 else f"sample {index}"
 
 
 def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: int, reports: Connection) -> None:
-    """What a filler does."""
+    """Run a filler."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends its fillers
     end_with_parent()
     torch.set_num_threads(1)
@@ -202,7 +204,7 @@ def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: 
             while not store.append(sample, draw.index):
                 if notes[_STOP]:
                     return
-                time.sleep(0.001)  # all slots are being written
+                time.sleep(0.001)  # the next slot is still being written
         except EndOfStreamError:
             notes[_SINCE] = notes[_DRAWN] = 0
         except Exception as error:  # the source is the user's, and may raise anything
@@ -213,7 +215,9 @@ def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: 
             if ends or int(notes[_FAILED]) == 1:
                 trace = "".join(traceback.format_exception(error))[-_LONGEST:]
                 outcome = f"after {in_a_row} failures in a row the filler ends" if ends else "others are only counted"
-                words = f"filler {number} could not load {_named(draw.index)}, which is left out; {outcome}:\n{trace}"
+                words = (
+                    f"filler {number} could not load {_sample_name(draw.index)}, which is left out; {outcome}:\n{trace}"
+                )
                 reports.send(words)
             if ends:
                 return

@@ -1,13 +1,13 @@
-"""A pool of samples in memory that other processes append to while training runs.
+"""`RollingCache`: a pool of samples in memory, to which other processes append while training runs.
 
-Fillers, or any process of the user's, append; when the budget is full, the oldest sample leaves. An epoch trains on
-what is resident when it begins, shuffled: nothing but hits. The sampler calls `begin_epoch`, which tells all ranks of a
-node the same. A sample that leaves during an epoch is replaced by the newer one of its slot, so the number of batches
-stays; `stats().renewed` counts those.
+Fillers, or any process of the user's, append. When the budget is full, the oldest sample leaves. An epoch trains on the
+samples that are resident when the epoch begins, in shuffled order, so all samples are hits. The sampler calls
+`begin_epoch`, which gives all ranks of a node the same slots. A sample that leaves during an epoch is replaced by the
+newer sample of its slot, so the number of batches stays; `stats().renewed` counts these samples.
 
-The leader of a node takes the memory, starts the fillers and waits for samples; the other ranks attach. A loader sees
-a map-style dataset whose length is what was resident when the epoch began. Behind it stands a CachedDataset whose store
-is the pool, so a CachedLoader makes batches as from any cache that is full.
+The leader of a node takes the memory, starts the fillers and waits for samples; the other ranks attach. A loader sees a
+map-style dataset. Its length is the number of samples that were resident when the epoch began. Behind it stands a
+CachedDataset whose store is the pool, so a CachedLoader makes batches as from any full cache.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ _NODE_SEEDS = 1_000_003  # between the seeds of two nodes, whose fillers draw di
 
 @dataclass(frozen=True)
 class RollingStats:
-    """What a rolling cache holds on this node, and has done since it was opened.
+    """The contents of a rolling cache on this node, and its counts since it was opened.
 
     Args:
         resident: samples that can be read now.
         capacity: samples for which there is room.
         appended: samples that came.
-        evicted: samples that left for newer ones.
-        oldest_seconds: age of the oldest that is resident.
-        times_seen: how often a sample that came was served, on average.
-        renewed: samples served by this process that had come after the epoch had begun, for one that had left.
-        substituted: samples served by this process for one that was being replaced at that moment.
-        failed: samples that the fillers could not load, or that were of another kind.
-        restarts: fillers that died and were started anew.
+        evicted: samples that left for newer samples.
+        oldest_seconds: age of the oldest resident sample.
+        times_seen: how often each sample that came was served, on average.
+        renewed: samples that this process served in place of samples that had left during the epoch.
+        substituted: samples that this process served in place of samples that were being replaced at that moment.
+        failed: samples that the fillers could not load, or that do not match the first samples.
+        restarts: how often a filler died and was started again.
         memory_bytes: memory in use.
     """
 
@@ -83,33 +83,34 @@ class RollingStats:
 class RollingCache(Dataset[Any]):
     """A dataset that grows, and then rolls, while it is trained on.
 
-    It opens when it is first asked for something, or by `share`. What is random in the source is drawn again whenever a
-    sample is loaded again; give what is to be drawn in every epoch as `transform`.
+    The pool opens at its first use, or by `share`. Random steps in the source are drawn when a sample is loaded. Give
+    steps that should be drawn in every epoch as `transform`.
 
     Args:
         source: a map-style dataset, whose indices the fillers draw in shuffled order, epoch after epoch; or a stream of
             samples (an IterableDataset, a generator). None: only `RollingWriter`s append.
-        budget: memory per node: "8GiB", "60%" (of a map-style source), "60% of free", bytes. The oldest leave first
-            when it is full. Where the whole source has room, each sample is loaded once.
+        budget: memory per node: "8GiB", "60%" (of a map-style source), "60% of free", bytes. When it is full, the
+            oldest samples leave first. If the whole source has room, each sample is loaded once.
         fillers: processes per node that load samples and append them.
-        minimum: samples for which an epoch waits; less where the source or the budget has less.
+        minimum: samples for which an epoch waits; fewer if the source or the budget has fewer.
         indices: a stream of indices that the fillers load, in place of permutations.
-        transform: done to each sample after the cache, whenever it is served.
-        spec: what a sample looks like, as `SampleSpec.infer(sample)` says; given, nothing is read at set-up.
-        layout: "rows" (samples of one shape, nothing but numbers: a batch is one copy per field; others are left out),
-            "records" (anything that can be pickled), or "auto": rows where the first two samples are such.
-        epoch_samples: samples per epoch and rank, whatever is resident; None: each resident sample once. With a number,
-            all epochs have one length, which is what Lightning takes them for.
+        transform: applied to each sample after the cache, whenever the sample is served.
+        spec: what a sample looks like, from `SampleSpec.infer(sample)`. With it, set-up reads no sample.
+        layout: "rows" (samples of one shape, only numbers: a batch is one copy per field; other samples are left out),
+            "records" (anything that can be pickled), or "auto": rows if the first two samples allow it.
+        epoch_samples: samples per epoch and rank, however many are resident. None: each resident sample once. With a
+            number, all epochs have the same length, as Lightning expects.
         shuffle: whether fillers draw in shuffled order.
-        seed: of the fillers' order, and of the sampler's.
-        multiprocessing_context: how fillers are started: "fork", "spawn" or "forkserver"; None: as the system does.
+        seed: seed of the fillers' order and of the sampler's order.
+        multiprocessing_context: how fillers are started: "fork", "spawn" or "forkserver"; None: the system's default.
 
     Raises:
-        ValueError: an argument that breaks its rule; (when it opens) the budget has no room for the least number of
+        ValueError: an argument breaks its rule; (when the pool opens) the budget has no room for the least number of
             samples.
         TypeError: the source is cached already.
-        FirstSampleError: (when it opens) no sample can be read, or samples cannot be kept.
-        RuntimeError: (when an epoch begins) nothing is resident and no filler is left; it holds the last error.
+        FirstSampleError: (when the pool opens) no sample can be read, or samples cannot be stored.
+        RuntimeError: (when an epoch begins) no sample is resident and no filler is left. The message has the last error
+            of the fillers.
 
     Example:
         >>> import torch
@@ -160,58 +161,53 @@ class RollingCache(Dataset[Any]):
         self._end: weakref.finalize[[], RollingCache] | None = None
         self._length: int | None = None
         self._told_alone = self._told_short = False
-        self._of: RollingCache | None = None  # the pool that this is a view of: its fillers end with it
+        self._of: RollingCache | None = None  # of a view: keeps the pool alive, whose fillers end with it
 
     # ---- opening ----
 
     def share(self, group: NodeGroup | None = None) -> None:
-        """Open the pool, one for all ranks of the node. Collective: every rank calls it, before anything else is asked.
+        """Open one pool for all ranks of the node. Collective: every rank calls it, before any other use of the pool.
 
         Args:
-            group: which ranks share memory; by default it is found out from the running process group.
+            group: which ranks share memory; by default the running process group tells.
         """
         self.close()
         group = NodeGroup.discover() if group is None else group
-        codec, given, holds_all = group.lead(lambda: self._plan(group))
-        unopened = OpenCache.without(self._request, group)
-        [opened] = make_and_attach([unopened], lambda kind: [self._make(group, codec, given, kind)], given.backend)
+        draws = replace(self._draws, seed=self._draws.seed + _NODE_SEEDS * group.node)
+        codec, given, holds_all = group.lead(lambda: self._plan(draws, group))
+        whose = {"dataset": f"rolling: {type(self.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
+
+        def make(kind: Backend | None) -> list[RollingStore]:
+            store = RollingStore.empty(codec, given.slots[0], kind, whose, granted=given.granted[0])
+            store.keep_free(given.keep_free[0])
+            return [store]
+
+        [opened] = make_and_attach([OpenCache.without(self._request, group)], make, given.backend)
         store = cast(RollingStore, opened.cache)
         opened = replace(opened, budget_bytes=store.granted_bytes)
         self._dataset = dataset_in(opened, store.length, self.transform, borrowed=False)
         try:
-            group.lead(lambda: self._start(holds_all=holds_all))
-        except BaseException:  # nobody fills the pool of some node
+            group.lead(lambda: self._start(replace(draws, passes=1 if holds_all else None)))
+        except BaseException:  # on some node, no filler has started
             self.close()
             raise
 
-    def _plan(self, group: NodeGroup) -> tuple[SampleCodec, Allocation, bool]:
-        """What samples look like, what memory there is for them, and whether all have room."""
+    def _plan(self, draws: Draws, group: NodeGroup) -> tuple[SampleCodec, Allocation, bool]:
+        """Find the codec of the samples, their memory, and whether all samples of the source have room."""
         if sys.platform == "win32":
             raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
-        draws = self._draws_of(group)
         codec = self._request.spec or codec_of(draws, self._request.layout, self._method)
         writers = 1 if self.source is None else max(self._filler_count, 1)
         return codec, *allocate_pool(self.budget, codec, draws.length, writers, len(group.members))
 
-    def _make(self, group: NodeGroup, codec: SampleCodec, given: Allocation, backend: Backend | None) -> RollingStore:
-        whose = {"dataset": f"rolling: {type(self.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
-        [slots], [granted], [keep_free] = given.slots, given.granted, given.keep_free
-        store = RollingStore.empty(codec, slots, backend, whose, granted=granted)
-        store.keep_free(keep_free)
-        return store
-
-    def _start(self, *, holds_all: bool) -> None:
+    def _start(self, draws: Draws) -> None:
         if self.source is not None and self._filler_count:
-            draws = replace(self._draws_of(self.group), passes=1 if holds_all else None)
             self._fillers = Fillers(draws, self.store, self._filler_count, self._method)
             self._end = weakref.finalize(self, self._fillers.stop)
 
-    def _draws_of(self, group: NodeGroup) -> Draws:
-        return replace(self._draws, seed=self._draws.seed + _NODE_SEEDS * group.node)
-
     @property
     def is_open(self) -> bool:
-        """Whether there is a pool by now."""
+        """Whether the pool is open."""
         return self._dataset is not None
 
     @property
@@ -221,12 +217,12 @@ class RollingCache(Dataset[Any]):
 
     @property
     def store(self) -> RollingStore:
-        """The memory of the pool, which is opened if need be."""
+        """The store of the pool. Opens the pool if necessary."""
         return cast(RollingStore, cached_source(self.dataset).opened.cache)
 
     @property
     def dataset(self) -> CachedDataset:
-        """The cached dataset behind the pool: every slot by its number."""
+        """The cached dataset behind the pool: every slot by its number. Opens the pool if necessary."""
         if self._dataset is None:
             self.share(NodeGroup())
         assert self._dataset is not None
@@ -234,19 +230,19 @@ class RollingCache(Dataset[Any]):
 
     @property
     def handle(self) -> StoreHandle:
-        """What a `RollingWriter` in another process needs to append here: plain values, to be sent as you like."""
+        """The address of the pool for a `RollingWriter` in another process: plain values, to be sent in any way."""
         return self.store.handle
 
     def view(self, transform: Callable[[Any], Any] | None) -> RollingCache:
-        """The same pool with another transform; it does not close the pool."""
+        """The same pool with another transform. Closing the view does not close the pool."""
         dataset = dataset_over(cached_source(self.dataset).view(transform))
-        view = RollingCache.__new__(RollingCache)  # no copy: that would be one for another process
+        view = RollingCache.__new__(RollingCache)  # a copy would look after no filler
         view.__dict__.update(self.__dict__)
         view.transform, view._dataset, view._of = transform, dataset, self
         return view
 
     def close(self) -> None:
-        """End the fillers and give the pool up in this process; the next use opens another one."""
+        """End the fillers and close the pool in this process. The next use opens another pool."""
         if self._borrowed:
             return
         if self._end is not None:
@@ -256,7 +252,7 @@ class RollingCache(Dataset[Any]):
         self._fillers = self._dataset = self._end = self._length = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy, in another process for instance, reads the same memory, does not close it, and looks after no filler.
+        # A copy, for instance in another process, reads the same memory, does not close it, and looks after no filler.
         return self.__dict__ | {"_fillers": None, "_end": None, "_of": None, "_dataset": copy.copy(self._dataset)}
 
     @property
@@ -267,10 +263,10 @@ class RollingCache(Dataset[Any]):
     # ---- epochs ----
 
     def begin_epoch(self) -> Integers:
-        """What is resident now, int64, the same on all ranks of the node; this dataset's length until the next call.
+        """Begin an epoch: wait for the minimum, and return the resident slots, int64, equal on all ranks of the node.
 
-        Waits for the minimum. The sampler of `sampler` calls it; with another one, call it before each epoch.
-        Collective.
+        Their number is the length of this dataset until the next call. The sampler of `sampler` calls `begin_epoch`;
+        with another sampler, call it before each epoch. Collective.
         """
         store = self.store
         if self.group.world < job_ranks()[0] and not self._told_alone and not self._borrowed:
@@ -286,22 +282,22 @@ class RollingCache(Dataset[Any]):
         return self._agreed(begin)
 
     def resident(self) -> Integers:
-        """What is resident now, without a new epoch. Collective, as `begin_epoch`."""
+        """The resident slots, as `begin_epoch` returns them, without a new epoch. Collective."""
         store = self.store
         return self._agreed(lambda: self._wait(store))
 
     def sampler(self, *, shuffle: bool = True) -> RollingSampler:
-        """What draws the resident samples of each epoch for this rank; CachedLoader makes one by itself. Collective."""
+        """Make a sampler that draws this rank's resident samples. CachedLoader makes one by itself. Collective."""
         self.resident()  # opens the pool, and with it its group
         return RollingSampler(self, shuffle=shuffle, seed=self._draws.seed, epoch_samples=self.epoch_samples)
 
     def look_after(self) -> None:
-        """Tell what fillers have said, and start those anew that have died."""
+        """Log the errors of the fillers, and start dead fillers again."""
         if self._fillers is not None:
             self._fillers.look()
 
     def stats(self) -> RollingStats:
-        """What is resident on this node, and what has been done since the pool was opened."""
+        """The contents of the pool on this node, and its counts since it was opened."""
         store, fillers, counters = self.store, self._fillers, self.dataset.counters
         assert counters is not None
         return RollingStats(
@@ -324,19 +320,19 @@ class RollingCache(Dataset[Any]):
         return resident
 
     def _wait(self, store: RollingStore) -> Integers:
-        """What is resident, once the minimum has come. Where no more can come, what there is will do.
+        """Wait for the minimum, and return the resident slots. If no more samples can come, fewer are enough.
 
         Raises:
-            RuntimeError: nothing is resident, and no filler is left.
+            RuntimeError: no sample is resident, and no filler is left.
         """
         fillers, minimum = self._fillers, max(self._minimum, len(self.group.members))
         for seconds in poll(pause=0.005):
             is_over = fillers is not None and not fillers.are_at_work()
-            # Memory may end, and larger records come, while it is waited: once samples leave, no more have room.
+            # While this waits, memory may end, or larger records may come: when samples leave, there is no more room.
             count, least = store.filled, 1 if store.evicted else min(minimum, store.capacity)
             if count >= least:
                 break
-            # Else the only sample is being replaced.
+            # With no sample resident, but samples appended, the only sample may be in replacement: look again.
             if fillers is not None and is_over and (count or seconds or not store.appended):
                 self._no_more(count, least, fillers)
                 break
@@ -367,7 +363,7 @@ class RollingCache(Dataset[Any]):
         return len(self.resident()) if self._length is None else self._length
 
     def __getitem__(self, index: SupportsIndex) -> Any:
-        """Whatever sample lies in a slot now; of one that is being replaced, another resident one."""
+        """The sample that is in a slot now. While that sample is being replaced, another resident sample."""
         number, length = index.__index__(), len(self)
         if not -length <= number < self.store.length:
             raise IndexError(f"index {number} is out of range: {length} samples are resident in this epoch")
@@ -385,7 +381,7 @@ class RollingCache(Dataset[Any]):
 
 
 def share_pools(datasets: Iterable[Any], group: NodeGroup | None = None) -> None:
-    """Have the rolling caches among some datasets shared by the ranks, unless they are. Collective."""
+    """Share the rolling caches among some datasets between the ranks, unless they are shared already. Collective."""
     for dataset in datasets:
         if isinstance(dataset, RollingCache):
             group = NodeGroup.discover() if group is None else group
@@ -394,7 +390,7 @@ def share_pools(datasets: Iterable[Any], group: NodeGroup | None = None) -> None
 
 
 class _Slots(Dataset[Any]):
-    """Stands for the source of what is in memory alone: samples cannot be loaded again by their number."""
+    """The source of a dataset that is only in memory: its samples cannot be loaded by their number."""
 
     def __init__(self, length: int) -> None:
         self.length = length

@@ -1,4 +1,4 @@
-"""The way into a rolling cache for processes of the user's own."""
+"""`RollingWriter`: appends samples to a rolling cache from any process of the user's."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class RollingWriter:
     """Appends samples to a rolling cache that another process of this node has open.
 
     Args:
-        store: where they go.
+        store: the store of the rolling cache.
 
     Raises:
-        OSError: (`attach`) the cache cannot be reached from here, or its process has ended; (`append`) there is no
-            memory for a single sample.
+        OSError: (`attach`) this process cannot reach the cache, or the cache's process has ended; (`append`) there is
+            no memory for a single sample.
         SampleMismatchError: (`append`, rows) a sample differs from the first ones in structure, dtype or shape.
 
     Example:
@@ -41,11 +41,16 @@ class RollingWriter:
 
     @classmethod
     def attach(cls, handle: StoreHandle) -> RollingWriter:
-        """Open the cache that has this handle, which is plain values: send it by a queue, a pipe or a file of yours."""
+        """Open the cache with this handle. A handle is plain values: send it by a queue, a pipe or a file of yours."""
         return cls(RollingStore.attach(handle))
 
     def append(self, sample: Any, index: int = -1) -> None:
-        """Store a sample, in the place of the oldest once the budget is full; `index`: in its source, for messages."""
+        """Store a sample. When the budget is full, it replaces the oldest sample.
+
+        Args:
+            sample: matches the first samples of the cache.
+            index: of the sample in its source, for messages; -1 without one.
+        """
         for seconds in poll(pause=0.001):
             if self._store.append(sample, index):
                 return
@@ -54,7 +59,7 @@ class RollingWriter:
                 log.warning("a RollingWriter has been waiting for a slot for %.0f s: %s", seconds, words)
 
     def close(self) -> None:
-        """Give the cache up in this process."""
+        """Close the cache in this process."""
         self._store.close()
 
     def __enter__(self) -> RollingWriter:

@@ -1,21 +1,22 @@
-"""A stream that remembers: `CachedStream` stands between a loader and what can only be read from its beginning.
+"""`CachedStream`: stores the samples of a stream as they pass, and serves later epochs from memory.
 
-Epoch one is the stream: each process reads what it would read without a cache, at the same moments, hands it on as it
-is, and stores a copy. A sample that is stored is a miss and a fill, one that is not a bypass, one from memory a hit.
+Epoch one is the stream. Each process reads what it would read without a cache, at the same moments, hands each sample
+on unchanged, and stores a copy. A sample that is stored counts as a miss and a fill, a sample that is not stored as a
+bypass, and a sample from memory as a hit.
 
-When an epoch has ended in every shard of every rank of the node, and all of it was stored, later epochs come from
-memory: a permutation of all samples by `seed` and the number of the epoch, dealt to the ranks, and to the workers of
-each. What an epoch comes from is decided before it begins:
+When every shard of every rank of the node has ended an epoch, and all of its samples were stored, later epochs come
+from memory: a permutation of all samples by `seed` and the number of the epoch, dealt to the ranks, and to the workers
+of each rank. The source of an epoch is decided before the epoch begins:
 
-    stream   it is read, and stored
-      -> stream   the epoch was broken off, or raised: from nothing, for no sample may come twice
-      -> cache    all of it was stored, and its first samples, read again, are among them
+    stream   the stream is read, and stored
+      -> stream   the epoch was broken off, or raised: storing begins anew, because no sample may come twice
+      -> cache    all samples were stored, and the first samples, read again, are among them
       -> pass     anything else
-    cache    all comes from memory
-    pass     it is read, and nothing is stored
+    cache    all samples come from memory
+    pass     the stream is read, and not stored
 
-A stream passes for good when it does not fit, is random, another one in every epoch, or never read to its end: three
-epochs that were broken off one after the other.
+A stream passes through for good if it does not fit, is random, has other samples in every epoch, or is never read to
+its end: if three epochs were broken off.
 """
 
 from __future__ import annotations
@@ -57,21 +58,21 @@ _AT_ONCE, _AT_ONCE_BYTES = 64, 4 << 20  # samples that are read from memory toge
 
 
 class CachedStream(Forwarding, IterableDataset[Any]):
-    """An iterable-style dataset whose samples are kept as they pass, in memory that all processes of the node share.
+    """An iterable-style dataset whose samples are stored as they pass, in memory that all processes of the node share.
 
-    When its memory opens, another process reads its first sixteen samples, to see what samples look like. Epoch one is
-    the stream itself, in every worker: order, values, errors. When it has ended everywhere, and all of it was kept,
-    later epochs come from memory, every sample once, in another order each.
+    When the memory opens, another process reads the first sixteen samples, to learn what samples look like. Epoch one
+    is the stream itself, in every worker: order, values, errors. When all workers have read the stream to its end, and
+    all samples were stored, later epochs come from memory: every sample once, each epoch in another order.
 
     A stream passes through uncached, with one warning, if it does not fit into its budget, is random, has other samples
-    in every epoch, has samples of many shapes where the first sixteen are of one, is broken off in its first three
-    epochs, or is read on several nodes. Shuffling is not random in this sense, unless it draws from the process-wide
-    generators with every sample, or batches are made of what was shuffled (`batched` of WebDataset after its
-    `shuffle`): have the loader make them.
+    in every epoch, is broken off in its first three epochs, or is read on several nodes; and if the first sixteen
+    samples have one shape and a later sample has another. Shuffling is not random in this sense, with two exceptions:
+    shuffling that draws from the process-wide generators with every sample, and batches that the stream makes of
+    shuffled samples (`batched` of WebDataset after its `shuffle`). Let the loader make the batches.
 
-    Give it to a CachedLoader, which makes the batches of later epochs in the main process, or to any DataLoader. All
-    names but its own (`source`, `cache`, `counters`, `group`, `budget_bytes`, `share`, `close`, `describe`) are those
-    of the stream, to read, write and delete.
+    Give the stream to a CachedLoader, which makes the batches of later epochs in the main process, or to any
+    DataLoader. The wrapper has the names `source`, `cache`, `counters`, `group`, `budget_bytes`, `share`, `close` and
+    `describe`. All other names are those of the stream, to read, write and delete.
 
     The idea is that of `tf.data.Dataset.cache()`.
 
@@ -79,21 +80,21 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         iterable: an IterableDataset, WebDataset, `datasets.IterableDataset`, any object with `__iter__`, or a function
             that makes an iterator.
         budget: memory per node: "8GiB", "60% of free" (memory), "auto" (as much as is safely free), bytes, or 0 (off).
-            Nobody knows the size of a stream, so no share of it can be asked for.
-        transform: what is done to each sample after the cache, on the CPU: the random part goes here.
-        allow_random: keep a random stream as it is, with its first draw frozen.
+            A share of the dataset ("60%") is refused, because the size of a stream is not known.
+        transform: applied to each sample after the cache, on the CPU. The random part belongs here.
+        allow_random: store a random stream, too: its first draw is frozen.
         backend: where the memory lies: "tmpfile" (/dev/shm), "memfd", "file", or "auto".
-        strict: memory that cannot be had is an error; else the stream passes through uncached, with one warning.
-        defer: open nothing yet; samples pass through until `share` is called.
+        strict: raise an error without memory; else the stream passes through uncached, with one warning.
+        defer: open no memory yet: samples pass through until `share` is called.
         layout: "rows" (samples of one shape, nothing but numbers), "records" (anything that can be pickled), or "auto":
-            rows where the first sixteen samples are such. If a later one is none, the stream passes through.
-        seed: of the order of later epochs; the same on all ranks.
-        shuffle: whether later epochs have another order each; False: that of epoch one, batch for batch.
+            rows if the first sixteen samples allow it. If a later sample is no such row, the stream passes through.
+        seed: seed of the order of later epochs; the same on all ranks.
+        shuffle: whether each later epoch has another order. False: later epochs repeat epoch one, batch for batch.
 
     Raises:
-        TypeError: it is no stream, or one that can be read only once.
+        TypeError: `iterable` is no stream, or can be read only once.
         ValueError: the budget cannot be read, or an argument is none of its choices.
-        CacheMemoryError: (`strict`) the memory cannot be had.
+        CacheMemoryError: (`strict`) there is no memory.
 
     Example:
         >>> reads = []
@@ -104,7 +105,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         >>> stream = CachedStream(squares, budget="1MiB")
         >>> list(stream), sorted(stream), sorted(stream)
         ([0, 1, 4, 9], [0, 1, 4, 9], [0, 1, 4, 9])
-        >>> stream.counters.totals().hits, len(reads)  # another process has read the first ones again
+        >>> stream.counters.totals().hits, len(reads)  # the reads of the set-up process do not count here
         (8, 4)
         >>> stream.close()
     """
@@ -138,12 +139,13 @@ class CachedStream(Forwarding, IterableDataset[Any]):
             self.share(NodeGroup())
 
     def share(self, group: NodeGroup | None = None) -> None:
-        """Swap the memory for one that all ranks of the node have in common. Collective: every rank calls it.
+        """Replace the memory by memory that all ranks of the node share. Collective: every rank calls it.
 
-        What was kept before is given up, so call it before the first epoch, and make the stream with `defer=True`.
+        Samples that were stored before are lost, so call `share` before the first epoch, and make the stream with
+        `defer=True`.
 
         Args:
-            group: which ranks share memory; by default it is found out from the running process group.
+            group: which ranks share memory; by default the running process group tells.
         """
         self.__serving__.open(NodeGroup.discover() if group is None else group)
 
@@ -154,12 +156,12 @@ class CachedStream(Forwarding, IterableDataset[Any]):
 
     @property
     def cache(self) -> StreamStore | None:
-        """What is kept; None while samples pass through."""
+        """The store of the samples; None while samples pass through."""
         return self.__serving__.store
 
     @property
     def counters(self) -> Counters | None:
-        """What has been served and kept, by all processes of the node."""
+        """Counts of served and stored samples, of all processes of the node."""
         return self.__serving__.opened.counters
 
     @property
@@ -173,11 +175,11 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         return self.__serving__.opened.budget_bytes
 
     def close(self) -> None:
-        """Give the memory up in this process; from then on the stream passes through."""
+        """Close the memory in this process. From then on the stream passes through."""
         self.__serving__.close()
 
     def describe(self) -> str:
-        """One line on what is kept, for people."""
+        """Describe the stored samples in one line."""
         name, cache = type(self.source).__name__, self.cache
         if cache is None or (mode := cache.ledger.mode) == "pass":
             return f"{name}: a stream that passes through uncached"
@@ -197,12 +199,12 @@ class CachedStream(Forwarding, IterableDataset[Any]):
 
 
 def stream_source(stream: CachedStream) -> StreamSource:
-    """What serves a stream: for the package, whose names for it are none of the user's."""
+    """The StreamSource of a stream. For the package; the attribute's name hides no name of the user's stream."""
     return stream.__serving__
 
 
 def stream_with(stream: CachedStream, transform: Callable[[Any], Any] | None) -> CachedStream:
-    """The same stream, with another transform after the cache: for the package."""
+    """The same stream with another transform after the cache. For the package."""
     other = CachedStream(stream.source, 0, defer=True)
     other.__serving__ = replace(stream.__serving__, transform=transform, _kept=None)
     return other
@@ -254,14 +256,14 @@ class StreamSource:
             store.stream_length = self._length()
 
     def close(self) -> None:
-        """Give the memory up in this process."""
+        """Close the memory in this process."""
         self.opened.close()
         self.opened, self._kept = OpenCache.without(self.opened.request, self.opened.group), None
 
     # ---- epochs ----
 
     def begin(self) -> Iterator[Any]:
-        """The next epoch of this process."""
+        """Begin the next epoch in this process."""
         store, shard = self.store, self._shard()
         if store is None:
             return _Reading(self, None, shard, 0)
@@ -278,8 +280,8 @@ class StreamSource:
         """Begin the next epoch in the process of a loader.
 
         Returns:
-            The samples in memory, the same object in each epoch, and this rank's batches of them; None where the stream
-            is to be read.
+            The samples in memory (the same object in each epoch) and this rank's batches. None if the epoch is read
+            from the stream.
         """
         store, group = self.store, self.opened.group
         if store is None:
@@ -300,7 +302,7 @@ class StreamSource:
         return store.ledger.decide(epoch, lambda late: self._choose(store, epoch, late))
 
     def _choose(self, store: StreamStore, epoch: int, late: Sequence[int]) -> Mode:
-        """What an epoch comes from that all ranks have begun but those that are late."""
+        """Choose the source of an epoch that all ranks but `late` have begun."""
         ledger, reason = store.ledger, None
         passed, filled = ledger.passed(epoch - 1, self._length()), store.filled
         if late:
@@ -336,7 +338,7 @@ class StreamSource:
         return "pass"
 
     def pass_by(self, store: StreamStore, reason: str) -> None:
-        """Store nothing from now on, and say so once. What others are reading from memory stays where it is."""
+        """Store nothing from now on, with one warning. Samples that other processes read from memory stay there."""
         before = store.ledger.pass_by()
         if before != "pass":
             self._tell(reason)
@@ -349,7 +351,7 @@ class StreamSource:
     def _length(self) -> int | None:
         try:
             return len(self.source)
-        except Exception:  # whatever the user's code raises: most streams have none
+        except Exception:  # most streams have no length, and the user's code may raise anything
             return None
 
     # ---- shards ----
@@ -362,7 +364,7 @@ class StreamSource:
         return Shard(rank, info.id, info.num_workers, (info.seed - info.id) % 2**62 + 1)
 
     def _in_memory(self, store: StreamStore) -> tuple[CachedDataset, Integers, Integers]:
-        """The samples in memory, their indices in the order of their shards, and the shard of each."""
+        """The dataset of the samples in memory, their indices sorted by shard, and the shard of each."""
         if self._kept is None:
             self._kept = dataset_in(self.opened, store.length, self.transform), *store.in_order()
         return self._kept
@@ -374,7 +376,7 @@ class StreamSource:
             order = indices[permutation(len(indices), self.seed, epoch)]
             return deal(order, shard.rank, len(self.opened.group.members))[shard.worker :: shard.workers]
         ranks, workers = np.divmod(shards, MOST_WORKERS)
-        # The remainder serves all samples, too, where epoch one had more workers.
+        # By the remainder, all samples are served even if epoch one had more workers.
         is_mine = (ranks == shard.rank) & (workers % shard.workers == shard.worker)
         mine: Integers = indices[is_mine]
         return mine
@@ -390,21 +392,21 @@ class StreamSource:
             places = store.lookup(mine[first : first + step])
             samples, nbytes = list(store.read(places)), store.stored_bytes(places)
             gather_ns = time.perf_counter_ns() - start
-            for number, sample in enumerate(samples, 1):  # one by one: who stops in between has been served no more
+            for number, sample in enumerate(samples, 1):  # one by one, because the consumer may stop in between
                 share = nbytes * number // len(samples) - nbytes * (number - 1) // len(samples)
                 self.opened.count(hits=1, bytes_from_cache=share, gather_ns=gather_ns // len(samples))
                 yield self.finished(sample)
 
     def finished(self, sample: Any) -> Any:
-        """A sample as it is handed out."""
+        """A sample with its transform applied."""
         return sample if self.transform is None else self.transform(sample)
 
 
 class _Reading(Iterator[Any]):
-    """One epoch of a stream that is read, in one process: handed on as it is, and stored unless `store` is None.
+    """One epoch that one process reads from the stream. Samples are stored, unless `store` is None.
 
-    What the stream raises comes through, and a stream that goes on after an error may be asked again, as without a
-    cache; nothing more is stored in that epoch.
+    Errors of the stream reach the caller. Afterwards the caller may go on reading, as without a cache, but no more
+    samples of that epoch are stored.
     """
 
     def __init__(self, serving: StreamSource, store: StreamStore | None, shard: Shard, epoch: int) -> None:
@@ -432,7 +434,7 @@ class _Reading(Iterator[Any]):
         return self._serving.finished(sample)
 
     def _stored(self, store: StreamStore, sample: Any) -> int | None:
-        """Store a copy of a sample, if that is possible; its bytes."""
+        """Store a copy of a sample. Returns its bytes, or None if it was not stored."""
         moved = self._reader.moved
         if moved is not None:
             self._store = None

@@ -1,8 +1,8 @@
-"""In which order the samples in memory of a stream or a rolling cache are served, and by which rank.
+"""The order in which the samples in memory of a stream or a rolling cache are served, and their ranks.
 
-The order follows from the seed, the epoch and the node alone, so every process computes it, and nothing is sent but one
-number per rank of a rolling cache: how much is resident differs from node to node, and all ranks run the same number of
-batches. Each node divides its samples evenly among its ranks, and the smallest share of any rank is the share of all.
+The order follows from the seed, the epoch and the node alone, so every process computes it. Only one number per rank of
+a rolling cache is sent: nodes differ in how many samples are resident, and all ranks run the same number of batches.
+Each node divides its samples evenly among its ranks, and every rank draws as many as the rank with the fewest.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lightning_stocache.node.group import NodeGroup
 __all__ = ["RollingSampler", "StreamBatches", "batches_in_turn", "batches_of", "deal", "permutation"]
 
 _LOOK_SECONDS = 1.0
-_GROUP = 16  # indices that are handed on at a time: between two of them there is a look
+_GROUP = 16  # indices that are drawn at a time; the pool is looked after between two groups
 
 
 def permutation(samples: int, *seeds: int) -> Integers:
-    """So many samples in an order that follows from the seeds, int64 `[samples]`.
+    """A permutation of the numbers below `samples` that follows from the seeds, int64 `[samples]`.
 
     Example:
         >>> permutation(5, 0, 2).tolist()
@@ -35,7 +35,7 @@ def permutation(samples: int, *seeds: int) -> Integers:
 
 
 def deal(order: Integers, rank: int, ranks: int) -> Integers:
-    """What one of some ranks takes of an order: as many as each, the first samples twice where they do not come out.
+    """The part of an order for one rank. All parts have one length, so the first samples may come twice.
 
     Example:
         >>> [deal(np.arange(5), rank, 2).tolist() for rank in (0, 1)]
@@ -48,7 +48,12 @@ def deal(order: Integers, rank: int, ranks: int) -> Integers:
 
 
 def batches_in_turn(shards: Sequence[Integers], size: int, *, drop_last: bool = False) -> list[Integers]:
-    """The batches of a stream as a DataLoader makes them: one of each worker in turn, given the samples of each.
+    """The batches of a stream in the order of a DataLoader: a batch of each worker in turn.
+
+    Args:
+        shards: the samples of each worker.
+        size: samples per batch.
+        drop_last: whether to leave out batches with fewer samples.
 
     Example:
         >>> [batch.tolist() for batch in batches_in_turn([np.array([0, 1, 2]), np.array([7])], 2)]
@@ -60,10 +65,10 @@ def batches_in_turn(shards: Sequence[Integers], size: int, *, drop_last: bool = 
 
 
 def batches_of(order: Integers, rank: int, ranks: int, size: int, *, drop_last: bool = False) -> list[Integers]:
-    """The batches of a rank: as many on each, and every sample on one of them.
+    """The batches of a rank. All ranks have the same number of batches, and every sample is on one rank.
 
-    Where a rank would have a batch less than others, its last one is divided; with fewer samples than ranks have
-    batches some come twice. With `drop_last` what is left over after the last whole batch of all ranks is left out.
+    A rank that would have a batch less than others divides its last batch. If there are fewer samples than batches,
+    some samples come twice. With `drop_last`, the samples after the last whole batch of all ranks are left out.
 
     Example:
         >>> [[len(batch) for batch in batches_of(np.arange(9), rank, 2, 4)] for rank in (0, 1)]
@@ -84,7 +89,7 @@ class StreamBatches(Sampler[list[int]]):
     """The batches of a rank in one epoch.
 
     Args:
-        batches: all of them; all but the last few have `batch_size`.
+        batches: the indices of each batch. All but the last few batches have `batch_size` samples.
         batch_size: samples per batch.
         drop_last: whether all batches have that size.
     """
@@ -99,7 +104,7 @@ class StreamBatches(Sampler[list[int]]):
         return len(self.batches)
 
     def groups(self) -> Iterator[Integers]:
-        """The indices of several batches at a time, all but the last of which have `batch_size`."""
+        """The indices of several batches at a time. Smaller batches come alone."""
         batches = self.batches
         whole = next((number for number, batch in enumerate(batches) if len(batch) < self.batch_size), len(batches))
         if whole:
@@ -122,16 +127,16 @@ class _Pool(Protocol):
 
 
 class RollingSampler(DistributedSampler[int]):
-    """Each epoch draws what is resident when it begins, shuffled, and deals it to the ranks of the node.
+    """Draws the samples that are resident when an epoch begins, shuffled, and deals them to the ranks of the node.
 
-    Made by `RollingCache.sampler`. It is a DistributedSampler only in that Lightning leaves it in its place.
+    `RollingCache.sampler` makes it. It is a DistributedSampler only because Lightning does not replace those.
 
     Args:
         pool: the rolling cache.
-        shuffle: another order in every epoch, or by slot.
-        seed: of the order.
-        epoch_samples: samples per epoch and rank, whatever is resident: fewer than that are drawn again and again,
-            each round in another order. None: each resident sample once.
+        shuffle: whether each epoch has another order; else samples come in the order of their slots.
+        seed: seed of the order.
+        epoch_samples: samples per epoch and rank. If fewer are resident, they are drawn in several rounds, each in
+            another order. None: each resident sample once.
     """
 
     def __init__(self, pool: _Pool, *, shuffle: bool = True, seed: int = 0, epoch_samples: int | None = None) -> None:
@@ -141,7 +146,7 @@ class RollingSampler(DistributedSampler[int]):
         self.look_again()
 
     def look_again(self) -> None:
-        """Count what is resident now, for who asks for the length before an epoch begins. Collective."""
+        """Set the length to the samples that are resident now, before an epoch begins. Collective."""
         self.num_samples = self._share(len(self.pool.resident()))
 
     def __len__(self) -> int:
@@ -151,7 +156,7 @@ class RollingSampler(DistributedSampler[int]):
         return (index for group in self.groups(_GROUP) for index in group.tolist())
 
     def groups(self, size: int) -> Iterator[Integers]:
-        """The epoch in arrays of so many indices, but the last; it begins when the first of them is asked for."""
+        """The epoch in arrays of `size` indices. The last array may be smaller. The first array begins the epoch."""
         order = self._order()
         look_at = time.monotonic() + _LOOK_SECONDS
         for first in range(0, len(order), size):
@@ -161,11 +166,11 @@ class RollingSampler(DistributedSampler[int]):
             yield order[first : first + size]
 
     def _order(self) -> Integers:
-        """What this rank draws in the epoch that begins now: its part of one or more permutations."""
+        """Begin an epoch. Returns the indices that this rank draws: its part of one or more permutations."""
         resident = self.pool.begin_epoch()
         self.num_samples = self._share(len(resident))
         group, epoch = self.pool.group, self.epoch
-        self.epoch += 1  # who calls `set_epoch`, as Lightning does, has the last word
+        self.epoch += 1  # `set_epoch`, which Lightning calls, may change it again
         ranks = group.nodes[group.node]
         mine = slice(ranks.index(group.rank), None, len(ranks))
         rounds = []
@@ -175,7 +180,7 @@ class RollingSampler(DistributedSampler[int]):
         return np.concatenate(rounds)[: self.num_samples]
 
     def _share(self, resident: int) -> int:
-        """How many samples every rank draws. Collective."""
+        """The number of samples that every rank draws. Collective."""
         group = self.pool.group
         least = min(group.exchange(resident // len(group.nodes[group.node])))
         if not least:

@@ -1,4 +1,4 @@
-"""A rolling store: the oldest samples leave first, and nobody ever reads half of one."""
+"""A rolling store: the oldest samples leave first, and no reader sees half of a sample."""
 
 import os
 import signal
@@ -22,12 +22,12 @@ SPEC = codec_of("rows")
 
 
 def sample(number: int) -> Any:
-    """A row whose every word says which it is."""
+    """A row with its number in every word."""
     return sample_of("rows", number)
 
 
 def record(number: int) -> Any:
-    """A record of a size of its own, which says everywhere which it is."""
+    """A record with a size of its own, and its number in every word."""
     return sample_of("records", number)
 
 
@@ -37,7 +37,7 @@ def append(store: RollingStore, numbers: range) -> None:
 
 
 def numbers(store: RollingStore, places: Any = None) -> list[int]:
-    """The samples of those slots, each looked at word by word."""
+    """The numbers of the samples in these slots, checked word by word."""
     places = store.readable_slots() if places is None else np.asarray(places)
     return [whole("rows" if gathers(store) else "records", read) for read in store.read(places)]
 
@@ -57,7 +57,7 @@ def records() -> Iterator[RollingStore]:
 
 
 def test_the_oldest_leave_first(store: RollingStore) -> None:
-    """After any number of appends the last ones are resident, as many as there are slots."""
+    """After any number of appends the last samples are resident, as many as there are slots."""
     for number in range(50):
         store.append(sample(number))
         assert sorted(numbers(store)) == list(range(max(number - 7, 0), number + 1))
@@ -65,7 +65,7 @@ def test_the_oldest_leave_first(store: RollingStore) -> None:
 
 
 def test_a_sample_of_another_kind_is_refused(store: RollingStore) -> None:
-    """What is not of the codec is an error, and nothing is replaced."""
+    """A sample that does not match the codec is an error, and replaces no sample."""
     store.append(sample(1))
     with pytest.raises(SampleMismatchError, match="sample 3"):
         store.append((torch.zeros(3), 0), index=3)
@@ -73,13 +73,13 @@ def test_a_sample_of_another_kind_is_refused(store: RollingStore) -> None:
 
 
 def test_an_empty_store_says_so(store: RollingStore) -> None:
-    """Who reads before anything was appended is told."""
+    """Reading before the first append is an error in words."""
     with pytest.raises(RuntimeError, match="no sample has been appended yet"):
         numbers(store, [0])
 
 
 def test_a_slot_that_is_being_written_gives_another_sample(store: RollingStore) -> None:
-    """Readers do not wait for a writer: they are served another resident sample, and count it."""
+    """Readers do not wait for a writer: they get another resident sample, and count it."""
     append(store, range(8))
     taken = store.take()
     assert taken is not None
@@ -88,7 +88,7 @@ def test_a_slot_that_is_being_written_gives_another_sample(store: RollingStore) 
     assert len(set(read)) > 2  # not always the same one
     assert store.substituted == 20
     assert store.filled == 8  # its sample is about to come
-    store.publish(taken)
+    store.finish(taken)
 
 
 def test_what_came_after_the_epoch_had_begun_is_counted(store: RollingStore) -> None:
@@ -102,8 +102,8 @@ def test_what_came_after_the_epoch_had_begun_is_counted(store: RollingStore) -> 
     assert store.renewed == 1
 
 
-def test_what_changes_during_the_copy_is_taken_again(store: RollingStore) -> None:
-    """A batch in which samples are replaced while it is gathered holds whole samples only."""
+def test_a_sample_that_changes_during_the_copy_is_copied_again(store: RollingStore) -> None:
+    """A batch has whole samples only, even if samples are replaced while it is gathered."""
     append(store, range(8))
 
     into = [np.empty(size, dtype=np.uint8) for size in SPEC.sizes(8)]
@@ -130,11 +130,11 @@ def test_what_changes_during_the_copy_is_taken_again(store: RollingStore) -> Non
 
 
 def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
-    """Where all of a few slots are being written, the store is not empty."""
+    """A store whose few slots are all being written is not empty."""
     store = RollingStore.empty(SPEC, 1)
     store.append(sample(7))
     taken = store.take()
-    writer = threading.Timer(0.2, store.publish, [taken])
+    writer = threading.Timer(0.2, store.finish, [taken])
     writer.start()
     assert numbers(store, [0]) == [7]
     writer.join()  # a sample can be read before its writer has given the slot up
@@ -142,13 +142,13 @@ def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
 
 
 def test_indices_outside_have_no_place(store: RollingStore) -> None:
-    """What is no slot is no place, whatever is resident; where none is asked for, none is given."""
+    """An index that is no slot has no place. Reading no places gives no samples."""
     assert store.lookup(np.array([-1, 0, 7, 8])).tolist() == [-1, 0, 7, -1]
     assert store.read(np.empty(0, dtype=np.int64)) == []
 
 
 def test_a_look_from_outside_says_how_many_samples_there_are(store: RollingStore) -> None:
-    """Who asks what takes their memory is told the slots that hold a sample."""
+    """`contents_of` tells how many slots have a sample."""
     append(store, range(5))
     file = os.open(store.handle.segment.data, os.O_RDONLY)
     contents = contents_of(file)
@@ -161,8 +161,8 @@ def test_a_look_from_outside_says_how_many_samples_there_are(store: RollingStore
 # ---- records ----
 
 
-def test_what_is_read_after_close_is_an_error_in_words(records: RollingStore) -> None:
-    """Samples are copied out when they are asked for, which may be too late."""
+def test_reading_records_after_close_is_an_error_in_words(records: RollingStore) -> None:
+    """Records are copied as the caller iterates, which may be after `close`."""
     records.append(record(0))
     samples = iter(records.read(records.readable_slots()))
     records.close()
@@ -171,7 +171,7 @@ def test_what_is_read_after_close_is_an_error_in_words(records: RollingStore) ->
 
 
 def test_small_samples_end_at_the_number_of_slots(records: RollingStore) -> None:
-    """Where samples are smaller than was expected, slots run out before bytes do."""
+    """If samples are smaller than expected, slots run out before bytes do."""
     count = records.count
     for number in range(3 * count):
         assert records.append({"number": number})
@@ -181,14 +181,14 @@ def test_small_samples_end_at_the_number_of_slots(records: RollingStore) -> None
 
 
 def test_a_sample_that_is_too_large_is_refused(records: RollingStore) -> None:
-    """It could not even lie there alone; what is resident stays."""
+    """A record that has no room even alone is an error, and the resident samples stay."""
     records.append(record(1))
     with pytest.raises(ValueError, match="larger than the whole rolling cache"):
         records.append({"number": 2, "words": torch.zeros(10**6)})
     assert numbers(records) == [1]
 
 
-def test_what_has_left_is_replaced_by_another(records: RollingStore) -> None:
+def test_another_sample_replaces_a_record_that_has_left(records: RollingStore) -> None:
     """A slot that cannot be read gives another resident sample."""
     for number in range(5):
         records.append(record(number))
@@ -207,7 +207,7 @@ def take_and_die(handle: StoreHandle) -> None:
 
 @pytest.mark.processes
 def test_the_slot_of_a_killed_writer_is_taken_in_its_turn(store: RollingStore) -> None:
-    """Readers pass over the slot in which a writer was killed, until a writer comes round to it."""
+    """Readers pass over the slot of a killed writer, until its turn comes again."""
     append(store, range(3))
     with pytest.raises(ChildError, match="SIGKILL"):
         call(take_and_die, store.handle)
@@ -228,7 +228,7 @@ def grow_without_memory(layout: str) -> tuple[int, int, list[int]]:
 @pytest.mark.processes
 @pytest.mark.parametrize(("layout", "mib", "least", "most"), [("rows", 1, 5, 40), ("records", 2, 20, 200)])
 def test_where_memory_ends_the_store_rolls_within_what_it_has(layout: str, mib: int, least: int, most: int) -> None:
-    """A full /dev/shm is no error: the store stops growing, and the oldest leave from then on."""
+    """A full /dev/shm is no error: the store stops growing, and the oldest samples leave from then on."""
     capacity, filled, left = without_room(grow_without_memory, layout, mib=mib)
     assert least < filled < most
     assert layout == "records" or filled == capacity
