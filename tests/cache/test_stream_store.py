@@ -1,4 +1,4 @@
-"""The samples of a stream in memory: numbered, found again by their marks, laid out anew, seen from other processes."""
+"""The samples of a stream in memory: numbered, found by their marks, sorted by shard, seen from other processes."""
 
 import pickle
 import random
@@ -20,13 +20,13 @@ SPEC = SampleSpec.infer(1)
 
 
 def filled(store: StreamStore, shard: Shard, epoch: int, samples: list[Any]) -> None:
-    """Keep samples, marked by their position."""
+    """Store samples, marked by their position."""
     for mark, sample in enumerate(samples):
         assert store.append(shard, epoch, sample, mark) is not None
 
 
-def test_what_is_kept_is_in_the_order_of_the_shards() -> None:
-    """Whoever was faster, samples are numbered by shard and position."""
+def test_samples_are_sorted_by_shard() -> None:
+    """Whichever shard was faster, samples are in the order of shards and positions."""
     shards = [Shard(0, 0, 2, key=1), Shard(0, 1, 2, key=1)]
     with closing(StreamStore.empty(SPEC, 1 << 20)) as store:
         epochs = [store.ledger.begin(shard) for shard in shards]
@@ -41,8 +41,8 @@ def test_what_is_kept_is_in_the_order_of_the_shards() -> None:
         assert store.divide([6]) == ([6], [])
 
 
-def test_an_epoch_that_is_over_keeps_nothing() -> None:
-    """A process that comes late writes nothing into the memory of the next epoch."""
+def test_an_epoch_that_is_over_stores_nothing() -> None:
+    """A late process writes nothing into the memory of the next epoch."""
     late, next_one = Shard(key=1), Shard(key=2)
     with closing(StreamStore.empty(SPEC, 1 << 20)) as store:
         before = store.ledger.begin(late)
@@ -53,7 +53,7 @@ def test_an_epoch_that_is_over_keeps_nothing() -> None:
 
 
 def test_clear_gives_the_memory_back() -> None:
-    """And the next samples begin with number zero, in the columns that were given back, too."""
+    """The next samples begin with number zero, in columns that were released, too."""
     shard = Shard()
     with closing(StreamStore.empty(SampleSpec.infer(torch.zeros(1000)), 8 << 20)) as store:
         epoch = store.ledger.begin(shard)
@@ -76,7 +76,7 @@ def in_another_process(content: bytes) -> Any:
 
 @pytest.mark.processes
 def test_another_process_opens_the_same() -> None:
-    """What one keeps the other finds."""
+    """Each process finds the samples of the other."""
     shard = Shard(0, 0, 2, key=9)
     with closing(StreamStore.empty(SPEC, 1 << 20)) as store:
         epoch = store.ledger.begin(shard)
@@ -88,7 +88,7 @@ def test_another_process_opens_the_same() -> None:
 
 
 def test_a_ledger_counts_like_a_list() -> None:
-    """Random epochs of random shards, announced or not, whole or broken off, against plain numbers."""
+    """Random epochs of random shards, announced or not, whole or broken off, are compared with plain numbers."""
     dice = random.Random(0)
     with closing(StreamLedger.create(ranks=2)) as ledger:
         expected: int | None = None
@@ -114,7 +114,7 @@ def test_a_ledger_counts_like_a_list() -> None:
 
 
 def test_a_decision_is_taken_once() -> None:
-    """Who comes second hears what was decided; what is final stays."""
+    """The second process receives the decision of the first, and a final decision stays."""
     with closing(StreamLedger.create(1)) as ledger:
         asked = list[int]()
 
@@ -134,7 +134,7 @@ def test_a_decision_is_taken_once() -> None:
 
 
 def test_a_stream_promises_what_it_was_granted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other jobs see that much of the length of its files without memory, not twice; and few samples take little."""
+    """Its files are as much longer than their memory, for other jobs to see; and few samples take little memory."""
     create, made = Segment.create, list[Segment]()
     monkeypatch.setattr(Segment, "create", lambda *given, **more: made.append(create(*given, **more)) or made[-1])
     shard, granted = Shard(), 64 << 20

@@ -1,4 +1,4 @@
-"""A dataset that grows and rolls while it is trained on, in loaders of all kinds; and what its fillers may do wrong."""
+"""A dataset that grows and rolls while it is trained on, in loaders of all kinds; and the faults of its fillers."""
 
 import errno
 import logging
@@ -48,7 +48,7 @@ class Numbers(Dataset[Any]):
 
 
 def labels(loader: Any) -> list[int]:
-    """What an epoch gives; every word of it is looked at."""
+    """The numbers of an epoch, whose words are all checked."""
     found = []
     for words, numbers in loader:
         assert (words == numbers[:, None]).all()
@@ -69,6 +69,12 @@ def opened() -> Iterator[Callable[..., RollingCache]]:
         pool.close()
 
 
+def write(pool: RollingCache, numbers: range) -> None:
+    with RollingWriter.attach(pool.handle) as writer:
+        for number in numbers:
+            writer.append(Numbers()[number])
+
+
 def all_resident(pool: RollingCache, count: int) -> None:
     wait_until(lambda: pool.stats().resident == count)
 
@@ -77,7 +83,7 @@ def fillers_end() -> None:
     wait_until(lambda: not [child for child in active_children() if child.name.startswith("filler")])
 
 
-# ---- what an epoch is ----
+# ---- epochs ----
 
 
 LOADERS = {
@@ -94,23 +100,19 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_an_epoch_is_what_is_resident_when_it_begins(opened, kind):
-    """Each resident sample once, all hits; what comes later is in the next epoch."""
+def test_an_epoch_has_the_samples_that_are_resident_when_it_begins(opened, kind):
+    """Each resident sample comes once, as a hit. Samples that come later are in the next epoch."""
     pool = opened(budget=100 * EACH, spec=SPEC, minimum=10)
-    writer = RollingWriter.attach(pool.handle)
-    for number in range(10):
-        writer.append(Numbers()[number])
+    write(pool, range(10))
     loader = LOADERS[kind](pool)
     assert sorted(labels(loader)) == list(range(10))
-    for number in range(10, 30):
-        writer.append(Numbers()[number])
+    write(pool, range(10, 30))
     pool.begin_epoch()
     assert sorted(labels(loader)) == list(range(30))
     assert len(loader) == 4
     counts = pool.dataset.counters.totals()
     assert (counts.hits, counts.misses, counts.bypasses) == (40, 0, 0)
-    for number in range(30, 130):
-        writer.append(Numbers()[number])
+    write(pool, range(30, 130))
     pool.begin_epoch()
     assert sorted(labels(loader)) == list(range(30, 130))
     assert pool.stats().evicted == 30
@@ -120,8 +122,8 @@ def test_an_epoch_is_what_is_resident_when_it_begins(opened, kind):
 
 
 @pytest.mark.parametrize("make", [DataLoader, CachedLoader])
-def test_what_leaves_during_an_epoch_is_replaced_by_what_came(opened, make):
-    """The number of batches stays, and each sample is whole; how many were newer is counted."""
+def test_newer_samples_replace_samples_that_leave_during_an_epoch(opened, make):
+    """The number of batches stays, each sample is whole, and `renewed` counts the newer samples."""
     words = 2**17  # a megabyte each: small ones are gathered together, before the first batch is handed out
     pool = opened(budget=16 * (8 * words + 32), spec=SampleSpec.infer((torch.zeros(words).long(), 0)), minimum=16)
     writer = RollingWriter.attach(pool.handle)
@@ -139,11 +141,9 @@ def test_what_leaves_during_an_epoch_is_replaced_by_what_came(opened, make):
 
 
 def test_a_transform_comes_after_the_cache(opened):
-    """It is done whenever a sample is served, here and in a view with another one."""
+    """It runs whenever a sample is served. A view has another transform."""
     pool = opened(budget=100 * EACH, spec=SPEC, minimum=4, transform=lambda sample: (sample[0], sample[1] * 10))
-    with RollingWriter.attach(pool.handle) as writer:
-        for number in range(4):
-            writer.append(Numbers()[number])
+    write(pool, range(4))
     assert sorted(int(label) for _, batch in CachedLoader(pool, 2) for label in batch) == [0, 10, 20, 30]
     assert sorted(labels(CachedLoader(pool.view(None), 2))) == [0, 1, 2, 3]
     assert pool[3][1] == 30
@@ -151,7 +151,7 @@ def test_a_transform_comes_after_the_cache(opened):
 
 
 def test_a_view_keeps_the_fillers_at_work():
-    """Also where nobody else holds the pool."""
+    """Even if no other object refers to the pool."""
     view = RollingCache(Numbers(), "100%", fillers=1, minimum=40).view(None)
     assert sorted(labels(CachedLoader(view, 8))) == list(range(40))
     assert view.is_open
@@ -162,7 +162,7 @@ def test_a_view_keeps_the_fillers_at_work():
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_fillers_load_the_whole_source_once_where_it_fits(opened, method):
-    """With room for all, every sample is loaded once, and the fillers end."""
+    """If all samples have room, each is loaded once, and the fillers end."""
     pool = opened(Numbers(), "100%", fillers=3, minimum=1, multiprocessing_context=method)
     all_resident(pool, 40)
     assert sorted(labels(CachedLoader(pool, 8, shuffle=True))) == list(range(40))
@@ -171,7 +171,7 @@ def test_fillers_load_the_whole_source_once_where_it_fits(opened, method):
 
 
 def test_fillers_roll_where_it_does_not_fit(opened):
-    """The pool stays full, the oldest leave, and every sample of the source comes some time."""
+    """The pool stays full, the oldest samples leave, and every sample of the source comes some time."""
     pool, seen = opened(Numbers(), "25%", fillers=2, minimum=10), set()
     loader = CachedLoader(pool, 4, shuffle=True)
     wait_until(lambda: pool.stats().evicted > 0)
@@ -184,7 +184,7 @@ def test_fillers_roll_where_it_does_not_fit(opened):
 
 
 def test_an_epoch_waits_for_the_minimum_and_goes_on(opened, tmp_path):
-    """A filler slower than training: the epoch has at least the minimum, and later ones more."""
+    """With fillers slower than training, an epoch has at least the minimum, and later epochs have more."""
     allowed, lengths = Allowance(tmp_path / "allowed", 5), []
     pool = opened(Numbers(trouble=allowed), "100%", spec=SPEC, fillers=1, minimum=5)
     loader = CachedLoader(pool, 5, shuffle=True)
@@ -196,25 +196,26 @@ def test_an_epoch_waits_for_the_minimum_and_goes_on(opened, tmp_path):
 
 
 class Stream(IterableDataset[Any]):
-    """The numbers from 0 on, divided among workers as torch's documentation says."""
+    """The samples of Numbers up to an end, divided among workers."""
 
     def __init__(self, end: int) -> None:
         self.end = end
 
     def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        for number in range(info.id if info else 0, self.end, info.num_workers if info else 1):
-            yield torch.full((WORDS,), number), number
+        info: Any = get_worker_info()
+        return map(
+            Numbers().__getitem__, range(self.end) if info is None else range(info.id, self.end, info.num_workers)
+        )
 
 
 def test_a_stream_is_divided_among_the_fillers(opened):
-    """An IterableDataset is told its filler as it is told its worker; without an end of its own it comes again."""
+    """An IterableDataset sees its filler as it sees a worker. When it has ended, it begins again."""
     pool, seen = opened(Stream(20), 60 * EACH, fillers=2, minimum=60), set()
     wait_until(lambda: seen.update(labels(CachedLoader(pool, 8))) or seen == set(range(20)))
 
 
 def test_a_generator_ends_and_training_goes_on(opened, caplog):
-    """What has come stays; that less than the minimum has come is said once."""
+    """Its samples stay, with one warning that fewer than the minimum have come."""
     source = (Numbers()[number] for number in range(12))  # which cannot be pickled
     pool = opened(source, 60 * EACH, fillers=2, minimum=50, multiprocessing_context="fork")
     loader = CachedLoader(pool, 8)
@@ -222,8 +223,8 @@ def test_a_generator_ends_and_training_goes_on(opened, caplog):
     assert caplog.text.count("training goes on with what is resident") == 1
 
 
-def test_a_stream_of_indices_says_what_is_loaded(opened):
-    """Each index of it is loaded by one filler."""
+def test_fillers_load_the_given_indices(opened):
+    """One filler loads each index of the stream."""
     pool = opened(Numbers(), 60 * EACH, fillers=2, minimum=3, indices=[7, 3, 9])
     assert sorted(labels(CachedLoader(pool, 8))) == [3, 7, 9]
 
@@ -234,7 +235,7 @@ def texts(number: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_any_kind_roll_as_records(opened, workers):
-    """Text and tensors of many lengths come out as they went in, the oldest leave, and all come some time."""
+    """Text and tensors of many lengths come out as they went in. The oldest leave, and all samples come some time."""
     source, seen = [texts(number) for number in range(60)], set()
     pool = opened(source, 70_000, fillers=2, minimum=5)
     loader = CachedLoader(pool, 4, shuffle=True, collate_fn=list, num_workers=workers)
@@ -252,7 +253,7 @@ def test_samples_of_any_kind_roll_as_records(opened, workers):
 
 
 def test_a_few_records_have_room(opened):
-    """What the pool takes for itself is none of their budget; writers may append more than the source has."""
+    """The budget is for samples alone. Writers may append more samples than the source has."""
     pool = opened([texts(20)], "100%", fillers=1, minimum=1)
     assert len(pool[0]["numbers"]) == 141
     with RollingWriter.attach(pool.handle) as writer:
@@ -262,13 +263,13 @@ def test_a_few_records_have_room(opened):
 
 
 def test_an_epoch_does_not_wait_for_records_that_have_no_room(opened, caplog):
-    """Later records are larger than the first ones: fewer than the minimum fit, and training goes on with these."""
+    """If later records are larger than the first, fewer than the minimum may fit. Training goes on with these."""
     pool = opened([texts(number // 5) for number in range(300)], 60_000, fillers=1, minimum=256, shuffle=False)
     assert 0 < len(pool.begin_epoch()) < 256
     wait_until(lambda: pool.stats().evicted > 0)
 
 
-# ---- what goes wrong ----
+# ---- faults ----
 
 
 def raises_at(index: int) -> None:
@@ -277,7 +278,7 @@ def raises_at(index: int) -> None:
 
 
 def test_samples_that_cannot_be_loaded_are_left_out(opened, caplog):
-    """The first error is told with its traceback, the others are counted."""
+    """The first error is logged with its traceback; the others are counted."""
     pool = opened(Numbers(trouble=raises_at), "100%", fillers=1, minimum=1, shuffle=False)
     wait_until(lambda: pool.stats().failed == 20)
     fillers_end()
@@ -293,14 +294,14 @@ def always_raises(index: int) -> None:
 
 
 def test_a_source_that_always_fails_is_an_error_of_the_training(opened):
-    """Nothing is resident and no filler is left: the epoch raises what they met."""
+    """Without a resident sample and without a filler, the epoch raises the last error of the fillers."""
     pool = opened(Numbers(trouble=always_raises), 60 * EACH, spec=SPEC, fillers=2, minimum=1)
     with pytest.raises(RuntimeError, match=r"(?s)none of its fillers is left.*the store is gone"):
         len(pool)
 
 
-def test_samples_that_cannot_be_kept_are_refused(opened):
-    """What is no row, where rows were asked for; what cannot be pickled, or read."""
+def test_samples_that_cannot_be_stored_are_refused(opened):
+    """The error tells whether samples are no rows, cannot be pickled, or cannot be read."""
     with pytest.raises(FirstSampleError, match=r'the sample is a str.*layout="records" keeps what can be pickled'):
         len(opened(["one", "two", "three"], 60 * EACH, layout="rows"))
     with pytest.raises(FirstSampleError, match="cannot be kept"):
@@ -326,7 +327,7 @@ class Drawn(Numbers):
 
 
 def test_a_filler_that_dies_is_started_anew_behind_that_sample(opened, caplog):
-    """Who and why is said; all other samples come, with random numbers that are none of the dead one's."""
+    """The log names filler, signal and sample. All other samples come, with other random numbers than before."""
     pool = opened(Drawn(trouble=Dies()), "100%", spec=SPEC, fillers=2, minimum=39)
     batches = list(CachedLoader(pool, 8, shuffle=True))
     assert sorted(int(row[0]) for rows, _ in batches for row in rows) == [number for number in range(40) if number != 3]
@@ -336,27 +337,12 @@ def test_a_filler_that_dies_is_started_anew_behind_that_sample(opened, caplog):
     assert "loading sample 3; it is started anew" in caplog.text
 
 
-def mortal(died: Path) -> Iterator[Any]:
-    for number in range(12):
-        if number == 5 and not died.exists():
-            died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield Numbers()[number]
-
-
-def test_a_filler_of_a_stream_goes_on_behind_the_sample_that_killed_it(opened, tmp_path):
-    """What had come before does not come again."""
-    source = mortal(tmp_path / "died")
-    pool = opened(source, 60 * EACH, spec=SPEC, fillers=1, minimum=50, multiprocessing_context="fork")
-    assert sorted(labels(CachedLoader(pool, 8))) == [number for number in range(12) if number != 5]
-
-
 def dies(index: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_filler_that_always_dies_is_given_up(opened, caplog):
-    """After a few times it is not started again, and an empty pool is an error."""
+    """After three restarts it is not started again, and the empty pool is an error."""
     pool = opened(Numbers(trouble=dies), 60 * EACH, spec=SPEC, fillers=1, minimum=1)
     with pytest.raises(RuntimeError, match=r"it has 3 times before; it is not started again"):
         len(pool)
@@ -374,18 +360,18 @@ class HangsAfter:
             time.sleep(1000)
 
 
-def test_a_filler_that_hangs_is_told_while_training_waits(opened, caplog, monkeypatch):
-    """Who has been loading what for how long; once the minimum is there, training does not mind."""
+def test_a_filler_that_hangs_is_logged_while_training_waits(opened, caplog, monkeypatch):
+    """The log tells which filler loads which sample, and for how long. With the minimum, training goes on."""
     monkeypatch.setattr(processes, "REPORT_SECONDS", 0.3)
     source = Numbers(trouble=HangsAfter(6))
     pool = opened(source, "100%", spec=SPEC, fillers=1, minimum=8, shuffle=False)
     writer = RollingWriter.attach(pool.handle)
     all_resident(pool, 6)
-    monkeypatch.setattr(time, "time", lambda: -1e9)  # the clock on the wall is nobody's business
+    monkeypatch.setattr(time, "time", lambda: -1e9)  # the wall clock does not matter
     log = logging.getLogger("lightning_stocache.growing.rolling_cache")
 
     def answer(record: logging.LogRecord) -> bool:
-        """When the message has come, what is missing comes from somebody else."""
+        """When the message comes, another writer appends the missing samples."""
         for number in (6, 7) if "training waits" in record.getMessage() and pool.stats().resident < 8 else ():
             writer.append(Numbers()[number])
         return True
@@ -399,7 +385,7 @@ def test_a_filler_that_hangs_is_told_while_training_waits(opened, caplog, monkey
 
 
 def test_fillers_that_cannot_import_the_source_are_not_started_again(opened, caplog, monkeypatch):
-    """A class of a notebook's cell is known only to forked fillers: one warning and the error say what to do."""
+    """Only forked fillers know a class of a notebook's cell. One warning and the error tell what to do."""
     cell = types.ModuleType("a_cell")
     cell.Numbers = type("Numbers", (Numbers,), {"__module__": "a_cell"})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "a_cell", cell)
@@ -412,8 +398,8 @@ def test_fillers_that_cannot_import_the_source_are_not_started_again(opened, cap
     assert pool.stats().restarts == 0
 
 
-def test_what_cannot_be_sent_to_fillers_is_an_error_in_words(opened):
-    """A source that cannot be pickled needs fillers that are forked, and the error says so."""
+def test_a_source_that_cannot_be_pickled_needs_forked_fillers(opened):
+    """The error says so."""
     pool = opened(Numbers(trouble=lambda index: None), "100%", spec=SPEC, multiprocessing_context="forkserver")
     with pytest.raises(TypeError, match=r"cannot be sent to .*'forkserver' .*multiprocessing_context=\"fork\""):
         next(iter(CachedLoader(pool, 4)))
@@ -428,13 +414,16 @@ def train_and_be_killed(path: str) -> None:
 
 
 def test_fillers_end_with_their_parent(tmp_path):
-    """Also if it is killed, and in the middle of a load."""
+    """Even if the parent is killed, and in the middle of a load."""
     path = tmp_path / "fillers"
     child = Child(train_and_be_killed, str(path))
     wait_until(lambda: path.exists() and len(path.read_text().split()) >= 2)
     fillers = [int(pid) for pid in path.read_text().split()]
     child.kill()
     wait_until(lambda: not any(map(is_alive, fillers)), seconds=60)
+
+
+CACHED = CachedDataset([1, 2, 3], defer=True)
 
 
 @pytest.mark.parametrize(
@@ -447,32 +436,24 @@ def test_fillers_end_with_their_parent(tmp_path):
         ({"source": Stream(3), "indices": [1]}, "indices needs a map-style source"),
         ({"budget": "much"}, "budget cannot be read"),
         ({"layout": "columns"}, "layout must be 'auto', 'rows' or 'records', got 'columns'"),
+        ({"source": CACHED}, "source must be the dataset itself, got a CachedDataset that is cached already"),
     ],
 )
 def test_arguments_that_break_a_rule(arguments, message):
-    """They are refused before anything is opened."""
-    with pytest.raises(ValueError, match=message):
+    """They are refused before the pool opens."""
+    with pytest.raises((ValueError, TypeError), match=message):
         RollingCache(**({"source": Numbers(), "budget": "1MiB"} | arguments))
 
 
 @pytest.mark.parametrize("index", [10**7, -(10**7)])
 def test_an_index_outside_is_an_index_error(opened, index):
-    """By itself and in a batch."""
+    """Alone and in a batch."""
     pool = opened(spec=SPEC, budget=60 * EACH, minimum=1)
-    with RollingWriter.attach(pool.handle) as writer:
-        writer.append((torch.zeros(WORDS, dtype=torch.int64), 0))
+    write(pool, range(1))
     with pytest.raises(IndexError, match="out of range"):
         pool[index]
     with pytest.raises(IndexError):
         pool.__getitems__([0, index])
-
-
-def test_what_is_cached_already_is_refused():
-    """A cache of a cache is a mistake."""
-    dataset = CachedDataset([1, 2, 3])
-    with pytest.raises(TypeError, match="cached already"):
-        RollingCache(dataset, "1MiB")
-    dataset.close()
 
 
 def train_on(rank: int, by_name: bool) -> tuple[list[list[int]], int, int]:
@@ -497,8 +478,7 @@ def train_on(rank: int, by_name: bool) -> tuple[list[list[int]], int, int]:
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_ranks_share_a_pool_and_run_the_same_number_of_batches(by_name):
-    """Each epoch's resident samples are divided among the ranks, also of separate pid namespaces, who reach files by
-    name alone; only one of them has fillers."""
+    """The ranks divide the resident samples of each epoch. Ranks in separate pid namespaces attach by name."""
     found = run_ranks(train_on, 2, by_name)
     for first, second in zip(found[0][0], found[1][0], strict=True):
         assert len(first) == len(second) == 10
@@ -519,7 +499,7 @@ def train_apart(rank: int) -> tuple[list[int], set[int]]:
 
 
 def test_nodes_have_pools_of_their_own_and_run_the_same_number_of_batches():
-    """The smaller pool decides how many; the larger one is drawn from as a whole."""
+    """The smaller pool decides the number. All samples of the larger pool are drawn some time."""
     (small, few), (large, many) = run_ranks(train_apart, 2)
     assert small == large == [8] * 8
     assert len(few) >= 8
@@ -536,8 +516,8 @@ def train_alone(rank: int) -> tuple[list[str], int]:
     return log.lines, min(counts)
 
 
-def test_a_rank_with_a_pool_of_its_own_is_told():
-    """Without `share` each rank has its own pool, and trains on all of it; that is said once."""
+def test_a_rank_with_a_pool_of_its_own_is_warned():
+    """Without `share`, each rank has its own pool, and trains on all of it. One warning says so."""
     for lines, count in run_ranks(train_alone, 2):
         assert sum("call share() on all ranks" in line for line in lines) == 1
         assert count == 40
@@ -550,6 +530,6 @@ def use_up() -> int:
     return count
 
 
-def test_a_pool_that_nobody_closes_ends_with_its_process():
-    """Its fillers are daemons: the process ends at once."""
+def test_a_pool_that_is_not_closed_ends_with_its_process():
+    """Its fillers are daemons, so the process ends at once."""
     assert call(use_up) == 20

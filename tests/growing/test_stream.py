@@ -1,4 +1,4 @@
-"""A stream that is kept: epoch one is the stream, later epochs come from memory, every sample once."""
+"""A cached stream: epoch one is the stream, later epochs come from memory, every sample once."""
 
 import logging
 import os
@@ -32,7 +32,7 @@ class Numbers(CountedStream):
 
 
 class Texts(Numbers):
-    """Samples that are no rows."""
+    """Samples that are records."""
 
     def sample(self, number: int) -> Any:
         return "a" * (number % 7), number
@@ -57,7 +57,7 @@ class Augmented(Numbers):
 
 
 class Secret(Numbers):
-    """Draws for every sample from what nobody can see."""
+    """Draws for every sample from a generator that cannot be watched."""
 
     def __iter__(self) -> Iterator[Any]:
         draws = random.SystemRandom()
@@ -88,7 +88,7 @@ def plus_one(sample: Any) -> Any:
 
 @pytest.mark.parametrize("kind", [Numbers, Texts, Shuffled])
 def test_epoch_one_is_the_stream_and_later_ones_come_from_memory(kind: type[Numbers]) -> None:
-    """The first epoch gives the plain stream's samples in its order; the others all of them, each once, shuffled."""
+    """The first epoch has the samples of the plain stream in order. Later epochs have each sample once, shuffled."""
     random.seed(0)
     plain = numbers_of(DataLoader(kind(), batch_size=4, collate_fn=listed))
     random.seed(0)
@@ -107,7 +107,7 @@ def test_epoch_one_is_the_stream_and_later_ones_come_from_memory(kind: type[Numb
 
 @pytest.mark.parametrize("turns_at", [5, 20])
 def test_samples_of_many_shapes_are_records_if_the_first_ones_show_it(turns_at: int, caplog: Any) -> None:
-    """The first sixteen say what all are; where they mislead, the stream passes through and its user is told."""
+    """The first sixteen samples decide. If a later sample differs, the stream passes through, with a warning."""
     seen = turns_at < 16
     with caplog.at_level(logging.WARNING), closing(CachedStream(Turning(turns_at=turns_at), "16MiB")) as stream:
         assert [sorted(number for _, number in stream) for _ in range(3)] == [list(range(LENGTH))] * 3
@@ -117,16 +117,11 @@ def test_samples_of_many_shapes_are_records_if_the_first_ones_show_it(turns_at: 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("method", "persistent"), [("fork", True), ("forkserver", False)])
-def test_workers_keep_and_serve_their_shares(method: str, persistent: bool) -> None:
-    """With workers every sample comes once in each epoch, and the stream is read in the first alone."""
+def test_workers_store_and_serve_their_shares(method: str, persistent: bool) -> None:
+    """With workers, every sample comes once in each epoch, and only the first epoch reads the stream."""
     with closing(CachedStream(Texts(), "16MiB")) as stream:
         loader = DataLoader(
-            stream,
-            batch_size=4,
-            num_workers=2,
-            collate_fn=listed,
-            multiprocessing_context=method,
-            persistent_workers=persistent,
+            stream, 4, num_workers=2, collate_fn=listed, multiprocessing_context=method, persistent_workers=persistent
         )
         plain = numbers_of(DataLoader(Texts(), batch_size=4, num_workers=2, collate_fn=listed))
         epochs = [numbers_of(loader) for _ in range(3)]
@@ -141,7 +136,7 @@ def test_workers_keep_and_serve_their_shares(method: str, persistent: bool) -> N
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_order_follows_from_the_seed(workers: int) -> None:
-    """Two runs with one seed give the same epochs, whichever worker was faster; another seed another order."""
+    """Two runs with one seed have the same epochs, whichever worker was faster. Another seed gives another order."""
     orders = []
     for seed in (1, 1, 2):
         with closing(CachedStream(Numbers(), "16MiB", seed=seed)) as stream:
@@ -152,8 +147,8 @@ def test_the_order_follows_from_the_seed(workers: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "word"), [(Augmented, "torch"), (Secret, "not among those")])
-def test_what_is_random_is_not_frozen(kind: Any, word: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A stream that augments its samples passes through, with one warning that says how to keep it."""
+def test_a_random_stream_is_not_frozen(kind: Any, word: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A stream that augments its samples passes through, with one warning that tells how to cache it."""
     with caplog.at_level(logging.WARNING), closing(CachedStream(kind(), "16MiB")) as stream:
         epochs = [{int(n): float(x[0]) for x, n in stream} for _ in range(3)]
         counts = stream.counters.totals()
@@ -165,27 +160,20 @@ def test_what_is_random_is_not_frozen(kind: Any, word: str, caplog: pytest.LogCa
     assert "transform=" in caplog.text
 
 
-def test_a_random_stream_is_kept_if_that_is_said() -> None:
-    """allow_random=True keeps the first draw."""
-    with closing(CachedStream(Augmented(), "16MiB", allow_random=True)) as stream:
+@pytest.mark.parametrize("transform", [None, lambda sample: (sample[0] + torch.rand(1), sample[1])])
+def test_allow_random_freezes_the_stream_and_not_the_transform(transform: Any) -> None:
+    """allow_random=True caches the first draw of a random stream. The transform draws in every epoch."""
+    with closing(CachedStream(Augmented(), "16MiB", allow_random=True, transform=transform)) as stream:
         epochs = [{int(n): float(x[0]) for x, n in stream} for _ in range(3)]
-    assert epochs[0] == epochs[1] == epochs[2]
-
-
-def test_a_transform_runs_after_the_cache() -> None:
-    """What is random in it stays random."""
-    with closing(CachedStream(Numbers(), "16MiB", transform=lambda sample: (sample[0] + torch.rand(1), 0))) as stream:
-        epochs = [sorted(float(x[0]) for x, _ in stream) for _ in range(3)]
         assert stream.counters.totals().hits == 2 * LENGTH
-    assert epochs[0] != epochs[1] != epochs[2]
+    assert (epochs[0] == epochs[1] == epochs[2]) == (transform is None)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_broken_epoch_begins_again(workers: int) -> None:
-    """After a break nothing that came before is served twice, and the next whole epoch is kept."""
+def test_a_broken_epoch_begins_again() -> None:
+    """After a break, no sample comes twice, and the next whole epoch is stored."""
     with closing(CachedStream(Numbers(), "16MiB")) as stream:
-        loader = DataLoader(stream, batch_size=4, num_workers=workers)
+        loader = DataLoader(stream, batch_size=4, num_workers=2)
         next(iter(loader))
         epochs = [numbers_of(loader) for _ in range(3)]
         hits = stream.counters.totals().hits
@@ -193,7 +181,7 @@ def test_a_broken_epoch_begins_again(workers: int) -> None:
     assert hits == 2 * LENGTH
 
 
-def test_a_stream_that_is_always_broken_off_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_that_is_always_broken_off_is_not_stored(caplog: pytest.LogCaptureFixture) -> None:
     """After three broken epochs it passes through, with one warning."""
     with caplog.at_level(logging.WARNING), closing(CachedStream(Numbers(), "16MiB")) as stream:
         for _ in range(6):
@@ -205,7 +193,7 @@ def test_a_stream_that_is_always_broken_off_is_not_kept(caplog: pytest.LogCaptur
 
 
 def test_an_error_of_the_stream_comes_through_and_ends_nothing() -> None:
-    """What the stream raises reaches the loader; that epoch is not kept, a later one is."""
+    """The loader receives the error of the stream. That epoch is not stored, a later epoch is."""
     fails = list[bool]()
 
     def failing() -> Iterator[int]:
@@ -230,8 +218,8 @@ class Large(Numbers):
         return torch.full((4096,), float(number)), number
 
 
-def test_what_does_not_fit_passes_through(caplog: pytest.LogCaptureFixture) -> None:
-    """A stream is kept whole or not at all: one warning says how large it is, and its memory is given back."""
+def test_a_stream_that_does_not_fit_passes_through(caplog: pytest.LogCaptureFixture) -> None:
+    """A stream is cached whole or not at all. One warning tells its size, and its memory is released."""
     with caplog.at_level(logging.WARNING), closing(CachedStream(Large(200), "1MiB")) as stream:
         epochs = [[number for _, number in stream] for _ in range(3)]
         assert stream.source.reads <= 3 * 200 + 17
@@ -243,7 +231,7 @@ def test_what_does_not_fit_passes_through(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_stream_that_never_ends_is_passed_on() -> None:
-    """It is kept as far as there is room, and nothing else happens."""
+    """Its samples are stored as long as there is room, and all samples pass."""
 
     def endless() -> Iterator[torch.Tensor]:
         number = 0
@@ -257,8 +245,8 @@ def test_a_stream_that_never_ends_is_passed_on() -> None:
         assert 0 < stream.counters.totals().fills < 300
 
 
-def test_a_stream_that_repeats_itself_is_kept_as_it_came() -> None:
-    """Every sample comes as often as it came."""
+def test_a_stream_may_repeat_a_sample() -> None:
+    """In later epochs every sample comes as often as in the first."""
     with closing(CachedStream(lambda: iter([1, 2, 1, 3, 1]), "1MiB")) as stream:
         epochs = [list(stream) for _ in range(3)]
         assert stream.counters.totals().hits == 10
@@ -267,7 +255,7 @@ def test_a_stream_that_repeats_itself_is_kept_as_it_came() -> None:
 
 @pytest.mark.processes
 def test_a_stream_whose_first_samples_do_not_come_passes_through(monkeypatch: Any, caplog: Any) -> None:
-    """It is not waited for for ever: every epoch is the stream."""
+    """Set-up gives it up after a while, and every epoch is the stream."""
     here = os.getpid()
 
     class Stuck(Numbers):
@@ -286,7 +274,7 @@ def test_a_stream_whose_first_samples_do_not_come_passes_through(monkeypatch: An
 
 
 def test_a_known_length_ends_an_epoch() -> None:
-    """Who knows a length stops there, and asks for no more: that epoch is whole."""
+    """A loader that knows the length stops there. That epoch is whole."""
 
     class Sized(Numbers):
         def __len__(self) -> int:
@@ -301,8 +289,8 @@ def test_a_known_length_ends_an_epoch() -> None:
         assert stream.counters.totals().hits == 40
 
 
-def test_closed_it_is_the_stream() -> None:
-    """After close samples pass through, as from a copy that was closed before it was made."""
+def test_after_close_the_stream_passes_through() -> None:
+    """An epoch after `close` is the stream."""
     stream = CachedStream(Numbers(), "1MiB")
     list(stream)
     stream.close()
@@ -310,34 +298,27 @@ def test_closed_it_is_the_stream() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("given", "arguments", "error", "words"),
     [
-        (iter([1]), TypeError, "can be read once"),
-        (5, TypeError, "must have __iter__"),
-        (Numbers, TypeError, "call it first"),
-        ("text", TypeError, "stream of samples"),
-        (TensorDataset(torch.zeros(3)), TypeError, "give it to CachedDataset"),
-        (IterableWrapper([1, 2]), TypeError, "IterDataPipe"),
+        (iter([1]), {}, TypeError, "can be read once"),
+        (5, {}, TypeError, "must have __iter__"),
+        (Numbers, {}, TypeError, "call it first"),
+        ("text", {}, TypeError, "stream of samples"),
+        (TensorDataset(torch.zeros(3)), {}, TypeError, "give it to CachedDataset"),
+        (IterableWrapper([1, 2]), {}, TypeError, "IterDataPipe"),
+        (Numbers(), {"budget": "50%"}, ValueError, "nobody knows the size"),
+        (Numbers(), {"layout": "x"}, ValueError, "layout"),
+        (Numbers(), {"seed": -1}, ValueError, "seed"),
     ],
 )
-def test_what_is_no_stream_is_refused(given: Any, error: type[Exception], words: str) -> None:
-    """A clear error says what may be given."""
+def test_wrong_arguments_are_refused(given: Any, arguments: Any, error: type[Exception], words: str) -> None:
+    """The error tells what is allowed."""
     with pytest.raises(error, match=words):
-        CachedStream(given)
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [({"budget": "50%"}, "nobody knows the size"), ({"layout": "x"}, "layout"), ({"seed": -1}, "seed")],
-)
-def test_arguments_are_checked(argument: dict[str, Any], words: str) -> None:
-    """An argument that cannot be has an error that names it."""
-    with pytest.raises(ValueError, match=words):
-        CachedStream(Numbers(), **argument)
+        CachedStream(given, **arguments)
 
 
 def test_without_a_budget_it_passes_through() -> None:
-    """budget=0 keeps nothing, and counts."""
+    """budget=0 stores no sample, and counts all as bypasses."""
     with closing(CachedStream(Numbers(), 0)) as stream:
         assert stream.cache is None
         assert [len(list(stream)) for _ in range(2)] == [LENGTH] * 2
@@ -350,7 +331,7 @@ def test_without_a_budget_it_passes_through() -> None:
     [(Numbers, 0, False), (Numbers, 2, True), (Texts, 0, False), (Texts, 2, False)],
 )
 def test_a_cached_loader_makes_batches_from_memory(kind: type[Numbers], workers: int, persistent: bool) -> None:
-    """Its first epoch is DataLoader's; later ones have whole batches of the same kind, but the last one."""
+    """Its first epoch is DataLoader's. Later epochs have batches of the same kind, all whole but the last."""
     arguments: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "persistent_workers": persistent}
     plain = list(DataLoader(kind(), **arguments))
     with closing(CachedStream(kind(), "16MiB")) as stream, closing(CachedLoader(stream, **arguments)) as loader:
@@ -369,7 +350,7 @@ def test_a_cached_loader_makes_batches_from_memory(kind: type[Numbers], workers:
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_cached_loader_knows_the_other_arguments(workers: int) -> None:
-    """drop_last, a collate_fn and a transform are those of the loader and the stream in every epoch."""
+    """drop_last, a collate_fn and a transform work in every epoch."""
     with closing(CachedStream(Numbers(), "16MiB", transform=plus_one)) as stream:
         loader = CachedLoader(stream, batch_size=4, drop_last=True, num_workers=workers, collate_fn=listed)
         epochs = [list(loader) for _ in range(3)]
@@ -381,7 +362,7 @@ def test_a_cached_loader_knows_the_other_arguments(workers: int) -> None:
 
 @pytest.mark.processes
 def test_a_cached_loader_without_batches_serves_samples() -> None:
-    """batch_size=None gives what the stream gives, in every epoch."""
+    """batch_size=None gives the samples of the stream, in every epoch."""
     with closing(CachedStream(Numbers(), "16MiB")) as stream:
         loader = CachedLoader(stream, batch_size=None, num_workers=2)
         assert [sorted(number for _, number in loader) for _ in range(3)] == [list(range(LENGTH))] * 3
@@ -389,7 +370,7 @@ def test_a_cached_loader_without_batches_serves_samples() -> None:
 
 
 def test_a_stream_that_is_shared_again_begins_anew() -> None:
-    """A loader that has served from the memory of before serves from the new one."""
+    """A loader that has served from the old memory serves from the new memory."""
     with closing(CachedStream(Numbers(), "16MiB")) as stream, closing(CachedLoader(stream, batch_size=4)) as loader:
         for _ in range(2):
             assert [sorted(numbers_of(loader)) for _ in range(3)] == [list(range(LENGTH))] * 3
@@ -399,15 +380,15 @@ def test_a_stream_that_is_shared_again_begins_anew() -> None:
 
 @pytest.mark.processes
 def test_worker_init_fn_finds_the_stream() -> None:
-    """What a worker is told about its dataset reaches the user's own, in the first epoch and later."""
+    """worker_init_fn changes the user's own stream, in the first epoch and later."""
     with closing(CachedStream(Texts(), "16MiB")) as stream:
-        loader = CachedLoader(stream, batch_size=4, num_workers=1, worker_init_fn=told)
+        loader = CachedLoader(stream, batch_size=4, num_workers=1, worker_init_fn=count_call)
         assert [len(numbers_of(loader)) for _ in range(3)] == [LENGTH] * 3
         assert stream.source.reads == LENGTH + 1002 + 32
         loader.close()
 
 
-def told(worker: int) -> None:
+def count_call(worker: int) -> None:
     info: Any = get_worker_info()
     info.dataset.counts[0] += 1000 if info.dataset.reads < 1000 else 1
 
@@ -424,7 +405,7 @@ def told(worker: int) -> None:
     ],
 )
 def test_unshuffled_epochs_are_the_first_one(kind: Any, loader_kind: Any, workers: int, drop_last: bool) -> None:
-    """With shuffle=False later epochs have the batches of the plain stream, in their order."""
+    """With shuffle=False, later epochs have the batches of the plain stream, in their order."""
     arguments: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "drop_last": drop_last}
     plain = list(DataLoader(kind(), **arguments))
     with closing(CachedStream(kind(), "16MiB", shuffle=False)) as stream:

@@ -1,4 +1,4 @@
-"""Random lives of a stream, against a plain list: every epoch that is read to its end gives every sample once."""
+"""Random lives of a stream, against a plain list: an epoch that is read to its end has every sample once."""
 
 import random
 from collections import Counter
@@ -14,7 +14,7 @@ from lightning_stocache import CachedLoader, CachedStream
 
 
 class Life:
-    """A stream of samples of some kind, which may raise, and change its order."""
+    """A stream of random samples, which may raise, and may change its order."""
 
     def __init__(self, dice: random.Random) -> None:
         self.dice, self.length = dice, dice.choice([0, 1, 7, 63, 64, 65, 200])
@@ -48,7 +48,7 @@ def tag(sample: Any) -> tuple[int, Any]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_whole_epoch_has_every_sample_once(seed: int) -> None:
-    """Whatever was broken off, raised, or read by two at once before."""
+    """Epochs before it may be broken off, raise, or run at the same time."""
     dice = random.Random(seed)
     life = Life(dice)
     expected = Counter(tag(life.sample(number)) for number in range(life.length))

@@ -1,4 +1,4 @@
-"""Streams of libraries, kept: tar shards of WebDataset, and iterable datasets of Hugging Face."""
+"""Cached streams of libraries: tar shards of WebDataset, and iterable datasets of Hugging Face."""
 
 import logging
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
-def test_webdataset_is_kept(shards: list[str], workers: int) -> None:
+def test_webdataset_is_cached(shards: list[str], workers: int) -> None:
     """Tar shards with WebDataset's own shuffling."""
     pipeline = webdataset.WebDataset(shards, shardshuffle=4).shuffle(10).decode().to_tuple("npy", "cls")
     with closing(CachedStream(pipeline, "16MiB")) as stream:
@@ -53,7 +53,7 @@ def test_webdataset_is_kept(shards: list[str], workers: int) -> None:
 
 
 def test_batches_of_shuffled_samples_are_not_frozen(shards: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """Which samples meet in a batch is another draw in every epoch."""
+    """The samples of each batch are another draw in every epoch."""
     pipeline = webdataset.WebDataset(shards, shardshuffle=4).shuffle(50).decode().to_tuple("npy", "cls").batched(10)
     with caplog.at_level(logging.WARNING), closing(CachedStream(pipeline, "16MiB")) as stream:
         epochs = [sorted(int(n) for _, numbers in stream for n in numbers) for _ in range(3)]
@@ -64,8 +64,8 @@ def test_batches_of_shuffled_samples_are_not_frozen(shards: list[str], caplog: p
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("workers", "shuffle"), [(0, True), (2, False)])
-def test_streams_of_hugging_face_are_kept(workers: int, shuffle: bool) -> None:
-    """A `datasets.IterableDataset`, shuffled or not; what is called on it reaches it."""
+def test_streams_of_hugging_face_are_cached(workers: int, shuffle: bool) -> None:
+    """A `datasets.IterableDataset`, shuffled or not, also receives the calls of `set_epoch`."""
     table = datasets.Dataset.from_list(list(dictionaries(60))).to_iterable_dataset(num_shards=4)
     table = table.shuffle(seed=3, buffer_size=8) if shuffle else table
     with closing(CachedStream(table, "16MiB")) as stream:

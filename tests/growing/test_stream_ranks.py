@@ -1,4 +1,4 @@
-"""A stream that the ranks of a node share: every sample once an epoch over all of them, and as many batches on each."""
+"""A stream that the ranks of a node share: together they have every sample once an epoch, in equally many batches."""
 
 import multiprocessing
 import os
@@ -36,7 +36,7 @@ class Divided(IterableDataset[Any]):
 
 
 def epochs_of(rank: int, kind: Any, workers: int, batch_size: int) -> Any:
-    """The numbers of every batch of four epochs, and what all ranks were served."""
+    """The numbers of every batch of four epochs, and the counts of all ranks."""
     with closing(CachedStream(Divided(), "16MiB", defer=True)) as stream:
         stream.share()
         loader = kind(stream, batch_size=batch_size, num_workers=workers)
@@ -52,7 +52,7 @@ def epochs_of(rank: int, kind: Any, workers: int, batch_size: int) -> Any:
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "workers"), [(DataLoader, 0), (CachedLoader, 0), (CachedLoader, 2)])
 def test_every_sample_comes_once_over_all_ranks(kind: Any, workers: int) -> None:
-    """Epoch one is each rank's own stream; later ones are dealt over both, with as many batches on each."""
+    """Epoch one is each rank's own stream. Later epochs are dealt to both ranks, in equally many batches."""
     (first, counts), (second, _) = run_ranks(epochs_of, 2, kind, workers, 4)
     for number, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         seen = sorted(index for batch in ours + theirs for index in batch)
@@ -69,8 +69,8 @@ def test_every_sample_comes_once_over_all_ranks(kind: Any, workers: int) -> None
 
 
 @pytest.mark.processes
-def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
-    """Where ranks are out of step the stream passes through, after a wait with a message."""
+def test_ranks_out_of_step_do_not_wait_for_ever() -> None:
+    """After a wait, the stream passes through."""
     first, second = run_ranks(stopped, 2)
     assert first == [list(range(0, LENGTH, 2))] * 3
     assert second == [list(range(1, LENGTH, 2))]
@@ -106,7 +106,7 @@ def killed(rank: int) -> Any:
 
 @pytest.mark.processes
 def test_a_killed_worker_costs_an_epoch() -> None:
-    """What it had kept is not served beside the stream; the next whole epoch is kept."""
+    """The samples that it has stored do not come twice. The next whole epoch is stored."""
     (first, hits), (second, _) = run_ranks(killed, 2)
     for ours, theirs in zip(first, second, strict=True):
         assert set(ours + theirs) == set(range(LENGTH))
@@ -116,7 +116,7 @@ def test_a_killed_worker_costs_an_epoch() -> None:
 
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 20), st.booleans(), st.randoms(use_true_random=False))
 def test_batches_are_dealt_evenly(samples: int, ranks: int, size: int, drop_last: bool, dice: Any) -> None:
-    """All ranks get as many batches, none larger than it may be, and every sample once, but where there are too few."""
+    """All ranks get equally many batches, none too large, and every sample once, unless there are too few samples."""
     order = np.array(dice.sample(range(samples), samples), dtype=np.int64)
     dealt = [batches_of(order, rank, ranks, size, drop_last=drop_last) for rank in range(ranks)]
     assert len({len(batches) for batches in dealt}) == 1

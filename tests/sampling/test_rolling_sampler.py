@@ -1,4 +1,4 @@
-"""Every epoch draws what is resident, the same number on all ranks, and none twice on a node."""
+"""Every epoch draws the resident samples: the same number on all ranks, and no sample twice on a node."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from lightning_stocache.sampling.residents import RollingSampler
 
 
 class Group(NodeGroup):
-    """A group whose ranks say what they would."""
+    """A group whose exchange returns given values."""
 
     said: list[int]
 
@@ -21,7 +21,7 @@ class Group(NodeGroup):
 
 
 class Pool:
-    """What is resident is what it was given, epoch by epoch."""
+    """A pool with given resident slots for each epoch."""
 
     def __init__(self, residents: Sequence[Sequence[int]], group: NodeGroup | None = None) -> None:
         self.residents, self.group, self.looks = list(residents), group or NodeGroup(), 0
@@ -40,7 +40,7 @@ class Pool:
 
 
 def test_each_epoch_draws_what_is_resident_then():
-    """All of it, once, in another order each time; its length is that of the epoch."""
+    """Each resident sample comes once, in another order each time. The length is that of the epoch."""
     sampler = RollingSampler(Pool([range(50), range(50), [3, 5, 8]]))
     assert len(sampler) == 50
     first, second = list(sampler), list(sampler)
@@ -51,7 +51,7 @@ def test_each_epoch_draws_what_is_resident_then():
 
 
 def test_the_order_follows_from_seed_and_epoch():
-    """`set_epoch` has the last word."""
+    """`set_epoch` decides."""
     sampler = RollingSampler(Pool([range(50)] * 3))
     first, _ = list(sampler), list(sampler)
     sampler.set_epoch(0)
@@ -61,7 +61,7 @@ def test_the_order_follows_from_seed_and_epoch():
 
 
 def test_a_fixed_number_is_drawn_again_and_again():
-    """With `epoch_samples` all epochs have that length; each round is a permutation of its own."""
+    """With `epoch_samples` all epochs have that length. Each round is another permutation."""
     sampler = RollingSampler(Pool([range(4), range(40)]), epoch_samples=10)
     assert len(sampler) == 10
     drawn = list(sampler)
@@ -76,7 +76,7 @@ def test_a_fixed_number_is_drawn_again_and_again():
     epoch_samples=st.none() | st.integers(1, 30),
 )
 def test_all_ranks_draw_the_same_number_and_none_twice_on_a_node(ranks, extra, epoch_samples):
-    """Whatever the nodes hold; the shares of a node's ranks are disjoint."""
+    """Nodes may differ in their resident samples. The shares of a node's ranks are disjoint."""
     nodes, first = [], 0
     for count in ranks:
         nodes.append(tuple(range(first, first + count)))
