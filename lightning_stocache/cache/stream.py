@@ -287,9 +287,7 @@ class StreamStore(Store):
         self.stream_length: int | None = None  # samples of one rank, if the stream tells its length
 
     @classmethod
-    def empty(
-        cls, codec: SampleCodec, granted: int, ranks: int = 1, backend: Backend | None = None, free: int = 0
-    ) -> StreamStore:
+    def empty(cls, codec: SampleCodec, granted: int, ranks: int = 1, backend: Backend | None = None) -> StreamStore:
         """Make an empty store.
 
         Args:
@@ -297,7 +295,6 @@ class StreamStore(Store):
             granted: bytes that samples and their columns may take.
             ranks: ranks of the node that read the stream.
             backend: kind of segments.
-            free: bytes of the node's memory that filling leaves free; 0: the default of `Store`.
         """
         slots = granted // (codec.slot_bytes + cls.head.slot_bytes - ONCE.slot_bytes)
         if isinstance(codec, RecordCodec):
@@ -308,10 +305,7 @@ class StreamStore(Store):
         except OSError:
             ledger.close()
             raise
-        store = cls(segment, codec, Arc(slots, slots), ledger.segment)
-        if free:
-            store.keep_free(free)
-        return store
+        return cls(segment, codec, Arc(slots, slots), ledger.segment)
 
     # ---- in ----
 
