@@ -58,7 +58,7 @@ class _Open:
     pot: str
     domain: Domain | None = None
     stages: set[str] = field(default_factory=set)
-    kept: bool = False  # from an earlier call, and not asked for in this one
+    idle: bool = False  # kept from an earlier call, and not read in this call
 
     def serves(self, request: CacheRequest) -> bool:
         """Whether this cache can serve the loader of a request, too."""
@@ -138,7 +138,7 @@ class CallCaches:
         known = [None if self.options.for_all else request.domain for request in requests]
         drawn = drawn_by_any(known, group)
         requests = [replace(request, domain=domain) for request, domain in zip(requests, drawn, strict=True)]
-        self._go_on(requests)
+        self._replace_sources(requests)
         self._close_unread(requests, set(stages))
         new: dict[int, CacheRequest] = {}
         for request in requests:  # a source of several stages has pot and name of the first, and slots for all
@@ -164,7 +164,7 @@ class CallCaches:
             serving = self._serving(request)
             assert serving is not None
             serving.stages.add(_stage(request))
-            serving.kept = False
+            serving.idle = False
 
     def state(self) -> list[dict[str, Any]]:
         """The open caches on this node, one entry for each dataset, as plain values.
@@ -186,7 +186,7 @@ class CallCaches:
         if not self.options.keep_cache:
             self.close()
         for opened in self._open:
-            opened.kept = True
+            opened.idle = True
         end_call(opened.dataset for opened in self._open)
 
     def _serving(self, request: CacheRequest) -> _Open | None:
@@ -194,7 +194,7 @@ class CallCaches:
         serving = [opened for opened in self._open if opened.serves(request)]
         return max(serving, key=lambda opened: _stage(request) in opened.stages, default=None)
 
-    def _go_on(self, requests: Sequence[CacheRequest]) -> None:
+    def _replace_sources(self, requests: Sequence[CacheRequest]) -> None:
         """Let an open cache serve the object that replaces its dataset, if both have the same samples."""
         asked = {id(request.source) for request in requests}
         for new in requests:
@@ -202,7 +202,7 @@ class CallCaches:
             if new.source in self or new.domain is not None or len(caches) != 1:
                 continue
             [opened] = caches
-            if opened.kept or id(opened.source) in asked or not isinstance(opened.dataset, CachedDataset):
+            if opened.idle or id(opened.source) in asked or not isinstance(opened.dataset, CachedDataset):
                 continue
             before = cached_source(opened.dataset).opened
             if all(self._group.exchange(is_continued(before, new.source))):

@@ -122,10 +122,10 @@ class CallLoaders:
             self._reload_each_epoch()
         chosen = self.open({**self._at_hand, stage: loaders})
         before, self._copies[stage] = self._copies.get(stage, {}), {}
-        renewed = rewrap(loaders, lambda loader: self._copy(stage, loader, before) if id(loader) in chosen else loader)
+        copies = rewrap(loaders, lambda loader: self._copy(stage, loader, before) if id(loader) in chosen else loader)
         if stage == "train" and self._fits:
-            ResumePoint.of(self._trainer).go_on(renewed)
-        return renewed
+            ResumePoint.of(self._trainer).set_positions(copies)
+        return copies
 
     def open(self, loaders: Mapping[str, Any]) -> set[int]:
         """Open the caches of loaders, which share the budget by the size of their datasets. Collective.

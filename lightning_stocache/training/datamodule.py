@@ -163,7 +163,7 @@ class StocacheDataModule(LightningDataModule):
         for name in _STAGES_OF_CALL[stage]:
             if (given := getattr(self, name)) is not None:
                 if name not in self._datasets:
-                    self._datasets[name] = _made(name, given)
+                    self._datasets[name] = _datasets_of(name, given)
                 share_pools(self._datasets[name])
                 self._ready.add(name)
 
@@ -320,7 +320,7 @@ def cache_datamodule(  # noqa: D417  `with_options` describes the options
 cache_datamodule.__annotations__.update({"datamodule": LightningDataModule, "return": LightningDataModule})
 
 
-def _made(stage: str, sources: Source | Sequence[Source]) -> list[Dataset[Any]]:
+def _datasets_of(stage: str, sources: Source | Sequence[Source]) -> list[Dataset[Any]]:
     """The datasets of a stage; functions are called. A list of samples is one dataset.
 
     Raises:
@@ -328,7 +328,10 @@ def _made(stage: str, sources: Source | Sequence[Source]) -> list[Dataset[Any]]:
 
     Example:
         >>> samples = [(0.5, 1), (0.25, 0)]
-        >>> _made("val", samples) == [samples], _made("val", [lambda: samples, lambda: samples]) == [samples] * 2
+        >>> (
+        ...     _datasets_of("val", samples) == [samples],
+        ...     _datasets_of("val", [lambda: samples, lambda: samples]) == [samples] * 2,
+        ... )
         (True, True)
     """
     given: list[Any] = [sources]

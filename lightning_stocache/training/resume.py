@@ -74,7 +74,7 @@ class ResumePoint(Callback):
         states = [] if self._saved is None else [state for state in self._saved["loaders"] if isinstance(state, dict)]
         return bool(states) and all({"seed", "epoch"} <= state.keys() for state in states)
 
-    def go_on(self, loaders: Any) -> None:
+    def set_positions(self, loaders: Any) -> None:
         """Set the position of the training loaders, in any nesting, to the position of the training."""
         leaves, epoch, saved = list(loaders_in(loaders)), epochs_done(self._trainer), self._saved
         states: list[Any] = [None] * len(leaves)
@@ -173,7 +173,7 @@ class ResumePoint(Callback):
         if not known:
             return {}
         handed = max(position.batches for position in known)
-        epoch, done = _stands(trainer, handed)
+        epoch, done = _position_of(trainer, handed)
         if self._begun_at == _batches_begun(trainer) and all(position.ended for position in known):
             epoch, done = epochs_done(trainer), None  # the epoch has begun, and no batch of it was read
         ahead = 0 if done is None else handed - done
@@ -218,7 +218,7 @@ def _batches_begun(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
-def _stands(trainer: Any, handed: int) -> tuple[int, int | None]:
+def _position_of(trainer: Any, handed: int) -> tuple[int, int | None]:
     """The epoch of a Trainer, at any moment of a fit or after it, and its processed batches; None between two epochs.
 
     `handed` is the number of batches that the loaders have handed out.

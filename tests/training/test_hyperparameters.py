@@ -52,12 +52,13 @@ def test_what_was_granted_goes_to_the_logger(tmp_path, door):
     assert written == ({} if door == "ours" else users)
 
 
-def test_nothing_is_told_where_nothing_is_cached_or_wanted(tmp_path):
-    """Plain loaders have no such hyperparameters, and `hyperparameters=False` logs none."""
+def test_without_a_cache_nothing_is_logged(tmp_path):
+    """Plain loaders have neither hyperparameters nor metrics, and `hyperparameters=False` logs no hyperparameters."""
     for number, callback in enumerate([CacheMonitor(), StochasticCache(hyperparameters=False)]):
         trainer = make_trainer(tmp_path, [callback], logger=CSVLogger(tmp_path, name=str(number)))
         trainer.fit(Model(), plain_loader(source(tmp_path)))
         assert told(trainer.logger) == {}
+        assert any("stocache/" in key for key in trainer.callback_metrics) == (number == 1)
 
 
 def test_tensorboard_has_them(tmp_path):

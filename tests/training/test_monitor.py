@@ -298,10 +298,3 @@ def test_a_cache_that_is_off_says_so_and_gives_no_false_bytes(tmp_path, caplog, 
     assert logged(trainer, "stocache/bytes_from_source") == []
     lines = [line for line in said(caplog, "stocache: ") if "epoch" not in line]
     assert lines == ["stocache: the cache is off (budget=0)"]
-
-
-def test_without_any_cache_nothing_is_logged(tmp_path):
-    """A monitor beside plain loaders is silent."""
-    trainer = make_trainer(tmp_path, [CacheMonitor()])
-    trainer.fit(Model(), plain_loader(source(tmp_path)))
-    assert not [key for key in trainer.callback_metrics if "stocache" in key]
