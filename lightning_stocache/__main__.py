@@ -205,13 +205,13 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-name", help="your primary config there (default: this package's `train`)")
 
 
-def _add_png(parser: argparse.ArgumentParser, default: Path, what: str) -> None:
+def _add_png(parser: argparse.ArgumentParser, default: Path, purpose: str) -> None:
     def path(text: str) -> Path:
         if not text.endswith(".png"):  # a folder or an override after a --png without a path
             raise argparse.ArgumentTypeError(f"a path that ends in .png, or none, got {text}; write --png last")
         return Path(text)
 
-    parser.add_argument("--png", type=path, nargs="?", const=default, help=f"{what} (needs matplotlib)")
+    parser.add_argument("--png", type=path, nargs="?", const=default, help=f"{purpose}; needs matplotlib")
 
 
 def _numbers(text: str) -> list[int]:

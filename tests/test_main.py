@@ -284,15 +284,15 @@ def test_list_tells_each_job_for_people(named, capsys):
         f"{named}-val0: Photos (4 samples, val), {filled}, {since}, used by {os.getpid()} ("
     )
     assert told in " ".join(out.split())
-    assert "nobody uses " in out
-    assert " ".join(out.split()).endswith("removes what nobody uses")
+    assert "unused: " in out
+    assert " ".join(out.split()).endswith("removes unused caches")
 
 
 def test_list_says_that_there_are_none(monkeypatch, capsys):
     """An empty machine is a sentence."""
     monkeypatch.setattr("lightning_stocache.node.named.memory_directory", lambda: "/no/such/folder")
     main(["list"])
-    assert capsys.readouterr().out == "no caches with a name lie in this machine's memory\n"
+    assert capsys.readouterr().out == "there are no named caches in this machine's memory\n"
 
 
 def test_list_writes_for_any_terminal(named, capsys, monkeypatch):

@@ -97,7 +97,7 @@ def shared_memory(size: int, free: int, ram: int) -> Finding:
         fix = f"mount -o remount,size={advised}G /dev/shm (as root); in a container: {container}"
     elif size and free < size // 10:
         words = f"{words} It is nearly full."
-        fix = "see below who holds it; python -m lightning_stocache clean removes named caches that nobody uses"
+        fix = "see the lines `held` below; python -m lightning_stocache clean removes unused named caches"
     return Finding("/dev/shm", words, fix)
 
 
@@ -106,12 +106,12 @@ def _verdict() -> Finding:
     sample = SampleSpec.infer(torch.zeros(1023, dtype=torch.uint8))
     size, backend = largest_grant(sample)
     free = FreeMemory.measure(None if backend == "memfd" else memory_directory())
-    words = f"may take {format_bytes(size)} here, limited by {free.limited_by}; what its loader needs comes off that."
+    words = f"may take {format_bytes(size)} here, limited by {free.limited_by}, less the memory that its loader needs."
     if backend == "memfd":
         directory, (named, _) = memory_directory(), largest_grant(sample, choice="tmpfile")
         words += (
-            f" It lies in a memfd, because {directory} has less room; one with a name lies in {directory}, and may "
-            f"take {format_bytes(named)}."
+            f" It lies in a memfd, because {directory} has less room; a named cache lies in {directory}, and may take "
+            f"{format_bytes(named)}."
         )
     return Finding("a cache", words)
 
@@ -155,7 +155,7 @@ def _disk(directory: str) -> Finding:
         return Finding(topic, "cannot hold a cache.", str(error))
     named = named_segments(contents_of, path)
     words = f"{_size(shutil.disk_usage(path).free)} free" + (f"; it holds {count(named)} with a name" if named else "")
-    return Finding(topic, f"{words}. What the system keeps of it in its page cache is on top of all budgets.")
+    return Finding(topic, f"{words}. No budget includes the system's page cache of these files.")
 
 
 def _versions() -> Finding:

@@ -56,10 +56,10 @@ def named_lines(segments: Sequence[NamedSegment], directory: str | None = None) 
             yield from wrapped(describe(cache, users.get(cache.key, ())), 0 if alone else 4)
     if unused := [segment for segment in segments if not segment.in_use]:
         command = clean_command(directory=directory)
-        yield from wrapped(f"nobody uses {count(unused)}; {command} removes what nobody uses")
+        yield from wrapped(f"unused: {count(unused)}; {command} removes unused caches")
     if not segments:
         where = "this machine's memory" if directory is None else printable(directory)
-        yield f"no caches with a name lie in {where}"
+        yield f"there are no named caches in {where}"
 
 
 def held_lines(root: Path = Path("/")) -> Iterator[str]:
@@ -71,22 +71,19 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
     try:
         files, closed = open_files(root, contents_of)
     except OSError:
-        yield "there is no /proc here: who holds memory cannot be seen."
+        yield "there is no /proc here: the processes that hold memory cannot be seen."
         return
     sizes = Counter[str]()
     for file in files:
         where = " on a disk" if file.on_disk else ""
-        if file.contents is None:
-            kind = "files beside caches (a loader's batches, say)"
-        else:
-            kind = f"{_what(file.contents)}{where}"
+        kind = "other files, such as a loader's batches" if file.contents is None else f"{_what(file.contents)}{where}"
         sizes[f"{kind}: {_who(file.processes)}"] += file.allocated_bytes
     for words, size in sizes.items():
         yield f"{format_bytes(size)} of {words}"
     if not files:
         yield "no memory by any living process of this user."
     if closed:
-        yield f"{closed} processes of other users cannot be looked into (root can)."
+        yield f"{closed} processes of other users cannot be examined (root can do so)."
 
 
 def describe(segment: NamedSegment, processes: Sequence[Process] = ()) -> str:

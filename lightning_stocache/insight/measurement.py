@@ -33,19 +33,7 @@ from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.random_split import split
 
-__all__ = [
-    "Arm",
-    "Curves",
-    "Data",
-    "Kind",
-    "Paces",
-    "PlanError",
-    "Spread",
-    "Trial",
-    "cached_bytes",
-    "measure",
-    "measure_curves",
-]
+__all__ = ["Arm", "Curves", "Data", "Kind", "Paces", "PlanError", "Spread", "cached_bytes", "measure", "measure_curves"]
 
 Kind: TypeAlias = Literal["uncached", "missed", "hit"]
 _LARGE = 256 * 2**20  # bytes of the full cache that hits are measured in: larger than the processor's caches
@@ -159,16 +147,8 @@ def measure(data: Data, *, seconds: float = 3.0) -> Paces:
             found[arm].append(trial.pace(arm, seconds / _ROUNDS))
     uncached, *cached = map(Spread.of, found.values())
     missed, hit = cached or (uncached, uncached)
-    return Paces(
-        uncached,
-        missed,
-        hit,
-        trial.codec,
-        trial.reason,
-        safe_bytes=trial.room,
-        other_bytes=sum(map(cached_bytes, data.others)),
-        threads=torch.get_num_threads(),
-    )
+    other_bytes, threads = sum(map(cached_bytes, data.others)), torch.get_num_threads()
+    return Paces(uncached, missed, hit, trial.codec, trial.reason, trial.room, other_bytes, threads)
 
 
 def measure_curves(

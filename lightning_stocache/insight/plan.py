@@ -299,5 +299,5 @@ def _fewest_workers(points: Points) -> str:
 def _larger_batches(points: Points) -> str:
     (small, before), (large, after) = points[0], points[-1]
     same = before.high >= after.low and after.high >= before.low
-    change = "no faster, nor slower," if same else f"{after.median / before.median:.1f} times as fast"
+    change = "neither faster nor slower" if same else f"{after.median / before.median:.1f} times as fast"
     return f"from {small} to {large} samples they are {change} per sample."

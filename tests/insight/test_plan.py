@@ -180,7 +180,7 @@ def test_curves_have_a_table_and_sentences():
     assert "Batches from the source: num_workers=2 is as fast as any of these (400 samples/s)." in told
     assert "Batches from the cache: num_workers=0 is as fast as any of these" in told
     assert "from 8 to 128 samples they are 16.0 times as fast per sample." in told
-    assert "no faster, nor slower, per sample." in told
+    assert "neither faster nor slower per sample." in told
     assert "One batch was left out." in told
 
 
