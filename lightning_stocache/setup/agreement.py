@@ -1,8 +1,8 @@
-"""What the ranks of a job must have in common before they open caches. All functions are collective.
+"""The facts on which the ranks of a job must agree before they open caches.
 
-One cache serves the ranks of a node, by index. Ranks with other data under the same index (a share of the files each, a
-random split that each has drawn for itself) would get each other's samples. The indices that are drawn may differ: what
-any rank draws gets a slot.
+One cache serves the ranks of a node, by index. If ranks hold different data under one index (each has a share of the
+files, or draws its own random split), a rank would get samples of another rank. The drawn indices may differ between
+ranks: each index that any rank draws gets a slot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["check_lengths", "drawn_by_any", "ranks_apart", "united"]
 
 
 def check_lengths(requests: Sequence[CacheRequest], group: NodeGroup) -> None:
-    """Refuse sources of different lengths.
+    """Refuse sources of different lengths. Collective.
 
     Raises:
         ValueError: the ranks have sources of different lengths.
@@ -34,7 +34,7 @@ def check_lengths(requests: Sequence[CacheRequest], group: NodeGroup) -> None:
 
 
 def drawn_by_any(domains: Sequence[Domain | None], group: NodeGroup) -> list[Domain | None]:
-    """The indices of each dataset that any rank draws, given those of this rank; None: all of them."""
+    """The indices of each dataset that any rank draws, given the indices of this rank; None: all. Collective."""
     digests = [None if domain is None else domain.digest for domain in domains]
     known = group.exchange(digests)
     if all(others == digests for others in known) or any(len(others) != len(digests) for others in known):
@@ -43,13 +43,13 @@ def drawn_by_any(domains: Sequence[Domain | None], group: NodeGroup) -> list[Dom
 
 
 def united(domains: Sequence[Domain | None]) -> Domain | None:
-    """The indices that any of several samplers draws; not collective."""
+    """The indices that any of several samplers draws; None: all."""
     known = [domain for domain in domains if domain is not None]
     return reduce(Domain.__or__, known) if len(known) == len(domains) else None
 
 
 def ranks_apart(requests: Sequence[CacheRequest], group: NodeGroup) -> list[bool]:
-    """Whether the ranks hold different data, for each request."""
+    """Whether the ranks hold different data, for each request. Collective."""
     if group.world == 1:
         return [False] * len(requests)
     digests = group.exchange(["" if request.as_stream else data_digest(request.source) for request in requests])

@@ -36,14 +36,14 @@ _ROOMY = 2  # two records do not show how large all are: the pool holds all wher
 
 @dataclass(frozen=True)
 class Allocation:
-    """What the requests get on one node.
+    """The memory that requests get on one node.
 
     Args:
         slots: slots per request.
         granted: bytes per request that these slots may take.
-        keep_free: bytes per request that filling leaves to others, see `Store.keep_free`.
+        keep_free: bytes per request that filling leaves free, see `Store.keep_free`.
         backend: kind of segment; None is the system's default.
-        warnings: one sentence per pot that gets less than it asked for.
+        warnings: one sentence for each pot that gets less than its budget.
     """
 
     slots: tuple[int, ...]
@@ -61,21 +61,21 @@ def allocate(
     choice: BackendChoice = "auto",
     later: Reserve | None = None,
 ) -> Allocation:
-    """Divide this node's memory, or its disk where the requests have a directory.
+    """Divide the memory of this node, or its disk if the requests have a directory.
 
     Args:
-        requests: what is to be cached.
-        codecs: of the samples of each; None for what is not cached.
-        budgets: the budget of every pot, in the order in which they are served.
-        ranks: ranks on this node, each of which has loaders of its own.
-        choice: kind of segment. "auto" is /dev/shm, or a memfd where /dev/shm is short of what memory allows (Docker).
-        later: what open caches may still take, and the training.
+        requests: the sources to cache.
+        codecs: the codec of each source; None: it is not cached.
+        budgets: the budget of every pot, in the order in which pots are served.
+        ranks: number of ranks on this node. Each has its own loaders.
+        choice: kind of segment. "auto" is /dev/shm, or a memfd if that has more room (Docker).
+        later: memory that open caches and the training will still take.
     """
-    if all(codec is None for codec in codecs):  # to measure what is free takes its time
+    if all(codec is None for codec in codecs):  # measuring the free memory takes time
         nothing = (0,) * len(requests)
         return Allocation(nothing, nothing, nothing)
     directory = next((request.dir for request in requests if request.dir is not None), None)
-    if directory is not None:  # a hundredth of the disk is left to others, also while the caches fill
+    if directory is not None:  # 1 % of the free disk stays free, also while the caches fill
         stats = os.statvfs(directory)
         free = FreeMemory(stats.f_frsize * stats.f_bavail, None, None, directory)
         reserves = [Reserve()] * len(requests)
@@ -93,17 +93,17 @@ def allocate(
 def allocate_pool(
     budget: Budget, codec: SampleCodec, length: int | None, writers: int, ranks: int
 ) -> tuple[Allocation, bool]:
-    """Give memory of this node to a rolling cache. Returns it, and whether all of the source has room.
+    """Grant memory of this node to a rolling cache. Returns it, and whether the whole source has room.
 
     Args:
-        budget: of this node.
-        codec: of a sample.
-        length: samples in the source; None for a stream.
-        writers: processes that append at the same time.
-        ranks: of this node.
+        budget: budget of this node.
+        codec: codec of the samples.
+        length: number of samples in the source; None for a stream.
+        writers: number of processes that append at the same time.
+        ranks: number of ranks on this node.
 
     Raises:
-        ValueError: there is no room for the least number of samples, or the budget is a share of a stream.
+        ValueError: there is no room for the minimum number of samples, or the budget is a share of a stream.
     """
     if length is None and budget.unit == "% of dataset":
         raise ValueError(f'budget must be bytes ("8GiB") or a share of what is free for a stream, got {budget}')
@@ -131,12 +131,12 @@ def allocate_pool(
 def largest_grant(
     codec: SampleCodec | None, reader: LoaderSettings | None = None, ranks: int = 1, choice: BackendChoice = "auto"
 ) -> tuple[int, Backend | None]:
-    """The bytes that a dataset larger than any memory would be granted now, and the kind of segment.
+    """The bytes that a dataset larger than the memory would get now, and the kind of segment.
 
     Args:
-        codec: of its samples; None: nothing is granted.
-        reader: the loader that reads it, whose batches and workers keep their memory.
-        ranks: ranks on this node, each of which has such a loader.
+        codec: codec of the samples; None: nothing is granted.
+        reader: the loader that reads the dataset. Its batches and workers keep their memory.
+        ranks: number of ranks on this node. Each has such a loader.
         choice: kind of segment, as in `allocate`.
     """
     endless = CacheRequest(cast("Dataset[object]", range(ENDLESS)), reader=reader)
@@ -145,7 +145,7 @@ def largest_grant(
 
 
 def _in_memory(divide: Callable[[FreeMemory], Allocation], choice: BackendChoice) -> Allocation:
-    """Divide what is free in /dev/shm, or what a memfd may take, where that is more."""
+    """Divide the free memory of /dev/shm, or the memory for a memfd if that is more."""
     free = FreeMemory.measure(memory_directory())
     anywhere = replace(free, filesystem=None, directory=None)  # no filesystem limits a memfd
     allocation = divide(anywhere if choice == "memfd" else free)
@@ -199,8 +199,8 @@ def _divide(
                 f"the cache{whose} has {room}{format_bytes(given.bytes)} of the "
                 f"{format_bytes(min(given.wanted, size))} that budget={str(budget)!r} asks for: {limit}"
             )
-    # Half of the margin: a part of what was kept back has come by the time at which slots are filled. A cache is filled
-    # by its own loader; those of the others may come after that.
+    # Half of the margin: while slots are filled, the training has taken a part of the memory that was kept back. Each
+    # cache is filled by its own loader; the other loaders may start later.
     keep_free = tuple(margin(free, ranks) // 2 + loaders.bytes - reserve.bytes for reserve in reserves)
     return Allocation(tuple(slots), tuple(granted), keep_free, None, tuple(warnings))
 

@@ -1,12 +1,12 @@
-"""A process that reads sources for set-up, answers questions about them, and is thrown away.
+"""A process that reads sources for set-up, answers questions about them, and then ends.
 
-Many sources open a file when they are first read. Read in the trainer's process, they would give all forked workers one
-file handle with one offset, and could not be sent to spawned workers. Other sources draw from generators of their own,
-count, or remember. Such traces go with the process, which is a worker of a DataLoader over the questions.
+Many sources open a file at their first read. If the trainer's process read them, all forked workers would share one
+file handle with one offset, and the sources could not be sent to spawned workers. Other sources draw from their own
+generators, count, or remember. These traces end with the process. It is a worker of a DataLoader over the questions.
 
-Where no process can be started (a daemonic process; a source or answer that cannot be pickled; by default on systems
-that cannot fork, because a spawned process would run the user's script again) the source is read here. The attributes
-and generators that can be reached from it are put back then.
+Some processes cannot start another: a daemonic process, or one whose source or answer cannot be pickled. Systems
+without fork start none by default, because a spawned process would run the user's script again. Then the source is read
+in this process, and its reachable attributes and generators are restored.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class NoProcessError(Exception):
 
 
 def start_method(chosen: str | None) -> str | None:
-    """The start method of a process that reads a source; None where the source is read in this process."""
+    """The start method of a process that reads a source; None if this process reads it."""
     return chosen or ("fork" if sys.platform == "linux" else None)
 
 
 class Subject(NamedTuple):
-    """What is asked about.
+    """A source, and the function that answers questions about it.
 
     Args:
         answer: called with each question.
         source: the user's dataset, for `get_worker_info`.
-        title: of the source, for messages.
+        title: title of the source, for messages.
     """
 
     answer: Answer
@@ -66,11 +66,11 @@ class Child:
     """A process that starts at the first question, and answers until it is closed.
 
     Args:
-        subjects: the sources that it reads.
-        method: how the process is started; None: the source is read in this process.
+        subjects: the sources that the process reads.
+        method: start method; None: this process reads the source.
         init: the user's `worker_init_fn`.
-        here: whether to read in this process where none can be started.
-        gives_up: whether to give a source up that takes too long.
+        here: whether this process reads the source if no other can be started.
+        gives_up: whether a source that takes too long is an error.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Child:
         self._process: Any = None
 
     def ask(self, *question: Any, number: int = 0) -> Any:
-        """The answer to a question about the subject of a number. After an error the next one is for a new process.
+        """Ask a question about subject `number`. After an error the next question goes to a new process.
 
         Raises:
             NoProcessError: no process could be started, or its answer cannot be pickled (unless `here`).
-            ChildProcessError: the source is given up, or the process has died.
-            Exception: what `answer` raises there.
+            ChildProcessError: the source took too long, or the process has died.
+            Exception: the error of `answer`.
         """
         answer, source, title = self._subjects[number]
         if self._method is not None:
@@ -157,7 +157,7 @@ class _Answers(Dataset[bytes]):
         self._subjects, self._init = subjects, init
 
     def begin(self, worker: int) -> None:
-        """When the process begins."""
+        """Prepare the process."""
         end_with_parent()
         gc.freeze()  # a collection would copy every page of the trainer's objects that the process shares
 
@@ -179,7 +179,7 @@ class _Answers(Dataset[bytes]):
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error with its traceback as a note; a RuntimeError in its place if it cannot be pickled."""
+    """The error with its traceback as a note, or a RuntimeError if it cannot be pickled."""
     error.add_note(f"In the process that read it:\n{''.join(traceback.format_exception(error))}")
     try:
         pickle.loads(pickle.dumps(error))

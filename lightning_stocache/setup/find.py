@@ -1,6 +1,6 @@
-"""What a source shows when a few of its samples are read: what they look like, and what of the source is random.
+"""Set-up reads a few samples of a source, to choose their codec and to find the random part of the source.
 
-`SourceReader` has a `Child` read the source, which keeps the samples until they are stored.
+A `SourceReader` lets a `Child` read the source. The child keeps the samples until they are stored.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _BY_HAND = (
     "To cache it, give its deterministic part to CachedDataset, and the random rest as transform=, which runs after "
     "the cache; allow_random=True freezes its first draw."
 )
-_FROZEN = 4  # samples that are read of a source which is to be cached as it is
-_QUICK = 28  # indices that are read besides the first four, where that is quick
-MOST_BYTES: float = 64 << 20  # of samples that are kept to be stored
+_FROZEN = 4  # samples that are read with allow_random
+_QUICK = 28  # indices that are read after the first four, if reading is fast
+MOST_BYTES: float = 64 << 20  # of the samples that the child keeps
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known of a source; it can be sent to other processes. Without a codec, nothing is cached.
+    """The facts about a source that set-up has found. It can be sent to other processes.
 
     Args:
-        codec: between its samples and bytes.
-        cut: where its transform is cut; None if nothing is random.
-        reason: why it passes through uncached.
-        odd: what is wrong with a sample that cannot be kept where most can; it will pass through.
-        reads: how many samples were read.
-        encoded: what is known of its samples as files, where they may be kept so.
-        as_files: whether they are kept so.
-        note: why an option cannot be had.
-        seen: the indices of samples that were read, and wait to be stored.
+        codec: the codec of the samples; None: nothing is cached.
+        cut: where the transform is cut; None if nothing is random.
+        reason: why the source passes through uncached.
+        odd: why one sample cannot be stored while most can. Such samples pass through.
+        reads: number of samples that were read.
+        encoded: the costs of samples as their files, if they may be stored in this form.
+        as_files: whether samples are stored as their files.
+        note: why an option cannot be followed.
+        seen: the indices of the samples that the child keeps until they are stored.
     """
 
     codec: SampleCodec | None = None
@@ -73,12 +73,12 @@ class Finding:
 
 
 class SourceReader:
-    """Reads the source of a request, in a process that lives from the first read until this is closed.
+    """Reads the source of a request, in a process that lives from the first read until `close`.
 
     Args:
-        request: whose source.
-        child: a process that reads other sources too; by default one of its own.
-        number: of the source there.
+        request: the request with the source.
+        child: a process that reads several sources; by default a new process.
+        number: number of the source in that process.
     """
 
     def __init__(self, request: CacheRequest, child: Child | None = None, number: int = 0) -> None:
@@ -87,7 +87,7 @@ class SourceReader:
 
     @classmethod
     def of(cls, requests: Sequence[CacheRequest]) -> list[SourceReader]:
-        """The readers of sources that open together. One process reads all for which it is just forked."""
+        """The readers of sources that open together. One forked process reads all without a `worker_init_fn`."""
         shared = [request for request in requests if _way(request) == ("fork", None)]
         child, numbers = _child_for(shared) if shared else None, count()
         return [
@@ -99,12 +99,13 @@ class SourceReader:
         """Look at the source.
 
         Args:
-            known: `Finding.digest` of an existing cache's maker. If four samples show the same, no more are read.
+            known: `Finding.digest` of the job that made an existing cache. If four samples have the same digest, no
+                more are read.
 
         Raises:
-            UnsupportedSampleError: (`strict`) a sample holds something that cannot be kept as bytes.
+            UnsupportedSampleError: (`strict`) a sample cannot be stored as bytes.
             SampleMismatchError: (`strict`, rows) the samples differ in shape, dtype or structure.
-            Exception: (`strict`) what the source itself raises.
+            Exception: (`strict`) an error of the source itself.
         """
         if self.request.as_stream:
             try:
@@ -124,12 +125,12 @@ class SourceReader:
             return Finding(reason=_words(error))
 
     def read(self, found: Finding, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:
-        """Samples by their index, as bytes in a cache. Those that cannot be read or kept, or are random, are left out.
+        """Samples by index, as bytes in a cache. Samples that are random, or cannot be read or stored, are left out.
 
         Args:
-            found: what was found, with the codec that was chosen since.
-            indices: of the samples; those that were read by `look` are not read again.
-            again: whether all are read again, under other seeds than the first time.
+            found: the result of `look`, with the codec that was chosen since.
+            indices: indices of the samples. Samples that `look` has read are not read again.
+            again: whether to read all samples again, under other seeds.
         """
         if not indices or self._failed:
             return {}
@@ -147,7 +148,7 @@ class SourceReader:
 
 
 def _way(request: CacheRequest) -> tuple[str | None, Callable[[int], None] | None]:
-    """How a process starts that reads a source, and the function of the user's that it calls first."""
+    """The start method of the process that reads a source, and the user's `worker_init_fn` for it."""
     loader = request.reader
     if loader is None or not loader.num_workers:
         return start_method(None), None
@@ -155,13 +156,13 @@ def _way(request: CacheRequest) -> tuple[str | None, Callable[[int], None] | Non
 
 
 def _child_for(requests: Sequence[CacheRequest]) -> Child:
-    """A process that reads the sources of requests which have one way."""
+    """A process that reads the sources of requests with the same start method and `worker_init_fn`."""
     method, init = _way(requests[0])
     return Child([Subject(_Reading(request), request.source, request.title) for request in requests], method, init=init)
 
 
 class _Reading:
-    """Reads the source of a request in this process, and keeps what was read, up to 64 MiB."""
+    """Reads the source of a request in this process, and keeps samples, up to 64 MiB."""
 
     def __init__(self, request: CacheRequest) -> None:
         self.request = request
@@ -204,7 +205,7 @@ class _Reading:
 
 
 def parts_of(source: Any, found: Finding) -> tuple[Any, Any]:
-    """The part of a source that is kept, and the function that finishes a sample after the cache, or None."""
+    """The part of a source that is cached, and the function that finishes a sample after the cache, or None."""
     if found.as_files:
         files = EncodedSource(source)
         return files, files
@@ -212,7 +213,10 @@ def parts_of(source: Any, found: Finding) -> tuple[Any, Any]:
 
 
 def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
-    """What is found, and the samples that can be stored; `quick`: indices that are read besides four."""
+    """Look at a source. Returns the finding, and the samples that can be stored.
+
+    `quick` is the number of indices to read after the first four.
+    """
     source: Any = request.source
     if request.allow_random:
         return _look_once(request), {}
@@ -244,7 +248,7 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
 
 
 def _look_once(request: CacheRequest) -> Finding:
-    """What samples look like of a source that is cached as it is. Those that cannot be read are left out."""
+    """Choose the codec of a source with allow_random. Samples that cannot be read are left out."""
     source: Any = request.source
     samples, failures = dict[int, Any](), []
     with Generators(source):
@@ -261,7 +265,7 @@ def _look_once(request: CacheRequest) -> Finding:
 
 
 def _words(error: Exception) -> str:
-    """What went wrong, in one line."""
+    """An error in one line."""
     if isinstance(error, UnsupportedSampleError | SampleMismatchError | ChildProcessError):
         return str(error)
     return f"reading it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"

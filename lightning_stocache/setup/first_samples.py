@@ -1,6 +1,6 @@
-"""What the first samples of a stream, or of the source of a rolling cache, are; a `Child` reads them.
+"""Read the first samples of a stream, or of the source of a rolling cache, in a `Child`.
 
-Two samples of a rolling cache are read, because its sources are slow; 16 of a stream.
+Set-up reads 16 samples of a stream. It reads two samples of a rolling cache, because its sources are slow.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ __all__ = ["FirstSampleError", "codec_of", "difference"]
 
 _SAMPLES = 2  # one would not show that shapes differ
 _OF_STREAM = 16
-_TRIES = 6  # draws that fail before the source is given up
-_SECONDS = 10.0  # after which fewer samples will do
+_TRIES = 6  # failed draws after which set-up gives up
+_SECONDS = 10.0  # after which two samples are enough
 
 
 class FirstSampleError(RuntimeError):
-    """No sample of a source could be read, or samples cannot be kept."""
+    """No sample of a source could be read, or samples cannot be stored."""
 
 
 def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -> SampleCodec:
-    """The codec of the first samples that are drawn.
+    """Choose the codec by the first samples that are drawn.
 
     Args:
-        draws: from the source.
-        layout: "rows", "records", or "auto": rows where these samples allow it.
-        method: how a process is started that reads it; None: fork, where the system has it.
+        draws: the draws from the source.
+        layout: "rows", "records", or "auto": rows if these samples allow it.
+        method: start method of the process that reads the source; None: fork, if the system has it.
 
     Raises:
-        FirstSampleError: none of the first few could be read, or they cannot be kept.
+        FirstSampleError: none of the first samples could be read, or they cannot be stored.
     """
     title = f"the source of a {'stream' if draws.as_stream else 'rolling cache'} ({type(draws.source).__name__})"
     method, is_stream = start_method(method), draws.as_stream
@@ -59,11 +59,11 @@ def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -
 
 
 def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
-    """Why a stream gives other samples than those that were kept, found by reading its first ones again; else None.
+    """Read the first samples of a stream again. Returns why they differ from the stored samples, or None.
 
     Args:
         source: the stream.
-        known: gives the samples that were kept and have this mark.
+        known: returns the stored samples with a mark.
     """
     try:
         subject = Subject(partial(_differs, source, known), source, "a stream")
@@ -90,7 +90,7 @@ def _differs(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
 
 
 def _read(draws: Draws) -> tuple[list[int], list[Any], str]:
-    """The first samples, their indices, and the last error in words. Seeds are others than the training's."""
+    """The indices of the first samples, the samples, and the last error in words. The seed is not the training's."""
     samples, indices, failed, words, begun = list[Any](), list[int](), 0, "", time.monotonic()
     most = _OF_STREAM if draws.as_stream else _SAMPLES
     with Generators(draws.source) as generators:

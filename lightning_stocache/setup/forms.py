@@ -1,10 +1,10 @@
-"""In which form samples are stored: as rows or as records, decoded or as their files.
+"""The form in which samples are stored: rows or records, decoded or as their files.
 
-Samples of one shape that hold nothing but numbers are rows: a batch of them is one copy per field. Others are records,
-which hold anything that can be pickled and comes out as it went in; that is tried with each sample.
+Samples of one shape that hold only numbers are rows: a batch of rows is one copy per field. Other samples are records,
+which hold any object that survives pickling. Set-up tries this with each sample that it reads.
 
-A sample that is stored as its file saves the reading. One that is stored decoded saves the decoding too, and takes more
-memory. Set-up measures the seconds and bytes of both; the memory that is granted decides.
+A sample stored as its file saves the reading. A decoded sample saves the decoding too, and takes more memory. Set-up
+measures the seconds and bytes of both forms; the granted memory decides.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from lightning_stocache.source.transform_split import Cut
 
 __all__ = ["Choice", "EncodedForm", "choose_codec", "keeps_files", "look_at_files"]
 
-_ODD = 0.25  # share of the samples that may differ: each of them passes through
+_ODD = 0.25  # share of the samples that may differ and then pass through
 _PROVEN = 4  # samples that are decoded from their files, and compared
-_TIMED = 12  # samples whose files are read for the first time, as far as there are so many
+_TIMED = 12  # files of other samples that are read for the first time, if there are so many
 
 _Failure: TypeAlias = UnsupportedSampleError | SampleMismatchError
 
@@ -45,11 +45,11 @@ _Failure: TypeAlias = UnsupportedSampleError | SampleMismatchError
 
 @dataclass(frozen=True)
 class Choice:
-    """A codec, and why one of the samples cannot be kept where most can.
+    """A codec, and the first sample that it cannot store.
 
     Args:
-        codec: between samples and bytes.
-        odd: the reason, naming the sample.
+        codec: the codec for most of the samples.
+        odd: why the codec cannot store one of the samples, or None.
     """
 
     codec: SampleCodec
@@ -59,16 +59,16 @@ class Choice:
 def choose_codec(
     indices: Sequence[int], samples: Sequence[Any], layout: Layout = "auto", cut: Cut | None = None
 ) -> Choice:
-    """The codec for a source.
+    """Choose the codec for a source.
 
     Args:
-        indices: of the samples, for messages.
-        samples: some of the source's.
-        layout: "rows", "records", or "auto": rows where all of the samples allow it.
-        cut: where the source was cut; what its tail works on must be in every sample.
+        indices: indices of the samples, for messages.
+        samples: some samples of the source.
+        layout: "rows", "records", or "auto": rows if all of the samples allow it.
+        cut: where the source was cut. Every sample must have the fields that the tail works on.
 
     Raises:
-        UnsupportedSampleError: they hold something that cannot be kept; the message names the field.
+        UnsupportedSampleError: the samples cannot be stored; the message names the field.
         SampleMismatchError: ("rows") more than a few differ in shape, dtype or structure.
 
     Example:
@@ -94,7 +94,7 @@ def choose_codec(
 
 
 def _rows(indices: Sequence[int], samples: Sequence[Any]) -> Choice | _Failure:
-    """Rows like the first sample, or like a later one if the first is odd itself; or why there are none."""
+    """Rows like the first sample, or like a later sample if the first is odd; or why rows are impossible."""
     first: _Failure | None = None
     for like in samples[: int(len(samples) * _ODD) + 1]:
         try:
@@ -113,7 +113,7 @@ def _rows(indices: Sequence[int], samples: Sequence[Any]) -> Choice | _Failure:
 def _failures(
     check: Callable[[Any, int], object], indices: Sequence[int], samples: Sequence[Any]
 ) -> dict[int, _Failure]:
-    """Why samples cannot be kept, by their position."""
+    """The errors of samples that cannot be stored, by their position."""
     failures = dict[int, _Failure]()
     for position, (index, sample) in enumerate(zip(indices, samples, strict=True)):
         try:
@@ -128,7 +128,7 @@ def _first(failures: dict[int, _Failure]) -> str | None:
 
 
 def _check_record(codec: RecordCodec, sample: Any, index: int) -> None:
-    """Refuse a sample that does not come back from bytes as it was."""
+    """Refuse a sample that changes on the way to bytes and back."""
     record = memoryview(b"".join(codec.encode(sample, index)))
     try:
         copy = codec.decode(record)
@@ -139,7 +139,7 @@ def _check_record(codec: RecordCodec, sample: Any, index: int) -> None:
 
 
 def _required(samples: Sequence[Any], cut: Cut | None) -> Required:
-    """What the tail of a cut source works on, of the types that most samples have there."""
+    """The fields that the tail of a cut source works on, with their types in most of the samples."""
     paths = [path for places in (cut.places if cut is not None else ()) for _, path in places]
     found: Counter[Required] = Counter()
     for sample in samples:
@@ -153,13 +153,13 @@ def _required(samples: Sequence[Any], cut: Cut | None) -> Required:
 
 @dataclass(frozen=True)
 class EncodedForm:
-    """What is known of samples as their files.
+    """The costs of samples as their files.
 
     Args:
         codec: between files and records.
-        read_seconds: to read a sample from its source, the first time.
-        decode_seconds: from its file to the decoded sample.
-        reads: how many samples, or files, were read to know it.
+        read_seconds: time of the first read of a file.
+        decode_seconds: time to decode a file.
+        reads: number of samples and files that were read to measure this.
     """
 
     codec: RecordCodec
@@ -176,14 +176,14 @@ def look_at_files(
     *,
     chosen: bool = False,
 ) -> EncodedForm | str:
-    """Take a source apart into its files and their decoding. Returns what was measured, or why it cannot be done.
+    """Divide a source into its files and their decoding. Returns the measured costs, or why this is impossible.
 
     Args:
         source: the user's dataset.
         head: its deterministic part.
-        indices: of samples to try.
-        domain: which indices may be read; by default all.
-        chosen: whether this form has been chosen before: then no files of other indices are timed.
+        indices: indices of the samples to try.
+        domain: the indices that may be read; by default all.
+        chosen: whether an earlier job has chosen this form. Then no files of other indices are timed.
     """
     if access_to(source) is None:
         return (
@@ -203,12 +203,12 @@ def look_at_files(
             fresh = islice((index for index in among[len(among) // 2 :] if index not in known), _TIMED)
             form = _timed(files, head, list(fresh) or list(indices))
             return replace(form, reads=form.reads + 2 * len(indices[:_PROVEN]))
-        except Exception as error:  # methods of these names that mean something else, a file that cannot be opened
+        except Exception as error:  # methods of these names with another meaning, or a file that cannot be opened
             return f"its files cannot be read and decoded apart: {error!r}"
 
 
 class _Decoded(Dataset[Any]):
-    """Samples that are read and decoded at once."""
+    """Samples that are read as files, and decoded."""
 
     def __init__(self, files: EncodedSource) -> None:
         self._files = files
@@ -218,7 +218,7 @@ class _Decoded(Dataset[Any]):
 
 
 def _timed(files: EncodedSource, head: Any, indices: Sequence[int]) -> EncodedForm:
-    """The costs of some files, of which a sample is three reads."""
+    """Measure the costs of some files, with three reads per sample."""
     contents, reads, decodes = [], [], []
     for index in indices:
         try:
@@ -238,13 +238,13 @@ def _timed(files: EncodedSource, head: Any, indices: Sequence[int]) -> EncodedFo
 
 
 def keeps_files(granted: int, length: int, decoded: SampleCodec, encoded: EncodedForm) -> bool:
-    """Whether a later epoch is shorter with samples kept as their files than with decoded ones.
+    """Whether later epochs are faster with samples stored as their files than with decoded samples.
 
     Args:
-        granted: bytes that may be taken.
+        granted: bytes that the cache may take.
         length: number of samples.
         decoded: codec of decoded samples.
-        encoded: what is known of their files.
+        encoded: costs of the files.
 
     Example:
         >>> files = EncodedForm(RecordCodec(1000 - 16), read_seconds=2e-3, decode_seconds=1e-3)

@@ -1,9 +1,9 @@
 """Caches with a name: they stay in memory, or on a disk, when their job ends, and the next job starts warm.
 
-The manifest in the header of a named segment has a fingerprint and a geometry. The fingerprint says what lies there:
-the class of the source, its length, the fields of a sample, and what the user adds; a job with another one is refused.
-The geometry is the arc of the ring. It wins over the budget and the order of nodes of a job that joins, because the
-samples stay where they are; a warning says so. A half filled cache goes on filling.
+The manifest in the header of a named segment has a fingerprint and a geometry. The fingerprint describes the data: the
+class of the source, its length, the fields of a sample, and a text of the user. A job with another fingerprint is
+refused. The geometry is the arc of the ring. Samples cannot move, so the geometry wins over the budget and the order of
+nodes of a job that joins, with a warning. A job that joins a half filled cache continues to fill it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _TITLE = 100  # characters
 
 
 class FingerprintError(ValueError):
-    """The cache of this name holds something else."""
+    """The cache of this name has other data."""
 
 
 def fingerprint(request: CacheRequest, codec: SampleCodec) -> dict[str, str | int]:
-    """What must be the same in two jobs that share a named cache, as plain values.
+    """The facts that must be equal in two jobs that share a named cache, as plain values.
 
     Example:
         >>> from lightning_stocache import SampleSpec
@@ -55,7 +55,7 @@ def fingerprint(request: CacheRequest, codec: SampleCodec) -> dict[str, str | in
 
 
 def found_before(request: CacheRequest) -> str:
-    """What the maker of an existing cache has found of the source, as `Finding.digest`; "" if there is none."""
+    """The `Finding.digest` of the job that made an existing cache; "" if there is no cache."""
     manifest = None if request.name is None else manifest_of(request.name, request.dir)
     return "" if manifest is None else manifest.found
 
@@ -68,19 +68,19 @@ def open_cache(
     granted: int = 0,
     found: str = "",
 ) -> Store | None:
-    """Open the cache of the request's name. If there is none, make it if it is to have slots, else return None.
+    """Open the cache of the request's name, or make it if `arc` has slots. Returns None if neither is possible.
 
     Args:
-        request: what is to be cached.
-        codec: of its samples.
-        budget: of the job.
-        arc: of a new cache: which samples have a slot on this node.
-        granted: bytes that a new one may take.
-        found: of the samples, as `Finding.digest`.
+        request: the request with the name.
+        codec: codec of the samples.
+        budget: budget of this job.
+        arc: for a new cache: the samples with a slot on this node.
+        granted: bytes that a new cache may take.
+        found: the `Finding.digest` of the samples.
 
     Raises:
-        FingerprintError: it holds something else, or (strict) was made with another budget.
-        ManifestError: it is damaged, or of another version.
+        FingerprintError: it has other data, or (strict) was made with another budget.
+        ManifestError: it is damaged, or has another version.
         PermissionError: the name belongs to another user's file.
         OSError: there is no memory for the states of the slots.
     """
@@ -122,7 +122,7 @@ def open_cache(
 
 
 def _check(request: CacheRequest, codec: SampleCodec, manifest: Manifest) -> None:
-    """Refuse the cache of something else."""
+    """Refuse a cache with another fingerprint."""
     theirs, ours = manifest.fingerprint, fingerprint(request, codec)
     if theirs != ours:
         differ = [f"{key}: {theirs.get(key)!r}, not {ours[key]!r}" for key in ours if theirs.get(key) != ours[key]]
@@ -133,10 +133,10 @@ def _check(request: CacheRequest, codec: SampleCodec, manifest: Manifest) -> Non
 
 
 def _check_budget(request: CacheRequest, cache: Store, made: str, budget: Budget) -> None:
-    """Warn that the job's budget does not count, if the cache was made with another one and is not for all samples.
+    """Warn if the cache was made with another budget and has no room for all samples: its slots stay as they are.
 
     Raises:
-        FingerprintError: so it is, and the request is strict.
+        FingerprintError: in the same case, if the request is strict.
     """
     slots = len(cache)
     if not gathers(cache):  # the bytes of records are limited, not their slots
@@ -155,7 +155,7 @@ def _check_budget(request: CacheRequest, cache: Store, made: str, budget: Budget
 
 
 def _short(text: str) -> str:
-    """The text if it is short and printable, as a header requires; else its beginning and a digest."""
+    """A text that fits in a header: the text itself if it is short and printable, else its beginning and a digest."""
     if text.isprintable() and len(text.encode()) <= _LONGEST:
         return text
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

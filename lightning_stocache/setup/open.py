@@ -4,14 +4,16 @@ All requests of one call open together, because they share budgets. The steps ar
 
 1. The leader of each node looks at every source (`find`): its samples give the codec, and the random part is found. The
    other ranks read nothing; they cut their own copy of the source at the same place.
-2. Each leader joins the named caches that lie in its node's memory (`named_cache`), and divides the memory among the
-   others (`allocation`). What is granted decides whether samples are kept as their files (`forms`).
-3. The leaders exchange their slots, and every rank lays the same rings: which node stores which index.
+2. Each leader joins the named caches that exist on its node (`named_cache`), and divides the memory among the other
+   requests (`allocation`). The granted bytes decide whether samples are stored as their files (`forms`).
+3. The leaders exchange their numbers of slots, and every rank lays the same rings: which node stores which index.
 4. Each leader makes the segments of its node, and the other ranks attach them (`segments`).
-5. The samples that set-up has read are stored, or compared with those under a name (`same_data`). A named cache keeps
-   the arc that it has; the leaders exchange these.
+5. The samples that set-up has read are stored, or compared with the samples of a named cache (`same_data`). A named
+   cache keeps its arc; the leaders exchange these arcs.
 
-An error of one rank is raised on all. What cannot be cached passes through, with one warning.
+A stream takes the same steps. It has no ring, and is read from its beginning, so set-up stores none of its samples.
+
+An error of one rank is raised on all. A source that cannot be cached passes through, with one warning.
 """
 
 from __future__ import annotations
@@ -64,16 +66,16 @@ class _Opening:
     """A request on its way to an open cache, on one rank.
 
     Args:
-        request: what is asked for.
-        budget: of its pot.
-        reader: reads its source.
-        found: of the source, by the leader of this node.
-        joined: on a leader, the cache that lies under its name.
-        granted: bytes that it may take on this node.
-        keep_free: bytes that filling leaves to others.
-        slots: samples that are expected to find room on this node.
+        request: the request.
+        budget: budget of its pot.
+        reader: reads the source.
+        found: the finding of the leader of this node.
+        joined: on a leader, the existing cache of this name.
+        granted: bytes that the cache may take on this node.
+        keep_free: bytes that filling leaves free.
+        slots: expected number of samples with room on this node.
         ring: the arcs of all nodes.
-        expected: the arcs, with the slots that are expected to find room.
+        expected: the arcs, with the slots for which there will be room.
     """
 
     request: CacheRequest
@@ -111,20 +113,20 @@ def open_caches(
     """Open a cache for every request. Collective: all ranks pass the same requests in the same order.
 
     Args:
-        requests: what is to be cached.
+        requests: the requests.
         budgets: the budget of every pot, per node.
         group: which ranks share memory.
-        backend: where segments lie, see `allocate`.
-        later_bytes: memory that each rank's training will take and does not hold yet.
-        kept_back: bytes of this node's free memory that are for something else.
+        backend: kind of segments, see `allocate`.
+        later_bytes: memory that the training of each rank will take later.
+        kept_back: bytes of this node's free memory that the caches must not take.
 
     Raises:
-        UnsupportedSampleError: (`strict`) a sample holds something that cannot be kept as bytes.
+        UnsupportedSampleError: (`strict`) a sample cannot be stored as bytes.
         SampleMismatchError: (`strict`) the samples read at set-up differ in shape, dtype or structure.
         ValueError: the ranks have sources of different lengths; (`strict`) a source is random and cannot be split.
         CacheMemoryError: (`strict`) a segment could not be made or reached, not even by name; on all ranks alike.
-        FingerprintError: the cache of a name holds something else; a RuntimeError on the other ranks.
-        Exception: (`strict`) what a source itself raises; on the other ranks a RuntimeError that names it.
+        FingerprintError: a named cache has other data; a RuntimeError on the other ranks.
+        Exception: (`strict`) an error of a source; on the other ranks a RuntimeError that names it.
     """
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: all samples pass through uncached")
@@ -185,10 +187,10 @@ def open_caches(
 
 
 def _with_directory(request: CacheRequest) -> CacheRequest:
-    """The request, with a directory that can hold a cache.
+    """The request, with the checked path of its directory.
 
     Raises:
-        DiskError: its directory cannot hold one.
+        DiskError: the directory cannot hold a cache.
         ImportError: xxhash is not installed.
     """
     if request.dir is None:
@@ -212,7 +214,7 @@ def _find(openings: Sequence[_Opening], group: NodeGroup) -> None:
 
 
 def _look(opening: _Opening, is_apart: bool) -> Finding:
-    """Look at a source, and log what is found."""
+    """Look at a source, and log the finding."""
     request = opening.request
     if opening.budget.off or (not request.length and not request.strict):
         return Finding()
@@ -242,7 +244,7 @@ def _grant(
     backend: BackendChoice,
     later: Reserve,
 ) -> Backend | None:
-    """Divide the memory of this node, and choose the forms of samples by what is granted. Collective.
+    """Divide the memory of this node, and choose the forms of samples by the granted bytes. Collective.
 
     Returns:
         The kind of segment; None is the system's default.
@@ -266,7 +268,7 @@ def _grant(
 
 
 def _choose_form(opening: _Opening, group: NodeGroup) -> None:
-    """Choose between samples decoded and as their files by what was granted, and how much room records have."""
+    """Choose between decoded samples and their files by the granted bytes, and pack records if room is short."""
     found, granted, wanted = opening.found, opening.granted, opening.wanted
     codec, as_files = found.codec, found.as_files
     assert codec is not None
@@ -292,7 +294,7 @@ def _choose_form(opening: _Opening, group: NodeGroup) -> None:
 
 
 def _lay_rings(openings: Sequence[_Opening], group: NodeGroup) -> None:
-    """Lay the rings of all nodes: of slots, and of samples that are expected to find room. Collective."""
+    """Lay the rings of all nodes: with all slots, and with the slots for which there will be room. Collective."""
     ours = [
         (opening.slots, _homes(opening, group), None if opening.joined is None else opening.joined.handle.arc)
         for opening in openings
@@ -306,11 +308,11 @@ def _lay_rings(openings: Sequence[_Opening], group: NodeGroup) -> None:
 
 
 def _homes(opening: _Opening, group: NodeGroup) -> int:
-    """How many indices get a slot on this node.
+    """The number of indices that get a slot on this node.
 
-    Of records, all that the node trains on, even where its memory is for fewer: the first to come find room, and a mean
-    size that was misjudged costs nothing. Beyond its share an index has several homes, and might be stored twice: there
-    it is as many as are expected to find room.
+    With records, every index of the node's share gets a slot, even if the memory is for fewer samples: the first loaded
+    samples get the room, and a wrong estimate of their mean size costs nothing. Beyond its share, an index could be
+    stored on two nodes, so there are only as many slots as samples with expected room.
     """
     codec, expected, wanted = opening.found.codec, opening.slots, opening.wanted
     if not isinstance(codec, RecordCodec) or not expected:
@@ -320,13 +322,13 @@ def _homes(opening: _Opening, group: NodeGroup) -> int:
 
 
 def _make(opening: _Opening, kind: Backend | None, group: NodeGroup) -> Store | None:
-    """Make a cache, or join the one of the request's name."""
+    """Make the store of a cache, or join the named cache."""
     request, found, granted = opening.request, opening.found, opening.granted
     store, codec, arc = opening.joined, found.codec, opening.ring.arcs[group.node]
     opening.joined = None
     if codec is not None and request.as_stream and granted >= _LEAST:
         store = StreamStore.empty(codec, granted, len(group.members), kind)
-    elif store is None and codec is not None and request.name is not None:  # it may have come since
+    elif store is None and codec is not None and request.name is not None:  # another job may have made it since
         store = open_cache(request, codec, opening.budget, arc, granted, found.digest)
     elif store is None and codec is not None and arc.slots:
         whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
@@ -337,10 +339,11 @@ def _make(opening: _Opening, kind: Backend | None, group: NodeGroup) -> Store | 
 
 
 def _store_or_refuse(openings: Sequence[_Opening], caches: Sequence[OpenCache], group: NodeGroup) -> list[OpenCache]:
-    """Store what was read at set-up, and close caches under whose names other data lies. Collective.
+    """Store the samples that set-up has read, and close named caches with other data. Collective.
 
     Raises:
-        FingerprintError: a request for one of these is strict; on the other ranks a RuntimeError. All are closed then.
+        FingerprintError: a named cache has other data and is strict; on the other ranks a RuntimeError. All caches are
+            closed then.
     """
 
     def refusal(opening: _Opening, opened: OpenCache) -> str | None:
@@ -374,7 +377,7 @@ def _store_or_refuse(openings: Sequence[_Opening], caches: Sequence[OpenCache], 
 def _without(
     requests: Sequence[CacheRequest], group: NodeGroup, error: Exception, *, wanted: bool = True
 ) -> list[OpenCache]:
-    """Go on without the caches, for want of memory or disk, with one warning; `strict`, an error if any is wanted."""
+    """Continue without caches after an error of memory or disk, with one warning; an error if strict and `wanted`."""
     if wanted and any(request.strict for request in requests):
         raise error
     if group.rank == 0:

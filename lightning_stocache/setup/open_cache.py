@@ -1,4 +1,4 @@
-"""A source with its cache open in this process."""
+"""A source and its cache, open in this process."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class OpenCache:
     """A source, a stream or a rolling cache, and the memory in which its samples are kept.
 
     Args:
-        request: what was asked for.
-        source: from which samples are loaded: the request's source, or its deterministic part.
+        request: the request that was answered.
+        source: the dataset that loads samples: the request's source, or its deterministic part.
         tail: the random part, applied after the cache.
         cache: None if the source passes through uncached.
-        counters: None where counting is impossible (Windows, or no memory at all).
+        counters: counters of all processes of the node; None on Windows, or without any memory.
         ring: the arcs of all nodes.
-        group: the ranks that share it.
+        group: the ranks that share the cache.
         budget_bytes: memory that was granted on this node.
-        off: whether its budget is 0.
+        off: whether the budget is 0.
         borrowed: whether this is a copy, which does not close the memory.
-        expected_ring: the arcs, with the slots that are expected to find room; of records they may be fewer.
+        expected_ring: the arcs, with the slots for which there will be room. Records may have fewer of these.
     """
 
     request: CacheRequest
@@ -57,7 +57,7 @@ class OpenCache:
 
     @classmethod
     def without(cls, request: CacheRequest, group: NodeGroup | None = None) -> OpenCache:
-        """Without memory: samples are loaded from the request's source, uncounted."""
+        """A request without memory: samples come from its source, and nothing is counted."""
         return cls(request, request.source, group=NodeGroup() if group is None else group)
 
     @property
@@ -66,38 +66,38 @@ class OpenCache:
         return None if self.cache is None or self.cache.closed else self.cache
 
     def given_up(self) -> OpenCache:
-        """The counters alone: samples are loaded from the request's source from now on."""
+        """This record without its cache: samples come from the request's source, and are counted."""
         return replace(
             self, source=self.request.source, tail=None, cache=None, ring=None, expected_ring=None, budget_bytes=0
         )
 
     def with_tail(self, sample: Any) -> Any:
-        """A sample of the source, or an `Odd`, with the tail applied."""
+        """Apply the tail to a sample of the source, or to an `Odd`."""
         if type(sample) is not Odd:
             return sample if self.tail is None else self.tail(sample)
         if self.tail is None:
             return sample.sample
         if sample.has_all_places:
             return self.tail(sample.sample)
-        # The tail would not find its places in this sample. It is read again, from the whole source.
+        # The tail would not find its fields in this sample, so the whole source reads it again.
         whole: Any = self.request.source
         return whole[sample.index] if batch_reader(self.source) is None else whole.__getitems__([sample.index])[0]
 
     @property
     def known_ring(self) -> Ring | None:
-        """The ring with as many slots as will find room. On one node the estimate improves with every sample."""
+        """The ring with the slots for which there will be room. On one node the estimate improves with every sample."""
         cache, ring = self.live_cache, self.ring
         if cache is None or ring is None or len(ring.arcs) > 1:
             return self.expected_ring or ring
         return Ring((replace(ring.arcs[0], slots=cache.capacity),))
 
     def count(self, **counts: int) -> None:
-        """Count what has been served or filled, by the names of `Counts`."""
+        """Add to the counters that `Counts` names."""
         if self.counters is not None:
             self.counters.add(**counts)
 
     def describe(self) -> str:
-        """What is cached, in one line; with several nodes, on which one, and its arc of the ring."""
+        """Describe the cache in one line. With several nodes, the line names the node and its arc of the ring."""
         source: Any = self.request.source
         name, samples, cache, group = type(source).__name__, f"{len(source):,}", self.live_cache, self.group
         if cache is None:
@@ -116,7 +116,7 @@ class OpenCache:
         )
 
     def state(self) -> dict[str, Any]:
-        """What is kept on this node now, as plain values."""
+        """The state of the cache on this node, as plain values."""
         cache, request = self.live_cache, self.request
         held = (0, 0, 0, 0) if cache is None else (len(cache), cache.filled, cache.memory_bytes, cache.disk_bytes)
         return {
@@ -128,9 +128,9 @@ class OpenCache:
         }
 
     def tell(self) -> None:
-        """Describe it once per node: in the log, or on stderr if a script has not set logging up.
+        """Describe the cache once per node: in the log, or on stderr if the script has not set up logging.
 
-        A rank's own cache in a job of several is not described: `share` swaps it for the node's.
+        In a job of several ranks, a cache of one rank is not described, because `share` replaces it.
         """
         if not self.group.is_leader or self.cache is None or self.group.world < job_ranks()[0]:
             return
@@ -157,7 +157,7 @@ class OpenCache:
                 part.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What this process has closed cannot be sent to another one, which passes samples through just the same. A copy
-        # may share this process's memory, so it does not close it.
+        # Closed memory cannot be sent to another process: samples pass through there, too. A copy may share the memory
+        # of this process, so it does not close it.
         counters = None if self.counters is None or self.counters.closed else self.counters
         return self.__dict__ | {"cache": self.live_cache, "counters": counters, "borrowed": True}

@@ -1,6 +1,7 @@
-"""What is asked for: one source to be cached, and the loader that will read it; what values options may have.
+"""The request for a cache of one source, the loader that will read it, and the values that options may have.
 
-Values from a YAML file or a command line come as they were typed. An error names the option, the rule, and the value.
+Values from a YAML file or a command line arrive as the user typed them. An error names the option, the rule, and the
+value.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ _AUTO = Budget.parse("auto")
 
 
 def check_cache_keys() -> None:
-    """Refuse a key of `cache` in the config of a Hydra app that is no option: nothing would read it.
+    """Refuse an unknown key of `cache` in the config of a Hydra app, which nothing would read.
 
-    On the command line each key is one of ours. In the config that Hydra has saved for the job, `cache` may be the
-    app's own: there it counts if it has a budget, or a key that is nearly an option.
+    On the command line every key of `cache` is checked. In the config that Hydra has saved for the job, `cache` may be
+    a group of the app itself. It is checked if it has a budget, or a key that resembles an option.
 
     Raises:
-        ValueError: it names the key, and the option that was probably meant.
+        ValueError: a key is no option. The message names the key and the most similar option.
     """
-    hydra: Any = sys.modules.get("hydra.core.hydra_config")  # never imported: then this is no job of Hydra's
+    hydra: Any = sys.modules.get("hydra.core.hydra_config")  # not imported in a job without Hydra
     if hydra is None or not hydra.HydraConfig.initialized():
         return
     job = hydra.HydraConfig.get()
@@ -77,7 +78,7 @@ def check_cache_keys() -> None:
 
 @cache
 def _keys_in(config: Path) -> frozenset[str]:
-    """The keys of `cache` in a config that Hydra has saved; empty where it saves none."""
+    """The keys of `cache` in a config that Hydra has saved; empty without such a file."""
     if not config.is_file():
         return frozenset()
     group = sys.modules["omegaconf"].OmegaConf.load(config).get("cache")
@@ -92,7 +93,7 @@ def _refuse_slips(keys: Iterable[str]) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
-    """Refuse a value that is none of a `Literal`'s.
+    """Refuse a value that is not among the values of a `Literal`.
 
     Example:
         >>> from typing import Literal
@@ -106,13 +107,13 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 
 
 def check_count(name: str, value: Any, least: int) -> None:
-    """Refuse a value that is no whole number, or too small."""
+    """Refuse a value that is not a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse a value that is neither true nor false."""
+    """Refuse a value that is not a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
 
@@ -134,9 +135,9 @@ class LoaderSettings:
         batch_size: samples per batch.
         num_workers: worker processes.
         prefetch_factor: finished batches that each worker keeps.
-        context: how workers are started, if the loader says so: a name, or a context of multiprocessing.
+        context: the start method of workers, if the loader sets it: a name, or a context of multiprocessing.
         worker_init_fn: called in each worker.
-        stage: of the Trainer, for messages.
+        stage: stage of the Trainer, for messages.
     """
 
     batch_size: int
@@ -148,36 +149,36 @@ class LoaderSettings:
 
     @property
     def start_method(self) -> str | None:
-        """How workers are started, by name."""
+        """The name of the start method of workers."""
         context = self.context
         return context if context is None or isinstance(context, str) else context.get_start_method()
 
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """One source to be cached.
+    """The request to cache one source.
 
     Args:
         source: the map-style dataset, or a stream.
-        pot: name of the budget that it shares with others.
-        budget: of a request that opens alone.
-        spec: what its samples look like, if that is known: no sample is read then, and random samples are not found.
-        allow_random: whether to cache a random source as it is.
-        reader: the loader that will read it, if that is known.
-        name: under which the cache outlives the job.
-        fingerprint: what the user says of the contents; compared with that of an existing cache.
+        pot: name of the budget that several requests share.
+        budget: budget of a request that opens alone.
+        spec: the codec of the samples. If it is given, set-up reads no sample and does not look for randomness.
+        allow_random: whether to cache the first draw of a random source.
+        reader: the loader that will read the source; None: unknown.
+        name: name of a cache that outlives the job.
+        fingerprint: the user's description of the contents, compared with the fingerprint of an existing cache.
         strict: whether a source that cannot be cached, or a lack of memory, is an error instead of a warning.
-        layout: rows or records; "auto": rows where the samples allow it.
-        store: samples as the source decodes them, or as the files it reads; "auto": the form that saves most time.
-        prefill: whether idle workers load samples that nobody has asked for yet.
+        layout: rows or records; "auto": rows if the samples allow it.
+        store: samples as the source decodes them, or as the files that it reads; "auto": the faster form.
+        prefill: whether idle workers load samples that no batch has asked for yet.
         dir: directory of a cache on a disk; None: in memory.
-        domain: the indices that are drawn; None: all of them.
+        domain: the indices that are drawn; None: all.
         as_stream: whether the source is a stream, or a function that makes an iterator. It has no name, directory,
             or domain.
 
     Raises:
-        TypeError: spec, fingerprint or dir is of another type.
-        ValueError: the name is not valid, or the value of another option.
+        TypeError: the type of spec, fingerprint or dir is wrong.
+        ValueError: the name, or the value of another option, is not valid.
     """
 
     source: Dataset[object]

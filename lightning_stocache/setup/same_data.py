@@ -1,19 +1,19 @@
-"""Whether a cache holds the data of a source: under a name, and when a dataset is made anew.
+"""Whether a cache has the data of a source: a cache with a name, or a dataset object that replaces another.
 
 The leader of each node calls `store_or_refuse` when a cache is open, before any rank serves from it. A cache without a
-name is empty: the samples that set-up has read are stored. Under a name another job may have stored something. The
-class, the length and the shapes of a source say little (another folder of photographs has the same), so samples are
-compared:
+name is empty, so the samples that set-up has read are stored. A cache with a name may have samples of another job. Two
+folders of photographs can have the same class, length and shapes, so samples are compared:
 
-1. Where no slot is ready, the samples that set-up has read are stored, under a lock that every job takes before it
-   fills anything. So a slot that is ready holds a sample of the first job, or of one that has compared its own.
-2. Else samples of ready slots are compared, at least four. A sample of the source is encoded and decoded first.
-3. A sample that differs is read again under other seeds. If it differs from itself it is random, and says nothing.
+1. If no slot is ready, the samples that set-up has read are stored, under a lock that every job takes before its first
+   fill. So a ready slot has a sample of the first job, or of a job that has compared its own samples.
+2. Else at least four samples of ready slots are compared. A sample of the source is encoded and decoded first.
+3. A sample that differs is read again under other seeds. A sample that differs from itself is random, and is skipped.
 
-Compared is what is kept: the deterministic part of a split source, the files of `store="encoded"`. Where no sample can
-be compared (`allow_random`), the user's `fingerprint` has to do; a warning says so if there is none.
+The compared samples are in their cached form: the deterministic part of a split source, the files of `store="encoded"`.
+If no sample can be compared (`allow_random`), only the user's `fingerprint` protects the data. Without a fingerprint a
+warning says so.
 
-`is_continued` compares four samples of a dataset that is made anew, as some loader hooks do.
+`is_continued` compares four samples of a dataset object that replaces another, as some loader hooks make it.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def store_or_refuse(
     """Store the samples that set-up has read. Returns why the cache must not be used, in two lines, or None.
 
     Args:
-        request: what is to be cached.
-        found: of its source, with the codec of the cache.
+        request: the request for the cache.
+        found: the finding about its source, with the codec of the cache.
         read: `SourceReader.read` of its source.
-        cache: that was opened for the request.
-        counters: of the cache; they count `setup_fills`.
+        cache: the open cache.
+        counters: the counters of the cache. They count `setup_fills`.
     """
     if request.allow_random:
         if request.name is not None and cache.filled:
@@ -108,10 +108,10 @@ def store_or_refuse(
 
 
 def is_continued(opened: OpenCache, dataset: Any) -> bool:
-    """Whether another dataset has the samples that are in a cache; it may have more behind them.
+    """Whether another dataset has the samples of a cache. It may have more samples after these.
 
-    False also where that cannot be known: nothing is stored by now, the random part of the source was cut off, or it is
-    cached as it is, though random.
+    Returns False if this cannot be known: nothing is stored, the transform of the source was split, or allow_random is
+    set.
     """
     cache, request, length = opened.live_cache, opened.request, len(dataset)
     if cache is None or type(dataset) is not type(request.source) or opened.source is not request.source:
@@ -145,7 +145,7 @@ def _decoded(codec: SampleCodec, parts: Sequence[bytes]) -> Any:
 
 
 def _warn_of_trust(request: CacheRequest, why: str) -> None:
-    """Warn that samples under a name were not compared, unless the user has given a fingerprint."""
+    """Warn that samples of a named cache were not compared, unless the user has given a fingerprint."""
     if not request.fingerprint:
         log.warning(
             "the samples under the name %r are taken for those of %s without being compared: %s.\nSay what the data is "
