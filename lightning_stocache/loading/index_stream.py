@@ -22,9 +22,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
-from torch.utils.data.distributed import DistributedSampler
 
 from lightning_stocache.cache.placement import Integers
+from lightning_stocache.loading.loader_sampler import draws_unseen
 from lightning_stocache.loading.position import LoaderState, ResumableBatches
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.residents import RollingSampler, StreamBatches
@@ -50,7 +50,7 @@ class IndexStream:
         batches: Any = loader.batch_sampler
         stream, plain = type(batches) is StreamBatches, type(batches) is BatchSampler
         sampler: Any = batches.sampler if plain else None  # not the loader's: the user may have given the BatchSampler
-        self.ahead_unseen = stream or _draws_unseen(sampler)
+        self.ahead_unseen = stream or draws_unseen(sampler)
         self.seed_state: torch.Tensor | None = None
         resumable = batches if stream else ResumableBatches(batches, state)
         drawing = iter(resumable)
@@ -89,14 +89,6 @@ class IndexStream:
         count = batches * self._size
         drawn, self._rest = self._rest[:count], self._rest[count:]
         return drawn if len(drawn) else None
-
-
-def _draws_unseen(sampler: Any) -> bool:
-    """Whether a sampler draws from nothing that anybody else draws from."""
-    if type(sampler) is RandomSampler:
-        return sampler.generator is None
-    by_itself = (DistributedSampler.__iter__, LocalitySampler.__iter__, RollingSampler.__iter__)
-    return type(sampler) is SequentialSampler or getattr(type(sampler), "__iter__", None) in by_itself
 
 
 def _groups(sampler: Any, size: int, state: LoaderState) -> tuple[Iterator[Integers] | None, int]:

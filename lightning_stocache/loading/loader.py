@@ -36,7 +36,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from lightning_stocache.cache.store import gathers
 from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.epoch import Epoch, Resources, Route
-from lightning_stocache.loading.grows import Stream, is_rolling, is_stream
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader_sampler import (
     batches_of,
@@ -46,6 +45,7 @@ from lightning_stocache.loading.loader_sampler import (
     set_epoch,
     warn_of_ranks,
 )
+from lightning_stocache.loading.loader_tree import Stream, is_rolling, is_stream
 from lightning_stocache.loading.position import CountedBatches, LoaderState, ResumableBatches
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.worker_pool import InitOnSource

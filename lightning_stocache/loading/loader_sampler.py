@@ -27,6 +27,7 @@ from torch.utils.data import (
 from lightning_stocache.loading.dataset import cached_in
 from lightning_stocache.node.group import NodeGroup, job_ranks
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.source.generators import KINDS, PROCESS_WIDE
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "batches_of",
     "deals_to_ranks",
     "drawn_from",
+    "draws_unseen",
     "global_seed",
     "index_sampler",
     "locality_sampler",
@@ -102,6 +104,13 @@ def drawn_from(batches: Any) -> dict[str, Any]:
     if plain and type(sampler) in _DRAW_FROM_TORCH:
         return generators or {"torch": PROCESS_WIDE["torch"]}
     return {**PROCESS_WIDE, **generators}
+
+
+def draws_unseen(sampler: Any) -> bool:
+    """Whether a sampler draws from no generator that anything else draws from, so that nobody sees when it draws."""
+    if type(sampler) is RandomSampler:
+        return sampler.generator is None  # it makes one for each epoch
+    return getattr(type(sampler), "__iter__", None) in (*_DRAW_NOTHING, RollingSampler.__iter__)
 
 
 # ---- several ranks ----

@@ -1,20 +1,76 @@
-"""The nesting of loaders that a user has: what is iterated over in it, and the cached datasets behind that.
+"""The nesting of a user's loaders: the loaders in it, and the cached datasets and streams that they read.
 
-A loader may stand alone, or in dicts, lists and tuples, or in a CombinedLoader of Lightning's; a dataset may be behind
-a Subset, a ConcatDataset, or what stands for it.
+A loader may stand alone, or in dicts, lists and tuples, or in Lightning's CombinedLoader. A dataset may lie behind a
+Subset, a ConcatDataset or a stand-in.
+
+The room `growing` has the datasets that grow, and this room imports none of them. A loader knows them by dunder names
+of their classes, which no user's dataset has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
+from lightning_stocache.cache.counters import Counters
 from lightning_stocache.loading.dataset import CachedDataset, cached_in
-from lightning_stocache.loading.grows import Stream, is_stream
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.sampling.residents import StreamBatches
 
-__all__ = ["Cached", "cached_behind", "cached_in_leaves", "leaves_in", "loaders_in", "wrapped_loader"]
+__all__ = [
+    "Cached",
+    "Stream",
+    "cached_behind",
+    "cached_in_leaves",
+    "is_rolling",
+    "is_stream",
+    "leaves_in",
+    "loaders_in",
+    "wrapped_loader",
+]
+
+
+class Stream(Protocol):
+    """An iterable-style dataset that is kept as it passes: `CachedStream`."""
+
+    def __kept__(self, batch_size: int, drop_last: bool) -> tuple[CachedDataset, StreamBatches] | None:
+        """Begin the next epoch: the samples in memory and this rank's batches, or None where the stream is read."""
+
+    @property
+    def source(self) -> Any:
+        """The user's stream."""
+
+    @property
+    def cache(self) -> Any:
+        """What is kept; None while samples pass through."""
+
+    @property
+    def counters(self) -> Counters | None:
+        """What has been served and kept."""
+
+    @property
+    def group(self) -> NodeGroup:
+        """The ranks that share the memory."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory that was granted on this node."""
+
+    def share(self, group: NodeGroup | None = None) -> None:
+        """Have the ranks of a node share the memory. Collective."""
+
+
+def is_rolling(dataset: Any) -> bool:
+    """Whether a dataset has samplers of its own, as a RollingCache has: `__loader_sampler__(shuffle=)` gives one."""
+    return hasattr(type(dataset), "__loader_sampler__")
+
+
+def is_stream(dataset: Any) -> TypeGuard[Stream]:
+    """Whether a dataset is a stream that is kept."""
+    return hasattr(type(dataset), "__kept__")
+
 
 Cached: TypeAlias = CachedDataset | Stream
 

@@ -4,6 +4,8 @@ Those that are gathered here or, with a transform, made by workers.
 """
 
 import gc
+import os
+import signal
 import threading
 import time
 from contextlib import closing
@@ -41,6 +43,7 @@ WAYS: list[tuple[dict[str, Any], str, Any]] = [
 in_every_way = pytest.mark.parametrize(("workers", "budget", "transform"), WAYS)
 """Workers, budgets, and whether they transform: pairs of them."""
 BLOCK = (3, 300, 300)  # over 1 MiB in a batch of 4: gathered alone
+WIDE = (3, 32, 32)  # transformed, 48 KiB in a batch of 4
 BIG = (3, 64, 64)  # 48 KiB in a batch of 4: recycled, not too small
 
 pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes, pytest.mark.epoch_one_reads_all]
@@ -156,17 +159,22 @@ def test_persistent_workers_are_kept_as_long_as_something_has_no_slot():
 
 
 @in_every_way
-def test_who_keeps_every_batch_sees_them_unchanged(workers, budget, transform):
-    """Whole batches, views, arrays: nothing that is held is written to again; with no memory left, batches are sent."""
+def test_batches_belong_to_who_gets_them(workers, budget, transform):
+    """They may be overwritten, and neither the cache nor a later batch changes. Whoever keeps every batch, whole or as
+    views and arrays, sees them unchanged: with no memory left, batches are sent."""
     expected = plain(transform, BIG)
     with closing(CachedDataset(Numbers(LENGTH, BIG), budget, transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, **workers)
+        for image, label in loader:
+            image.zero_(), label.zero_()
         whole = list(loader)
         rows = [image[1] for image, _ in loader]
         arrays = [image.numpy()[2] for image, _ in loader]
         views = [memoryview(image.numpy()) for image, _ in loader]
         shared = [torch.from_dlpack(image) for image, _ in loader]
-        list(loader)
+        for (image, label), wanted in zip(loader, expected, strict=True):
+            assert same([image, label], wanted)
+            image.zero_(), label.zero_()
         assert same(whole, expected)
         for number, (image, _) in enumerate(expected):
             assert torch.equal(rows[number], image[1])
@@ -175,19 +183,6 @@ def test_who_keeps_every_batch_sees_them_unchanged(workers, budget, transform):
             assert torch.equal(shared[number], image)
         loader.close()
         assert same(whole, expected)  # the memory goes with the last who holds it
-
-
-@in_every_way
-def test_batches_belong_to_who_gets_them(workers, budget, transform):
-    """They may be overwritten: neither the cache nor a later batch changes."""
-    expected = plain(transform, BIG)
-    with closing(CachedDataset(Numbers(LENGTH, BIG), budget, transform=transform)) as dataset:
-        loader = CachedLoader(dataset, 4, **workers)
-        for _ in range(3):
-            for (image, label), wanted in zip(loader, expected, strict=True):
-                assert same([image, label], wanted)
-                image.zero_(), label.zero_()
-        loader.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -371,3 +366,59 @@ def test_the_thread_runs_only_while_an_epoch_does(looked_up: bool, monkeypatch: 
         assert threads() == 1
         del iterator
         assert threads() == 0
+
+
+# ---- workers ----
+
+
+def test_memory_grows_with_the_batches():
+    """A first batch that is small does not keep later ones from being lent."""
+    batches: Any = [[0], *[list(range(start, start + 4)) for start in range(0, LENGTH, 4)]]
+    expected = list(DataLoader(Transformed(Numbers(LENGTH, WIDE), to_float), batch_sampler=batches))
+    with closing(CachedDataset(Numbers(LENGTH, WIDE), transform=to_float)) as dataset:
+        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=1, persistent_workers=True)
+        for _ in range(2):
+            assert same([copied(batch) for batch in loader], expected)
+        images = [image for image, _ in loader]
+        assert any(image.untyped_storage().nbytes() < 4 * 3 * 32 * 32 * 4 + 64 for image in images)
+        del images
+        loader.close()
+
+
+class Deadly(Numbers):
+    """A source that kills the worker of a loader with two of them that loads a certain sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        if index == 21 and info is not None and info.num_workers == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_is_killed_is_an_error(transform, persistent):
+    """A RuntimeError that says so, as from DataLoader, and an iterator that ends: nobody waits for ever."""
+    with closing(CachedDataset(Deadly(LENGTH), transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=persistent)
+        with pytest.raises(RuntimeError, match=r"DataLoader worker .* (killed by signal|exited unexpectedly)"):
+            list(loader)
+        loader.close()
+
+
+@pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
+def test_workers_that_were_killed_between_epochs_are_replaced(transform):
+    """Also where torch's handler of SIGCHLD has not said so; the next epoch is whole."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
+        assert len(list(loader)) == LENGTH // 4
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            victim = active_children()[0]
+            victim.kill()
+            victim.join(120)
+        finally:
+            signal.signal(signal.SIGCHLD, handler)
+        assert [label for _, batch in loader for label in batch.tolist()] == list(range(LENGTH))
+        assert len(active_children()) == 2
+        loader.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 from lightning_stocache.loading import epoch, index_stream
 from lightning_stocache.loading.dataset import CachedDataset
@@ -56,13 +56,6 @@ def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: 
         made.append([copied(batch) for _ in range(2) for batch in loader] + [torch.rand(1)])
     assert len(made[0]) > 1 or drop_last
     assert same(*made)
-
-
-def test_a_sampler_of_a_longer_dataset_is_not_trusted(dataset: CachedDataset) -> None:
-    """An index outside the dataset is the source's error, not somebody else's memory."""
-    loader = CachedLoader(dataset, batch_sampler=BatchSampler(SequentialSampler(range(LENGTH + 1)), 100, False))
-    with pytest.raises(IndexError, match="index 700 is outside"):
-        list(loader)
 
 
 def test_hits_are_counted_when_a_batch_is_handed_out(dataset: CachedDataset) -> None:

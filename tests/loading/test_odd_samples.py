@@ -157,33 +157,6 @@ class TurnedRound(OddOne):
         return super().__getitem__(index % LENGTH)
 
 
-class Counting(OddOne):
-    """Writes down each load."""
-
-    def __init__(self, kind: str, path: str, transform: Any = None) -> None:
-        super().__init__(kind, transform)
-        self.path = path
-
-    def __getitem__(self, index: int) -> Any:
-        with open(self.path, "a") as file:
-            file.write(f"{index}\n")
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("tail", [False, True])
-def test_later_epochs_load_that_sample_and_nothing_else(tmp_path: Any, tail: bool, num_workers: int) -> None:
-    """Also where the source's random part runs after the cache."""
-    path = tmp_path / "loads"
-    inside = v2.Compose([v2.Identity(), v2.RandomHorizontalFlip()]) if tail else None
-    with closing(CachedDataset(Counting("shape", str(path), inside), layout="rows")) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=num_workers)
-        list(told(loader, 1))
-        path.unlink()
-        list(told(loader, 3))
-        assert path.read_text().split() == [str(ODD)] * 3
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_one_warning_names_it(num_workers: int, capfd: pytest.CaptureFixture[str]) -> None:
     """Once for the dataset, whoever loads it and however often: its index, what differs, and how to be strict."""

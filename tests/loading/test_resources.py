@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from tests.loading.twins import Numbers, Transformed, copied, same, to_float
-from tests.processes import wait_until, without_room
+from tests.processes import without_room
 
 LENGTH = 40
 
@@ -191,24 +191,6 @@ def test_close_ends_the_epoch_under_way_and_a_new_one_may_begin(transform, argum
             assert same([copied(batch) for batch in loader], expected)
             del batch
             loader.close()
-
-
-@ways
-def test_many_epochs_leave_no_descriptor_and_no_mapping_behind(transform):
-    """Shared memory and queues are given back with the workers of each epoch, as soon as these have ended."""
-
-    def opened() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    with closing(CachedDataset(Numbers(8), "50%", transform=transform)) as dataset:
-        loader = CachedLoader(dataset, 2, num_workers=1)
-        for _ in range(3):
-            list(loader)
-        gc.collect()
-        before = opened()
-        for _ in range(20):
-            list(loader)
-        wait_until(lambda: gc.collect() >= 0 and opened() <= before)
 
 
 # ---- interruptions ----

@@ -88,19 +88,6 @@ jobs = worlds.flatmap(
 )
 
 
-@given(jobs, st.sampled_from(["locality", "global"]))
-@settings(max_examples=150, deadline=None)
-def test_global_batches_are_those_of_distributed_sampler(job, mode):
-    """Every global batch of three epochs holds the indices of DistributedSampler's, padding and tail included."""
-    samplers = samplers_of(**job, mode=mode)
-    for epoch in range(3):
-        mine = [pieces(epoch_of(sampler, epoch), job["batch_size"]) for sampler in samplers]
-        theirs = [pieces(epoch_of(plain(sampler), epoch), job["batch_size"]) for sampler in samplers]
-        assert [[len(piece) for piece in order] for order in mine] == [[len(p) for p in order] for order in theirs]
-        for dealt, drawn in zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True):
-            assert Counter(chain(*dealt)) == Counter(chain(*drawn))
-
-
 @given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 20), st.booleans(), st.booleans())
 @settings(deadline=None)
 @pytest.mark.parametrize("mode", ["locality", "global", "sticky"])
@@ -244,11 +231,11 @@ drawing = st.one_of(
 )
 
 
-@given(jobs, drawing, st.one_of(st.none(), folds.map(lambda fold: Domain(fold, LENGTH))), st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_what_a_sampler_gives_is_dealt_in_the_global_batches_of_lightning(job, draws, domain, as_it_is):
-    """Of any sampler, whatever part of the dataset is on the ring: every global batch holds what Lightning's wrapper
-    deals to the ranks for it."""
+@given(jobs, st.none() | drawing, st.none() | folds.map(lambda fold: Domain(fold, LENGTH)), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_global_batches_are_those_of_distributed_sampler_and_of_lightning(job, draws, domain, as_it_is):
+    """Without a sampler of the user's or with any, whatever part of the dataset is on the ring: every global batch
+    holds what DistributedSampler, or Lightning's wrapper, deals to the ranks for it, padding and tail included."""
     options = {name: job[name] for name in ("seed", "shuffle", "drop_last")}
     mode = "global" if as_it_is else "locality"
     samplers = samplers_of_draws(
@@ -256,8 +243,9 @@ def test_what_a_sampler_gives_is_dealt_in_the_global_batches_of_lightning(job, d
     )
     for epoch in range(2):
         mine = [pieces(in_step(sampler, epoch), batch) for sampler in samplers]
-        wrappers = [DistributedSamplerWrapper(draws, len(samplers), rank, **options) for rank in range(len(samplers))]
-        theirs = [pieces(in_step(wrapper, epoch), batch) for wrapper in wrappers]
+        kind, drawn_from = DistributedSampler if draws is None else DistributedSamplerWrapper, draws or range(LENGTH)
+        plains = [kind(drawn_from, len(samplers), rank, **options) for rank in range(len(samplers))]
+        theirs = [pieces(in_step(sampler, epoch), batch) for sampler in plains]
         if as_it_is or len(job["nodes"]) == 1:
             assert mine == theirs
         assert [list(map(len, order)) for order in mine] == [list(map(len, order)) for order in theirs]
