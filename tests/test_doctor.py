@@ -1,4 +1,4 @@
-"""The doctor: what it makes of a machine, who holds memory, and that it never fails where it can say something."""
+"""The doctor: its findings about a machine, and the processes that hold memory."""
 
 import os
 import re
@@ -64,7 +64,7 @@ def test_the_cgroup_is_read_where_it_lies(tmp_path):
 
 
 def test_a_machine_without_proc_is_sentences(tmp_path):
-    """Without /proc and /sys (macOS) everything else is said, and nothing raises."""
+    """Without /proc and /sys (macOS) all other findings are there, and nothing raises."""
     findings = examine(tmp_path)
     assert "cannot be seen" in words_of(findings, "held")
     assert "torch" in words_of(findings, "versions")
@@ -81,7 +81,7 @@ def test_a_machine_without_dev_shm_is_a_sentence(monkeypatch, tmp_path):
 
 
 def test_lines_fit_a_terminal(capsys):
-    """However long the commands of those who hold memory, and the fixes, are; options are not cut in two."""
+    """Long commands of processes and long fixes are wrapped; options are not cut in two."""
     segment = Segment.create(8 * MIB)
     main(["doctor"])
     segment.close()
@@ -114,7 +114,7 @@ def test_segments_are_found_with_their_holders(backend):
 
 
 def test_the_node_of_each_cache_is_told():
-    """A living cache says whose it is, on which node, and how much of it is filled."""
+    """The finding of a living cache has its dataset, its node, and the number of filled slots."""
     spec = SampleSpec.infer(torch.zeros(3))
     arc = Arc(size=100, slots=40, start=60, step=7)
     cache = Store.create(spec, arc, whose={"dataset": "Photos (100 samples)", "node": 1, "nodes": 2})

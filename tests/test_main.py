@@ -1,4 +1,4 @@
-"""The command line: what it costs, what it writes, and what it says of input that is no good."""
+"""The command line: its imports, its output, and its errors for wrong input."""
 
 import io
 import logging
@@ -50,7 +50,7 @@ def test_the_version_is_told(capsys):
 
 @pytest.mark.processes
 def test_it_runs_as_a_module(tmp_path):
-    """python -m lightning_stocache report writes report.html where it stands, and says so."""
+    """python -m lightning_stocache report writes report.html into the working directory, and prints its path."""
     (tmp_path / "metrics.csv").write_text(CSV)
     command = [sys.executable, "-m", "lightning_stocache", "report", "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -82,7 +82,7 @@ def test_bad_input_is_exit_code_2_and_a_sentence(tmp_path, capsys, arguments, wo
     [(["--png"], "page.png"), (["--png", "mine.png"], "mine.png"), (["--png=mine.png"], "mine.png")],
 )
 def test_a_picture_needs_no_path(tmp_path, monkeypatch, capsys, arguments, picture):
-    """--png alone draws beside the page, and with a path there."""
+    """--png alone draws beside the page; with a path it draws there."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "metrics.csv").write_text(CSV)
@@ -222,7 +222,7 @@ def test_plan_with_a_model_curves_and_a_picture(configs, tmp_path, capsys, monke
 
 
 def test_plan_with_a_primary_config_of_the_users(configs, capsys):
-    """--config-name takes the user's own app: its choices, its trainer, its two nodes."""
+    """--config-name selects the user's primary config: its choices, its trainer, its two nodes."""
     main(["plan", "--config-dir", configs, "--config-name", "mine"])
     out = capsys.readouterr().out
     assert "2 nodes x 1 rank" in out

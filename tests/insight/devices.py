@@ -11,7 +11,7 @@ __all__ = ["Device", "ManualClock", "part"]
 
 @contextmanager
 def part(clock: StepClock, name: str) -> Iterator[None]:
-    """What runs in this context is this part of the step."""
+    """The context is this part of the step."""
     clock.start(name)
     yield
     clock.stop(name)
@@ -45,15 +45,15 @@ class Device:
         self._busy_until = 0.0
 
     def moment(self) -> Any:
-        """As a CUDA event that has been recorded now."""
+        """An event like a CUDA event that is recorded now."""
         return _Event(self, self.free_at())
 
     def spend(self, seconds: float) -> None:
-        """The host does something."""
+        """Let the host work."""
         self.host += seconds
 
     def launch(self, seconds: float) -> None:
-        """The host gives the device work, which it does after all else."""
+        """Queue work for the device."""
         self._busy_until = self.free_at() + seconds
 
     def free_at(self) -> float:
@@ -61,7 +61,7 @@ class Device:
 
 
 class _Event:
-    """It has a time of which nobody may ask before the device has come to it."""
+    """An event, which raises if its time is read before the device has passed it."""
 
     def __init__(self, device: Device, time: float) -> None:
         self._device, self._time = device, time

@@ -8,7 +8,7 @@ from lightning_stocache.insight.steps import PARTS
 
 
 def rows_of_a_run(share: float = 0.5, epochs: int = 3, *, without: tuple[str, ...] = (), nodes: int = 1):
-    """What CacheMonitor logs of 100 samples in 10 steps per epoch: (step, epoch or None, metrics) in its order."""
+    """The rows of CacheMonitor for 100 samples in 10 steps per epoch: (step, epoch or None, metrics) in its order."""
     for epoch in range(epochs):
         hits = round(100 * share) if epoch else 0
         for step in (5, 10):
@@ -30,7 +30,7 @@ def rows_of_a_run(share: float = 0.5, epochs: int = 3, *, without: tuple[str, ..
 
 
 def step_rows(rows):
-    """The same with what StepTimer logs: waiting of 0.03 s a step in the first epoch, and less in each later one."""
+    """Add the values of StepTimer: waiting of 0.03 s a step in the first epoch, and 0.01 s less in each later epoch."""
     for step, epoch, values in rows:
         if "stocache/hits" in values:
             seconds = {"wait": 0.03 - 0.01 * epoch, "forward": 0.01}
@@ -39,7 +39,7 @@ def step_rows(rows):
 
 
 def write_csv(folder: Path, rows) -> Path:
-    """As CSVLogger writes: one line per call, one column per key."""
+    """Write a CSV like CSVLogger: one line per call, one column per key."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [{"step": step, "epoch": "" if epoch is None else epoch, **values} for step, epoch, values in rows]
     with (folder / "metrics.csv").open("w", newline="") as file:

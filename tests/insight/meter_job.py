@@ -14,7 +14,7 @@ __all__ = ["loop", "on_two_nodes"]
 
 
 def loop(rank: int, samples: int) -> Any:
-    """What the rank's meter says of two epochs, and what was granted."""
+    """The metrics of this rank's meter for two epochs, and the numbers of ranks and nodes."""
     dataset = CachedDataset(CountedSource(samples), defer=True)
     dataset.share()
     sampler = DistributedSampler(dataset, 2, rank)
@@ -30,7 +30,7 @@ def loop(rank: int, samples: int) -> Any:
 
 
 def on_two_nodes(rank: int, samples: int) -> Any:
-    """What is expected of three epochs on two nodes with memory for a quarter and for all of the dataset."""
+    """The expected hit rates of three epochs on two nodes, whose memory holds a quarter and all of the dataset."""
     dataset = CachedDataset(CountedSource(samples), budget=("25%", "100%")[rank], defer=True)
     dataset.share(NodeGroup.discover(key=rank))
     found = []

@@ -10,12 +10,12 @@ SPEC = SampleSpec.infer(torch.zeros(99, dtype=torch.uint8))  # 100 bytes with it
 
 
 def spread(value: float | list[float]) -> Spread:
-    """What is known exactly, or was measured several times."""
+    """The spread of one value, or of several measurements."""
     return Spread.of(value if isinstance(value, list) else [value])
 
 
 def paces(*, uncached=0.011, missed=0.01, hit=0.001, codec=SPEC, safe_bytes=10**9, **more) -> Paces:
-    """Seconds per sample; a list is what several measurements gave."""
+    """Paces in seconds per sample; a list is several measurements."""
     return Paces(spread(uncached), spread(missed), spread(hit), codec, safe_bytes=safe_bytes, **more)
 
 

@@ -30,18 +30,18 @@ def shown(tag: str) -> list[str]:
     ],
 )
 def test_a_tag_is_shown_in_its_category_alone(tag, category):
-    """Training, the epoch so far, other stages and nodes do not mix; what begins alike is not brought along."""
+    """Tags of training, live values, other stages and nodes have different categories, even if they begin alike."""
     assert shown(f"stocache/{tag}") == ([category] if category else [])
 
 
 def test_every_chart_shows_something_that_is_logged():
-    """A pattern for what nobody logs would be a chart without a line."""
+    """Each pattern of the layout matches a tag that is logged."""
     tags = {f"stocache/{prefix}{name}" for name in (*LOGGED, *METRICS) for prefix in ("", "val/", "live/")}
     assert [tag for tags_of in CHARTS.values() for tag in tags_of if not any(re.match(tag, one) for one in tags)] == []
 
 
 def test_a_summary_writer_takes_the_layout(tmp_path):
-    """The layout is what SummaryWriter.add_custom_scalars takes, and what TensorBoard's plugin reads back."""
+    """SummaryWriter.add_custom_scalars accepts the layout, and TensorBoard's plugin reads it back."""
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     layout_pb2 = pytest.importorskip("tensorboard.plugins.custom_scalar.layout_pb2")
     summary = tensorboard.summary.custom_scalars(LAYOUT)

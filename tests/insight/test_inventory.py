@@ -27,20 +27,20 @@ def segment(name: str, contents: Contents | None = None, *, in_use: bool = False
     ],
 )
 def test_a_job_is_known_by_the_name_that_it_was_given(name: str, meant: list[str]) -> None:
-    """The doors add stage and number to it; a cache's own name means that cache alone."""
+    """A job's name means all its caches, whose names have a stage and a number; a cache's name means it alone."""
     there = ["photos", "photos-train0", "photos-val12", "photos-256-test1", "photos-trains", "photos2-train0"]
     assert [found.name for found in of_job(name, map(segment, there))] == meant
 
 
 def test_many_workers_are_told_briefly() -> None:
-    """Processes that were started alike are named by id, the first eight of them."""
+    """Of processes with one command line, the ids of the first eight are listed."""
     processes = [Process(pid, "python train.py") for pid in range(1, 12)] + [Process(99, "python other.py")]
     told = describe(segment("photos", in_use=True), processes)
     assert told.endswith("used by 1, 2, 3, 4, 5, 6, 7, 8 and 3 more (python train.py); 99 (python other.py)")
 
 
 def test_what_cannot_be_seen_is_said() -> None:
-    """A user in another space of process ids, a damaged header, and the part of one node of several."""
+    """The line names a process of another pid namespace, a damaged header, and the node of a cache of several nodes."""
     assert describe(segment("photos", in_use=True)).endswith("used by a process that cannot be seen from here")
     damaged = Contents(None, "is damaged: its header is cut off")
     expected = "photos: a cache that is damaged: its header is cut off, 3 MiB, used by nobody"

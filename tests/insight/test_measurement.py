@@ -39,7 +39,7 @@ class Noise(Broken):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
 def test_all_paces_are_measured(workers):
-    """Uncached, misses and hits cost something in each round, with and without workers; no memory is left behind."""
+    """Uncached samples, misses and hits take time in each round, with and without workers."""
     paces = measure(Data([torch.full((500,), index) for index in range(64)], 4, workers), seconds=QUICK)
     assert paces.codec is not None
     assert paces.codec.nbytes == 4000
@@ -49,7 +49,7 @@ def test_all_paces_are_measured(workers):
 
 
 class Clock:
-    """Time that passes where somebody says so, and a microsecond whenever somebody looks."""
+    """A clock that advances by `takes`, and by a microsecond with each look."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -85,7 +85,7 @@ def test_paces_are_what_the_clock_says(monkeypatch):
 @pytest.mark.parametrize("samples", [1, 2, 5])
 @pytest.mark.parametrize("workers", [0, pytest.param(3, marks=pytest.mark.processes)])
 def test_tiny_datasets(samples, workers):
-    """Fewer samples than a batch, or than workers, are planned like any others."""
+    """Datasets with fewer samples than a batch, or than workers, are measured like others."""
     assert measure(Data([torch.zeros(4)] * samples, 8, workers), seconds=QUICK).hit.low > 0
 
 
@@ -112,7 +112,7 @@ def test_bad_sources_are_one_sentence(source, words):
 
 @pytest.mark.processes
 def test_a_source_that_raises_in_a_worker_is_one_line():
-    """What a worker raises comes without its traceback."""
+    """The error of a worker is told without its traceback."""
 
     with pytest.raises(PlanError) as caught:
         measure(Data(InWorkers(os.getpid()), 4, 2), seconds=QUICK)
@@ -133,7 +133,7 @@ class InWorkers(Broken):
 
 @pytest.mark.parametrize(("source", "words"), [(WithGradients(0), "requires grad"), (Noise(0), "random")])
 def test_what_cannot_be_cached_has_a_reason(source, words):
-    """Samples that cannot be kept, and random ones that cannot be split, are measured uncached, with the reason."""
+    """Samples that cannot be cached, and random samples without a split, are measured uncached, with the reason."""
     paces = measure(Data(source, 4), seconds=QUICK)
     assert paces.codec is None
     assert words in str(paces.reason)
@@ -164,7 +164,7 @@ SOURCE = [torch.full((50,), index) for index in range(64)]
 
 @pytest.mark.parametrize("workers", [[0], pytest.param([0, 2], marks=pytest.mark.processes)])
 def test_every_arm_is_measured_in_every_round(workers):
-    """Each once where workers and batch size meet; from the source and from the cache; told as they come."""
+    """Each loader is measured once per round, from the source and from the cache, and each measurement is reported."""
     told: list[str] = []
     found = measure_curves(Data(SOURCE, 4), workers, [4, 60], seconds=0.05, limit=1e9, progress=told.append)
     for kind in ("uncached", "hit"):
@@ -178,7 +178,7 @@ def test_every_arm_is_measured_in_every_round(workers):
 
 
 def test_there_is_a_time_limit(monkeypatch):
-    """What cannot be measured in time is left out, and it is said after how many measurements."""
+    """Measurements after the time limit are left out, and a sentence gives the number of measurements before it."""
     clock = Clock(monkeypatch)
     monkeypatch.setattr(measurement.Trial, "pace", lambda *_: clock.takes(50.0, 0.001))
     found = measure_curves(Data(SOURCE, 4), [0], [4, 16], limit=120.0)
@@ -187,7 +187,7 @@ def test_there_is_a_time_limit(monkeypatch):
 
 
 def test_what_cannot_be_measured_is_left_out(monkeypatch):
-    """Samples that cannot be cached, and batches that take too long; it is said."""
+    """Sentences name samples that cannot be cached, and batches that take too long."""
     found = measure_curves(Data(WithGradients(40), 4), [0], seconds=0.05)
     assert [arm.kind for arm in found.rates] == ["uncached"]
     assert "Nothing can be cached" in found.left_out[0]

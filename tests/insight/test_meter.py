@@ -30,14 +30,14 @@ def dataset():
 
 
 def counts(metrics: dict[str, float], stage: str = "") -> dict[str, float]:
-    """What does not depend on clocks, by the names of the metrics."""
+    """The metrics that do not depend on clocks, by their names."""
     named = {name.removeprefix(f"stocache/{stage}"): value for name, value in metrics.items()}
     return {name: value for name, value in named.items() if not name.endswith("_seconds") and "per_second" not in name}
 
 
 @pytest.mark.processes
 def test_a_plain_loop_has_the_monitors_values(tmp_path, dataset):
-    """Epoch for epoch the same keys and counts as a Trainer logs for the same dataset, and what is expected."""
+    """Each epoch has the keys and counts that a Trainer logs for the same dataset, with the expected hit rate."""
     loader = CachedLoader(dataset, batch_size=4)
     trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
     trainer.fit(Model(), loader)
@@ -56,7 +56,7 @@ def test_a_plain_loop_has_the_monitors_values(tmp_path, dataset):
 
 @pytest.mark.processes
 def test_loaders_of_other_classes_have_no_seconds(dataset):
-    """Counts are there all the same; a plain DataLoader, a Subset and a list of loaders are read, too."""
+    """A meter of plain DataLoaders has counts without seconds, also over a Subset and for a list of loaders."""
     half = DataLoader(Subset(dataset, range(8)), batch_size=4)
     meter = CacheMeter([half, half], stage="val")
     for _ in half:
@@ -72,7 +72,7 @@ def test_loaders_of_other_classes_have_no_seconds(dataset):
 
 @pytest.mark.processes
 def test_live_values_are_those_of_the_epoch_so_far(dataset):
-    """Under keys of their own, and none for validation; the loader may be read beside the meter."""
+    """Live values have different keys, and validation has none; the loader may be read without the meter."""
     loader = CachedLoader(dataset, batch_size=4)
     meter, seen = CacheMeter(loader), []
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_live_values_are_those_of_the_epoch_so_far(dataset):
 
 @pytest.mark.processes
 def test_an_epoch_that_is_left_counts_what_was_served(dataset):
-    """After `break`, what comes before the next epoch is not computing, and the next epoch begins with nothing."""
+    """After `break`, time before the next epoch is not computing, and the next epoch starts from zero."""
     meter = CacheMeter(CachedLoader(dataset, batch_size=4))
     for _ in range(2):
         for _ in meter:
@@ -106,7 +106,7 @@ def test_an_epoch_that_is_left_counts_what_was_served(dataset):
 
 
 def test_a_stream_is_counted():
-    """A CachedStream's epochs are those of the stream, and of memory."""
+    """The first epoch of a CachedStream has no hits, and the second has only hits."""
     stream = CachedStream(lambda: iter([torch.tensor(value) for value in range(6)]), budget="1MiB")
     meter = CacheMeter(CachedLoader(stream, batch_size=3))
     hits = []
@@ -119,7 +119,7 @@ def test_a_stream_is_counted():
 
 
 def test_what_cannot_be_metered_is_refused():
-    """A stage that there is not, and a loader without a cache, are errors that say what to do."""
+    """An unknown stage, and a loader without a cache, raise errors that say what to do."""
     with pytest.raises(ValueError, match="stage must be one of train, val, test, predict, got 'eval'"):
         CacheMeter(DataLoader([1.0]), stage="eval")
     with pytest.raises(TypeError, match="no cached dataset behind DataLoader: make its dataset a CachedDataset"):
@@ -127,7 +127,7 @@ def test_what_cannot_be_metered_is_refused():
 
 
 def train(fabric: Any, folder: Path, epochs: int = 3) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    """A loop of Fabric: what its meter says, and what was granted."""
+    """Train with Fabric: the metrics of each epoch, and the hyperparameters."""
     model = Model()
     wrapped, optimizer = fabric.setup(model.layer, model.configure_optimizers())
     dataset = CachedDataset(CountedSource(SAMPLES, log_path=folder / "loads"), budget="50%", defer=True)
@@ -147,7 +147,7 @@ def train(fabric: Any, folder: Path, epochs: int = 3) -> tuple[list[dict[str, fl
 
 @pytest.mark.processes
 def test_a_fabric_loop_logs_it(tmp_path):
-    """`fabric.log_dict` takes the metrics as they are; the loader is the one that Fabric has set up."""
+    """`fabric.log_dict` accepts the metrics of a loader that Fabric has set up."""
     logger = CSVLogger(tmp_path, name="", flush_logs_every_n_steps=1)
     found, granted = train(Fabric(accelerator="cpu", devices=1, loggers=logger), tmp_path)
     assert [epoch["stocache/hits"] for epoch in found] == [0, SAMPLES // 2, SAMPLES // 2]
@@ -159,7 +159,7 @@ def test_a_fabric_loop_logs_it(tmp_path):
 
 @pytest.mark.processes
 def test_ranks_sum_up():
-    """Of two ranks that share a cache both are told the same, over both."""
+    """Two ranks that share a cache get the same metrics, over both."""
     first, second = run_ranks(loop, 2, SAMPLES)
     assert first == second
     epochs, ranks, nodes = first
@@ -170,14 +170,14 @@ def test_ranks_sum_up():
 
 @pytest.mark.processes
 def test_the_expected_hit_rate_of_nodes():
-    """Each node hits the smaller of what it trains on and what it holds; of a random deal nothing is expected."""
+    """Each node hits the smaller of its share of the batches and its slots; a random deal has no expected hit rate."""
     first, second = run_ranks(on_two_nodes, 2, SAMPLES)
     assert first == second == [0, 0.75, 0.75, None, None, None]
 
 
 @pytest.mark.processes
 def test_what_was_ready_before_the_first_epoch_is_expected(dataset):
-    """The epochs of a fold over a cache that holds some of it, and some other samples, already."""
+    """The first epoch of a fold is expected to hit the samples of the fold that the cache holds already."""
     dataset.close()
     dataset = CachedDataset(CountedSource(SAMPLES))
     for index in (0, 1, 2, 20):

@@ -21,7 +21,7 @@ def test_a_rate_over_nothing_is_zero():
 
 
 def test_bypasses_are_served_too():
-    """What has no slot counts against the hit rate."""
+    """Samples without a slot count against the hit rate."""
     assert rates(Tally(counts=Counts(hits=1, misses=1, bypasses=2)))["hit_rate"] == 0.25
 
 
@@ -52,7 +52,7 @@ def test_seconds_of_the_loop_are_the_mean_over_ranks():
 
 
 def test_what_is_not_known_is_left_out():
-    """Seconds that one rank could not hear, the loop where there is none, and the bytes of samples without a size."""
+    """Unknown waiting of one rank, a missing loop, and bytes of samples of unknown size have no metrics."""
     assert OF_LOOPS & set(summarise([*LOOPS, Tally(wait_seconds=math.nan, ranks=1)])) == {"samples_per_second"}
     assert OF_LOOPS & set(summarise([Tally(counts=Counts(hits=1))])) == set()
     known, unknown = (set(rates(Tally(counts=Counts(bypasses=2), unsized=unsized))) for unsized in (0, 2))
@@ -60,7 +60,7 @@ def test_what_is_not_known_is_left_out():
 
 
 def test_several_nodes_have_three_keys_each():
-    """hit_rate, fill_fraction and memory_bytes of each node, from its own ranks alone; of a single node none."""
+    """Each of several nodes has hit_rate, fill_fraction and memory_bytes, from its own ranks alone."""
     assert not [key for key in summarise([Tally(0), Tally(0)]) if key.startswith("node")]
     job = summarise(
         [

@@ -53,7 +53,7 @@ def test_validation_shares_the_budget():
 
 
 def test_it_pays_when_the_sum_of_epochs_is_smaller():
-    """A dear first epoch is paid back in the epoch whose end finds training ahead of uncached training."""
+    """A slow first epoch pays in the first epoch that ends ahead of uncached training."""
     dear = planned(paces(missed=0.03))  # epoch one: 30 s instead of 11, then 1 s instead of 11
     assert [row(dear, budget).pays_in for budget in ("0%", "25%", "100%")] == [None, None, 3]
     assert row(planned(paces(missed=0.012)), "100%").pays_in == 2
@@ -109,7 +109,7 @@ def test_a_gain_that_is_larger_than_the_noise_is_told():
 
 
 def test_a_part_is_advised_only_if_it_is_enough_by_all_measurements():
-    """The share beyond which nothing is gained is that for the slowest source and the quickest step."""
+    """The advised share is calculated from the slowest source and the quickest step."""
     noisy = paces(hit=1e-6, missed=[0.009, 0.01, 0.012])
     assert planned(noisy, step=[0.05, 0.0505, 0.06], num_workers=1).budget == "58%"  # 1 - 1.02 * 5 / 12
 

@@ -10,19 +10,19 @@ from tests.insight.devices import Device, ManualClock, part
 
 
 def started(clock: ManualClock | Device) -> StepClock:
-    """A clock that counts, on a test's time."""
+    """A clock that runs on the time of a test."""
     made = StepClock(clock.moment)
     made.resume()
     return made
 
 
 def taken(clock: StepClock) -> dict[str, float]:
-    """Mean seconds of the parts that took any."""
+    """Mean seconds of the parts that took time."""
     return {part: round(seconds, 9) for part, seconds in clock.take().items() if seconds}
 
 
 def test_parts_in_each_other_count_once() -> None:
-    """The optimiser's step has forward and backward in it, as in Lightning; its own is what is left."""
+    """Forward and backward lie inside of the optimiser's step, as in Lightning, and do not count as its time."""
     time = ManualClock()
     clock = started(time)
     with part(clock, "wait"):
@@ -100,7 +100,7 @@ def train(clock: StepClock, device: Device, steps: int, load: float = 0.0) -> No
 
 
 def test_a_device_has_the_time_of_what_was_launched() -> None:
-    """The host is far ahead of it; the parts are the device's all the same, and it does not wait for data."""
+    """Although the host is far ahead, the parts have the time of the device, which does not wait for data."""
     device = Device()
     clock = started(device)
     train(clock, device, 5)
@@ -110,7 +110,7 @@ def test_a_device_has_the_time_of_what_was_launched() -> None:
 
 
 def test_waiting_is_the_time_in_which_the_device_stands_still() -> None:
-    """Loading takes 10 of which 8 are hidden behind what was launched before; of the first nothing is."""
+    """Loading takes 10 s. The work of the step before hides 8 s of it, except in the first step."""
     device = Device()
     clock = started(device)
     train(clock, device, 4, load=10)

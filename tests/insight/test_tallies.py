@@ -47,7 +47,7 @@ STEPS = st.lists(st.sampled_from(["read", "read", "put aside", "train", "val", "
 @given(steps=STEPS)
 @example(steps=["read", "put aside", "read", "val", "read", "put aside", "skip", "read", "train", "train"])
 def test_every_sample_is_in_one_tally(steps: list[str]) -> None:
-    """Training's epoch has what came since its last end, without what other stages have taken or what was skipped."""
+    """An epoch of training counts all samples since its last end that no other stage has counted."""
     dataset, tallies = numbers(3), Tallies()
     loader = DataLoader(dataset)
     expected: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def test_a_rank_that_stored_nothing_expects_what_the_others_do(dataset: CachedDa
 
 
 def test_an_epoch_says_what_was_counted_and_what_is_there(dataset: CachedDataset) -> None:
-    """Counts of the epoch, slots as they are now, and the seconds of the loop, which live values have before."""
+    """An epoch has its counts, the present slots, and the seconds of the loop; live values are the same before."""
     tallies, loader = Tallies(), DataLoader(dataset)
     read(dataset, 0, 1, 1)
     live = tallies.live(loader, LOOP)
@@ -95,7 +95,7 @@ def test_an_epoch_says_what_was_counted_and_what_is_there(dataset: CachedDataset
 
 
 def test_an_epoch_is_posted_once(dataset: CachedDataset) -> None:
-    """What comes after the post belongs to the next epoch, also if the post is asked for again."""
+    """Samples after the post belong to the next epoch, also after a second post."""
     tallies, loader = Tallies(), DataLoader(dataset)
     read(dataset, 0)
     tallies.post("val", loader)
@@ -107,7 +107,7 @@ def test_an_epoch_is_posted_once(dataset: CachedDataset) -> None:
 
 
 def test_what_was_not_posted_has_no_metrics(dataset: CachedDataset) -> None:
-    """Nor has a stage that reads nothing that counts."""
+    """A stage has no metrics if it did not post, or if it reads no cached dataset."""
     tallies = Tallies()
     tallies.post("test", [])
     assert tallies.metrics("test", [], patience=1) == {}
@@ -116,7 +116,7 @@ def test_what_was_not_posted_has_no_metrics(dataset: CachedDataset) -> None:
 
 
 def test_a_call_begins_where_the_last_one_ended(dataset: CachedDataset) -> None:
-    """Another Trainer call, which has tallies of its own, does not count what the one before was served."""
+    """A Trainer call does not count the samples of the call before."""
     read(dataset, 0, 1)
     end_call([dataset])
     read(dataset, 2)
@@ -126,7 +126,7 @@ def test_a_call_begins_where_the_last_one_ended(dataset: CachedDataset) -> None:
 
 
 def test_of_samples_without_a_cache_the_bytes_are_not_known() -> None:
-    """Nobody knows how many bytes they would take in a slot."""
+    """Without a cache the size of a sample in a slot is unknown."""
     dataset = numbers(3, budget=0)
     read(dataset, 0, 2)
     tallies, loader = Tallies(), DataLoader(dataset)
@@ -138,7 +138,7 @@ def test_of_samples_without_a_cache_the_bytes_are_not_known() -> None:
 
 
 def test_coverage_counts_samples_that_are_drawn() -> None:
-    """Of all datasets together: those that have a slot among those that are drawn."""
+    """Coverage is the share of the drawn samples of all datasets that have a slot."""
     whole, part, none = numbers(6), numbers(8, indices=[1, 3]), numbers(4, budget=0)
     assert [samples_of(dataset) for dataset in (whole, part, none)] == [6, 2, 4]
     assert coverage([whole, part]) == 1.0
@@ -149,7 +149,7 @@ def test_coverage_counts_samples_that_are_drawn() -> None:
 
 
 def test_of_a_stream_what_is_kept_is_known() -> None:
-    """Its length is not: it is as long as what has been kept."""
+    """The length of a stream is the number of samples that are stored."""
     stream = CachedStream([1.0, 2.0, 3.0], budget="1MiB")
     assert samples_of(stream) == 0
     assert list(stream) == [1.0, 2.0, 3.0]

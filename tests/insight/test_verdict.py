@@ -24,7 +24,7 @@ def epoch(hits=0, misses=0, bypasses=0, source=0.0, coverage=1.0, wait=1.0, comp
 
 
 def test_a_run_that_was_helped_gets_no_advice():
-    """Slots, fill, memory, hit rates, what epochs took and waited, and nothing else."""
+    """The sentences have slots, fill, memory, hit rates, and the seconds and waits of epochs, and nothing else."""
     said = verdict([epoch(misses=10, wait=4.0), epoch(hits=10, wait=0.5)], samples=10)
     assert said == [
         "100 % of 10 samples have a slot, 100 % of the slots are filled, 1 MiB in use; hit rate per epoch: 0, 100 %",
@@ -39,7 +39,7 @@ def test_epochs_that_became_shorter_without_waiting_are_said_to_have():
 
 
 def test_waits_that_were_not_logged_are_not_told():
-    """Nor is it said then that training hardly waited."""
+    """Without waits, no sentence says that training hardly waited."""
     epochs = [epoch(misses=10, wait=0.0, compute=5.0), epoch(hits=10, wait=0.0, compute=5.0)]
     assert "hardly waited" in verdict(epochs, 10)[-1]
     for unheard in ([0], [1], [0, 1]):
@@ -48,7 +48,7 @@ def test_waits_that_were_not_logged_are_not_told():
 
 
 def test_a_rolling_cache_has_words_of_its_own():
-    """Slots and first epochs mean nothing to it."""
+    """A rolling cache has a sentence without slots and first epochs."""
     pool = {"rolling/resident": 1200, "rolling/times_seen": 2.5}
     assert verdict([epoch(hits=10) | pool], 10) == [
         "1,200 samples are in the rolling cache, and each that came was served 2.5 times on average"
@@ -56,7 +56,7 @@ def test_a_rolling_cache_has_words_of_its_own():
 
 
 def test_a_cache_that_is_off_gets_one_sentence():
-    """Whoever has said budget=0 is not told to raise it."""
+    """With budget=0 there is no advice to raise it."""
     assert verdict([epoch(bypasses=10, coverage=0.0)] * 2, 10, off=True) == ["the cache is off (budget=0)"]
 
 
@@ -71,21 +71,21 @@ def test_advice_fits_what_went_wrong():
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_run_that_began_warm_is_not_told_that_a_cache_is_of_no_use(epochs):
-    """Of a named cache that was full, or a rolling one: it did not wait because of the cache."""
+    """A run on a cache that was full already does not say how long training waits without it."""
     said = verdict([epoch(hits=9, misses=1, wait=0.0)] * epochs, 10)[1:]
     assert said == ["epoch one came from the cache already: this run does not tell how long training waits without it"]
     assert verdict([epoch(hits=4, misses=6, wait=0.04), epoch(hits=10, wait=0.0)], 10)[1:] == []  # of 0.1 a cold one
 
 
 def test_of_a_cache_on_a_disk_no_memory_is_told():
-    """Nothing of it is in use there."""
+    """The sentences on a cache on a disk have no memory in use."""
     [said, *_] = verdict([epoch(misses=10) | {"memory_bytes": 0}, epoch(hits=10) | {"memory_bytes": 0}], 10)
     assert "in use" not in said
     assert "of the slots are filled; hit rate" in said
 
 
 def test_a_dataset_that_has_grown_is_said_to_have():
-    """No budget would hold what came after the cache was opened."""
+    """A dataset that has grown since the cache opened gets no advice on the budget."""
     epochs = [epoch(misses=10), epoch(hits=10, bypasses=10, coverage=0.5), epoch(hits=10, bypasses=20, coverage=1 / 3)]
     sentence = verdict(epochs, 30)[-1]
     assert "has grown" in sentence
