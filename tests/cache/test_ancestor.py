@@ -189,16 +189,10 @@ def test_arguments_that_make_no_cache_are_named(arguments: Any, error: type[Exce
         SharedCache(*arguments)
 
 
-def test_a_number_is_the_shape_of_a_vector() -> None:
-    """`data_dims=3` is `(3,)`."""
+def test_a_closed_cache_says_so() -> None:
+    """Every use of a closed cache is an error. `data_dims=3` is `(3,)`."""
     cache = SharedCache(1, 10, 3)
     assert cache.array.shape == (10, 3)
-    cache.close()
-
-
-def test_a_closed_cache_says_so() -> None:
-    """Every use of a closed cache is an error."""
-    cache = SharedCache(1, 10, (3,))
     cache.close()
     for use in (
         lambda: cache.get_slot(1),

@@ -6,7 +6,6 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +26,17 @@ def segment() -> Iterator[Segment]:
     segment.close()
 
 
-@contextmanager
-def holding(segment: Segment, slot: int) -> Iterator[bool]:
-    """Claims a slot if nobody else has; yields whether that has worked."""
-    claims = Claims(segment)
-    taken = claims.take(slot)
-    try:
-        yield taken
-    finally:
-        if taken:
-            claims.release(slot)
-
-
 def can_claim(segment: Segment, slot: int) -> bool:
-    with holding(segment, slot) as mine:
-        return mine
+    claims = Claims(segment)
+    if is_mine := claims.take(slot):
+        claims.release(slot)
+    return is_mine
 
 
 @pytest.mark.processes
 def test_a_claim_excludes_other_processes(segment: Segment) -> None:
     """While a slot is claimed here, another process cannot claim it, but can claim others; afterwards it can."""
-    with holding(segment, 3) as mine:
-        assert mine
+    with Claims(segment).waiting(3):
         assert not call(can_claim, segment, 3)
         assert call(can_claim, segment, 4)
     assert call(can_claim, segment, 3)
@@ -57,7 +45,7 @@ def test_a_claim_excludes_other_processes(segment: Segment) -> None:
 def test_a_claim_excludes_other_threads(segment: Segment) -> None:
     """POSIX locks do not tell threads apart; claims do. A thread that failed to claim a slot can claim it later."""
     seen: list[bool] = []
-    with holding(segment, 3):
+    with Claims(segment).waiting(3):
         thread = threading.Thread(target=lambda: seen.extend(can_claim(segment, 3) for _ in range(3)))
         thread.start()
         thread.join()
@@ -69,7 +57,7 @@ def test_a_claim_excludes_other_threads(segment: Segment) -> None:
 def test_claims_on_one_segment_are_one(segment: Segment) -> None:
     """Two caches that were unpickled over one segment exclude each other, and neither drops the other's lock."""
     again = pickle.loads(pickle.dumps(segment))
-    with holding(segment, 3):
+    with Claims(segment).waiting(3):
         assert not can_claim(again, 3)
         assert not call(can_claim, segment, 3)
 
@@ -80,7 +68,7 @@ def test_a_child_forked_during_a_claim_of_another_thread_waits_for_nobody(segmen
     claimed, done = threading.Event(), threading.Event()
 
     def fill() -> None:
-        with holding(segment, 3):
+        with Claims(segment).waiting(3):
             claimed.set()
             done.wait()
 
