@@ -1,7 +1,7 @@
-"""The memory of batches: lent, and taken back when nobody holds it or a view of it.
+"""The memory of batches: lent, and taken back when neither it nor a view of it is referred to any more.
 
-A fresh buffer of a few megabytes costs its page faults, more than the gather that fills it (8 GB/s where a warm one
-takes 15 to 17). So the same memory is used again.
+The page faults of a fresh buffer of a few megabytes cost more than the gather that fills it: 8 GB/s instead of 15 to
+17. So the same memory is used again.
 
 Private memory is for batches that this process makes alone. It goes back to its field, last in, first out: few buffers
 in rotation stay in the processor's cache. All are as large as the field's largest batch so far. Pinned batches come
@@ -10,8 +10,8 @@ from torch's caching host allocator, which alone knows whether a copy to the dev
 Shared memory is for batches whose rows workers write: a few segments, each as large as the largest batch so far. A
 segment belongs, in turn, to the pool, to this process and one worker, and to the trainer. It lies in a memfd where the
 system has that: /dev/shm may be small, and torch dies of SIGBUS where it is full. Free memory is looked at before a
-segment is made, and what a cache has been granted and not yet filled counts as taken. Without memory for one more
-segment, workers send batches in messages for a while, with one warning.
+segment is made, and memory that a cache was granted and has not filled yet counts as taken. Without memory for
+another segment, workers send batches in messages for a while, with one warning.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class BatchPool:
     Args:
         pinned: whether private memory is page-locked, for copies to a device that overlap with compute.
         shared: how many batches may lie in shared memory at once.
-        promised: says how many bytes of free memory are somebody else's.
+        promised: returns the number of free bytes that are promised to caches.
 
     Example:
         >>> pool = BatchPool()
-        >>> address = pool.take([1 << 20])[0].ctypes.data  # given back at once: nobody holds it
+        >>> address = pool.take([1 << 20])[0].ctypes.data  # given back at once: nothing refers to it
         >>> pool.take([1 << 20])[0].ctypes.data == address
         True
     """
@@ -76,7 +76,7 @@ class BatchPool:
         return [self._take(number, nbytes, _PER_FIELD) for number, nbytes in enumerate(sizes)]
 
     def lend(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-        """Private memory for samples of many sizes, uint8 `[size]` each, that come and go one by one.
+        """Private memory for single samples of many sizes, uint8 `[size]` each.
 
         Sizes are rounded up by an eighth at most, so that memory that has come back fits the next samples.
         """
@@ -84,7 +84,7 @@ class BatchPool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of private memory that are kept for batches to come."""
+        """Bytes of private memory that are free and kept for later batches."""
         return sum(memory.nbytes for buffers in self._private.values() for memory in buffers.free)
 
     def _take(self, key: int, nbytes: int, most: int) -> npt.NDArray[np.uint8]:
@@ -110,7 +110,7 @@ class BatchPool:
         return whole[:nbytes]
 
     def take_shared(self, sizes: Sequence[int] = ()) -> SharedBatch | None:
-        """Shared memory for fields of those sizes, or for any batch so far; None if there is none to be had."""
+        """Shared memory for fields of these sizes, or for the largest batch so far; None if there is no memory."""
         self.expect(sum(map(aligned, sizes)))
         if not self._size or not self._free:
             return None
@@ -120,13 +120,13 @@ class BatchPool:
                 if segment is not None:
                     self._drop(segment)
                 if (segment := self._reserved()) is None:
-                    self._free.insert(0, None)  # memory that has been made comes first
+                    self._free.insert(0, None)  # segments that exist are taken first
                     return None
                 self._segments.add(segment)
         return SharedBatch(segment, self._free)
 
     def _reserved(self) -> Segment | None:
-        """One more segment, all of it reserved; None without memory beside what is promised, or a moment ago."""
+        """A new segment, all of it reserved; None if memory is short, or was short a moment ago."""
         if self._refused_until is not None and time.monotonic() < self._refused_until:
             return None
         memfd, size = hasattr(os, "memfd_create"), self._size
@@ -144,32 +144,32 @@ class BatchPool:
             return None
 
     def expect(self, nbytes: int) -> None:
-        """Make shared memory at least that large from now on."""
+        """Make later segments at least that large."""
         self._size = max(self._size, nbytes)
 
     @property
     def shared_left(self) -> int:
-        """How many batches shared memory can still be lent to; after it was refused, only what has been made."""
+        """Number of batches to which shared memory can still be lent; after a refusal, only by existing segments."""
         return len(self._free) - (0 if self._refused_until is None else self._free.count(None))
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that have been taken."""
+        """Bytes of all segments, free or lent."""
         return sum(segment.size for segment in self._segments)
 
     def trim(self) -> None:
-        """Give up the shared memory that is free; more may be taken later."""
+        """Close the free segments; new ones may be made later."""
         for number, segment in enumerate(self._free):
             if segment is not None:
                 self._free[number] = None
                 self._drop(segment)
 
     def close(self) -> None:
-        """Give shared memory up; a batch that is still held keeps its own."""
+        """Close all segments; a batch that is still referred to keeps its memory."""
         self._free.clear()
         for segment in list(self._segments):
             self._drop(segment)
-        self._size = 0  # what comes back later is lent no more
+        self._size = 0  # nothing is lent any more
 
     def _drop(self, segment: Segment) -> None:
         self._segments.discard(segment)
@@ -178,7 +178,7 @@ class BatchPool:
 
 @dataclass
 class _Buffers:
-    """Private memory that is free: `most` tensors, uint8 `[size]`, the largest that was asked for so far."""
+    """Free private memory: at most `most` tensors, uint8 `[size]`, where `size` is the largest request so far."""
 
     most: int
     size: int = 0
@@ -213,7 +213,7 @@ class SharedBatch:
     """Shared memory for one batch. It is free again when this object and all tensors over its memory are gone.
 
     Args:
-        segment: where it lies.
+        segment: the segment of the memory.
         free: the pool's list, to which the segment goes back.
     """
 
@@ -231,10 +231,10 @@ class SharedBatch:
 
 
 class Attached(dict[bytes, Segment]):
-    """In a worker: the shared memory that it has been told of, by token."""
+    """The shared memory that a worker has attached, by token."""
 
     def segment(self, handle: SegmentHandle | None) -> Segment | None:
-        """The segment of a handle; None if there is none, or it cannot be reached from this process."""
+        """The segment of a handle; None without a handle, or if this process cannot reach the segment."""
         if handle is None:
             return None
         if handle.token in self:
@@ -244,7 +244,7 @@ class Attached(dict[bytes, Segment]):
         except (OSError, ValueError):  # no descriptor is left, or the main process may not be looked into
             return None
         for token in [token for token, other in self.items() if other.size < segment.size]:
-            self.pop(token).close()  # outgrown: it will be asked for no more
+            self.pop(token).close()  # outgrown, so no request will name it
         self[handle.token] = segment
         return segment
 

@@ -30,11 +30,11 @@ __all__ = ["Collator", "Packed", "Rows", "is_dense"]
 
 
 class Collator:
-    """How the rows of a batch become what `default_collate` returns.
+    """Makes the batch that `default_collate` would return from the rows of its fields.
 
     Args:
-        codec: what a sample looks like.
-        pinned: whether rows are page-locked memory, which torch's allocator has to find again in what is made of them.
+        codec: the codec of the samples.
+        pinned: whether rows are page-locked memory, which torch's allocator must recognise in the batch.
 
     Raises:
         TypeError: `default_collate` makes something else of such samples than one plain tensor per field.
@@ -58,7 +58,7 @@ class Collator:
         self._pinned = pinned
 
     def sizes(self, samples: int) -> tuple[int, ...]:
-        """Bytes of the memory for a batch of so many samples, in each field."""
+        """Bytes of each field for a batch of so many samples."""
         return tuple([column.nbytes * samples for column in self._columns])
 
     def batch(self, rows: Memory, samples: int) -> Any:
@@ -66,7 +66,7 @@ class Collator:
         return self.batches(rows, samples, samples)[0]
 
     def batches(self, rows: Memory, samples: int, size: int) -> list[Any]:
-        """Several batches of `size` samples each, but the last, whose rows lie one after the other."""
+        """Several batches whose rows lie one after the other, of `size` samples each; the last may be smaller."""
         columns = [
             column.split(row, samples, size, self._pinned) for row, column in zip(rows, self._columns, strict=True)
         ]
@@ -88,7 +88,7 @@ class Collator:
             last = len(self._columns)
             if kind in (list, tuple) and all(
                 type(value) is torch.Tensor for value in pattern
-            ):  # quickly, what most are
+            ):  # a fast way for most batches
                 return lambda fields: kind(fields[first:last])
             if hasattr(kind, "_fields"):
                 return lambda fields: kind(*(build(fields) for build in builders))
@@ -97,10 +97,10 @@ class Collator:
 
 
 class _Column:
-    """A field of the batch: how its rows are a tensor `[samples, *shape]`, without a copy.
+    """A field of the batch: makes tensors `[samples, *shape]` over its rows, without a copy.
 
-    A tensor of its own each time, not a view of another: to change one batch in place is no change of others to
-    autograd, and who pickles it pickles no other.
+    Each tensor is a tensor of its own, not a view of another one: a change of one batch in place is no change of others
+    to autograd, and its pickle holds no other batch.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -108,7 +108,7 @@ class _Column:
         self.nbytes = dtype.itemsize * torch.Size(shape).numel()
 
     def split(self, row: npt.NDArray[np.uint8], samples: int, size: int, pinned: bool) -> list[torch.Tensor]:
-        """The samples of a field's memory in tensors of `size`, but the last, made without torch where possible."""
+        """The samples of a field's memory in tensors of `size` samples; the last may be smaller. NumPy is faster."""
         firsts = range(0, samples, size)
         if pinned or self._array_dtype is None or not self.nbytes:
             memory: Any = row.base if pinned else row  # pinned memory is that of a tensor
@@ -126,12 +126,12 @@ class _Column:
 
 @dataclass(frozen=True)
 class Packed:
-    """Stands for a tensor of a batch.
+    """Replaces a tensor in a message.
 
     Args:
-        content: where it begins in the memory of the batch, or its bytes.
-        dtype: of the tensor.
-        shape: of the tensor.
+        content: the offset of the tensor in the memory of the batch, or its bytes.
+        dtype: the tensor's dtype.
+        shape: the tensor's shape.
     """
 
     content: int | npt.NDArray[np.uint8]
@@ -143,17 +143,17 @@ class Rows:
     """The memory of a batch as its tensors, each with a row for every sample.
 
     Args:
-        segment: where it lies, if there is any.
-        samples: of the batch.
+        segment: the shared memory, if there is any.
+        samples: number of samples of the batch.
     """
 
     def __init__(self, segment: Segment | None, samples: int) -> None:
         self._segment, self._samples, self._end = segment, samples, 0
-        # For each leaf of the first sample: what stands for its tensor, and that tensor's rows.
+        # For each leaf of the first sample: its place in the message, and the rows of its tensor.
         self._rooms: list[tuple[Packed, tuple[torch.Tensor, ...]] | None] = []
 
     def put(self, number: int, sample: Any) -> Any:
-        """The sample, with its tensors in their rows as far as there are rows that fit."""
+        """The sample, with its tensors copied to their rows where a row fits."""
         if self._segment is None or number >= self._samples or not is_plain(sample):
             return sample
         if number == 0:
@@ -170,7 +170,7 @@ class Rows:
         return rebuilt(sample, placed)
 
     def keep(self, tensor: torch.Tensor) -> Packed | None:
-        """Where a copy of a dense tensor lies now; None if there is no room left."""
+        """Copy a dense tensor into the memory. Returns its place, or None if there is no room left."""
         made = self._make(tensor.dtype, tuple(tensor.shape), tensor.nbytes)
         if made is None:
             return None
@@ -178,7 +178,7 @@ class Rows:
         return made[0]
 
     def stack(self, leaves: list[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
-        """What stands for the tensor of these leaves, or the stacked tensor. `collate` calls it by its map."""
+        """The place of the stacked leaves in the memory, or the stacked tensor. `collate` calls it by its map."""
         first = leaves[0]
         if not all(is_dense(leaf) and leaf.dtype == first.dtype and leaf.shape == first.shape for leaf in leaves):
             return default_collate(leaves)
@@ -193,7 +193,7 @@ class Rows:
         return made[0]
 
     def _make(self, dtype: torch.dtype, shape: tuple[int, ...], size: int) -> tuple[Packed, torch.Tensor] | None:
-        """Memory for a tensor; None if it is full."""
+        """Memory for a tensor; None if the memory is full."""
         if self._segment is None or not size or self._end + size > self._segment.size:
             return None
         start = self._end
@@ -208,7 +208,7 @@ class Rows:
 
 
 def is_dense(leaf: Any) -> bool:
-    """Whether it is a tensor that is its bytes, dtype and shape, and nothing else."""
+    """Whether a leaf is a tensor that its bytes, dtype and shape describe completely."""
     return (
         type(leaf) is torch.Tensor
         and leaf.layout is torch.strided

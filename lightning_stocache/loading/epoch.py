@@ -50,21 +50,21 @@ DRAWN = 4096  # indices that are drawn, and looked up, at a time, where all are 
 _SLACK = 3  # in shared memory besides those under way: the batch of the step, the one fetched ahead, one to spare
 
 Route = Literal["main", "worker"]
-"""Who puts batches together: the main process, from the cache and what workers have loaded, or a worker, whole."""
+"""The process that makes batches: the main process, from the cache and from loaded samples, or a worker."""
 
 _Made = tuple[Any, int]  # a batch, and its hits that are still to be counted
 
 
 class Resources:
-    """What outlives an epoch: the memory of batches, and persistent workers.
+    """The memory of batches and the persistent workers, which outlive an epoch.
 
-    They belong to one cache, the one that the workers know. A second epoch at the same time gets its own. Workers end
-    when all that the loader's sampler can draw is READY.
+    They belong to one cache, which the workers know. A second epoch at the same time gets its own resources. Workers
+    end when all samples that the loader's sampler can draw are READY.
 
     Args:
         loader: the loader.
-        cache: what its dataset is cached in; rows, where the main process puts batches together.
-        route: who puts its batches together.
+        cache: the store of its dataset; a store of rows if the main process makes batches.
+        route: the process that makes batches.
 
     Raises:
         TypeError: (also RuntimeError) `default_collate` has another way to make batches than one tensor per field.
@@ -98,13 +98,13 @@ class Resources:
         return [(batch, min(size, samples - number * size)) for number, batch in enumerate(batches)][::-1]
 
     def is_usable(self) -> bool:
-        """Whether another epoch can begin with this; workers that have died, as by Ctrl-C, are replaced."""
+        """Whether another epoch can begin with these resources. Dead workers (Ctrl-C) are ended, to be replaced."""
         if self.workers is not None and not self.workers.are_alive and not self.in_use:
             self.end_workers()
         return not (self.in_use or self.released)
 
     def begin_epoch(self, loader: DataLoader[Any], seed_state: torch.Tensor | None) -> None:
-        """Start workers, or call them back from an epoch that was broken off; end those that have nothing to load."""
+        """Start workers, or call them back from a broken-off epoch; end them if there is nothing to load."""
         self.in_use = True
         if self.route == "main" and (self.cache.full or (loader.num_workers and self._holds_all_of(loader))):
             self.end_workers()
@@ -115,14 +115,14 @@ class Resources:
                 self.workers = WorkerPool(loader, seed_state)
 
     def _holds_all_of(self, loader: DataLoader[Any]) -> bool:
-        """Whether all that a loader's sampler can draw is READY, as far as that is known."""
+        """Whether all samples that a loader's sampler can draw are known to be READY."""
         drawn = sampler_domain(batches_of(loader), self.cache.length) if self.cache.filled else None
         if drawn is None or len(drawn) > self.cache.filled:
             return False
         return bool((self.cache.lookup(drawn.indices) != NO_PLACE).all())
 
     def end_epoch(self, prefetcher: Prefetcher) -> None:
-        """Stop the epoch's thread, and the workers, unless they are persistent and may still have something to load."""
+        """Stop the epoch's thread, and the workers unless they are persistent and may have more to load."""
         if os.getpid() != self._pid:
             return  # the copy of an iterator that a worker inherited ends nothing
         with held_back():
@@ -139,7 +139,7 @@ class Resources:
         if self.released:
             self.pool.close()
         elif self.route == "main":
-            self.pool.trim()  # no other epoch may want it
+            self.pool.trim()  # another epoch may not need it
 
     def release(self) -> None:
         """End workers and memory, now or with the epoch under way. The loader calls this, or its end does.
@@ -159,13 +159,13 @@ class Plan:
 
     Args:
         indices: int64 `[samples]`, or a sampler's keys.
-        places: int64 `[samples]`, where they lie; None for what passes through or is made by a worker. For a sample
-            that is missing any place will do.
+        places: int64 `[samples]`, the places of the samples; None if they pass through or a worker makes the batch. A
+            missing sample has any place.
         missing: positions of the samples that are not READY.
         requested: whether a worker has been asked, and its reply is awaited.
         shared: memory that the worker can write to, if there was any.
-        rows: that memory with the hits in it, per field; None where the worker makes the whole batch.
-        gather: what the thread has been offered.
+        rows: that memory with the hits in it, per field; None if the worker makes the whole batch.
+        gather: the job that the thread has been offered.
     """
 
     indices: Any
@@ -182,8 +182,8 @@ class Epoch:
 
     Args:
         loader: the loader.
-        cached: what serves its dataset; its cache is that of the resources.
-        stream: when indices are drawn.
+        cached: the cached source of its dataset, with the cache of the resources.
+        stream: draws the indices.
         resources: memory and workers.
         state: counts the batches that are handed out.
         warm: whether every index is READY, and the stream can be trusted.
@@ -258,7 +258,7 @@ class Epoch:
     # ---- plan ----
 
     def _plan(self) -> bool:
-        """Draw and plan what comes next. Returns whether there was something."""
+        """Draw and plan the next batches. Returns whether there were any."""
         if not self._open:
             return False
         indices = self._stream.draw_many(max(DRAWN // self._size, 1)) if self._warm else self._stream.draw()
@@ -298,7 +298,7 @@ class Epoch:
                 self._request(plan, shared)
 
     def _request(self, plan: Plan, shared: SharedBatch | None) -> None:
-        """Have a worker load what is missing into the rows, or make the whole batch."""
+        """Ask a worker to load the missing samples into the rows, or to make the whole batch."""
         missing = None if plan.rows is None else plan.missing
         plan.shared, plan.requested = shared, True
         handle = None if shared is None else shared.handle
@@ -355,7 +355,7 @@ class Epoch:
         return [(pinned(batch) if self._resources.pins else batch, hits)]
 
     def _loaded(self, plan: Plan, places: Integers) -> _Made:
-        """A batch with misses, which are loaded here."""
+        """A batch whose misses this process loads."""
         resources, samples = self._resources, len(plan.indices)
         codec = resources.cache.codec
         rows = resources.gather(places, plan.missing)
@@ -368,11 +368,11 @@ class Epoch:
         return batch, samples - len(plan.missing)
 
     def _received(self, plan: Plan) -> _Made:
-        """A batch of which a worker has loaded what was missing, or made all of it."""
+        """A batch whose missing samples a worker has loaded, or that a worker has made."""
         resources, samples = self._resources, len(plan.indices)
         batch, packed = cast(WorkerPool, resources.workers).receive()
         shared, rows = plan.shared, plan.rows
-        plan.shared = plan.rows = None  # what is not lent is to be free again for the next plan
+        plan.shared = plan.rows = None  # memory that is not lent is free again for the next plan
         if batch is not None or rows is None:
             return unpacked(batch, shared, resources.pool) if packed else batch, 0
         if not (resources.pool.shared_left or resources.pins):
@@ -380,7 +380,7 @@ class Epoch:
         return resources.collator.batch(rows, samples), samples - len(plan.missing)
 
     def _prefetch(self) -> None:
-        """Have the thread begin with the next plan, if that is only a gather."""
+        """Offer the next plan to the thread, if it is only a gather."""
         if not self._plans and not (self._warm and self._plan()):
             return
         plan = self._plans[0]
@@ -389,25 +389,25 @@ class Epoch:
             self._prefetcher.offer(plan.gather)
 
     def _gather_job(self, plan: Plan) -> Job:
-        """What gathers the batches of a plan. It does not hold the iterator, which may go while a thread is at it."""
+        """The job that gathers the batches of a plan. It does not refer to the iterator, which may end first."""
         return Job(partial(self._resources.batches, cast(Integers, plan.places), self._size or len(plan.indices)))
 
     # ---- pass through ----
 
     @property
     def _is_closed(self) -> bool:
-        """Whether the dataset has let go of the cache."""
+        """Whether the dataset has closed or replaced the cache."""
         cache = self._resources.cache
         return self._cached.opened.cache is not cache or cache.closed
 
     def _is_stale(self) -> bool:
-        """Whether the source is to be read as it is now. Workers go on with the one that they were started with."""
+        """Whether to read the source as it is now. Workers go on with the source that they were started with."""
         if not self._with_workers and self._cached.changed:
             return True
         return not self._made and self._resources.route == "main" and self._is_closed
 
     def _pass_through(self) -> None:
-        """From now on samples come from the source, those too that are planned and that no worker was asked for."""
+        """Read all later samples from the source, including planned ones that no worker was asked for."""
         plans, self._plans, self._passes = list(self._plans), deque(), True
         if self._made:
             plans.insert(0, Plan(self._block[-sum(hits for _, hits in self._made) :]))

@@ -41,9 +41,9 @@ class IndexStream:
     """Draws the index batches of one epoch.
 
     Args:
-        loader: whose sampler and generator are drawn from.
+        loader: the loader, whose sampler and generator are drawn from.
         first: whether this is the first epoch of a persistent loader, or any epoch of another one.
-        state: of the loader, whose epoch has begun; it notes what the order is drawn from.
+        state: the position of the loader. Its epoch has begun; it notes the states of the generators.
     """
 
     def __init__(self, loader: DataLoader[Any], first: bool, state: LoaderState) -> None:
@@ -79,9 +79,9 @@ class IndexStream:
         return self.draw_many(1)
 
     def draw_many(self, batches: int) -> Integers | None:
-        """The indices of the next batches, one after the other; of a stream that can be trusted.
+        """The indices of the next batches, one after the other. Only for a stream that can be trusted.
 
-        Fewer than asked for may come, and fewer samples only in the last batch of the epoch.
+        There may be fewer batches than asked for. Only the last batch of the epoch may have fewer samples.
         """
         assert self._groups is not None
         if not len(self._rest) and (group := next(self._groups, None)) is not None:
@@ -92,7 +92,7 @@ class IndexStream:
 
 
 def _groups(sampler: Any, size: int, state: LoaderState) -> tuple[Iterator[Integers] | None, int]:
-    """The indices of an epoch in large arrays, and how many indices the sampler knows; None if it draws otherwise."""
+    """The indices of an epoch in large arrays, or None, and the length of the dataset that the sampler draws from."""
     if type(sampler) is RollingSampler:  # what it draws is resident, however much that is
         return sampler.groups(_ROLLED * size), 0
     shuffled = type(sampler) is RandomSampler and sampler.generator is None and draws_all_once(sampler)
@@ -104,7 +104,7 @@ def _groups(sampler: Any, size: int, state: LoaderState) -> tuple[Iterator[Integ
 
 
 def _in_one(sampler: Any, state: LoaderState) -> Iterator[Integers]:
-    """The epoch of a shuffled or sequential sampler at once: as lists of numbers, batches would cost 30 us each."""
+    """The whole epoch of a shuffled or sequential sampler. Batches as lists of numbers would cost 30 us each."""
     if type(sampler) is SequentialSampler:
         yield np.arange(len(sampler))
         return
@@ -115,17 +115,17 @@ def _in_one(sampler: Any, state: LoaderState) -> Iterator[Integers]:
 
 
 def _dealt(sampler: LocalitySampler, size: int) -> Iterator[Integers]:
-    """The epoch of a LocalitySampler that makes whole batches, some of them at a time."""
+    """The epoch of a LocalitySampler, several whole batches at a time."""
     batches = sampler.batches()
     while group := list(islice(batches, max(GROUP // size, 1))):
         yield np.concatenate(group)
 
 
 def _as_indices(batch: Any) -> Any:
-    """A sampler's batch as an array of its own, for the sampler may go on to change what it gave."""
+    """A copy of a sampler's batch as an array: the sampler may change the batch later."""
     try:
         indices = np.array(batch.numpy() if isinstance(batch, torch.Tensor) else batch)
-    except (TypeError, ValueError, RuntimeError):  # what is no list of numbers
+    except (TypeError, ValueError, RuntimeError):  # no list of numbers
         return batch
     if indices.ndim != 1 or indices.dtype.kind not in "iu":
         return batch

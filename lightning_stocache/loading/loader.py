@@ -68,15 +68,15 @@ class CachedLoader(DataLoader[Any]):
         dataset: a CachedDataset, a CachedStream, or a RollingCache, whose sampler it takes; any other is loaded as
             DataLoader does.
         batch_size: samples per batch.
-        gather: who puts batches together: "main" (the main process, from memory; workers only load what is missing),
+        gather: which process makes batches: "main" (the main process, from memory; workers only load what is missing),
             "worker" (workers make whole batches), or "auto": workers where there are some, and samples are records,
             have a transform to run, or go to a `collate_fn` of the user's; else the main process.
         sampling: draw by a `LocalitySampler` of this mode, seeded by `seed_everything`: each rank has its part of each
             global batch, of samples that its node has. Call `dataset.share()` before, and `set_epoch` before each epoch
             (Fabric does). What a `sampler` of your own gives is dealt, unless that deals to ranks itself.
-        num_replicas: with `sampling`, how many ranks share the data, by default all: fewer where some work on the same
-            samples (`**fabric.strategy.distributed_sampler_kwargs`).
-        rank: with `sampling`, which of them this is.
+        num_replicas: with `sampling`, the number of ranks that share the data, by default all; fewer if some ranks work
+            on the same samples (`**fabric.strategy.distributed_sampler_kwargs`).
+        rank: with `sampling`, the rank of this process among them.
         arguments: all others of `torch.utils.data.DataLoader`, with their meaning there.
 
     Raises:
@@ -94,9 +94,9 @@ class CachedLoader(DataLoader[Any]):
     """
 
     position: LoaderState
-    """Where in its epoch the loader stands."""
+    """The position of the loader in its epoch."""
 
-    # What a loader starts with, also one that is a copy of a DataLoader's attributes and was never constructed.
+    # The values of a new loader, also of one that copies a DataLoader's attributes and was never constructed.
     gather: Gather = "auto"
     _started = False  # whether a persistent loader has drawn its base seed
     resources: Resources | None = None
@@ -133,7 +133,7 @@ class CachedLoader(DataLoader[Any]):
         self.gather, self.position = gather, LoaderState()
 
     def __iter__(self) -> Any:
-        """A new epoch. With persistent workers it ends the one before, as DataLoader's does."""
+        """A new epoch. With persistent workers it ends the epoch before, as in DataLoader."""
         self.position.waiting.begin()
         if is_stream(self.dataset):
             return self._iter_stream(self.dataset)
@@ -164,7 +164,7 @@ class CachedLoader(DataLoader[Any]):
         return epoch
 
     def _iter_plainly(self, seeded: bool) -> Any:
-        """DataLoader's own epoch; where a persistent loader has drawn its base seed already, it draws none again."""
+        """DataLoader's own epoch. A persistent loader that has drawn its base seed draws none again."""
         generator, init = self.generator, self.worker_init_fn
         if seeded:
             self.generator = torch.Generator().set_state((generator or torch.default_generator).get_state())
@@ -179,7 +179,7 @@ class CachedLoader(DataLoader[Any]):
             self.generator, self.worker_init_fn = generator, init
 
     def _iter_stream(self, stream: Stream) -> Any:
-        """An epoch of a stream: as DataLoader makes it, or as of a dataset in memory, once all of it is kept."""
+        """An epoch of a stream: DataLoader's own, or that of a dataset in memory once the whole stream is kept."""
         size = self.batch_size
         kept = None if size is None else stream.__kept__(size, self.drop_last)
         if kept is None:
@@ -206,7 +206,7 @@ class CachedLoader(DataLoader[Any]):
 
     @property
     def route(self) -> Route | None:
-        """Who puts batches together; None: they come as DataLoader makes them.
+        """The process that makes batches; None if DataLoader makes them.
 
         =============================================  ============  ========================
         what is done to samples after the cache        no workers    with workers
@@ -249,7 +249,7 @@ class CachedLoader(DataLoader[Any]):
         self.resources = resources
 
     def _resources_for(self, cached: CachedSource) -> Resources | None:
-        """What was kept for this cache and this route, or new; None where there is no short cut."""
+        """The resources for this cache and this route, kept or new; None if there is no short cut."""
         cache, route, counters = cached.cache, self.route, cached.opened.counters
         if cached.opened.request.prefill and not self.num_workers and counters and counters.is_first("no workers"):
             log.warning("prefill=True does nothing with num_workers=0: only idle workers load ahead")
@@ -264,18 +264,18 @@ class CachedLoader(DataLoader[Any]):
             return None
 
     def _cached(self) -> CachedSource | None:
-        """What serves the dataset, if it is cached."""
+        """The cached source of the dataset, if it is cached."""
         dataset = cached_in(self.dataset)
         return None if dataset is None else cached_source(dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler which epoch the next one is, for an order of its own."""
+        """Set the number of the next epoch in the sampler, so that each epoch has its own order."""
         set_epoch(self, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in its epoch the loader stands, as plain values; the batches that were handed out count.
+        """The position of the loader in its epoch, as plain values. It counts the batches that were handed out.
 
-        Where the order is drawn from the process's generators (RandomSampler) it is a rank's own.
+        Each rank needs its own state if the order is drawn from the process's generators (RandomSampler).
 
         Raises:
             TypeError: the dataset is a stream or a RollingCache, which cannot go on where they were.
@@ -285,13 +285,13 @@ class CachedLoader(DataLoader[Any]):
         return self.position.of(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Have the next epoch go on where a state was taken, with the batches that were left.
+        """Make the next epoch go on where a state was taken, with the remaining batches.
 
-        With another batch size or number of ranks it goes on after the same samples. Epochs that are set afterwards
-        count on, or from zero as Fabric's do.
+        With another batch size or number of ranks it goes on after the same samples. Later calls of `set_epoch` may
+        count on, or from zero as Fabric does.
 
         Raises:
-            ValueError: the state is none of a CachedLoader's.
+            ValueError: the value is no state of a CachedLoader.
         """
         self.position.load(state_dict)
 

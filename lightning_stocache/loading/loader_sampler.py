@@ -1,7 +1,7 @@
-"""What a loader draws its indices from: its batch sampler, the sampler within, and their random generators.
+"""The samplers of a loader: its batch sampler, the sampler inside it, and the random generators that they draw from.
 
-A sampler is the user's. Of torch's own and of LocalitySampler it is known what they draw from; of any other it is taken
-that it may draw from the process-wide generators, and from those among its attributes.
+The generators of torch's samplers and of LocalitySampler are known. Any other sampler may draw from the process-wide
+generators and from the generators among its attributes.
 """
 
 from __future__ import annotations
@@ -52,35 +52,35 @@ _DRAW_NOTHING = (DistributedSampler.__iter__, LocalitySampler.__iter__, Sequenti
 
 
 def batches_of(loader: DataLoader[Any]) -> Any:
-    """What a loader draws its batches from; without batches, its samples."""
+    """The batch sampler of a loader, or its sampler if it makes no batches."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def sampler_of(batches: Any) -> Any:
-    """What says which samples come: of a batch sampler, the sampler within."""
+    """The sampler inside a batch sampler; any other sampler itself."""
     sampler = getattr(batches, "sampler", None)
     return batches if sampler is None else sampler  # an array of indices is neither true nor false
 
 
 def index_sampler(loader: DataLoader[Any]) -> Any:
-    """What gives a loader's indices: the sampler, or a batch sampler of the user's own, beside which nobody draws."""
+    """The sampler of a loader's indices: a batch sampler of the user's own, else the sampler."""
     batches = batches_of(loader)
     return batches.sampler if type(batches) is BatchSampler else batches
 
 
 def replicas_of(sampler: Any) -> int:
-    """Among how many ranks a sampler deals the data; 1 if it does not."""
+    """Number of ranks to which a sampler deals the data; 1 if it does not deal."""
     replicas = getattr(sampler, "num_replicas", 1)
     return replicas if isinstance(replicas, int) else 1
 
 
 def batch_size_of(batches: Any) -> int | None:
-    """Samples per batch; None where only the user's own batch sampler knows."""
+    """Samples per batch, or None for a batch sampler of the user's own."""
     return batches.batch_size if type(batches) is BatchSampler else None
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
-    """Tell a loader's samplers, each once, which epoch the next one is, as Lightning and Fabric do."""
+    """Set the number of the next epoch in a loader's samplers, once in each, as Lightning and Fabric do."""
     samplers = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
     for sampler in samplers[:1] if samplers[0] is samplers[1] else samplers:
         if callable(tell := getattr(sampler, "set_epoch", None)):
@@ -88,7 +88,7 @@ def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
 
 
 def drawn_from(batches: Any) -> dict[str, Any]:
-    """The generators that the order of an epoch may be drawn from, by name; none for samplers that draw from none."""
+    """The generators, by name, from which the order of an epoch may be drawn; empty for samplers that use none."""
     sampler, plain = sampler_of(batches), type(batches) is BatchSampler or sampler_of(batches) is batches
     dealt = sampler.draws if isinstance(sampler, LocalitySampler) else None
     if plain and dealt is None and getattr(type(sampler), "__iter__", None) in _DRAW_NOTHING:
@@ -122,7 +122,7 @@ def global_seed() -> int:
 
 
 def deals_to_ranks(sampler: Any) -> bool:
-    """Whether a sampler gives each rank a part of its own: a DistributedSampler, or what has been made after it."""
+    """Whether a sampler deals to ranks: a DistributedSampler, or a class with the same attributes."""
     return any(hasattr(sampler, name) for name in ("num_replicas", "world_size"))
 
 
@@ -136,14 +136,14 @@ def locality_sampler(
     mode: Mode = "locality",
     draws: Iterable[Any] | None = None,
 ) -> LocalitySampler:
-    """A sampler for the training loader of a cached dataset; of any other, it deals as DistributedSampler does.
+    """A sampler for the training loader of a cached dataset. For any other dataset it deals as DistributedSampler does.
 
     Args:
-        dataset: the dataset; its ring says which node has what.
+        dataset: the dataset, whose ring says which node has which samples.
         batch_size: of one rank.
         shuffle: another order in every epoch, or the dataset's own.
         num_replicas: how many ranks share the data; all of the process group by default.
-        rank: which of them this is.
+        rank: the rank of this process among them.
         mode: see `LocalitySampler`.
         draws: a sampler of the user's, whose indices are dealt.
 
@@ -159,7 +159,7 @@ def locality_sampler(
         rank = torch.distributed.get_rank() if several else 0
     cached = cached_in(dataset)
     group, ring = (NodeGroup(), None) if cached is None else (cached.group, cached.ring)
-    # Else groups of ranks share their samples, or the source has grown.
+    # There is no ring where groups of ranks train on the same samples, or where the source has grown.
     whole = num_replicas == group.world and (ring is None or ring.arcs[0].length == len(dataset))
     return LocalitySampler(
         dataset,
@@ -176,7 +176,7 @@ def locality_sampler(
 
 
 def warn_of_ranks(group: NodeGroup, sampler: Any) -> None:
-    """Say once, on rank zero, that ranks have a cache each, or train on the same samples (of a shuffled loader)."""
+    """Warn once, on rank zero, of ranks with separate caches, or with the same samples (of a shuffled loader)."""
     world, rank = job_ranks()
     alone, same = group.world < world, type(sampler) is RandomSampler
     if rank or not (same or (alone and deals_to_ranks(sampler))) or world == 1:

@@ -33,10 +33,10 @@ __all__ = [
 
 
 class Stream(Protocol):
-    """An iterable-style dataset that is kept as it passes: `CachedStream`."""
+    """An iterable-style dataset whose samples are kept as they pass: `CachedStream`."""
 
     def __kept__(self, batch_size: int, drop_last: bool) -> tuple[CachedDataset, StreamBatches] | None:
-        """Begin the next epoch: the samples in memory and this rank's batches, or None where the stream is read."""
+        """Begin the next epoch. Returns the kept samples and this rank's batches, or None if the stream is read."""
 
     @property
     def source(self) -> Any:
@@ -44,11 +44,11 @@ class Stream(Protocol):
 
     @property
     def cache(self) -> Any:
-        """What is kept; None while samples pass through."""
+        """The store of kept samples, or None while samples pass through."""
 
     @property
     def counters(self) -> Counters | None:
-        """What has been served and kept."""
+        """The counts of served and kept samples."""
 
     @property
     def group(self) -> NodeGroup:
@@ -76,7 +76,7 @@ Cached: TypeAlias = CachedDataset | Stream
 
 
 def leaves_in(loaders: Any) -> Iterator[Any]:
-    """What Lightning iterates over in what a user gave the Trainer, DataLoader or not; of a wrapper, what it reads."""
+    """The loaders in a nesting, in order, DataLoaders or not. For timm's wrapper, the loader that the wrapper reads."""
     if hasattr(loaders, "iterables"):  # CombinedLoader, of lightning.pytorch or of pytorch_lightning
         yield from leaves_in(loaders.iterables)
     elif isinstance(loaders, MutableMapping | list | tuple):
@@ -88,7 +88,7 @@ def leaves_in(loaders: Any) -> Iterator[Any]:
 
 
 def loaders_in(loaders: Any) -> Iterator[DataLoader[Any]]:
-    """Every DataLoader in what a user gave the Trainer."""
+    """Every DataLoader in a nesting."""
     return (leaf for leaf in leaves_in(loaders) if isinstance(leaf, DataLoader))
 
 
@@ -101,7 +101,7 @@ def wrapped_loader(leaf: Any) -> DataLoader[Any] | None:
 
 
 def cached_behind(*leaves: Any) -> list[Cached]:
-    """The cached datasets and streams that are read by what has a `dataset`, DataLoader or not; one per cache."""
+    """The cached datasets and streams behind the `dataset` of each leaf, DataLoader or not; one per cache."""
     found: dict[int, Cached] = {}
     for leaf in leaves:
         for dataset in _inside(getattr(leaf, "dataset", None)):
@@ -110,7 +110,7 @@ def cached_behind(*leaves: Any) -> list[Cached]:
 
 
 def cached_in_leaves(loaders: Any) -> list[Cached]:
-    """Those that are read in a nesting of loaders, by a DataLoader or not (Fabric's)."""
+    """The cached datasets and streams that a nesting of loaders reads, whether by DataLoaders or not (Fabric's)."""
     return cached_behind(*leaves_in(loaders))
 
 

@@ -4,7 +4,7 @@ The order of an epoch follows from the epoch's number (samplers that are told it
 that it was drawn from. So a position is the number of batches that were handed out, the sampler's epoch and seed, and
 the generators' states when the epoch's first index was drawn. To go on, the generators are put into these states, the
 order is drawn again, and what was handed out is left out; then the generators get the states that they had when the
-position was taken. What workers have under way is loaded again.
+position was taken. Batches that workers have under way are loaded again.
 
 `ResumableBatches` stands for the loader's batch sampler: it draws an epoch, or its rest, and notes the generators'
 states. `CountedBatches`, or an `Epoch`, counts what is handed out. `LoaderState` has the numbers.
@@ -34,7 +34,7 @@ _KEYS = {"batches", "batch_size", "replicas", "length"}
 
 
 class Waiting:
-    """How long the consumer of a loader waits for batches: a context around each `__next__` of its iterator.
+    """The time for which the consumer of a loader waits: a context around each `__next__` of its iterator.
 
     Attributes:
         waited_ns: nanoseconds in `__next__`, of all epochs together; workers that start with an epoch have begun.
@@ -48,7 +48,7 @@ class Waiting:
         self._left: int | None = None
 
     def begin(self) -> None:
-        """A new epoch begins: what came before it is of no epoch."""
+        """Begin an epoch: the time since the last call belongs to no epoch."""
         self._left = None
 
     def __enter__(self) -> Waiting:
@@ -64,15 +64,15 @@ class Waiting:
 
 
 class LoaderState:
-    """The position of one loader: a CachedLoader asks for it, and keeps it up to date.
+    """The position of one loader. A CachedLoader keeps it up to date.
 
     Attributes:
-        batches: handed out in the epoch under way, those of the time before a break included.
+        batches: number of batches handed out in this epoch, including those before a break.
         ended: whether the epoch has been read to its end.
-        origin: where the epoch that begins goes on, if not at its beginning.
+        origin: the position at which the new epoch goes on, or None for its beginning.
         drawn: states of the generators when the first index of the epoch was drawn.
-        asked: batches that were drawn since then, which workers have under way; one more when there were no others.
-        waiting: how long the loader's consumer waits. A copy of this state has the same.
+        asked: number of batches drawn since then, including those under way; one more at the end of the sampler.
+        waiting: the waiting time of the loader's consumer. Copies of this state share it.
     """
 
     def __init__(self) -> None:
@@ -94,8 +94,8 @@ class LoaderState:
 
         Args:
             loader: whose position it is.
-            batches: how many of the epoch have been dealt with, where the caller knows better than this state.
-            ended: whether that were all.
+            batches: number of batches that the caller has finished; by default those handed out.
+            ended: whether these were all batches of the epoch; by default as this state says.
         """
         if self._next is not None:
             return dict(self._next)
@@ -120,21 +120,21 @@ class LoaderState:
 
     @staticmethod
     def units(loader: DataLoader[Any]) -> dict[str, Any]:
-        """What a position of a loader is counted in: `batch_size`, `replicas` and the dataset's `length`."""
+        """The units of a position: `batch_size`, `replicas` and the dataset's `length`."""
         drawing = batches_of(loader)
         size, replicas = batch_size_of(drawing), replicas_of(sampler_of(drawing))
         return {"batch_size": size, "replicas": replicas, "length": len(loader.dataset)}  # type: ignore[arg-type]
 
     def load(self, state: Mapping[str, Any], *, process_wide: bool = True) -> None:
-        """Have the next epoch go on where a state was taken.
+        """Make the next epoch go on where a state was taken.
 
         Args:
-            state: what `of` gave.
-            process_wide: whether the process-wide generators go on, too, as they were when the state was taken. Not
-                where it is another rank's, or another loader has put them back.
+            state: a result of `of`.
+            process_wide: whether to restore the process-wide generators, too. False for the state of another rank, or
+                if another loader has restored them.
 
         Raises:
-            ValueError: it is no state, or one of another version.
+            ValueError: the value is no state, or a state of another version.
         """
         if not isinstance(state, Mapping) or state.get("version") != _VERSION or not state.keys() >= _KEYS:
             raise ValueError(f"state_dict must be what the state_dict of a CachedLoader gave, got {state!r:.200}")
@@ -144,7 +144,7 @@ class LoaderState:
             self._next["generators"] = generators | {"now": now}
 
     def begin(self, loader: DataLoader[Any]) -> None:
-        """A new epoch begins, or the rest of one; again the same where nothing of it was handed out, if asked twice."""
+        """Begin an epoch, or the rest of one. Begin the same rest again if no batch of it was handed out."""
         again = self._begun if self.batches == self._left_out and not self.ended else None
         loaded, self._next, self._under_way = self._next, None, True
         self.origin = self._begun = loaded or again
@@ -168,11 +168,11 @@ class LoaderState:
             self.origin = None
 
     def end(self) -> None:
-        """The epoch under way is over, if anything of it was handed out, also where nobody has asked for its end."""
+        """Mark the epoch as ended if any batch of it was handed out, even if its end was not reached."""
         self.ended = self.ended or self.batches > self._left_out
 
     def _set_epoch(self, sampler: Any, epoch: int | None) -> None:
-        """Set the epoch that is resumed, and later ones where the caller counts from zero again, as Fabric does."""
+        """Set the number of the resumed epoch, and of later ones if the caller counts from zero, as Fabric does."""
         if epoch is not None:
             self._resumed, self._offset = epoch, epoch - sampler.epoch
         elif self._resumed is not None:
@@ -184,11 +184,11 @@ class LoaderState:
 
 
 class ResumableBatches:
-    """Stands for a loader's batch sampler (without batches, for its sampler), and notes what an epoch is drawn from.
+    """Replaces a loader's batch sampler, or its sampler if it makes no batches, and notes the generators' states.
 
     Args:
-        batches: the user's own.
-        state: of the loader; an epoch that goes on is drawn without its beginning.
+        batches: the user's batch sampler or sampler.
+        state: the position of the loader. A resumed epoch is drawn without its beginning.
     """
 
     def __init__(self, batches: Any, state: LoaderState) -> None:
@@ -213,7 +213,7 @@ class ResumableBatches:
         return len(self._batches)
 
     def _noted(self, generators: Mapping[str, Any] | None, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of an epoch, counted; of one whose order is drawn with the first of them."""
+        """Count the batches of an epoch as they are drawn. The order may be drawn with the first of them."""
         self._state.drawn = states_of(generators) if generators else self._state.drawn
         for batch in batches:
             self._state.asked += 1
@@ -221,7 +221,7 @@ class ResumableBatches:
         self._state.asked += 1
 
     def _rest(self, origin: Mapping[str, Any]) -> Iterator[Any]:
-        """What is left of the epoch."""
+        """The rest of a resumed epoch."""
         generators = drawn_from(self._batches)
         states, before = origin.get("generators", {}), as_text(states_of(generators))
         put_back(generators, states.get("drawn", {}))
@@ -248,7 +248,7 @@ class ResumableBatches:
 
 
 class CountedBatches:
-    """An iterator of DataLoader's own that counts what it hands out; all else is the iterator's."""
+    """Wraps an iterator of DataLoader and counts its batches; all other attributes are the iterator's."""
 
     def __init__(self, iterator: Any, state: LoaderState) -> None:
         self._iterator, self._state = iterator, state
@@ -276,13 +276,13 @@ class CountedBatches:
 
 
 def _samples_left_out(origin: Mapping[str, Any], batches: Any) -> int:
-    """Samples of this rank that are left out, where an epoch goes on from a position."""
+    """Number of samples that this rank leaves out of an epoch that goes on from a position."""
     samples = origin["batches"] * (origin["batch_size"] or 1) * origin["replicas"]
     return int(samples // replicas_of(sampler_of(batches)))
 
 
 def _batches_left_out(origin: Mapping[str, Any], batches: Any) -> int:
-    """Batches of this rank that are left out; where nobody knows their sizes, as many as were handed out."""
+    """Number of batches that this rank leaves out; as many as were handed out where their sizes are unknown."""
     if type(batches) is not BatchSampler or origin["batch_size"] is None or not hasattr(batches.sampler, "__len__"):
         return int(origin["batches"])
     left = max(len(cast(Any, batches.sampler)) - _samples_left_out(origin, batches), 0)

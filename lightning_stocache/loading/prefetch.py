@@ -22,10 +22,10 @@ WORTHWHILE_NS = 200_000  # a consumer that is away for less is left alone: a thr
 
 
 class Job:
-    """Work that the thread or the consumer does, whoever begins first.
+    """Work that the thread or the consumer does, whichever begins first.
 
     Args:
-        work: what is to be done. If it fails on the thread, the consumer does it again, and gets the error.
+        work: a function. If it fails on the thread, the consumer calls it again and gets the error.
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
@@ -33,7 +33,7 @@ class Job:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """On the thread: do it, unless the consumer has begun it. It never waits for the consumer, who may end it."""
+        """On the thread: do the work unless the consumer has begun. Never waits for the consumer, which may end it."""
         if self._lock.acquire(blocking=False):
             try:
                 if self._result is None:
@@ -42,7 +42,7 @@ class Job:
                 self._lock.release()
 
     def result(self) -> Any:
-        """The result: made now if nobody has begun, else waited for."""
+        """The result. Does the work if it has not begun, else waits for it."""
         with self._lock:
             if self._result is None:
                 self._result = self._work()
@@ -50,14 +50,14 @@ class Job:
 
 
 class Prefetcher:
-    """The thread. It holds nothing but its queue, so what offers jobs can be collected; `stop` ends it."""
+    """The thread. It refers to its queue alone, so an epoch that offers jobs can be collected. `stop` ends it."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def offer(self, job: Job) -> None:
-        """Have a job done as soon as the thread can."""
+        """Give a job to the thread."""
         if self._thread is None:
             with held_back():
                 self._thread = threading.Thread(target=_run, args=(self._jobs,), name="stocache-prefetch", daemon=True)
@@ -75,9 +75,9 @@ class Prefetcher:
 
 def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
-        with suppress(Exception):  # it is raised where the result is wanted
+        with suppress(Exception):  # `result` raises it again
             job.run()
-        del job  # and with it the result, which is memory that is to be used again
+        del job  # and with it the result, whose memory is used again
 
 
 @contextmanager

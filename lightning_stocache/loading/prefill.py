@@ -1,7 +1,7 @@
-"""What a worker does while nobody asks it for anything: it fills slots that have not been asked for yet.
+"""Idle workers load samples ahead into slots that are still empty.
 
 The workers of all ranks of a node divide the indices among themselves. A worker loads one sample at a time, and only
-while no request waits. Samples that are filled so count as fills and as seconds of the source, not as served.
+while no request waits. These samples count as fills and as seconds of the source, not as served.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _MOST_IN_VAIN = 8  # samples for which there was no room, one after the other, a
 
 
 class Prefill:
-    """Fills the part of one worker.
+    """Fills the slots of one worker's part of the dataset.
 
     Args:
-        cached: what serves the source in this process.
-        worker: its number.
-        workers: how many there are on this rank.
+        cached: the cached source in this process.
+        worker: the number of the worker.
+        workers: number of workers of this rank.
     """
 
     def __init__(self, cached: CachedSource, worker: int, workers: int) -> None:
@@ -40,25 +40,25 @@ class Prefill:
         self._in_vain = 0
 
     def __call__(self) -> bool:
-        """Load one sample that is missing; whether there may be more."""
+        """Load one missing sample. Returns whether more may be missing."""
         index = next(self._left, None)
         if index is None or self._in_vain >= _MOST_IN_VAIN:
             return False
         try:
             self._in_vain = 0 if self._cached.load_ahead(index) else self._in_vain + 1
-        except Exception:  # the source's own: who asks for the sample is told
+        except Exception:  # an error of the source, which a request for the sample raises again
             log.debug("sample %d could not be loaded ahead", index, exc_info=True)
         return True
 
     def _empty(self) -> Iterator[int]:
-        """The indices of this part that have a slot which is not READY, as they are when their turn comes."""
+        """The indices of this part whose slot is not READY at the moment when their turn comes."""
         cache = self._cached.cache
         if cache is None:
             return
         length, spread = cache.length, _spreading(cache.length)
         step = self._parts * _AT_ONCE
         for first in range(self._part, length, step):
-            # From the whole dataset: of a sorted folder, a part that fits is to have something of each class.
+            # Spread over the dataset, so that a part of a sorted folder has samples of each class.
             indices = np.arange(first, min(first + step, length), self._parts) * spread % length
             if not cache.closed and cache.filled >= cache.capacity:
                 return
@@ -70,7 +70,7 @@ class Prefill:
 
 
 def _spreading(length: int) -> int:
-    """A number whose multiples visit every index once, and spread over all of them."""
+    """A step whose multiples visit every index once and are spread over the dataset."""
     step = max(int(0.618 * length), 1)
     while math.gcd(step, length) > 1:
         step += 1

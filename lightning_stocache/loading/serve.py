@@ -51,8 +51,8 @@ class CachedSource:
     """Serves the samples of a source.
 
     Args:
-        opened: the source, which is the user's dataset with its whole transform, and what was opened for it.
-        transform: what the user does to each sample after the cache.
+        opened: the opened cache, with the source: the user's dataset with its whole transform.
+        transform: the user's transform of each sample after the cache.
 
     Raises:
         SampleMismatchError: (whatever serves, `strict`) a loaded sample differs from the cache's codec.
@@ -71,7 +71,7 @@ class CachedSource:
 
     @cached_property
     def _recheck(self) -> Recheck | None:
-        """What reads some samples again; None where the user wants a random source cached as it is."""
+        """Reads some samples again; None if the user wants a random source cached as it is."""
         if self.opened.request.allow_random:
             return None
         return Recheck(self.opened.source, partial(_is_first, self.opened.counters, "random sample"))
@@ -88,13 +88,13 @@ class CachedSource:
 
     @property
     def transforms(self) -> bool:
-        """Whether something is done to each sample after the cache."""
+        """Whether each sample is transformed after the cache."""
         return self.opened.tail is not None or self.transform is not None
 
     # ---- serving ----
 
     def sample(self, index: SupportsIndex) -> Any:
-        """The finished sample of an index. What is no index to a cache (a list, a slice) goes to the source itself."""
+        """The finished sample of an index. The source itself answers for a list, a slice or another key."""
         self.refresh()
         with self._state:
             try:
@@ -106,9 +106,9 @@ class CachedSource:
             return self._finished(self._serve_one(cache, position))
 
     def samples(self, indices: Sequence[SupportsIndex]) -> Any:
-        """The finished samples of a batch, each made when it is asked for, so that they need no memory all at once.
+        """The finished samples of a batch, each made when it is asked for, so that they are not all in memory at once.
 
-        Without a cache and without transforms they are whatever the source's own `__getitems__` makes of the batch.
+        Without a cache and without transforms they are the result of the source's own `__getitems__`.
         """
         self.refresh()
         with self._state:
@@ -144,10 +144,10 @@ class CachedSource:
             )
 
     def load_into(self, batch: Memory, indices: Sequence[SupportsIndex], rows: Sequence[int]) -> dict[int, Any]:
-        """Serve samples that were not READY a moment ago, each in its row of a batch, untransformed; store them.
+        """Serve samples that were not READY a moment ago into their rows of a batch, untransformed, and store them.
 
         Returns:
-            By row, the samples that are odd; what lies in their rows is undefined.
+            The odd samples, by row; the content of their rows is undefined.
         """
         with self._state:
             cache, positions = cast(Store, self.opened.cache), [position_of(index, self.source) for index in indices]
@@ -164,7 +164,7 @@ class CachedSource:
         return {row: sample.sample for row, sample in zip(rows, samples, strict=True) if type(sample) is Odd}
 
     def load_ahead(self, index: int) -> bool:
-        """Load a sample that nobody has asked for yet. Returns whether there is room for such."""
+        """Load a sample before it is asked for. Returns whether there is room for more."""
         self.refresh()
         if (cache := self.cache) is None:
             return False
@@ -178,7 +178,7 @@ class CachedSource:
             self.opened.count(hits=samples, bytes_from_cache=samples * cache.codec.nbytes)
 
     def _serve_one(self, cache: Store, index: int) -> Any:
-        """The sample of an index, unfinished. One that lies outside the dataset is the source's business."""
+        """The unfinished sample of an index. The source raises for an index outside the dataset."""
         start = time.perf_counter_ns()
         while (place := cache.place(index, verify=True)) == NO_PLACE:
             if not (cache.divide([index])[1] and cache.wait(index)):
@@ -192,7 +192,7 @@ class CachedSource:
         return sample
 
     def _serve(self, cache: Store, indices: list[int]) -> Iterable[Any]:
-        """The samples of a batch, unfinished: those that are not READY loaded now, records read when asked for."""
+        """The unfinished samples of a batch. Samples that are not READY are loaded now, records read when asked for."""
         start, rows = time.perf_counter_ns(), gathers(cache)
         places = cache.lookup(np.array(indices, dtype=np.int64), verify=True)
         hits = places[places != NO_PLACE]
@@ -256,11 +256,11 @@ class CachedSource:
 
         Args:
             cache: where they are stored.
-            indices: of the samples.
+            indices: the indices of the samples.
             in_one_call: whether the source's `__getitems__` loads them, if it has one.
-            batch: where else the samples are wanted, but for odd ones.
+            batch: a batch into which the samples are copied, except odd ones.
             rows: their rows in the batch.
-            served: whether somebody has asked for them; else they count as fills alone.
+            served: whether the samples were asked for; else they count as fills alone.
         """
         source: Any = self.opened.source
         samples: list[Any] = []
@@ -298,7 +298,7 @@ class CachedSource:
         batch: Memory | None,
         rows: Sequence[int],
     ) -> None:
-        """Store samples, which may be fewer than indices, and count them; an odd one becomes an `Odd` in the list."""
+        """Store and count samples, which may be fewer than indices. An odd sample becomes an `Odd` in the list."""
         codec, pauses, start = cache.codec, self._pace is not None and self._pace.pauses, time.perf_counter_ns()
         fills = misses = nbytes = store_ns = 0
         step = max(_AT_ONCE // max(codec.nbytes, 1), 1)
@@ -335,7 +335,7 @@ class CachedSource:
             )
 
     def _encode(self, cache: Store, index: int, samples: list[Any], number: int) -> Parts | None:
-        """A loaded sample as the codec's parts; None for one that is not to be stored, which becomes `Odd` if it is."""
+        """A loaded sample as the codec's parts; None if it is not stored. An odd sample becomes `Odd` in the list."""
         codec, sample = cache.codec, samples[number]
         if type(sample) is Odd or (not cache.has_room(sample) and codec.is_alike(sample)):
             return None
@@ -350,7 +350,7 @@ class CachedSource:
             return None
 
     def _leave_random(self, cache: Store, indices: list[int], samples: list[Any]) -> None:
-        """Have samples pass through, of which some drew random numbers: they would be frozen."""
+        """Leave out of the cache samples of which some drew random numbers: their draws would be frozen."""
         if self._is_first("random sample"):
             log.warning(
                 "%s draws random numbers for some samples, as for one of %s: batches that hold such are not cached.\n"
@@ -401,19 +401,19 @@ class CachedSource:
         return True
 
     def refresh(self) -> None:
-        """Once the source has been seen to change, serve the source itself, uncached."""
+        """Serve the source itself, uncached, once it has changed."""
         opened = self.opened
         if (opened.cache is not None or opened.source is not self.source) and self.changed:
             self._serve_from(opened.given_up())
 
     def view(self, transform: Callable[[Any], Any] | None) -> CachedSource:
-        """What serves from the same cache with another transform; it does not close the cache."""
+        """A view that serves the same cache with another transform, and does not close the cache."""
         view = copy.copy(self)
         view.transform, view.opened = transform, replace(self.opened, borrowed=True)
         return view
 
     def around(self, source: Dataset[Any]) -> CachedSource:
-        """What serves a copy of the source, which goes its own way from now on, from the same cache."""
+        """A view that serves a copy of the source, which may change by itself, from the same cache."""
         self.refresh()
         opened, request = self.opened, replace(self.opened.request, source=source)
         inner = source if opened.source is self.source else opened.source
@@ -432,7 +432,7 @@ class CachedSource:
 def _contents(
     cache: Store, fitting: dict[int, Parts], batch: Memory | None, rows: Sequence[int]
 ) -> Sequence[Sequence[memoryview]]:
-    """The bytes of encoded samples, which are copied to their rows of a batch if there is one."""
+    """The bytes of encoded samples, copied to their rows if there is a batch."""
     parts, codec, count = list(fitting.values()), cache.codec, len(fitting)
     if not parts or (batch is None and (count < 2 or not gathers(cache))):
         return [codec.contents(part) for part in parts]
@@ -446,5 +446,5 @@ def _contents(
 
 
 def _is_first(counters: Counters | None, matter: Matter) -> bool:
-    """Whether nobody on the node has said this yet. No method: a `Recheck` would hold it, and with it the cache."""
+    """Whether no process on the node has warned of this. A function: a `Recheck` would keep a method's cache alive."""
     return counters is None or counters.is_first(matter)

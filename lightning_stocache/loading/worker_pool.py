@@ -1,16 +1,16 @@
-"""The worker processes of a CachedLoader: what they are asked for, and what they answer.
+"""The worker processes of a CachedLoader, their requests and their replies.
 
-They are DataLoader's own worker processes, fed by requests instead of a sampler (`torch_internals`), with a `Responder`
-in the place of the loader's dataset. Only the consumer's thread touches a pool.
+The processes are DataLoader's own workers. Requests feed them instead of a sampler (`torch_internals`), and a
+`Responder` takes the place of the loader's dataset. Only the consumer's thread uses a pool.
 
 Sending samples through a queue costs more than loading them from memory. So a request names the memory of the batch
 (`batch_pool`), and the worker writes there: the samples that are missing from a batch whose others the main process has
 gathered, or all of a batch, each sample as soon as it is ready. The memory is the worker's from the request to the
 reply. Without memory, or if the worker has given the cache up, it makes the whole batch.
 
-What has no place in the memory travels in the message as plain bytes: torch's own way to send a tensor takes fresh
-memory in /dev/shm, and dies of SIGBUS where there is none. A batch with a sample that is not of the codec, or with
-other things than dicts, lists, tuples, numbers, strings, arrays and tensors, is sent as DataLoader does.
+A tensor without a place in the memory travels in the message as plain bytes. Torch's own way to send a tensor takes
+fresh memory in /dev/shm, and dies of SIGBUS where there is none. DataLoader's own way sends a batch with an odd
+sample, or with anything but dicts, lists, tuples, numbers, strings, arrays and tensors.
 
 A user's `worker_init_fn` finds the user's own dataset in `get_worker_info().dataset`.
 """
@@ -51,11 +51,11 @@ _SMALL = 4096  # bytes; what is smaller travels in the message
 
 
 class Request(NamedTuple):
-    """A batch of which samples are wanted.
+    """A request for a batch, or for its missing samples.
 
     Args:
-        indices: of the batch, or a sampler's keys, which only the source understands.
-        missing: the positions of the samples that are wanted, where the others lie in the memory; None: all are.
+        indices: the indices of the batch, or a sampler's keys, which only the source understands.
+        missing: the positions of the missing samples, if the others lie in the memory; None for the whole batch.
         memory: the shared memory of the batch, if there is any.
     """
 
@@ -65,12 +65,12 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a worker has made.
+    """The reply to a request.
 
     Args:
-        batch: the batch, whose samples the worker has counted. None, where samples were missing: they lie in their rows
-            of the memory.
-        packed: whether `Packed` stand for tensors in it.
+        batch: the batch, whose samples the worker has counted. None if the missing samples lie in their rows of the
+            memory.
+        packed: whether the batch has `Packed` in the place of tensors.
     """
 
     batch: Any = None
@@ -81,8 +81,8 @@ class Responder(Dataset[Any]):
     """In a worker, in the place of the loader's dataset: answers requests.
 
     Args:
-        dataset: the loader's, a CachedDataset or what stands for one.
-        collate_fn: the loader's.
+        dataset: the loader's dataset: a CachedDataset or a stand-in.
+        collate_fn: the loader's collate function.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] = default_collate) -> None:
@@ -126,8 +126,8 @@ class Responder(Dataset[Any]):
 
 
 def _packed(batch: Any, rows: Rows) -> Reply:
-    """A batch as a message: its tensors lie in the memory of the batch as far as there is room, the others with it."""
-    known: dict[int, Packed] = {}  # a tensor that is there twice is one for the consumer, too
+    """A batch as a message. Tensors lie in the memory of the batch while there is room, the others in the message."""
+    known: dict[int, Packed] = {}  # a tensor that comes twice stays one tensor
 
     def packed(leaf: Any) -> Any:
         if not is_dense(leaf) or not leaf.is_contiguous():  # torch's own way keeps its strides
@@ -142,7 +142,7 @@ def _packed(batch: Any, rows: Rows) -> Reply:
 
 
 def unpacked(batch: Any, shared: SharedBatch | None, pool: BatchPool) -> Any:
-    """In the main process: a batch that a worker has packed. Its tensors are lent, as long as the pool has others."""
+    """In the main process: a batch that a worker has packed. Its tensors are lent while the pool has more memory."""
     lend, size = pool.shared_left > 0, 0
 
     def arrived(leaf: Any) -> Any:
@@ -162,12 +162,12 @@ def unpacked(batch: Any, shared: SharedBatch | None, pool: BatchPool) -> Any:
 
 
 def under_way(loader: DataLoader[Any]) -> int:
-    """How many batches a loader has drawn and not handed out yet; none without workers."""
+    """Number of batches that a loader draws ahead; 0 without workers."""
     return (loader.prefetch_factor or 2) * loader.num_workers
 
 
 class _Feed(deque[Any]):
-    """The requests that wait, each iterated over once. Empty is not the end: the next one may come."""
+    """The waiting requests, as an iterator. It may go on after StopIteration: another request may come."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -187,7 +187,7 @@ class WorkerPool:
     """The workers of a loader.
 
     Args:
-        loader: number of workers, start method, time-out and the rest are its.
+        loader: the loader, with the number of workers, start method, time-out and the rest.
         seed_state: state of the generator from which the base seed of the workers is drawn.
     """
 
@@ -220,7 +220,7 @@ class WorkerPool:
         return not self._workers.ended
 
     def begin_epoch(self) -> None:
-        """Wait for replies that nobody wants any more (of an epoch broken off); the first worker is next again."""
+        """Wait for the replies of an epoch that was broken off. The first worker is next again."""
         self._feed.clear()
         self._workers.begin_epoch()
 
@@ -235,14 +235,14 @@ class WorkerPool:
         """The reply to the earliest request that has none yet.
 
         Raises:
-            Exception: what the dataset raised in the worker, with the worker's traceback: that is the reply. Where
-                there is none (a time-out, a worker that was killed), `replies` stays what it was.
+            Exception: the dataset's error in the worker, with its traceback, which counts as a reply; or a time-out or
+                a killed worker, after which `replies` stays the same.
         """
         return cast(Reply, self._workers.receive())
 
     @property
     def replies(self) -> int:
-        """Number of replies, this epoch."""
+        """Number of replies in this epoch."""
         return self._workers.answered
 
     def close(self) -> None:
@@ -256,22 +256,22 @@ class InitOnSource:
     """Calls a function in a worker that has just been started, where the dataset is the user's own.
 
     Args:
-        function: the user's; None: nothing is called.
-        source: the user's dataset, where the loader's does not lead to it.
+        function: the user's function, or None.
+        source: the user's dataset, if the loader's dataset does not lead to it.
     """
 
     function: Callable[[int], None] | None
     source: Any = None
 
     def __call__(self, worker: int) -> None:
-        """In a worker, which has the number that is given."""
+        """Call the function in the worker of that number."""
         info: Any = get_worker_info()
         ours = isinstance(info.dataset, Responder)
         dataset = info.dataset.dataset if ours else info.dataset
         cached = cached_in(dataset)
         if ours and cached is not None and cached_source(cached).opened.request.prefill:
             do_when_idle(Prefill(cached_source(cached), worker, info.num_workers))
-        if cached is not None and isinstance(dataset, StandIn):  # a CachedDataset of the user's is what he expects
+        if cached is not None and isinstance(dataset, StandIn):  # a user who made a CachedDataset expects that
             dataset = cached.source
         set_worker_dataset(dataset if self.source is None else self.source)
         if self.function is not None:
@@ -279,5 +279,5 @@ class InitOnSource:
 
     @classmethod
     def of(cls, function: Callable[[int], None] | None) -> Callable[[int], None] | None:
-        """The function of a loader, wrapped once; None stays None."""
+        """Wrap the function of a loader, once; None stays None."""
         return function if function is None or isinstance(function, cls) else cls(function)

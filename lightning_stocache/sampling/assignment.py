@@ -34,11 +34,11 @@ __all__ = ["Deal", "Dealer"]
 
 @dataclass(frozen=True)
 class Deal:
-    """Where the samples of one global batch go.
+    """The node of each sample of one global batch.
 
     Args:
-        nodes: number of the node for each position of the batch.
-        misses: whether that node has no slot for it, for each position.
+        nodes: number of the node, for each position of the batch.
+        misses: whether that node has no slot for the sample, for each position.
         ranks: number of ranks of every node.
     """
 
@@ -48,7 +48,7 @@ class Deal:
 
     @property
     def imbalance(self) -> int:
-        """By how many misses the rank with the most exceeds the rank with the fewest."""
+        """The difference between the most and the fewest misses of a rank."""
         misses = np.bincount(self.nodes[self.misses], minlength=len(self.ranks))
         return int((-(-misses // self.ranks)).max() - (misses // self.ranks).min())
 

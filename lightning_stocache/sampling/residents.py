@@ -91,7 +91,7 @@ class StreamBatches(Sampler[list[int]]):
     Args:
         batches: the indices of each batch. All but the last few batches have `batch_size` samples.
         batch_size: samples per batch.
-        drop_last: whether all batches have that size.
+        drop_last: whether every batch has that size.
     """
 
     def __init__(self, batches: Sequence[Integers], batch_size: int, drop_last: bool) -> None:

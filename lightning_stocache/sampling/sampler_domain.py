@@ -1,7 +1,7 @@
-"""Which indices a sampler draws, if that can be seen without drawing from it, and whether it draws each once.
+"""The indices that a sampler draws, found without drawing from it, and whether it draws each index once.
 
-It is known of torch's own samplers, of LocalitySampler, and of lists of indices or of batches; any other may draw all
-of the dataset. What needs slots and which hit rate is expected follow from it.
+They are known for torch's own samplers, for LocalitySampler, and for lists of indices or of batches. Any other sampler
+may draw the whole dataset. The slots of a cache and the expected hit rate follow from them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def sampler_domain(sampler: Any, length: int) -> Domain | None:
-    """The indices of a dataset of a length that a sampler can draw; None for all, or where that is not known.
+    """The indices that a sampler can draw from a dataset of that length; None for all, or if unknown.
 
     Example:
         >>> sampler_domain(WeightedRandomSampler([0.5, 0, 0, 2], num_samples=4), length=4).indices.tolist()
@@ -51,7 +51,7 @@ def sampler_domain(sampler: Any, length: int) -> Domain | None:
 
 
 def draws_once(sampler: Any) -> bool:
-    """Whether a sampler draws each of its indices once in an epoch, as long as its length says so too.
+    """Whether a sampler draws each of its indices once in an epoch, if its length agrees.
 
     Example:
         >>> draws_once(RandomSampler(range(4))), draws_once(RandomSampler(range(4), replacement=True))
@@ -66,7 +66,7 @@ def draws_once(sampler: Any) -> bool:
 
 
 def _indices(sampler: Any) -> Any:
-    """What a sampler draws from; None where that is not known."""
+    """The indices that a sampler draws from; None if unknown."""
     kind = type(sampler)
     if kind is BatchSampler:
         return _indices(sampler.sampler)
