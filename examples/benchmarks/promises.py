@@ -4,7 +4,8 @@
     python examples/benchmarks/promises.py --only delay loads
 
 loads     The source counts its own loads over 3 epochs, with a budget for all N samples, on one process and on two
-          gloo ranks. N plus the reads that the log announces at set-up: nothing is loaded twice.
+          gloo ranks. Set-up reads some samples twice, as the log announces, and stores them: N, plus half of the
+          announced reads, plus a few second reads that look for random sources. The last column is negative then.
 delay     From nothing to the first batch, with a budget of 8 GiB less the time that the source took at set-up,
           against budget=0. What is left is what opening a cache costs; memory is taken only as it is filled.
 setup     Seconds until a DataModule of ours is set up and has made its training loader, with a budget for all samples
