@@ -23,7 +23,7 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
-from lightning_stocache.setup import find, first_samples
+from lightning_stocache.setup import child, find, first_samples
 from lightning_stocache.source import random_split
 from tests import names
 from tests.audit import Audit
@@ -68,6 +68,7 @@ def looks_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 def set_up_reads_as_many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set-up reads as many samples on a busy machine as on another one; it stores none of them if a test says so."""
     monkeypatch.setattr(random_split, "QUICK_SECONDS", math.inf)
+    monkeypatch.setattr(child, "REPORT_SECONDS", 90.0)  # nor does it warn that reading takes its time
     if request.node.get_closest_marker("epoch_one_reads_all"):
         monkeypatch.setattr(find, "MOST_BYTES", -1)
 

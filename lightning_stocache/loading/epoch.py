@@ -98,8 +98,12 @@ class Resources:
         return [(batch, min(size, samples - number * size)) for number, batch in enumerate(batches)][::-1]
 
     def is_usable(self) -> bool:
-        """Whether another epoch can begin with these resources. Dead workers (Ctrl-C) are ended, to be replaced."""
-        if self.workers is not None and not self.workers.are_alive and not self.in_use:
+        """Whether another epoch can begin with these resources. Workers that have ended are replaced.
+
+        Raises:
+            RuntimeError: a worker was killed, and no epoch has raised that.
+        """
+        if self.workers is not None and not self.in_use and not self.workers.are_alive():
             self.end_workers()
         return not (self.in_use or self.released)
 

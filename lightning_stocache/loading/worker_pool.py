@@ -48,6 +48,7 @@ from lightning_stocache.torch_internals import (
 __all__ = ["InitOnSource", "Reply", "Request", "Responder", "WorkerPool", "under_way", "unpacked"]
 
 _SMALL = 4096  # bytes; what is smaller travels in the message
+_BY_CTRL_C = (0, -signal.SIGINT)  # exit codes of workers that a terminal's Ctrl-C has ended
 
 
 class Request(NamedTuple):
@@ -213,11 +214,22 @@ class WorkerPool:
             persistent_workers=True,  # an empty feed must not end them
         )
         self._workers = WorkerIterator(fed)
+        self.told_of_death = False
+        """Whether an epoch has raised that a worker was killed."""
 
-    @property
     def are_alive(self) -> bool:
-        """Whether all workers run."""
-        return not self._workers.ended
+        """Whether all workers run.
+
+        Raises:
+            RuntimeError: a worker was killed, and no epoch has raised that. Torch's handler of SIGCHLD raises wherever
+                the trainer is, and the code there may swallow the error, as Lightning's broadcast of SIGTERM does.
+        """
+        ended, told = self._workers.ended, self.told_of_death
+        if killed := [worker for worker in ended if worker.exitcode not in _BY_CTRL_C and not told]:
+            self.told_of_death = True
+            names = "; ".join(f"pid {worker.pid}, exit code {worker.exitcode}" for worker in killed)
+            raise RuntimeError(f"DataLoader worker ({names}) exited unexpectedly")
+        return not ended
 
     def begin_epoch(self) -> None:
         """Wait for the replies of an epoch that was broken off. The first worker is next again."""
@@ -238,7 +250,11 @@ class WorkerPool:
             Exception: the dataset's error in the worker, with its traceback, which counts as a reply; or a time-out or
                 a killed worker, after which `replies` stays the same.
         """
-        return cast(Reply, self._workers.receive())
+        try:
+            return cast(Reply, self._workers.receive())
+        except Exception:
+            self.told_of_death = bool(self._workers.ended)
+            raise
 
     @property
     def replies(self) -> int:
