@@ -20,7 +20,7 @@ from lightning_stocache.setup import child, first_samples
 from lightning_stocache.setup.find import Finding, SourceReader
 from lightning_stocache.setup.first_samples import difference
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
-from tests.processes import call, context
+from tests.processes import context
 from tests.sources import Made
 
 pytestmark = pytest.mark.processes
@@ -297,17 +297,6 @@ def test_a_frozen_source_is_read_once_per_sample_and_left_alone() -> None:
     finding = look(CacheRequest(source, allow_random=True))
     assert (finding.reads, finding.reason) == (4, None)
     assert source.draws.bit_generator.state == before
-
-
-def test_spawned_workers_can_be_sent_a_source_after_the_look(lazy: Lazy) -> None:
-    """A handle that the look opened would stand in the way of pickle."""
-    assert call(_spawned, lazy)
-
-
-def _spawned(lazy: Lazy) -> bool:
-    dataset = CachedDataset(lazy)
-    loader = DataLoader(dataset, 50, num_workers=1, multiprocessing_context="spawn")
-    return sum(len(indices) for _, indices in loader) == SAMPLES and dataset.cache is not None
 
 
 def test_workers_that_cannot_import_the_source_are_told_of(of_a_notebook, monkeypatch):
