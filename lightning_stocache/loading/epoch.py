@@ -88,7 +88,7 @@ class Resources:
         memory = self.pool.take(self.collator.sizes(len(places))) if into is None else into
         if len(missing) < len(places):
             self.cache.gather(places, memory)
-        self.gather_ns += time.perf_counter_ns() - start
+            self.gather_ns += time.perf_counter_ns() - start
         return memory
 
     def batches(self, places: Integers, size: int) -> list[_Made]:
