@@ -151,7 +151,7 @@ def _in_memory(divide: Callable[[FreeMemory], Allocation], choice: BackendChoice
     allocation = divide(anywhere if choice == "memfd" else free)
     if choice != "auto":
         return replace(allocation, backend=choice)
-    if allocation.warnings and hasattr(os, "memfd_create"):
+    if hasattr(os, "memfd_create"):
         roomier = divide(anywhere)
         if sum(roomier.granted) > sum(allocation.granted):
             return replace(roomier, backend="memfd")
@@ -191,7 +191,8 @@ def _divide(
             granted[number] = given.bytes * nbytes // size
             slots[number] = min(granted[number] // each, budget.part_of(request.samples))
         got, samples = sum(slots[number] for number, *_ in members), sum(request.samples for _, request, *_ in members)
-        if given.limited_by is not None or not got:
+        is_unknown = samples >= ENDLESS and budget.unit == "% of dataset"  # nobody knows how much all samples take
+        if (given.limited_by is not None and not is_unknown) or not got:
             whose = f" ({pot})" if pot else ""
             limit = f"limited by {given.limited_by}" if given.limited_by else "less than one sample"
             room = f"room for {got:,} of {samples:,} samples, " if samples < ENDLESS else ""

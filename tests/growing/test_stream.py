@@ -230,6 +230,13 @@ def test_a_stream_that_does_not_fit_passes_through(caplog: pytest.LogCaptureFixt
     assert "its 200 samples take about 3.1 MiB, and its budget is 1 MiB" in record.message
 
 
+def test_the_whole_of_a_stream_is_no_amount_that_memory_falls_short_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody knows how many bytes "auto" means for a stream, so no warning compares them with the free memory."""
+    with caplog.at_level(logging.WARNING), closing(CachedStream(Numbers())) as stream:
+        assert len(list(stream)) == LENGTH
+    assert not caplog.records
+
+
 def test_a_stream_that_never_ends_is_passed_on() -> None:
     """Its samples are stored as long as there is room, and all samples pass."""
 
