@@ -14,6 +14,7 @@ import threading
 from contextlib import closing, nullcontext, suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -170,6 +171,35 @@ def mapped() -> int:
     """How often this process has files in memory mapped."""
     with open("/proc/self/maps") as file:
         return sum("/dev/shm" in line or "/memfd:" in line for line in file)
+
+
+def waits_for_a_request(worker: BaseProcess) -> bool:
+    """Whether a worker is idle, as far as the kernel shows.
+
+    A signal inside of `Condition.notify`, in the `put` of its reply, loses a wake-up of the queue's thread (CPython
+    3.11): the worker then waits for that thread until its parent ends it.
+    """
+    place = Path(f"/proc/{worker.pid}/wchan").read_text()  # of one that runs "0", as where the kernel does not tell
+    state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state == "S" and (place == "0" or "poll" in place)
+
+
+def test_workers_that_ctrl_c_has_ended_are_replaced() -> None:
+    """A terminal sends Ctrl-C to workers, too. They were not killed: the next epoch has new ones, without an error."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        loader = CachedLoader(dataset, 4, **PERSISTENT)
+        for _ in range(3):
+            batches = iter(loader)
+            for _ in range(4):  # both have started: while one does, torch takes its end for a crash
+                next(batches)
+            wait_until(lambda: all(waits_for_a_request(child) for child in active_children()))
+            for child in active_children():
+                assert child.pid is not None
+                os.kill(child.pid, signal.SIGINT)
+            wait_until(lambda: not active_children())
+            del batches
+            assert [label for _, batch in loader for label in batch.tolist()] == list(range(LENGTH))
+        loader.close()
 
 
 class PlentyOfMemory:
