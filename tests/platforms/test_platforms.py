@@ -100,7 +100,7 @@ def test_the_commands_work_on_macos(tmp_path):
     assert f"a cache is a file in {tmp_path}/tmp, in the page cache".replace(" ", "") in "".join(doctor.split())
     assert listed.startswith("kept: CountedSource (24 samples)")
     assert "removed 1 cache" in cleaned
-    assert "no caches" in empty
+    assert "no named caches" in empty
     assert caches(tmp_path) == []
 
 
