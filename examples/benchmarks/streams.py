@@ -112,9 +112,9 @@ def loader_of(arm: str, folder: Path, samples: int, side: int, batch: int, worke
     """The loader of an arm, as its library has it."""
     settings: dict[str, Any] = {"batch_size": batch, "num_workers": workers, "persistent_workers": workers > 0}
     if arm == "CachedStream":
-        return CachedLoader(CachedStream(tar_stream(folder, side)), **settings)
+        return CachedLoader(CachedStream(tar_stream(folder, side), "1GiB"), **settings)
     if arm == "CachedStream, DataLoader":
-        return DataLoader(CachedStream(tar_stream(folder, side)), **settings)
+        return DataLoader(CachedStream(tar_stream(folder, side), "1GiB"), **settings)
     if arm == "CachedDataset":
         return CachedLoader(CachedDataset(Images(folder)), shuffle=True, **settings)
     if arm == "WebDataset":
@@ -131,7 +131,7 @@ def loader_of(arm: str, folder: Path, samples: int, side: int, batch: int, worke
         dataset = streaming.StreamingDataset(local=str(folder / "mds"), batch_size=batch, shuffle=True)
         return DataLoader(dataset, **settings)
     if arm == "texts, CachedStream":
-        return CachedLoader(CachedStream(partial(texts, samples)), collate_fn=list, **settings)
+        return CachedLoader(CachedStream(partial(texts, samples), "1GiB"), collate_fn=list, **settings)
     return CachedLoader(CachedDataset(list(texts(samples))), shuffle=True, collate_fn=list, **settings)
 
 

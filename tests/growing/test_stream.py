@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_stocache import CachedLoader, CachedStream
+from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.setup import child, first_samples
 from tests.loading.twins import same
 from tests.sources import CountedStream
@@ -230,8 +231,9 @@ def test_a_stream_that_does_not_fit_passes_through(caplog: pytest.LogCaptureFixt
     assert "its 200 samples take about 3.1 MiB, and its budget is 1 MiB" in record.message
 
 
-def test_the_whole_of_a_stream_is_no_amount_that_memory_falls_short_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_whole_of_a_stream_is_no_amount_that_memory_falls_short_of(monkeypatch: Any, caplog: Any) -> None:
     """Nobody knows how many bytes "auto" means for a stream, so no warning compares them with the free memory."""
+    monkeypatch.setattr(FreeMemory, "measure", lambda *_: FreeMemory(None, 2**28, None))
     with caplog.at_level(logging.WARNING), closing(CachedStream(Numbers())) as stream:
         assert len(list(stream)) == LENGTH
     assert not caplog.records

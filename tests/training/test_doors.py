@@ -197,7 +197,7 @@ class Stream(CountedStream):
 def test_streams_are_kept_as_they_pass(door, tmp_path):
     """Epoch two comes from memory, in another order. Set-up reads the first 16 samples twice."""
     stream = Stream()
-    epochs = bits(train(door, tmp_path, stream, streams=True))
+    epochs = bits(train(door, tmp_path, stream, streams=True, budget="16MiB"))
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert epochs[0] != epochs[1]
     assert stream.reads == SAMPLES + 2 * 16
