@@ -76,8 +76,11 @@ def set_up_reads_as_many(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 
 @pytest.fixture(autouse=True)
-def has_memory_to_itself(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the caches of other test processes may still take is not counted, but where that is the subject (`node`)."""
+def shares_no_memory_with_other_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the caches of other test processes may still take is not counted, but where that is the subject (`node`).
+
+    Its name comes after those of the guards (fixtures are set up by name), so that `monkeypatch` ends before they look.
+    """
     if "node" not in request.path.relative_to(request.config.rootpath).parts:
         monkeypatch.setattr(free, "promised_to_others", lambda *_: Promised())
 
