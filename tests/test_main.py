@@ -1,8 +1,10 @@
 """The command line: its imports, its output, and its errors for wrong input."""
 
+import contextlib
 import io
 import logging
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -10,11 +12,14 @@ from datetime import datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
 import pytest
 import torch
+from tqdm import tqdm
 
+from lightning_stocache import LMDBSource
 from lightning_stocache.__main__ import COMMANDS, main
 from lightning_stocache.cache.layout import READY
 from lightning_stocache.insight import measurement
@@ -22,8 +27,10 @@ from lightning_stocache.node.files import Geometry, Manifest
 from lightning_stocache.node.named import clean, named_segments, open_named
 from tests.commands import refused, write_files
 from tests.names import path_of
+from tests.processes import Child, call, wait_until
 
 pytestmark = pytest.mark.named
+tqdm.get_lock()  # made once per process, and not what a test leaves behind
 
 CSV = "epoch,step,stocache/hit_rate,stocache/hits\n0,9,0.5,5\n"
 
@@ -102,14 +109,15 @@ def test_runs_that_are_left_out_are_told(tmp_path, capsys):
 
 
 DATA = """
+import time
 import torch
 from torch.utils.data import Dataset, IterableDataset
 import lightning.pytorch as pl
 
 
 class Squares(Dataset):
-    def __init__(self, length=64, broken=False):
-        self.length, self.broken = length, broken
+    def __init__(self, length=64, broken=False, seconds=0.0, odd=-1):
+        self.length, self.broken, self.seconds, self.odd = length, broken, seconds, odd
 
     def __len__(self):
         return self.length
@@ -117,7 +125,12 @@ class Squares(Dataset):
     def __getitem__(self, index):
         if self.broken:
             raise ValueError("no such file")
-        return torch.full((8,), float(index)), index % 2
+        time.sleep(self.seconds)
+        return torch.full((8,), float(index)), {index} if index == self.odd else index % 2
+
+
+def a_number():
+    return 3
 
 
 class Endless(IterableDataset):
@@ -144,6 +157,13 @@ CONFIGS = {
         "defaults: [stocache, _self_]\nbatch_size: 4\n"
         "train: {_target_: squares_for_plan.Squares, length: 64, broken: false}\n"
     ),
+    "conf/data/sources.yaml": (
+        "_target_: lightning_stocache.StocacheDataModule\n"
+        "train: {_target_: squares_for_plan.Squares, length: 20, seconds: 0.0, odd: -1}\n"
+        "val: {_target_: squares_for_plan.Squares, _partial_: true, length: 5}\n"
+        "test: {_target_: squares_for_plan.a_number}\n"
+    ),
+    "conf/model/none.yaml": "nothing: 0\n",  # the primary config asks for one
     "conf/data/endless.yaml": "defaults: [stocache, _self_]\ntrain: {_target_: squares_for_plan.Endless}\n",
     "conf/model/line.yaml": "_target_: squares_for_plan.Model\nbroken: false\n",
     "conf/mine.yaml": (
@@ -354,3 +374,73 @@ def test_clean_asks(named, capsys, monkeypatch, stdin):
     main(["clean", named])
     assert left == ("nothing removed; --yes removes without asking" in capsys.readouterr().out)
     assert (f"{named}-train0" in [found.name for found in named_segments()]) is left
+
+
+# ---- pack ----
+
+
+def pack(*arguments: Any) -> None:
+    main(["pack", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "length"), [([], 20), (["--source", "data.train"], 20), (["--source", "data.val"], 5)]
+)
+def test_a_source_of_a_config_is_packed(tmp_path, configs, capsys, chosen, length):
+    """The training set of a DataModule, or any dataset of the config, or a function that makes one."""
+    path = tmp_path / "x.lmdb"
+    pack(path, "data=sources", "--config-dir", configs, *chosen)
+    assert f"{length} samples, {length} of them now" in capsys.readouterr().out
+    source = LMDBSource(path)
+    assert len(source) == length
+    assert source[3][0].tolist() == [3.0] * 8
+    pack(path, "data=sources", "--config-dir", configs, *chosen)
+    assert f"{length} samples, 0 of them now" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--source", "data.nope"], "the config has no `data.nope`"),
+        (["--source", "data.test"], "a dataset, or a LightningDataModule, can be packed, got int"),
+        (["data.train.odd=3"], "sample 3 of Squares: sample[1] is a set, which cannot be packed"),
+        (["--encoded"], "the files of Squares are not known"),
+        (["data.train.length=0"], "source must have at least one sample"),
+        (["data.nope=3"], "nope"),
+        ([], "is not overwritten"),
+    ],
+)
+def test_what_cannot_be_packed_is_exit_code_2_and_a_sentence(tmp_path, configs, capsys, arguments, words):
+    """No traceback; a file that is there stays."""
+    path = tmp_path / "x.lmdb"
+    if words == "is not overwritten":
+        path.write_text("precious" * 1000)
+    assert words in refused(capsys, "pack", str(path), "data=sources", "--config-dir", configs, *arguments)
+    assert words != "is not overwritten" or path.read_text() == "precious" * 1000
+
+
+def packing(arguments: list[str], said: Path) -> Any:
+    """The exit code of the command in this process; what it prints is in the file."""
+    with open(said, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        try:
+            pack(*arguments)
+        except SystemExit as end:
+            return end.code
+    return 0
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("interruptible")
+def test_a_pack_is_stopped_and_goes_on(tmp_path, configs):
+    """By Ctrl-C, with exit code 130; then the same command, with workers, loads the rest."""
+    path, said = tmp_path / "x.lmdb", tmp_path / "said"
+    arguments = [str(path), "data=sources", "data.train.length=40", "--config-dir", configs]
+    child = Child(packing, [*arguments, "data.train.seconds=0.2"], said)
+    wait_until(lambda: path.exists() and path.stat().st_size > 8192)
+    os.kill(child.process.pid or 0, signal.SIGINT)
+    assert child.result() == 130, said.read_text()
+    assert "stopped; the same command continues from here" in said.read_text()
+    assert call(packing, [*arguments, "--workers", "2"], said) == 0
+    assert "40 samples, " in said.read_text()
+    assert "40 samples, 40 of them now" not in said.read_text()
+    assert [float(square[0]) for square, _ in LMDBSource(path)] == list(range(40))

@@ -16,17 +16,7 @@ import pytest
 
 import lightning_stocache
 from tests.cache.equality import same
-from tests.cache.stores import (
-    KINDS,
-    LAYOUTS,
-    LENGTH,
-    NO_PLACE,
-    SAMPLES,
-    codec_of,
-    disk_store,
-    encoded,
-    memory_store,
-)
+from tests.cache.stores import KINDS, LAYOUTS, LENGTH, NO_PLACE, SAMPLES, codec_of, disk_store, encoded, memory_store
 from tests.processes import Child, ChildError, wait_until
 
 pytestmark = pytest.mark.processes

@@ -5,36 +5,20 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from lightning_stocache.insight import measurement
 from lightning_stocache.insight.measurement import Data, PlanError, cached_bytes, measure, measure_curves
-from tests.sources import CountedSource, CountedStream
+from tests.sources import CountedSource, CountedStream, Made
 
 QUICK = 0.01
 
 
-class Broken(Dataset):
-    def __init__(self, sound: int) -> None:
-        self.sound = sound
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, index):
-        if index >= self.sound:
-            raise ValueError(f"no file\nfor {index}")
-        return torch.tensor([index])
+def broken(index):
+    raise ValueError(f"no file\nfor {index}")
 
 
-class WithGradients(Broken):
-    def __getitem__(self, index):
-        return torch.ones(2, requires_grad=True)
-
-
-class Noise(Broken):
-    def __getitem__(self, index):
-        return torch.rand(3)
+WITH_GRADIENTS = Made(lambda index: torch.ones(2, requires_grad=True), 40)
+NOISE = Made(lambda index: torch.rand(3), 40)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.processes)])
@@ -65,19 +49,15 @@ class Clock:
         self.now += seconds
         return value
 
-
-class Slow(Broken):
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def __getitem__(self, index):
-        return self.clock.takes(0.25, torch.tensor([index]))
+    def slow_source(self):
+        """Each read takes a quarter of a second."""
+        return Made(lambda index: self.takes(0.25, torch.tensor([index])), 40)
 
 
 def test_paces_are_what_the_clock_says(monkeypatch):
     """A read takes a quarter of a second, a transform an eighth; a hit takes the transform alone."""
     clock = Clock(monkeypatch)
-    paces = measure(Data(Slow(clock), 4, transform=lambda sample: clock.takes(0.125, sample)), seconds=QUICK)
+    paces = measure(Data(clock.slow_source(), 4, transform=lambda sample: clock.takes(0.125, sample)), seconds=QUICK)
     for spread, seconds in ((paces.uncached, 0.375), (paces.missed, 0.375), (paces.hit, 0.125)):
         assert spread[:3] == pytest.approx((seconds,) * 3, rel=0.01)
 
@@ -101,7 +81,7 @@ def test_few_samples_are_read(tmp_path):
     [
         ([], "at least one sample"),
         (CountedStream(1), "map-style"),
-        (Broken(0), "a sample of Broken cannot be had: ValueError: no file"),
+        (Made(broken), "a sample of Made cannot be had: ValueError: no file"),
     ],
 )
 def test_bad_sources_are_one_sentence(source, words):
@@ -113,25 +93,16 @@ def test_bad_sources_are_one_sentence(source, words):
 @pytest.mark.processes
 def test_a_source_that_raises_in_a_worker_is_one_line():
     """The error of a worker is told without its traceback."""
-
+    here = os.getpid()
+    source = Made(lambda index: torch.tensor([index]) if os.getpid() == here else broken("this worker"), 40)
     with pytest.raises(PlanError) as caught:
-        measure(Data(InWorkers(os.getpid()), 4, 2), seconds=QUICK)
-    assert "only here" in str(caught.value)
+        measure(Data(source, 4, 2), seconds=QUICK)
+    assert "for this worker" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "Traceback" not in str(caught.value)
 
 
-class InWorkers(Broken):
-    def __init__(self, parent: int) -> None:
-        self.parent = parent
-
-    def __getitem__(self, index):
-        if os.getpid() != self.parent:
-            raise RuntimeError("only here")
-        return torch.tensor([index])
-
-
-@pytest.mark.parametrize(("source", "words"), [(WithGradients(0), "requires grad"), (Noise(0), "random")])
+@pytest.mark.parametrize(("source", "words"), [(WITH_GRADIENTS, "requires grad"), (NOISE, "random")])
 def test_what_cannot_be_cached_has_a_reason(source, words):
     """Samples that cannot be cached, and random samples without a split, are measured uncached, with the reason."""
     paces = measure(Data(source, 4), seconds=QUICK)
@@ -142,7 +113,7 @@ def test_what_cannot_be_cached_has_a_reason(source, words):
 
 def test_allow_random_is_heeded():
     """A random source that the user caches as it is can be cached in the plan, too."""
-    assert measure(Data(Noise(0), 4, allow_random=True), seconds=QUICK).codec is not None
+    assert measure(Data(NOISE, 4, allow_random=True), seconds=QUICK).codec is not None
 
 
 def test_no_memory_is_one_sentence(monkeypatch):
@@ -155,8 +126,8 @@ def test_no_memory_is_one_sentence(monkeypatch):
 def test_other_sets_count_their_cached_size():
     """Validation sets take their share of the budget; one that cannot be cached takes none."""
     assert [cached_bytes(source) for source in ([torch.zeros(1)] * 5, [lambda: 1], [])] == [5 * 5, 0, 0]
-    with pytest.raises(PlanError, match="sample 0 of Broken"):
-        cached_bytes(Broken(0))
+    with pytest.raises(PlanError, match="sample 0 of Made"):
+        cached_bytes(Made(broken))
 
 
 SOURCE = [torch.full((50,), index) for index in range(64)]
@@ -188,10 +159,10 @@ def test_there_is_a_time_limit(monkeypatch):
 
 def test_what_cannot_be_measured_is_left_out(monkeypatch):
     """Sentences name samples that cannot be cached, and batches that take too long."""
-    found = measure_curves(Data(WithGradients(40), 4), [0], seconds=0.05)
+    found = measure_curves(Data(WITH_GRADIENTS, 4), [0], seconds=0.05)
     assert [arm.kind for arm in found.rates] == ["uncached"]
     assert "Nothing can be cached" in found.left_out[0]
-    slow = Slow(Clock(monkeypatch))  # a quarter of a second a sample
+    slow = Clock(monkeypatch).slow_source()
     found = measure_curves(Data(slow, 2), (), [1, 16], seconds=0.05, limit=16.0)
     assert [(arm.kind, arm.batch_size) for arm in found.rates] == [("uncached", 1), ("hit", 1), ("hit", 16)]
     assert "Batches of 16 from the source" in found.left_out[0]

@@ -104,10 +104,7 @@ def threads() -> Any:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (
-            wrapper,
-            "Wrapper passes through uncached: it is no torch.utils.data.DataLoader. Wrap its TensorDataset",
-        ),
+        (wrapper, "Wrapper passes through uncached: it is no torch.utils.data.DataLoader. Wrap its TensorDataset"),
         (web, "WebLoader passes through uncached: it is no torch.utils.data.DataLoader"),
         (threads, "TensorDataset passes through uncached: the workers of ThreadDataLoader are threads"),
     ],

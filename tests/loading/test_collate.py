@@ -11,7 +11,7 @@ from torchvision import tv_tensors
 
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.collate import Collator
-from tests.loading.twins import STRUCTURES, same
+from tests.loading.twins import same
 
 
 def gathered(samples: list[Any]) -> Any:
@@ -19,14 +19,6 @@ def gathered(samples: list[Any]) -> Any:
     spec = SampleSpec.infer(samples[0])
     columns = zip(*(spec.flatten(sample) for sample in samples), strict=True)
     return Collator(spec).batch([torch.cat(column).numpy() for column in columns], len(samples))
-
-
-@pytest.mark.parametrize("name", sorted(STRUCTURES.keys() - {"nothing", "boxes"}))
-@pytest.mark.parametrize("count", [1, 5])
-def test_the_batch_is_that_of_default_collate(name, count):
-    """Structure, types, dtypes, shapes and bits, for one sample and for several."""
-    samples = [STRUCTURES[name](i) for i in range(count)]
-    assert same(gathered(samples), default_collate(samples))
 
 
 def test_the_batch_lies_in_the_memory_that_was_gathered():

@@ -28,11 +28,7 @@ from tests.loading.twins import Faulty, Numbers, Transformed, copied, outcomes, 
 from tests.sources import CountedSource
 
 LENGTH = 40
-WORKERS: list[dict[str, Any]] = [
-    {},
-    {"num_workers": 1},
-    {"num_workers": 2, "persistent_workers": True},
-]
+WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}]
 
 WAYS: list[tuple[dict[str, Any], str, Any]] = [
     ({}, "25%", None),
@@ -114,20 +110,6 @@ def test_a_batch_without_a_miss_wakes_no_worker(requests):
         batches = list(CachedLoader(dataset, 5, num_workers=1))
         assert same(batches, list(DataLoader(Numbers(LENGTH), 5)))
         assert requests == [[20, 21, 22, 23, 24], [25, 26, 27, 28, 29], [30, 31, 32, 34], [35, 36, 37, 38, 39]]
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_loader_whose_cache_is_full_keeps_no_worker(requests, persistent):
-    """Persistent ones end with the epoch that fills the cache, and none is started after it."""
-    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
-        loader = CachedLoader(dataset, 8, num_workers=2, persistent_workers=persistent)
-        first = list(loader)
-        assert active_children() == []
-        requests.clear()
-        iterator = iter(loader)
-        assert active_children() == []
-        assert same(list(iterator), first)
-        assert requests == []
 
 
 def test_persistent_workers_end_when_somebody_else_has_filled_the_cache():
@@ -275,8 +257,7 @@ def test_a_sampler_may_change_its_batch_size_between_epochs(before):
 
 
 @pytest.mark.parametrize(
-    ("workers", "when"),
-    [(WORKERS[0], "in the middle"), (WORKERS[1], "between epochs"), (WORKERS[2], "in the middle")],
+    ("workers", "when"), [(WORKERS[0], "in the middle"), (WORKERS[1], "between epochs"), (WORKERS[2], "in the middle")]
 )
 def test_sharing_anew_changes_the_cache_under_a_loader_that_goes_on(workers, when):
     """Workers that know the old cache fill nothing for the new one: they are replaced."""
@@ -396,8 +377,7 @@ class Deadly(Numbers):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("transform", "persistent"), [(None, True), (to_float, False)], ids=["gathered", "made"])
 def test_a_worker_that_is_killed_is_an_error(transform, persistent):
     """A RuntimeError that says so, as from DataLoader, and an iterator that ends: nobody waits for ever."""
     with closing(CachedDataset(Deadly(LENGTH), transform=transform)) as dataset:

@@ -81,8 +81,7 @@ def test_a_source_that_has_grown_keeps_its_slots() -> None:
 
 
 @pytest.mark.parametrize(
-    ("indices", "words"),
-    [([], "must name at least one sample"), ([50], "got 50"), ([1.5], "must be whole numbers")],
+    ("indices", "words"), [([], "must name at least one sample"), ([50], "got 50"), ([1.5], "must be whole numbers")]
 )
 def test_indices_of_no_sample_are_refused(indices: Any, words: str) -> None:
     """None at all, or what the source does not have."""

@@ -95,8 +95,7 @@ def flat(samples: list[Any]) -> list[Any]:
 
 
 @pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "num_workers"), zip(KINDS, [0, 2] * 8, strict=False))
 def test_its_batch_is_that_of_a_dataloader(kind: str, num_workers: int) -> None:
     """Bit for bit, or the same exception, in every epoch; all else is cached, and the odd one a bypass each time."""
     arguments: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": num_workers}

@@ -28,10 +28,15 @@ pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
 
 
 ways = pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
-workers = pytest.mark.parametrize(
-    "arguments",
-    [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}],
-    ids=["alone", "workers", "persistent"],
+pairs = pytest.mark.parametrize(
+    ("arguments", "transform"),
+    [
+        ({}, None),
+        ({}, to_float),
+        ({"num_workers": 2}, to_float),
+        ({"num_workers": 2, "persistent_workers": True}, None),
+    ],
+    ids=["alone, gathered", "alone, made", "workers, made", "persistent, gathered"],
 )
 
 
@@ -122,8 +127,7 @@ def test_workers_end_when_all_that_is_drawn_is_cached(indices, make, persistent)
         assert active_children() == []
 
 
-@ways
-@workers
+@pairs
 def test_two_iterators_at_once(transform, arguments):
     """Each has its own place in the epoch; with persistent workers the first one ends, as DataLoader has but one."""
     expected = plain(transform)
@@ -142,8 +146,7 @@ def test_two_iterators_at_once(transform, arguments):
         loader.close()
 
 
-@ways
-@workers
+@pairs
 def test_a_loader_may_be_deleted_while_its_iterator_goes_on(transform, arguments):
     """The iterator has what it needs, and everything ends with it."""
     with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
@@ -172,8 +175,7 @@ def test_a_loader_that_is_deleted_ends_its_persistent_workers(transform):
         assert active_children() == []
 
 
-@ways
-@workers
+@pairs
 def test_close_ends_the_epoch_under_way_and_a_new_one_may_begin(transform, arguments):
     """What has been handed out stays."""
     expected = plain(transform)

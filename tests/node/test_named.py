@@ -15,13 +15,7 @@ import pytest
 
 from lightning_stocache.cache.layout import contents_of
 from lightning_stocache.node.files import HEADER_BYTES, Geometry, Manifest
-from lightning_stocache.node.named import (
-    check_name,
-    clean,
-    join_named,
-    named_segments,
-    open_named,
-)
+from lightning_stocache.node.named import check_name, clean, join_named, named_segments, open_named
 from lightning_stocache.node.segment import Segment
 from tests.names import folder, path_of
 from tests.node.test_files import make_foreign, make_link, make_open_to_all

@@ -69,10 +69,14 @@ def job(layout: str, folder: str, num_workers: int) -> tuple[int, int, list[int]
 @pytest.mark.processes
 @pytest.mark.parametrize(("layout", "num_workers"), [("rows", 2), ("records", 0)])
 def test_the_next_job_loads_nothing(tmp_path: Path, layout: str, num_workers: int) -> None:
-    """The first one loads each sample once; the next one, in another process, none."""
+    """The first one loads each sample once; the next one, in another process, none. Another source is refused: the
+    error names the directory, which `clean` needs."""
     assert call(job, layout, str(tmp_path), num_workers)[:2] == (0, LENGTH)
     hits, misses, loaded = call(job, layout, str(tmp_path), num_workers)
     assert (hits, misses, loaded) == (LENGTH, 0, [])
+    with pytest.raises(FingerprintError, match=r"clean photos --dir .*caches"):
+        opened(SOURCES[layout](LENGTH), tmp_path, fingerprint="v2")
+    assert [segment.name for segment in clean("photos", str(tmp_path / "caches"))] == ["photos"]
 
 
 @pytest.mark.processes
@@ -122,16 +126,6 @@ def test_the_budget_is_the_disk_s(tmp_path: Path) -> None:
         dataset[index]
     assert (dataset.cache.filled, dataset.cache.memory_bytes) == (10, 0)
     dataset.close()
-
-
-@pytest.mark.processes
-def test_another_source_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    """The error names the directory, for `clean` needs it."""
-    opened(CountedSource(LENGTH), tmp_path).close()
-    with pytest.raises(FingerprintError, match=r"clean photos --dir .*caches"):
-        opened(CountedSource(LENGTH), tmp_path, fingerprint="v2")
-    assert [segment.name for segment in clean("photos", str(tmp_path / "caches"))] == ["photos"]
-    opened(CountedSource(LENGTH), tmp_path, fingerprint="v2").close()
 
 
 @pytest.mark.processes

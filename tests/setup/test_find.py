@@ -110,13 +110,7 @@ def _looked_in_a_daemon(lazy: Lazy) -> Any:
     before = own.draws.bit_generator.state
     finding = look(CacheRequest(lazy, reader=LoaderSettings(4, 1)))
     reason = look(CacheRequest(own)).reason
-    return (
-        finding.codec is not None,
-        lazy.file,
-        lazy.reads,
-        reason,
-        own.draws.bit_generator.state == before,
-    )
+    return (finding.codec is not None, lazy.file, lazy.reads, reason, own.draws.bit_generator.state == before)
 
 
 def test_where_no_process_can_be_started_all_is_put_back(lazy: Lazy) -> None:
@@ -156,10 +150,7 @@ def test_the_users_worker_init_fn_is_called() -> None:
     [
         (Made(_raises), "reading it raised OSError: the disk is gone"),
         (Made({"k1": 1}.__getitem__), "reading it raised KeyError: 0"),
-        (
-            Made(lambda index: {"call": [_raises, lambda: index]}),
-            "cannot be kept as bytes: ",
-        ),
+        (Made(lambda index: {"call": [_raises, lambda: index]}), "cannot be kept as bytes: "),
         (Made(lambda index: torch.rand(2)), "it is random (reading index 0 moves the generator of torch)"),
         (Made(lambda index: os._exit(3)), "exited unexpectedly"),
         (Made(lambda index: index, 0), "it has no samples"),
@@ -178,33 +169,6 @@ def test_what_comes_from_the_worker_is_random(name: str) -> None:
     """A generator that is seeded by `get_worker_info().seed`, and a sample that depends on the worker."""
     source = Made(lambda index: torch.tensor([index, getattr(get_worker_info(), name, 0)]))
     assert "it is random" in look(CacheRequest(source, reader=LoaderSettings(4, 2))).reason
-
-
-class Batches(Made):
-    """Its `__getitems__` gives what a function makes of the indices."""
-
-    def __init__(self, give: Callable[[list[int]], Any]) -> None:
-        super().__init__(torch.tensor)
-        self.give = give
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        return self.give(indices)
-
-
-@pytest.mark.parametrize(
-    ("give", "cached"),
-    [
-        (torch.tensor, False),
-        (lambda indices: {"x": 1}, False),
-        (lambda indices: list(map(torch.tensor, indices)), True),
-    ],
-    ids=["tensor", "dict", "list"],
-)
-def test_whole_batches_pass_through(give: Callable[[list[int]], Any], cached: bool) -> None:
-    """Only a list of one sample per index can be cached."""
-    finding = look(CacheRequest(Batches(give)))
-    assert (finding.codec is not None) == cached
-    assert cached or "whole batches" in (finding.reason or "")
 
 
 def test_strict_gives_the_error() -> None:

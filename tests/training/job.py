@@ -25,6 +25,7 @@ from torchmetrics import MeanMetric
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.monitor import CacheMonitor
+from tests.jobs import Job, free_port, job_environment, start_module
 from tests.sources import CountedSource
 from tests.training.seen import Looking, Watcher
 from tests.training.tiny import (
@@ -56,6 +57,16 @@ def write(folder: Path, rank: int, saw: Any) -> None:
     """Add a line to the results of a rank."""
     with open(folder / f"rank{rank}.jsonl", "a") as file:
         print(json.dumps(saw), file=file)
+
+
+def start_nodes(folder: Path, *words: str | int, devices: int = 2, nodes: int = 1) -> list[Job]:
+    """This job, each of whose ranks is started by itself, as a process for each node; several have a /dev/shm each."""
+    meeting, jobs = job_environment(free_port()), list[Job]()
+    for node in range(nodes):
+        told = [meeting | {"NODE_RANK": str(node), "LOCAL_RANK": str(local)} for local in range(devices)]
+        command = ("tests.training.job", words[0], folder, *words[1:])
+        jobs.append(start_module(*command, environments=told, said=folder / "said", shm_mib=64 * (nodes > 1)))
+    return jobs
 
 
 def read_ranks(folder: Path, ranks: int) -> list[list[Any]]:

@@ -16,10 +16,7 @@ from typing import Any
 
 import pytest
 
-from lightning_stocache.cache.placement import Ring
 from tests.jobs import OWN_SHM, exit_codes, free_port, job_environment, skip_without, start, start_module
-from tests.sampling.theory import rates_of
-from tests.training.job import CLUSTER_BATCH as BATCH
 from tests.training.job import CLUSTER_SAMPLES as SAMPLES
 from tests.training.job import logs, read_ranks
 from tests.training.tiny import source
@@ -73,10 +70,7 @@ def slurm(rank: int, folder: Path) -> dict[str, str]:
 
 
 def run(
-    folder: Path,
-    places: Sequence[Sequence[str]],
-    told: Sequence[Mapping[str, str]],
-    words: Sequence[Sequence[str]],
+    folder: Path, places: Sequence[Sequence[str]], told: Sequence[Mapping[str, str]], words: Sequence[Sequence[str]]
 ) -> list[int]:
     """The exit codes of one rank per place, with the environment from its launcher and the words for its job."""
     folder.mkdir(exist_ok=True)
@@ -147,26 +141,6 @@ def test_the_ranks_of_a_replica_see_the_same_batches(tmp_path, door, replicas, p
     assert SAMPLES - 32 <= first["fills"] <= SAMPLES - 4, "set-up has stored what it has read"
     assert first["hits"] + first["misses"] == second["hits"] == parallel * SAMPLES
     assert all(epochs(tmp_path, rank) == [first, second] for rank in range(world))
-
-
-@pytest.mark.soak
-def test_uneven_nodes_add_their_budgets(tmp_path):
-    """With one, two and one ranks on three nodes three quarters are covered, and hit as theory predicts."""
-    told = [torchrun(rank, 4, local) for rank, local in enumerate((0, 0, 1, 0))]
-    shares = ["25%", "40%", "40%", "10%"]
-    with kept_nodes(3) as nodes:
-        places = [nodes[0], nodes[1], nodes[1], nodes[2]]
-        words = [["ours", "3", "devices=4", f"budget={share}"] for share in shares]
-        assert run(tmp_path, places, told, words) == [0] * 4, said(tmp_path)
-    batches = [seen(tmp_path, rank) for rank in range(4)]
-    assert all(samples(batches, epoch) == EVERYTHING for epoch in range(3))
-    last = epochs(tmp_path)[-1]
-    assert last["coverage"] == pytest.approx(0.75, abs=0.01)
-    assert last["hit_rate_expected"] == pytest.approx(0.75, abs=0.01)
-    ring = Ring.cut(SAMPLES, (0.25, 0.5, 0.25), [round(SAMPLES * share) for share in (0.25, 0.4, 0.1)])
-    predicted = rates_of(ring, ((0,), (1, 2), (3,)), BATCH, epochs=3)[-1]  # a few samples go to other nodes
-    assert last["hit_rate"] == pytest.approx(predicted, abs=0.03)
-    assert last["hit_rate"] <= last["hit_rate_expected"]
 
 
 @pytest.mark.soak

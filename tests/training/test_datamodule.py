@@ -32,8 +32,7 @@ def caches_of(dm: StocacheDataModule, stage: str) -> list[CachedDataset]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("options", "slots"),
-    [({"budget": 40 * SLOT}, [30, 10]), ({"budget": "50%", "stage_budgets": {"val": 0}}, [30, 0])],
+    ("options", "slots"), [({"budget": 40 * SLOT}, [30, 10]), ({"budget": "50%", "stage_budgets": {"val": 0}}, [30, 0])]
 )
 def test_sets_of_a_call_share_the_budget_by_size(tmp_path, options, slots):
     """Train and val divide a budget in bytes by their sizes. A stage with a separate budget uses that."""

@@ -204,8 +204,7 @@ def test_streams_are_kept_as_they_pass(door, tmp_path):
 
 
 @pytest.mark.named
-@pytest.mark.parametrize("where", ["memory", "disk"])
-@every_door
+@pytest.mark.parametrize(("door", "where"), [*zip(ALL, ["memory", "disk"] * 3, strict=False), ("callback", "disk")])
 def test_a_name_outlives_the_training(door, where, tmp_path, caplog):
     """A second training under a name, in memory and on a disk, reads only the samples of set-up."""
     images = source(tmp_path)
@@ -269,33 +268,6 @@ def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
 
 
 # ---- the callback ----
-
-
-@pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize(
-    ("origin", "reload"),
-    [("fit", 1), ("module", 1), ("from_datasets", 0)],
-)
-def test_loaders_from_anywhere_are_cached(tmp_path, caplog, origin, reload):
-    """Given to fit, from a module's hooks or from a DataModule: each sample is loaded once in three epochs."""
-    train, val = source(tmp_path), source(tmp_path, "val", 8)
-
-    class OwnModel(Model):
-        def train_dataloader(self) -> Any:
-            return plain_loader(train, shuffle=True)
-
-        def val_dataloader(self) -> Any:
-            return plain_loader(val)
-
-    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, reload_dataloaders_every_n_epochs=reload)
-    if origin == "fit":
-        trainer.fit(Model(), plain_loader(train, shuffle=True), plain_loader(val))
-    elif origin == "module":
-        trainer.fit(OwnModel())
-    else:
-        trainer.fit(Model(), LightningDataModule.from_datasets(train, val))
-    assert train.loads + val.loads == SAMPLES + 8 + announced(caplog)
-    assert logged(trainer, "stocache/hit_rate")[-1] == 1
 
 
 @pytest.mark.epoch_one_reads_all

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from tests.sources import CountedSource
 from tests.training.tiny import DOORS, SAMPLES, Data, MadeInSetup, Model, behind, logged, make_trainer, source
 
 pytestmark = [pytest.mark.processes, pytest.mark.looks_apart]
@@ -102,35 +101,3 @@ def test_a_kept_cache_outlives_a_failure(tmp_path, segments):
     assert logged(trainer, "stocache/hits")[-1] == 16
     dm.close()
     assert all(segment.closed for segment in segments)
-
-
-class Broken(CountedSource):
-    """A source with a sample that cannot be read."""
-
-    broken = 13
-
-    def __getitem__(self, index: int) -> Any:
-        if index == self.broken:
-            raise ZeroDivisionError(f"sample {index} is mine")
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize(("door", "workers", "broken"), [("ours", 0, 13), ("ours", 1, 13), ("callback", 0, 0)])
-def test_an_error_of_the_source_is_the_users_own(tmp_path, segments, door, workers, broken):
-    """An error of the source, at set-up too, ends training with its own traceback, as without a cache. No segment stays
-    open."""
-    ends = []
-    for budget in ("auto", 0):
-        data = Broken(SAMPLES)
-        data.broken = broken
-        callbacks, dm = behind(door, Data(data, num_workers=workers), budget=budget)
-        with pytest.raises(ZeroDivisionError, match=f"sample {broken} is mine") as error:
-            make_trainer(tmp_path, callbacks).fit(Model(), dm)
-        message = str(error.value)  # from a worker it holds the traceback, ours in front of the user's
-        ends.append(message[message.find(f'File "{__file__}"') :])
-        assert (
-            workers or not broken or any(Path(entry.path).name == Path(__file__).name for entry in error.traceback[1:])
-        )
-        assert all(segment.closed for segment in segments)
-    assert ends[0] == ends[1]
-    assert not workers or "in __getitem__" in ends[0]

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -9,16 +10,14 @@ import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods as replaced
 from lightning.fabric.utilities.data import _update_dataloader
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.training.loaders import rewrap, settings_of, with_dataset
+from tests.training.seen import Looking, Watcher
+from tests.training.tiny import make_trainer
 
 NUMBERS: Any = [torch.tensor(i) for i in range(12)]
 TENS: Any = [torch.tensor(10 * i) for i in range(12)]
@@ -156,3 +155,27 @@ def test_settings_know_batches_and_how_workers_start():
     assert settings_of(DataLoader(NUMBERS, batch_size=None)).batch_size == 1
     assert settings_of(DataLoader(NUMBERS, num_workers=2, multiprocessing_context="spawn")).start_method == "spawn"
     assert settings_of(DataLoader(NUMBERS, num_workers=2)).start_method is None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_trainer_iterates_over_a_cached_loader_itself(tmp_path, num_workers):
+    """On one device nothing is made anew, and when the fit is over its persistent workers have ended."""
+    with contextlib.closing(CachedDataset(TENS, "50%")) as dataset:
+        loader = CachedLoader(dataset, 4, shuffle=True, num_workers=num_workers, persistent_workers=num_workers > 0)
+        looking, model = Looking(), Watcher()
+        make_trainer(tmp_path, [looking], epochs=2, logger=False).fit(model, loader)
+        assert looking.loaders["train"] is loader
+        assert len(model.batches) == 6
+        assert multiprocessing.active_children() == []
+        loader.close()
+
+
+def test_a_trainer_that_overfits_makes_a_cached_loader_anew(tmp_path):
+    """Without shuffling, and with all that was said of it."""
+    with contextlib.closing(CachedDataset(TENS, defer=True)) as dataset:
+        loader, looking = CachedLoader(dataset, 4, shuffle=True, gather="main", generator=torch.Generator()), Looking()
+        make_trainer(tmp_path, [looking], logger=False, overfit_batches=2).fit(Watcher(), loader)
+        made = looking.loaders["train"]
+        assert (type(made), type(made.sampler), made.dataset) == (CachedLoader, SequentialSampler, dataset)
+        assert (made.gather, made.generator) == ("main", loader.generator)

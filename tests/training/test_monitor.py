@@ -238,21 +238,6 @@ def test_sanity_check_moves_the_baseline_and_is_not_logged(tmp_path):
     assert logged(trainer, "stocache/val/misses") == [4]
 
 
-def test_one_dataset_in_both_stages_is_counted_apart(tmp_path):
-    """Training and validation on the same object each log their own samples, also within an epoch."""
-    both = source(tmp_path)
-    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=2, num_sanity_val_steps=0, val_check_interval=3)
-    trainer.fit(Model(), plain_loader(both), plain_loader(both))
-    served = {
-        stage: [
-            sum(counts)
-            for counts in zip(*(logged(trainer, f"stocache/{stage}{key}") for key in ("hits", "misses")), strict=True)
-        ]
-        for stage in ("", "val/")
-    }
-    assert served == {"": [SAMPLES, SAMPLES], "val/": [SAMPLES] * 4}
-
-
 def test_checkpoints_and_early_stopping_can_watch_the_hit_rate(tmp_path):
     """ModelCheckpoint and EarlyStopping, listed before the monitor, see each epoch's hit rate."""
     saver = ModelCheckpoint(tmp_path / "kept", monitor="stocache/hit_rate", mode="max")

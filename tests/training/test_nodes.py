@@ -12,7 +12,7 @@ from tests.sampling.theory import moved_share
 from tests.training.job import NODES_BATCH as BATCH
 from tests.training.job import NODES_FOLD as FOLD
 from tests.training.job import NODES_SAMPLES as SAMPLES
-from tests.training.job import logs, read_at_setup, read_ranks
+from tests.training.job import logs, read_at_setup, read_ranks, start_nodes
 from tests.training.tiny import source
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.processes]
@@ -35,13 +35,11 @@ def command(launcher: str, node: int, port: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *meet]
 
 
-def ranks(launcher: str, node: int) -> list[dict[str, str]]:
-    """The environment of each rank of a node, if no command starts the ranks."""
-    if launcher == "slurm":
-        job = {"JOB_ID": "1", "JOB_NAME": "job", "NTASKS": "4", "NTASKS_PER_NODE": "2", "NODEID": node}
-        told = [{**job, "LOCALID": local, "PROCID": 2 * node + local} for local in (0, 1)]
-        return [{f"SLURM_{name}": str(value) for name, value in one.items()} for one in told]
-    return [{"NODE_RANK": str(node), "LOCAL_RANK": str(local)} for local in (0, 1)]
+def slurm(node: int) -> list[dict[str, str]]:
+    """The environment of each rank of a node, as SLURM's tasks have it."""
+    job = {"JOB_ID": "1", "JOB_NAME": "job", "NTASKS": "4", "NTASKS_PER_NODE": "2", "NODEID": node}
+    told = [{**job, "LOCALID": local, "PROCID": 2 * node + local} for local in (0, 1)]
+    return [{f"SLURM_{name}": str(value) for name, value in one.items()} for one in told]
 
 
 def run_nodes(folder: Path, launcher: str, case: str, epochs: int) -> list[int]:
@@ -55,13 +53,14 @@ def run_nodes(folder: Path, launcher: str, case: str, epochs: int) -> list[int]:
     """
     environment, jobs = job_environment(free_port()), list[Any]()
     script = ["tests.training.job", "nodes", str(folder), case, str(epochs)]
-    for node in (0, 1):
-        if launcher in ("slurm", "ranks"):
-            told = [environment | more for more in ranks(launcher, node)]
+    for node in () if launcher == "ranks" else (0, 1):
+        if launcher == "slurm":
+            told = [environment | more for more in slurm(node)]
             jobs.append(start_module(*script, environments=told, said=folder / "said", shm_mib=64))
         else:
             words = [*OWN_SHM, *command(launcher, node, environment["MASTER_PORT"]), "-m", *script]
             jobs.append(start(words, environment | {"NODE_RANK": str(node)}, folder / "said"))
+    jobs = jobs or start_nodes(folder, "nodes", case, epochs, nodes=2)
     return exit_codes(jobs, folder / "said", SECONDS)
 
 

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_stocache import (
-    CachedLoader,
-    CacheMonitor,
-    RollingCache,
-    StocacheDataModule,
-    StochasticCache,
-)
+from lightning_stocache import CachedLoader, CacheMonitor, RollingCache, StocacheDataModule, StochasticCache
 from tests.sources import Allowance
 from tests.training.seen import Remembers
 from tests.training.tiny import Data, behind, logged, make_trainer

@@ -26,9 +26,9 @@ from torch.utils.data import (
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.monitor import CacheMonitor
-from tests.jobs import exit_codes, free_port, job_environment, start_module
+from tests.jobs import exit_codes
 from tests.sources import CountedSource
-from tests.training.job import read_ranks
+from tests.training.job import read_ranks, start_nodes
 from tests.training.seen import Watcher
 from tests.training.tiny import SLOT, logged, make_trainer, source
 
@@ -80,16 +80,12 @@ ONCE: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "subset": (with_sampler(lambda data: SubsetRandomSampler(range(0, SAMPLES, 2))), {}),
     "batch_sampler": (with_batches(lambda data: BatchSampler(RandomSampler(data), 12, drop_last=True)), {}),
     "distributed": (with_sampler(lambda data: DistributedSampler(data, 1, 0)), {}),
-    "distributed in order": (with_sampler(lambda data: DistributedSampler(data, 1, 0, shuffle=False)), {}),
-    "a subset's": (with_sampler(lambda data: DistributedSampler(range(50), 1, 0)), {}),
     "overfit all": (shuffled, {"overfit_batches": 1.0}),
 }
 OTHERS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "replacement": (with_sampler(lambda data: RandomSampler(data, replacement=True)), {}),
     "weighted": (with_sampler(lambda data: WeightedRandomSampler(torch.arange(SAMPLES) ** 2.0, SAMPLES)), {}),
-    "zero weights": (with_sampler(lambda data: WeightedRandomSampler((LABELS < 4).double(), SAMPLES)), {}),
     "oversampled": (with_sampler(lambda data: SubsetRandomSampler([*range(SAMPLES), *range(0, SAMPLES, 4)] * 2)), {}),
-    "list": (with_sampler(lambda data: list(range(20, 80)) + list(range(20, 40))), {}),
     "overfit some": (shuffled, {"overfit_batches": 3}),
     "buckets": (with_batches(lambda data: Buckets((LABELS * 7).tolist(), BATCH)), {}),
     "a user's deal": (with_sampler(lambda data: Mine(data, 1, 0)), {}),
@@ -231,11 +227,8 @@ def test_a_part_of_cached_datasets_is_drawn_through_subset_and_concat(tmp_path):
 @pytest.mark.slow
 def test_two_ranks_draw_together(tmp_path):
     """With DDP the batches are those of an uncached job, and the samples of all ranks can have slots."""
-    meeting = job_environment(free_port())
-    environments = [meeting | {"LOCAL_RANK": str(rank)} for rank in (0, 1)]
-    words = ["tests.training.job", "samplers", tmp_path]
-    job = start_module(*words, environments=environments, said=tmp_path / "said")
-    assert exit_codes([job], tmp_path / "said", 200) == [0], (tmp_path / "said").read_text()
+    jobs = start_nodes(tmp_path, "samplers")
+    assert exit_codes(jobs, tmp_path / "said", 200) == [0], (tmp_path / "said").read_text()
     ranks = [saw for [saw] in read_ranks(tmp_path, 2)]
     for name, saw in ranks[0].items():
         assert saw["same"], name

@@ -17,12 +17,7 @@ import pytest
 from lightning.pytorch import Callback
 from tqdm import tqdm
 
-from lightning_stocache import (
-    CachedDataset,
-    CachedLoader,
-    RollingCache,
-    StocacheDataModule,
-)
+from lightning_stocache import CachedDataset, CachedLoader, RollingCache, StocacheDataModule
 from tests.proc import descendants, memory_files
 from tests.sources import CountedSource
 from tests.training.tiny import DOORS, Data, Model, behind, make_trainer

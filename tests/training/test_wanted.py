@@ -7,18 +7,14 @@ import pytest
 from lightning.pytorch import seed_everything
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
-    Subset,
     SubsetRandomSampler,
-    random_split,
 )
 
-from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
@@ -47,43 +43,15 @@ def hit_rates(tmp_path: Any, callbacks: list[Any], *given: Any, **options: Any) 
 
 
 @pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("door", [*DOORS, "by hand", "by hand, records"])
+@pytest.mark.parametrize("door", DOORS)
 def test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples(tmp_path, door):
     """In every door epoch two hits every sample, and coverage counts the drawn samples alone."""
-    data, callbacks = source(tmp_path, samples=SAMPLES), [CacheMonitor()]
-    if door in DOORS:
-        callbacks, given = behind(door, Data(data, sampler=SubsetRandomSampler(TENTH)), budget=BUDGET)
-    else:
-        options: dict[str, Any] = {"budget": BUDGET} if door == "by hand" else {"budget": "100%", "layout": "records"}
-        given = subset_loader(CachedDataset(data, indices=TENTH, **options), TENTH)
+    data = source(tmp_path, samples=SAMPLES)
+    callbacks, given = behind(door, Data(data, sampler=SubsetRandomSampler(TENTH)), budget=BUDGET)
     rates, looking = hit_rates(tmp_path, callbacks, given)
     assert rates == [0, 1]
     assert looking.slots["train"] == [len(TENTH)]
     assert set(data.loaded) == set(TENTH), "at set-up, too, nothing else is read"
-    if door not in DOORS:
-        given.dataset.close()
-
-
-@pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize(
-    ("door", "divide"),
-    [
-        ("callback", lambda data: (Subset(data, TENTH), Subset(data, range(12)))),
-        ("ours", lambda data: random_split(data, [12, 12, SAMPLES - 24])[:2]),
-        (
-            "callback",
-            lambda data: (ConcatDataset(random_split(data, [6, 6, SAMPLES - 12])[:2]), Subset(data, range(12))),
-        ),
-    ],
-    ids=["subset", "random_split", "concat"],
-)
-def test_parts_that_are_datasets_have_slots_of_their_own(tmp_path, door, divide):
-    """A Subset, or a ConcatDataset of some, is a dataset of its own size, for training and for validation."""
-    sets = divide(source(tmp_path, samples=SAMPLES))
-    callbacks, given = behind(door, Data(*sets), budget=2 * BUDGET)
-    rates, looking = hit_rates(tmp_path, callbacks, given)
-    assert rates == [0, 1]
-    assert looking.slots == {"train": [12], "val": [12]}
 
 
 def test_two_samplers_of_one_dataset_that_are_known_together(tmp_path):
