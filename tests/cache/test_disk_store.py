@@ -22,7 +22,7 @@ from lightning_stocache.node import disk as disk_module
 from lightning_stocache.node.disk import DiskError, check_directory
 from lightning_stocache.node.files import FORMAT, HEADER_BYTES, ManifestError
 from lightning_stocache.node.segment import Segment
-from tests.cache.disks import LENGTH, PAGE, Disk, power_cut
+from tests.cache.disks import LENGTH, PAGE, Disk, flip, power_cut
 from tests.cache.equality import same
 
 LAYOUTS = ("rows", "records")
@@ -82,6 +82,24 @@ def test_a_flipped_bit_costs_its_sample_alone(disk: Disk) -> None:
         assert disk.served() == [other for other in ALL if other != index]
         disk.fill([index])
         assert disk.served() == ALL
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(5000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+def test_damaged_files_serve_no_wrong_sample(disk: Disk, rounds: int) -> None:
+    """Bits flip anywhere behind the header, columns and checksums included, or the file is cut off anywhere."""
+    disk.fill()
+    content = disk.bytes()
+    lost = 0
+    for seed in range(rounds):
+        generator = random.Random(seed)
+        flipped = bytearray(content)
+        flip(flipped, generator, count=generator.choice((1, 10, 300)))
+        for damaged in (flipped, content[: generator.randrange(HEADER_BYTES, len(content))]):
+            disk.write(damaged)
+            lost += LENGTH - len(disk.served())
+            disk.fill()
+            disk.served()
+    assert lost
 
 
 def test_a_file_that_was_cut_off_or_has_another_version_is_refused(disk: Disk) -> None:
