@@ -23,7 +23,7 @@ from lightning_stocache.cache.layout import columns
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["Counters", "Counts", "Matter"]
+__all__ = ["Counters", "Counts", "Matter", "count"]
 
 Matter = Literal["odd sample", "random sample", "changed source", "slow disk", "no workers", "ranks alone"]
 """The subjects of warnings that a node has once."""
@@ -162,3 +162,9 @@ class Counters:
                     return row
                 self.segment.unlock(number)  # a process of another rank took the row between our look and our lock
         return None
+
+
+def count(counters: Counters | None, **counts: int) -> None:
+    """Add to counters, if there are any: a dataset that passes through has none."""
+    if counters is not None:
+        counters.add(**counts)

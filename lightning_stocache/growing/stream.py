@@ -32,7 +32,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
-from lightning_stocache.cache.counters import Counters
+from lightning_stocache.cache.counters import Counters, count
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.stream import MOST_WORKERS, Mode, Shard, StreamStore
 from lightning_stocache.growing.rolling_cache import dataset_in
@@ -394,7 +394,7 @@ class StreamSource:
             gather_ns = time.perf_counter_ns() - start
             for number, sample in enumerate(samples, 1):  # one by one, because the consumer may stop in between
                 share = nbytes * number // len(samples) - nbytes * (number - 1) // len(samples)
-                self.opened.count(hits=1, bytes_from_cache=share, gather_ns=gather_ns // len(samples))
+                count(self.opened.counters, hits=1, bytes_from_cache=share, gather_ns=gather_ns // len(samples))
                 yield self.finished(sample)
 
     def finished(self, sample: Any) -> Any:
@@ -426,11 +426,11 @@ class _Reading(Iterator[Any]):
         source_ns, begin = self._reader.source_ns, time.perf_counter_ns()
         nbytes = None if store is None or store.closed else self._stored(store, sample)
         if nbytes is None:
-            self._serving.opened.count(bypasses=1, source_ns=source_ns)
+            count(self._serving.opened.counters, bypasses=1, source_ns=source_ns)
         else:
             fill_ns = time.perf_counter_ns() - begin
             counts = {"bytes_from_source": nbytes, "source_ns": source_ns, "fill_ns": fill_ns}
-            self._serving.opened.count(misses=1, fills=1, **counts)
+            count(self._serving.opened.counters, misses=1, fills=1, **counts)
         return self._serving.finished(sample)
 
     def _stored(self, store: StreamStore, sample: Any) -> int | None:

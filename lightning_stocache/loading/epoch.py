@@ -30,6 +30,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_stocache.cache.codec import Memory
+from lightning_stocache.cache.counters import count
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch, fields_of
@@ -330,7 +331,7 @@ class Epoch:
                 self._go_on()
             raise
         gather_ns, self._resources.gather_ns = self._resources.gather_ns, 0
-        self._cached.opened.count(gather_ns=gather_ns)
+        count(self._cached.opened.counters, gather_ns=gather_ns)
         self._go_on()
         self._made, self._block = made, plan.indices
 

@@ -29,7 +29,7 @@ import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stocache.cache.codec import Memory, Parts, SampleMismatchError, UnsupportedSampleError
-from lightning_stocache.cache.counters import Counters, Matter
+from lightning_stocache.cache.counters import Counters, Matter, count
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.shortage import PAUSE_SECONDS, Pace
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
@@ -124,7 +124,7 @@ class CachedSource:
                 return self._uncached(self.opened.source, positions, self._finished)
             start = time.perf_counter_ns()
             samples = read(positions)
-            self.opened.count(bypasses=len(positions), source_ns=time.perf_counter_ns() - start)
+            count(self.opened.counters, bypasses=len(positions), source_ns=time.perf_counter_ns() - start)
             return self._each_finished(samples)
 
     def _look_at_ranks(self) -> None:
@@ -175,7 +175,7 @@ class CachedSource:
     def count_hits(self, samples: int) -> None:
         """Count samples that the caller has copied out of the cache."""
         if (cache := self.opened.cache) is not None:
-            self.opened.count(hits=samples, bytes_from_cache=samples * cache.codec.nbytes)
+            count(self.opened.counters, hits=samples, bytes_from_cache=samples * cache.codec.nbytes)
 
     def _serve_one(self, cache: Store, index: int) -> Any:
         """The unfinished sample of an index. The source raises for an index outside the dataset."""
@@ -188,7 +188,7 @@ class CachedSource:
         if sample is UNREADABLE:
             return self.load(cache, [index])[0]
         nbytes, gather_ns = cache.stored_bytes(places), time.perf_counter_ns() - start
-        self.opened.count(hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
+        count(self.opened.counters, hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
         return sample
 
     def _serve(self, cache: Store, indices: list[int]) -> Iterable[Any]:
@@ -206,7 +206,7 @@ class CachedSource:
             # What comes again, and what another job was loading, may be READY by now.
             loaded = [by_index.pop(index) if index in by_index else self._serve_one(cache, index) for index in missing]
         # Only now: where loading fails or is interrupted, nobody gets the hits, and the batch may come again.
-        self.opened.count(hits=len(hits), bytes_from_cache=nbytes, gather_ns=gather_ns)
+        count(self.opened.counters, hits=len(hits), bytes_from_cache=nbytes, gather_ns=gather_ns)
         return ready if rows and not loaded else self._in_order(cache, indices, places, iter(ready), iter(loaded))
 
     def _in_order(
@@ -222,10 +222,10 @@ class CachedSource:
             sample = next(hits)
             gather_ns += time.perf_counter_ns() - start
             if sample is UNREADABLE:
-                self.opened.count(hits=-1)
+                count(self.opened.counters, hits=-1)
                 sample = self.load(cache, [index])[0]
             yield sample
-        self.opened.count(gather_ns=gather_ns)
+        count(self.opened.counters, gather_ns=gather_ns)
 
     def _uncached(self, source: Any, indices: Sequence[Any], finish: Callable[[Any], Any]) -> list[Any]:
         """Finished samples of a source, one after the other as without a cache, counted when all have come."""
@@ -235,7 +235,7 @@ class CachedSource:
             sample = source[index]
             source_ns += time.perf_counter_ns() - start
             samples.append(finish(sample))
-        self.opened.count(bypasses=len(samples), source_ns=source_ns)
+        count(self.opened.counters, bypasses=len(samples), source_ns=source_ns)
         return samples
 
     # ---- loading and storing ----
@@ -320,7 +320,8 @@ class CachedSource:
                     misses += stored is not None
                     fills += stored is True
             store_ns += time.perf_counter_ns() - begun
-        self.opened.count(
+        count(
+            self.opened.counters,
             misses=misses * served,
             bypasses=(len(samples) - misses) * served,
             fills=fills,

@@ -91,11 +91,6 @@ class OpenCache:
             return self.expected_ring or ring
         return Ring((replace(ring.arcs[0], slots=cache.capacity),))
 
-    def count(self, **counts: int) -> None:
-        """Add to the counters that `Counts` names."""
-        if self.counters is not None:
-            self.counters.add(**counts)
-
     def describe(self) -> str:
         """Describe the cache in one line. With several nodes, the line names the node and its arc of the ring."""
         source: Any = self.request.source
