@@ -2,6 +2,7 @@
 
     python examples/benchmarks/rolling.py
     python examples/benchmarks/rolling.py --sizes 1000 100000 1000000 --writers 4
+    python examples/benchmarks/rolling.py --dir /local/nvme     # the pool lies on a disk
 
 One process trains (it takes batches and does nothing with them) while others append as fast as they can. Every sample
 holds its own number in every word, and all words of every batch are looked at in a second, slower pass: "torn" is how
@@ -14,6 +15,8 @@ the same samples again.
 
 import multiprocessing
 import os
+import shutil
+import tempfile
 import time
 from functools import partial
 from typing import Any
@@ -48,10 +51,11 @@ def write(handle: Any, words: int, first: int, appended: Any, parent: int) -> No
             appended[1 + first // 1000] = count
 
 
-def read(nbytes: int, writers: int, batch: int, seconds: float) -> dict[str, float]:
+def read(nbytes: int, writers: int, batch: int, seconds: float, folder: str | None) -> dict[str, float]:
     """MB/s into this process and out of each writer, and what was torn."""
     words = nbytes // 8
-    pool = RollingCache(budget=POOL_BYTES, spec=SampleSpec.infer(sample(words, 0)), minimum=1)
+    place = {} if folder is None else {"dir": tempfile.mkdtemp(dir=folder), "name": "rolling"}
+    pool = RollingCache(budget=POOL_BYTES, spec=SampleSpec.infer(sample(words, 0)), minimum=1, **place)
     with RollingWriter.attach(pool.handle) as writer:
         for number in range(pool.stats().capacity):
             writer.append(sample(words, number % 900))
@@ -85,6 +89,7 @@ def read(nbytes: int, writers: int, batch: int, seconds: float) -> dict[str, flo
     for child in children:
         child.join()
     pool.close()
+    shutil.rmtree(place.get("dir", ""), ignore_errors=True)
     return found
 
 
@@ -93,11 +98,12 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--sizes", type=int, nargs="+", default=[10_000, 150_000, 1_000_000, 4_000_000])
     options.add_argument("--writers", type=int, default=2, help="processes that append")
     options.add_argument("--seconds", type=float, default=3.0, help="per pass")
+    options.add_argument("--dir", help="a directory on a disk for the pool (default: in memory)")
     chosen = options.parse_args(arguments)
     report = Report("rolling", chosen)
     sizes, seconds = (chosen.sizes[:1], 0.2) if report.quick else (chosen.sizes, chosen.seconds)
     arms = {
-        (nbytes, writers): partial(fresh, read, nbytes, writers, max(min(64, 2**26 // nbytes), 1), seconds)
+        (nbytes, writers): partial(fresh, read, nbytes, writers, max(min(64, 2**26 // nbytes), 1), seconds, chosen.dir)
         for nbytes in sizes
         for writers in (chosen.writers, 0)
     }

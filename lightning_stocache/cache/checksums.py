@@ -1,7 +1,8 @@
 """Checksums of the samples on a disk, which a crash or a flipped bit may have damaged.
 
 Each slot has a checksum (XXH3, 64 bits; the lowest bit is always one, so zero means no checksum). It covers the bytes
-of the sample, their number, the index, the offset of a record, and the token of the file. It is written after the
+of the sample, their number, the index (of a rolling store also the ticket), the offset of a record, and the token of
+the file. It is written after the
 bytes, and no write waits for the disk, so a crash may leave the checksum without the bytes, or the bytes without it.
 
 A job checks a slot when it reads the slot for the first time, by `pread`, which reports a bad block as an error. In the
@@ -16,14 +17,14 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.layout import EMPTY, READY, Layout
-from lightning_stocache.cache.placement import NO_SLOT, Arc
+from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["SUM_BYTES", "Checksums", "checksum"]
@@ -34,7 +35,6 @@ SUM_BYTES = 8
 """Bytes of a checksum."""
 
 _SUM = struct.Struct("<Q")
-_ABOUT = struct.Struct("<16sqqQ")  # token, offset of the record, index, bytes
 _REST = 30.0  # seconds for which a disk with a bad block is not read
 
 
@@ -44,16 +44,18 @@ class Checksums:
     Args:
         disk: the segment of the store.
         layout: the layout of the store, with a column `sum`.
-        arc: which indices have a slot, and which slot.
+        identity: the numbers of a slot's sample that the checksum covers: its index.
         memory: a segment in memory with a byte per slot, READY where the slot may be read; zeroes at first.
 
     Raises:
         ImportError: xxhash is not installed; the message says how to get it.
     """
 
-    def __init__(self, disk: Segment, layout: Layout, arc: Arc, memory: Segment) -> None:
-        self._disk, self._memory, self._layout, self._arc = disk, memory, layout, arc
-        self.verified = np.frombuffer(memory.memory(0, arc.slots), dtype=np.uint8)
+    def __init__(
+        self, disk: Segment, layout: Layout, identity: Callable[[int], tuple[int, ...]], memory: Segment
+    ) -> None:
+        self._disk, self._memory, self._layout, self._identity = disk, memory, layout, identity
+        self.verified = np.frombuffer(memory.memory(0, layout.count), dtype=np.uint8)
         self._begins = layout.columns.get("begin")
         self._claims = Claims(disk)
         self._xxh3 = checksum()
@@ -122,7 +124,8 @@ class Checksums:
             digest.update(part)
             nbytes += memoryview(part).nbytes
         begin = 0 if self._begins is None else int(self._begins[slot])
-        digest.update(_ABOUT.pack(self._disk.token, begin, self._arc.index(slot), nbytes))
+        numbers = (begin, *self._identity(slot), nbytes)
+        digest.update(struct.pack(f"<16s{len(numbers)}q", self._disk.token, *numbers))
         return int(digest.intdigest()) | 1
 
 

@@ -63,7 +63,7 @@ EMPTY, READY = 0, 2
 """States of a slot that is written once. Odd numbers mark a slot that is being written (`rolling`)."""
 
 ROLLING: Mapping[str, str | int] = {"form": "rolling"}
-"""The fingerprint of a rolling store, whose states are int64."""
+"""In the fingerprint of a rolling store, whose states are int64."""
 
 LARGEST = 2**32
 """A record must have fewer bytes."""
@@ -437,7 +437,7 @@ def contents_of(file: int) -> Contents:
         manifest = manifest_in(file)
     except ManifestError as error:
         return Contents(None, str(error))
-    rolls = manifest.fingerprint == ROLLING
+    rolls = manifest.fingerprint.items() >= ROLLING.items()
     states = np.frombuffer(os.pread(file, manifest.geometry.slots * (8 if rolls else 1), HEADER_BYTES), np.uint8)
     ready = is_complete(states.view(np.int64)) if rolls else states == READY
     return Contents(manifest, "", int(np.count_nonzero(ready)))

@@ -3,8 +3,8 @@
 Every sample that is appended gets a ticket, the next number, and the slots take turns. The state of a slot (int64, its
 generation) says what the slot has: 0 nothing; `2 * ticket + 1` the sample of that ticket is being written; `2 * ticket
 + 2` the sample can be read; a negative number: the sample was dropped. A second column has the time of the sample
-(nanoseconds of the monotonic clock). The words of the layout are control words, then a row of notes for each of
-`FILLERS` processes, which define their notes themselves. A writer
+(nanoseconds of the wall clock, which goes on after a reboot). The words of the layout are control words, then a row of
+notes for each of `FILLERS` processes, which define their notes themselves. A writer
 
     takes the lock of the tickets -> claims the next slot -> generation odd -> releases the lock of the tickets
     -> writes the bytes -> fence -> generation even -> releases the slot
@@ -27,6 +27,12 @@ again. A writer that takes a slot first ends the samples whose bytes it needs, t
 tickets. Records are always written through the file, because the gap of a killed writer has no memory yet. A reader
 decodes its own copy, never bytes that a writer may change.
 
+On a disk the store outlives its job, and one job at a time has it open. All samples are written through the file. Each
+slot also has the index of its sample in the source (-1: unknown) and a checksum (`checksums`), which covers the ticket
+and the index, too. What this job has written is read at once. A sample of an earlier job has a smaller ticket than
+`_FIRST`: it is verified before its first read, and dropped if it is damaged. The process that opens the file first
+(`repair`) finds the order of the samples from their columns alone, because after a power cut any page may be old.
+
 When memory ends, the store stops growing, with one warning per node, and rolls within the memory that it has.
 """
 
@@ -35,20 +41,22 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import dropwhile
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.codec import Lend, Memory, aligned
-from lightning_stocache.cache.layout import LARGEST, ROLLING, Head, Records, Rows, is_complete, layout_of
+from lightning_stocache.cache.layout import LARGEST, READY, ROLLING, Head, Layout, Records, Rows, is_complete, layout_of
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import refused
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.node.files import Backend, Geometry, Manifest
+from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest
 from lightning_stocache.node.processes import poll
 from lightning_stocache.node.segment import Segment, fence
 
@@ -58,9 +66,11 @@ log = logging.getLogger(__name__)
 
 FILLERS = 64
 _CONTROL, _NOTES = 64, 8
-_APPENDED, _NEXT, _MOST, _EVICTED, _EPOCH, _END, _TAIL, _LAPPED = range(1, 9)  # control words
+# Control words. _FIRST is the first ticket of this job; _FOUND counts the samples that this job has found; _HOLES says
+# whether a row may be empty whose turn is not next.
+_APPENDED, _NEXT, _MOST, _EVICTED, _EPOCH, _END, _TAIL, _LAPPED, _FIRST, _FOUND, _HOLES = range(1, 12)
 _HEAD = Head({"state": np.int64, "time": np.int64}, _CONTROL + FILLERS * _NOTES)
-_COLUMN_BYTES = _HEAD.plus(Records.own_columns).slot_bytes  # of a slot, besides its record
+_LATEST = 1 << 60  # generations above are damaged
 
 _TRIES = 3  # of one slot, before another slot is read
 _MOST_TRIES = 1000  # in all; then the writers are faster than any copy
@@ -99,11 +109,12 @@ class RollingStore(Store):
     def __init__(self, segment: Segment, codec: SampleCodec, arc: Arc, companion: Segment | None = None) -> None:
         super().__init__(segment, codec, arc, companion)
         layout, self.count = self.layout, arc.slots
+        self._room = layout.end - layout.begin if isinstance(layout, Records) else self.count
         self.generations: npt.NDArray[np.int64] = layout.state
         self._times, self._words = layout.columns["time"], layout.words[:_CONTROL]
         self.notes = layout.words[_CONTROL:].reshape(FILLERS, _NOTES)
         if not self._words[_MOST]:
-            self._words[_MOST] = layout.end - layout.begin if isinstance(layout, Records) else self.count
+            self._words[_MOST] = self._room
         self.renewed = self.substituted = 0  # samples that this process served in place of others: newer ones, or any
         self._chance = np.random.default_rng()
 
@@ -118,19 +129,105 @@ class RollingStore(Store):
         granted: int = 0,
     ) -> RollingStore:
         """Make an empty store with `count` slots for rows, or with `granted` bytes for records; see `Store.create`."""
-        layout = layout_of(codec)
-        if isinstance(codec, RecordCodec):
-            count = max(granted // (codec.nbytes // _SMALLER + _COLUMN_BYTES), 8)
+        layout, (count, granted) = layout_of(codec), cls.fit(codec, count, granted)
         manifest = Manifest(Geometry(size=count, slots=count), fingerprint=ROLLING, **(whose or {}))
         size, reserved = layout.bytes_for(codec, count, granted, _HEAD), layout.reserved_bytes(count, _HEAD)
         return cls(Segment.create(size, backend, manifest, reserved=reserved), codec, Arc(count, count))
 
-    @staticmethod
-    def slot_bytes(codec: SampleCodec) -> int:
-        """Bytes of a sample with its columns; of records, of a sample of the expected size."""
+    @classmethod
+    def fit(
+        cls, codec: SampleCodec, count: int = 0, granted: int = 0, file_bytes: int | None = None
+    ) -> tuple[int, int]:
+        """The number of slots, and the bytes for records, of a store. Arguments as in `empty`.
+
+        `file_bytes` limits the whole file on a disk; None: the store lies in memory.
+        """
+        head = cls._head(file_bytes is not None)
         if isinstance(codec, RecordCodec):
-            return aligned(codec.nbytes) + _COLUMN_BYTES
-        return codec.nbytes + _HEAD.slot_bytes
+            if file_bytes is not None:
+                granted = min(granted, file_bytes - HEADER_BYTES - head.fixed_bytes)
+            columns = head.plus(Records.own_columns)
+            return max(granted // (codec.nbytes // _SMALLER + columns.slot_bytes), 8), granted
+        each = codec.nbytes + head.slot_bytes
+        while count and file_bytes is not None:
+            excess = HEADER_BYTES + Rows.bytes_for(codec, count, head=head) - file_bytes
+            if excess <= 0:
+                break
+            count = max(count + -excess // each, 0)
+        return count, granted
+
+    @classmethod
+    def slot_bytes(cls, codec: SampleCodec, *, on_disk: bool = False) -> int:
+        """Bytes of a sample with its columns; of records, of a sample of the expected size."""
+        head = cls._head(on_disk)
+        if isinstance(codec, RecordCodec):
+            return aligned(codec.nbytes) + head.plus(Records.own_columns).slot_bytes
+        return codec.nbytes + head.slot_bytes
+
+    @classmethod
+    def _head(cls, on_disk: bool) -> Head:
+        """On a disk, also the index of each sample in its source."""
+        return super()._head(on_disk).plus({"index": np.int64}) if on_disk else cls.head
+
+    @staticmethod
+    def _identity(layout: Layout, arc: Arc, slot: int) -> tuple[int, ...]:
+        """The ticket of a slot's sample, which may still be written, and its index."""
+        return (int(layout.state[slot]) - 1) // 2, int(layout.columns["index"][slot])
+
+    # ---- after a crash ----
+
+    def repair(self) -> None:
+        """Find the samples of earlier jobs, and their order, while no other process has the store open.
+
+        Verifies the newest sample, and of records each that does not end where the next one begins. The others are
+        verified when they are read. All tickets to come are larger than any ticket in the file.
+        """
+        layout, words, states = self.layout, self._words, self.generations
+        tickets, is_sound = np.abs(states), cast(Checksums, self._checksums).is_sound
+        first = int(tickets[tickets <= _LATEST].max(initial=0)) // 2 + 1
+        slots = np.flatnonzero(is_complete(states) & (states <= _LATEST))
+        newest_first = slots[np.argsort(states[slots])[::-1]].tolist()
+        found = list(dropwhile(lambda slot: not is_sound(slot), newest_first))
+        words[:] = 0
+        words[[_APPENDED, _EPOCH, _FIRST]], words[_MOST] = first, self._room
+        if isinstance(layout, Records):
+            found = self._in_run(found, is_sound)
+            for column in layout.columns.values():  # the oldest record gets the first slot
+                column[: len(found)] = column[found[::-1]]
+                column[len(found) :] = 0
+            words[_NEXT] = len(found)
+        else:
+            states[np.setdiff1d(np.arange(self.count), found)] = 0
+            newest = found[0] if found else -1
+            is_full = bool(states[(newest + 1) % self.count])  # up to the oldest sample
+            words[_NEXT] = found[-1] if is_full else newest + 1
+            words[_LAPPED], words[_HOLES] = is_full or max(found, default=-1) > newest, len(found) < self.count
+        words[_FOUND], now = len(found), time.time_ns()
+        self._times[:] = np.where((self._times > 0) & (self._times <= now), self._times, now) * (states > 0)
+
+    def _in_run(self, newest_first: Sequence[int], is_sound: Callable[[int], bool]) -> list[int]:
+        """The records that lie one before the other in the run, from the newest on, so that no two overlap."""
+        begins, sizes, words = self.layout.columns["begin"], self.layout.columns["nbytes"], self._words
+        found: list[int] = []
+        low = top = floor = self.layout.begin
+        for slot in newest_first:
+            begin = int(begins[slot])
+            end = begin + aligned(int(sizes[slot]))
+            laps = floor < top <= begin  # written before the run began at its beginning again
+            is_next, may_be_next = floor <= begin and end == low, laps or floor <= begin <= end <= low
+            if not found:
+                top = end
+            elif not is_next and not (may_be_next and is_sound(slot)):
+                continue
+            low, floor = begin, top if laps else floor
+            found.append(slot)
+        words[_END], words[_LAPPED] = top - self.layout.begin, floor == top > self.layout.begin
+        return found
+
+    def clear(self) -> None:
+        """Empty all slots and return their memory. No process may read or fill meanwhile."""
+        super().clear()
+        self._times[:], self._words[_MOST] = 0, self._room
 
     # ---- in ----
 
@@ -139,7 +236,7 @@ class RollingStore(Store):
 
         Args:
             sample: matches the codec.
-            index: of the sample in its source, for messages; -1 without one.
+            index: of the sample in its source, for messages, and on a disk for the next job; -1 without one.
 
         Raises:
             SampleMismatchError: the sample does not match the codec.
@@ -149,7 +246,7 @@ class RollingStore(Store):
         contents = self.codec.contents(self.codec.encode(sample, None if index < 0 else index))
         while (turn := self.take(self.layout.size(contents))) is not None:
             try:
-                short = self._write_sample(turn, contents)
+                short = self._write_sample(turn, contents, index)
             except BaseException:
                 self.finish(turn, is_whole=False)
                 raise
@@ -166,14 +263,19 @@ class RollingStore(Store):
             room, sample = format_bytes(int(words[_MOST])), format_bytes(nbytes)
             raise ValueError(f"a sample of {sample} is larger than the whole rolling cache of {room}")
         with self._claims.waiting(self.count):
-            slot = int(words[_NEXT]) % max(self.limit, 1)
+            slot = turn = int(words[_NEXT]) % max(self.limit, 1)
+            if words[_HOLES] and rows and is_complete(int(self.generations[slot])):
+                holes = np.flatnonzero(self.generations[: self.limit] <= 0)
+                slot, words[_HOLES] = (int(holes[0]), 1) if len(holes) else (slot, 0)
             if not self._claims.take(slot):
                 return None
+            if rows and slot == 0 and words[_NEXT]:
+                words[_LAPPED] = 1
             if not rows and not self._make_room(slot, nbytes):
                 self._claims.release(slot)
                 return None
-            words[_NEXT] += 1
-            ticket, is_evicted = self.appended, is_complete(int(self.generations[slot]))
+            words[_NEXT] += slot == turn
+            ticket, is_evicted = int(words[_APPENDED]), is_complete(int(self.generations[slot]))
             words[_EVICTED] += is_evicted
             words[_APPENDED] += 1
             self.generations[slot] = 2 * ticket + 1
@@ -183,19 +285,19 @@ class RollingStore(Store):
         """Release a slot. Readers may read its sample, if `is_whole`; else the sample is dropped."""
         generation = 2 * turn.ticket + 2
         if is_whole:
-            self._times[turn.slot] = time.monotonic_ns()
+            self._times[turn.slot] = time.time_ns()
         fence()
         self.generations[turn.slot] = generation if is_whole else -generation
         self._claims.release(turn.slot)
 
-    def _write_sample(self, turn: Turn, contents: Sequence[memoryview]) -> str | None:
+    def _write_sample(self, turn: Turn, contents: Sequence[memoryview], index: int) -> str | None:
         """Write a sample. If memory is short, return the reason in words."""
-        layout = self.layout
-        if isinstance(layout, Rows) and not turn.is_new:
+        layout, checksums, grows = self.layout, self._checksums, not self._words[_LAPPED]
+        if isinstance(layout, Rows) and not turn.is_new and checksums is None:
             for rows, content in zip(layout.fields, contents, strict=True):
                 rows[turn.slot] = np.frombuffer(content, dtype=np.uint8)
             return None
-        if not self._words[_LAPPED]:  # afterwards the store takes no more memory
+        if grows:  # afterwards the store takes no more memory
             short = self._shortage.comes_with(layout.size(contents))
             if short is not None:
                 return short
@@ -204,8 +306,12 @@ class RollingStore(Store):
                 layout.write(turn.slot, contents)
             else:
                 self.segment.store(int(layout.columns["begin"][turn.slot]), *contents)
+            if checksums is not None:
+                layout.columns["index"][turn.slot] = index
+                checksums.seal(turn.slot, contents)
         except OSError as error:
-            if (short := refused(error)) is None:
+            short = refused(error, on_disk=checksums is not None)
+            if short is None or (checksums is not None and not grows):
                 raise
             return short
         return None
@@ -219,17 +325,18 @@ class RollingStore(Store):
                 if used < self._words[_MOST]:
                     self._words[_MOST] = used
                     if rows:
-                        self._words[_NEXT] = 0
+                        self._words[_NEXT], self._words[_LAPPED] = 0, 1
         self.finish(turn, is_whole=False)
         if not used:
             needed = format_bytes(self.codec.nbytes)
             raise OSError(errno.ENOSPC, f"a rolling cache needs {needed} for its first sample: {short}")
         if self.segment.lock(self.count + 1):  # this process keeps the lock until it ends
             log.warning(
-                "the rolling cache stops growing at %s samples: %s.\nIt rolls within these. Give the job more memory, "
-                "or lower the budget to have no such warning",
+                "the rolling cache stops growing at %s samples: %s.\nIt rolls within these. Give %s, or lower the "
+                "budget to have no such warning",
                 f"{self.filled:,}",
                 short,
+                "the disk more room" if self.segment.on_disk else "the job more memory",
             )
 
     # ---- room for records ----
@@ -288,9 +395,13 @@ class RollingStore(Store):
 
     # ---- out ----
 
+    def has_place(self, index: int) -> bool:
+        """Whether there is a slot with this number."""
+        return 0 <= index < self.count
+
     def place(self, index: int, *, verify: bool = False) -> int:
         """The slot with this number, whatever sample it has; NO_PLACE without such a slot."""
-        return index if 0 <= index < self.count else NO_SLOT
+        return index if self.has_place(index) else NO_SLOT
 
     def lookup(self, indices: Integers, *, verify: bool = False) -> Integers:
         """The slots with these numbers, int64 `[samples]`, whatever samples they have; NO_PLACE without such a slot."""
@@ -329,7 +440,7 @@ class RollingStore(Store):
             if self.closed:
                 raise RuntimeError("the rolling cache was closed while samples were read from it")
             seen = int(self.generations[place])
-            if is_complete(seen):
+            if is_complete(seen) and (self._checksums is None or self.is_sound(place)):
                 fence()
                 live = records.record(place)
                 fence()
@@ -359,6 +470,29 @@ class RollingStore(Store):
         resident: Integers = np.flatnonzero(is_complete(generations) | is_replaced)
         return resident
 
+    def is_sound(self, slot: int) -> bool:
+        """Whether the sample of a slot can be read. A damaged sample of an earlier job is dropped."""
+        generation, checksums = int(self.generations[slot]), self._checksums
+        if checksums is None or generation > 2 * self._words[_FIRST] or not is_complete(generation):
+            return bool(is_complete(generation))
+        if checksums.verified[slot] or checksums.is_sound(slot):
+            checksums.verified[slot] = READY  # also right if another sample has come meanwhile: this job has written it
+            return True
+        if self._claims.take(slot):
+            if self.generations[slot] == generation:
+                self.generations[slot], self._words[_HOLES] = -generation, 1
+            self._claims.release(slot)
+        return False
+
+    def slots_by_index(self, length: int) -> Integers:
+        """The slot of each index of a source, int64 `[length]`, or NO_PLACE; known on a disk only."""
+        found, slots = np.full(length, NO_SLOT, dtype=np.int64), self.readable_slots()
+        if (column := self.layout.columns.get("index")) is not None:
+            indices = column[slots]
+            is_inside = (indices >= 0) & (indices < length)
+            found[indices[is_inside]] = slots[is_inside]
+        return found
+
     def begin_epoch(self) -> None:
         """Begin an epoch: samples that come from now on are newer than the epoch."""
         self._words[_EPOCH] = self._words[_APPENDED]
@@ -370,16 +504,25 @@ class RollingStore(Store):
     def _whole(self, slots: Integers) -> tuple[Integers, Integers]:
         """These slots, with readable slots in place of those that cannot be read now, and their generations."""
         generations = self.generations.take(slots)
-        whole = is_complete(generations)
+        whole = self._are_sound(slots, generations)
         if not whole.all():
             slots = slots.copy()
             while len(missing := np.flatnonzero(~whole)):
                 slots[missing] = self._random_slots(len(missing))
                 generations[missing] = self.generations.take(slots[missing])
-                whole = is_complete(generations)
+                whole = self._are_sound(slots, generations)
                 self.substituted += len(missing)
         fence()
         return slots, generations
+
+    def _are_sound(self, slots: Integers, generations: Integers) -> npt.NDArray[np.bool_]:
+        """Which of these slots, with these generations, have a sample that can be read."""
+        sound: npt.NDArray[np.bool_] = is_complete(generations)
+        if self._checksums is not None:
+            found = sound & (generations <= 2 * self._words[_FIRST])
+            for number in np.flatnonzero(found & (self._checksums.verified.take(slots) != READY)).tolist():
+                sound[number] = self.is_sound(int(slots[number]))
+        return sound
 
     def _random_slots(self, count: int) -> Integers:
         """Random slots that can be read now."""
@@ -390,7 +533,7 @@ class RollingStore(Store):
             for seconds in poll(pause=0.001):
                 if len(slots := self.readable_slots()):
                     break
-                if seconds or not self.appended:  # at first, all of few slots may be in the hands of writers
+                if seconds or not self.appended + self.found:  # at first, all of few slots may be in writers' hands
                     raise RuntimeError(
                         "the rolling cache is empty: no sample has been appended yet, or all are being written"
                     )
@@ -401,8 +544,13 @@ class RollingStore(Store):
 
     @property
     def appended(self) -> int:
-        """Number of samples that came, with the samples that are being written."""
-        return int(self._words[_APPENDED])
+        """Number of samples that came in this job, with the samples that are being written."""
+        return int(self._words[_APPENDED] - self._words[_FIRST])
+
+    @property
+    def found(self) -> int:
+        """Number of samples of earlier jobs that this job has found."""
+        return int(self._words[_FOUND])
 
     @property
     def evicted(self) -> int:
@@ -418,7 +566,7 @@ class RollingStore(Store):
     def oldest_seconds(self) -> float:
         """Age of the oldest sample that can be read; 0 without samples."""
         slots = self.readable_slots()
-        return (time.monotonic_ns() - int(self._times[slots].min())) / 1e9 if len(slots) else 0.0
+        return max(time.time_ns() - int(self._times[slots].min()), 0) / 1e9 if len(slots) else 0.0
 
     @property
     def filled(self) -> int:

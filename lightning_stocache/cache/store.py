@@ -41,6 +41,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
@@ -123,7 +124,10 @@ class Store:
         self.segment, self.codec, self.arc, self._companion = segment, codec, arc, companion
         self.layout: Layout = layout_of(codec)(segment, codec, arc.slots, self._head(segment.on_disk))
         self._claims = Claims(segment)
-        self._checksums = Checksums(segment, self.layout, arc, cast(Segment, companion)) if segment.on_disk else None
+        self._checksums: Checksums | None = None
+        if segment.on_disk:
+            identity = partial(self._identity, self.layout, arc)
+            self._checksums = Checksums(segment, self.layout, identity, cast(Segment, companion))
         # Per slot, READY if this job may read it. On a disk only what this job has verified.
         self._readable = self.layout.state if self._checksums is None else self._checksums.verified
         self._readable_bytes: memoryview = self._readable.data
@@ -204,9 +208,18 @@ class Store:
         store = cls._in_segment(segment, codec, Arc(**asdict(manifest.geometry), domain=domain))
         segment.retain()  # `close` gives it back
         try:
-            store.layout.mend(cast(Checksums, store._checksums).is_sound)
+            store.repair()
         finally:
             store.close()
+
+    def repair(self) -> None:
+        """Empty the slots that a crash has damaged, while no other process has the store open."""
+        self.layout.mend(cast(Checksums, self._checksums).is_sound)
+
+    @staticmethod
+    def _identity(layout: Layout, arc: Arc, slot: int) -> tuple[int, ...]:
+        """The numbers of a slot's sample that its checksum covers."""
+        return (arc.index(slot),)
 
     @classmethod
     def _head(cls, on_disk: bool) -> Head:
@@ -226,12 +239,14 @@ class Store:
     @classmethod
     def attach(cls, handle: StoreHandle) -> Self:
         """Open a store that another process of the node has open. An OSError if this process cannot reach it."""
-        segment = Segment.attach(handle.segment)
+        segments = [Segment.attach(handle.segment)]
         try:
-            companion = None if handle.companion is None else Segment.attach(handle.companion)
-            return cls(segment, handle.codec, handle.arc, companion)
+            if handle.companion is not None:
+                segments.append(Segment.attach(handle.companion))
+            return cls(segments[0], handle.codec, handle.arc, *segments[1:])
         except BaseException:
-            segment.close()
+            for segment in segments:
+                segment.close()
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:

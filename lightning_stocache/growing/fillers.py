@@ -5,6 +5,10 @@ many samples it has drawn (of a stream: since its beginning), appended and faile
 since when. So the notes show a filler that hangs, and a filler that is started again leaves out what was drawn before,
 the sample that killed it included. It has other seeds than before.
 
+On a disk the notes outlive the job. Where the pool is smaller than the source, the fillers of the next job go on behind
+what was drawn, if the draws are the same (`_PLAN`). Where the whole source has room, they draw it from its beginning,
+verify what is resident, and load the rest.
+
 A sample that cannot be loaded, or does not match the codec, is left out. The filler sends its first error with the
 traceback, and ends after `MOST_FAILURES` failures in a row. A filler that dies is started again, at most
 `MOST_RESTARTS` times; a filler that could not begin is not started again. `Fillers.look` does this on the trainer's own
@@ -24,6 +28,7 @@ import random
 import signal
 import time
 import traceback
+import zlib
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -31,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.rolling import FILLERS, RollingStore
 from lightning_stocache.node.processes import end_with_parent, not_sent, why_not_begun
 from lightning_stocache.source.draws import Draws, EndOfStreamError
@@ -42,7 +48,7 @@ log = logging.getLogger(__name__)
 
 MOST_FAILURES = 20  # in a row
 MOST_RESTARTS = 3  # of one filler
-_DRAWN, _APPENDED, _FAILED, _SINCE, _INDEX, _STOP = range(6)  # the notes of a filler
+_DRAWN, _APPENDED, _FAILED, _SINCE, _INDEX, _STOP, _PLAN = range(7)  # the notes of a filler
 _END_SECONDS = 1.0  # that a filler has to end by itself
 _LONGEST = 8000  # characters of a traceback, which must fit into a pipe that is not read meanwhile
 
@@ -70,6 +76,7 @@ class Fillers:
         self._pid = os.getpid()
         self._restarts = [0] * count
         self.last_error: str | None = None
+        self._begin_notes()
         try:
             for number in range(count):
                 self._start(number)
@@ -157,6 +164,22 @@ class Fillers:
             process.close()
         self._processes.clear()
 
+    def _begin_notes(self) -> None:
+        """Clear the notes of the last job, except what was drawn, if the fillers can go on behind it."""
+        draws, notes = self._draws, self._store.notes
+        plan = zlib.crc32(repr((draws.seed, self._count, draws.length, draws.shuffle)).encode())
+        last = notes[: self._count].copy()
+        notes[:] = 0
+        self._notes[:, _PLAN] = plan
+        if draws.passes is None and draws.length is not None and last.any():
+            if (last[:, _PLAN] == plan).all() and (last[:, _DRAWN] >> 40 == 0).all():
+                self._notes[:, _DRAWN] = last[:, _DRAWN]
+            else:
+                log.warning(
+                    "the fillers draw from the beginning again: the last job had another source length, seed, shuffle "
+                    "or number of fillers"
+                )
+
     @property
     def _notes(self) -> Any:
         return self._store.notes[: self._count]
@@ -193,9 +216,13 @@ def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: 
     random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
     become_worker(number, count, seed, draws.source)
     notes, in_a_row = store.notes[number], 0
+    resident = None if draws.passes is None else store.slots_by_index(draws.length or 0)
     for draw in draws.share(number, count, int(notes[_DRAWN])):
         if notes[_STOP]:
             return
+        if resident is not None and (slot := int(resident[draw.index])) != NO_SLOT and store.is_sound(slot):
+            notes[_DRAWN] += 1
+            continue
         notes[_INDEX], notes[_SINCE] = draw.index, time.monotonic_ns()
         notes[_DRAWN] += 1
         try:

@@ -1,4 +1,4 @@
-"""`RollingCache`: a pool of samples in memory, to which other processes append while training runs.
+"""`RollingCache`: a pool of samples in memory or on a disk, to which other processes append while training runs.
 
 Fillers, or any process of the user's, append. When the budget is full, the oldest sample leaves. An epoch trains on the
 samples that are resident when the epoch begins, in shuffled order, so all samples are hits. The sampler calls
@@ -8,6 +8,8 @@ newer sample of its slot, so the number of batches stays; `stats().renewed` coun
 The leader of a node takes the memory, starts the fillers and waits for samples; the other ranks attach. A loader sees a
 map-style dataset. Its length is the number of samples that were resident when the epoch began. Behind it stands a
 CachedDataset whose store is the pool, so a CachedLoader makes batches as from any full cache.
+
+On a disk the pool outlives its job (`named_cache.open_pool`): the next job trains on what is resident at once.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ from lightning_stocache.growing.fillers import Fillers
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.disk import check_directory
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup, job_ranks
 from lightning_stocache.node.processes import poll
 from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.setup.allocation import Allocation, allocate_pool
 from lightning_stocache.setup.first_samples import codec_of
+from lightning_stocache.setup.named_cache import open_pool
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.request import CacheRequest, Layout, check_count
+from lightning_stocache.setup.request import CacheRequest, Layout, LoaderSettings, check_count
 from lightning_stocache.setup.segments import make_and_attach
 from lightning_stocache.source.draws import Draws, is_stream
 
@@ -59,12 +63,13 @@ class RollingStats:
         appended: samples that came.
         evicted: samples that left for newer samples.
         oldest_seconds: age of the oldest resident sample.
-        times_seen: how often each sample that came was served, on average.
+        times_seen: how often each sample that came, or was found on the disk, was served on average.
         renewed: samples that this process served in place of samples that had left during the epoch.
         substituted: samples that this process served in place of samples that were being replaced at that moment.
         failed: samples that the fillers could not load, or that do not match the first samples.
         restarts: how often a filler died and was started again.
         memory_bytes: memory in use.
+        disk_bytes: bytes on the disk in use.
     """
 
     resident: int
@@ -78,6 +83,7 @@ class RollingStats:
     failed: int
     restarts: int
     memory_bytes: int
+    disk_bytes: int = 0
 
 
 class RollingCache(Dataset[Any]):
@@ -103,12 +109,20 @@ class RollingCache(Dataset[Any]):
         shuffle: whether fillers draw in shuffled order.
         seed: seed of the fillers' order and of the sampler's order.
         multiprocessing_context: how fillers are started: "fork", "spawn" or "forkserver"; None: the system's default.
+        dir: a directory on a disk of this machine, where the pool lies and stays when the job ends. Needs `name`.
+            `budget` limits its file.
+        name: the name of the pool on the disk. The next job under this name trains on what is resident at once. One
+            job at a time has the pool open. A source with other samples is refused.
+        fingerprint: your version of the data. It must be equal in all jobs of this name. Samples of a stream are not
+            compared, so give one for a stream.
 
     Raises:
         ValueError: an argument breaks its rule; (when the pool opens) the budget has no room for the least number of
             samples.
         TypeError: the source is cached already.
         FirstSampleError: (when the pool opens) no sample can be read, or samples cannot be stored.
+        FingerprintError: (when the pool opens) the pool of this name has other data.
+        CacheInUseError: (when the pool opens) another job has the pool of this name open.
         RuntimeError: (when an epoch begins) no sample is resident and no filler is left. The message has the last error
             of the fillers.
 
@@ -140,6 +154,9 @@ class RollingCache(Dataset[Any]):
         shuffle: bool = True,
         seed: int = 0,
         multiprocessing_context: str | None = None,
+        dir: str | None = None,
+        name: str | None = None,
+        fingerprint: str = "",
     ) -> None:
         if isinstance(source, CachedDataset | RollingCache):
             raise TypeError(f"source must be the dataset itself, got a {type(source).__name__} that is cached already")
@@ -147,7 +164,20 @@ class RollingCache(Dataset[Any]):
         check_count("minimum", minimum, 1)
         if epoch_samples is not None:
             check_count("epoch_samples", epoch_samples, 1)
-        request = CacheRequest(source, "", Budget.parse(budget), spec, layout=layout)
+        if (dir is None) != (name is None):
+            raise ValueError(
+                "a rolling cache on a disk needs dir= and name=; without both it lies in memory and ends with its job"
+            )
+        request = CacheRequest(
+            source,
+            "",
+            Budget.parse(budget),
+            spec,
+            name=name,
+            fingerprint=fingerprint,
+            layout=layout,
+            dir=dir,
+        )
         if source is None and spec is None:
             raise ValueError("without a source a rolling cache needs spec=SampleSpec.infer(sample), of one to come")
         if indices is not None and (source is None or is_stream(source)):
@@ -174,15 +204,25 @@ class RollingCache(Dataset[Any]):
         self.close()
         group = NodeGroup.discover() if group is None else group
         draws = replace(self._draws, seed=self._draws.seed + _NODE_SEEDS * group.node)
-        codec, given, holds_all = group.lead(lambda: self._plan(draws, group))
+        on_disk: list[RollingStore] = []  # on a leader, the pool of this name
+        try:
+            codec, given, holds_all = group.lead(lambda: self._plan(draws, group, on_disk))
+        except BaseException:  # perhaps of another node
+            for store in on_disk:
+                store.close()
+            raise
         whose = {"dataset": f"rolling: {type(self.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
 
         def make(kind: Backend | None) -> list[RollingStore]:
+            if given is None:
+                return on_disk
             store = RollingStore.empty(codec, given.slots[0], kind, whose, granted=given.granted[0])
             store.keep_free(given.keep_free[0])
             return [store]
 
-        [opened] = make_and_attach([OpenCache.without(self._request, group)], make, given.backend)
+        [opened] = make_and_attach(
+            [OpenCache.without(self._request, group)], make, None if given is None else given.backend
+        )
         store = cast(RollingStore, opened.cache)
         opened = replace(opened, budget_bytes=store.granted_bytes)
         self._dataset = dataset_in(opened, store.length, self.transform, borrowed=False)
@@ -192,13 +232,29 @@ class RollingCache(Dataset[Any]):
             self.close()
             raise
 
-    def _plan(self, draws: Draws, group: NodeGroup) -> tuple[SampleCodec, Allocation, bool]:
-        """Find the codec of the samples, their memory, and whether all samples of the source have room."""
+    def _plan(
+        self, draws: Draws, group: NodeGroup, on_disk: list[RollingStore]
+    ) -> tuple[SampleCodec, Allocation | None, bool]:
+        """Find the codec of the samples, their memory, and whether all samples of the source have room.
+
+        A pool on a disk is opened here, because an error that `make` raises would be told as a lack of memory.
+        """
         if sys.platform == "win32":
             raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
-        codec = self._request.spec or codec_of(draws, self._request.layout, self._method)
+        request = self._request
+        codec = request.spec or codec_of(draws, request.layout, self._method)
         writers = 1 if self.source is None else max(self._filler_count, 1)
-        return codec, *allocate_pool(self.budget, codec, draws.length, writers, len(group.members))
+        if request.dir is None:
+            return codec, *allocate_pool(self.budget, codec, draws.length, writers, len(group.members))
+        request = replace(
+            request,
+            dir=check_directory(request.dir),
+            as_stream=self.source is None or is_stream(self.source),
+            reader=LoaderSettings(1, 1, context=self._method),
+        )
+        store, holds_all = open_pool(request, codec, draws.length, writers)
+        on_disk.append(store)
+        return codec, None, holds_all
 
     def _start(self, draws: Draws) -> None:
         if self.source is not None and self._filler_count:
@@ -306,12 +362,13 @@ class RollingCache(Dataset[Any]):
             appended=store.appended,
             evicted=store.evicted,
             oldest_seconds=store.oldest_seconds,
-            times_seen=counters.totals().hits / max(store.appended, 1),
+            times_seen=counters.totals().hits / max(store.found + store.appended, 1),
             renewed=store.renewed,
             substituted=store.substituted,
             failed=0 if fillers is None else fillers.failed,
             restarts=0 if fillers is None else fillers.restarts,
             memory_bytes=store.memory_bytes,
+            disk_bytes=store.disk_bytes,
         )
 
     def _agreed(self, look: Callable[[], Integers]) -> Integers:
@@ -414,6 +471,6 @@ def dataset_in(
         borrowed: whether the memory stays open when the dataset is closed.
     """
     slots, ring = _Slots(length), Ring((Arc(length, length),) * len(opened.group.nodes))
-    request = CacheRequest(slots)
+    request = CacheRequest(slots, name=opened.request.name, dir=opened.request.dir)
     opened = replace(opened, request=request, source=slots, ring=ring, expected_ring=None, borrowed=borrowed)
     return dataset_over(CachedSource(opened, transform))

@@ -49,7 +49,7 @@ class RollingWriter:
 
         Args:
             sample: matches the first samples of the cache.
-            index: of the sample in its source, for messages; -1 without one.
+            index: of the sample in its source, for messages, and on a disk for the next job; -1 without one.
         """
         for seconds in poll(pause=0.001):
             if self._store.append(sample, index):

@@ -25,12 +25,14 @@ from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant, loader_reserve, margin
 from lightning_stocache.setup.request import ENDLESS, BackendChoice, CacheRequest, LoaderSettings
 
-__all__ = ["Allocation", "allocate", "allocate_pool", "largest_grant"]
+__all__ = ["Allocation", "allocate", "allocate_pool", "largest_grant", "roomy_bytes"]
 
 log = logging.getLogger(__name__)
 
 _MIB = 2**20
 _READERS = 4  # processes per rank that map the memory of a stream
+_PAGE = 4096  # disks give whole blocks
+_TABLES_SHARE = 1024  # this part of a file is left for the filesystem's own tables of its blocks
 _ROOMY = 2  # two records do not show how large all are: the pool holds all where there is room for twice as much
 
 
@@ -75,13 +77,8 @@ def allocate(
         nothing = (0,) * len(requests)
         return Allocation(nothing, nothing, nothing)
     directory = next((request.dir for request in requests if request.dir is not None), None)
-    if directory is not None:  # 1 % of the free disk stays free, also while the caches fill
-        stats = os.statvfs(directory)
-        free = FreeMemory(stats.f_frsize * stats.f_bavail, None, None, directory)
-        reserves = [Reserve()] * len(requests)
-        division = _divide(requests, _sizes(codecs, SUM_BYTES), budgets, free, reserves, Reserve(), 1)
-        spare = max(stats.f_frsize * stats.f_bavail // 100, 16 * _MIB)
-        return replace(division, keep_free=(spare,) * len(requests))
+    if directory is not None:
+        return _on_disk(directory, requests, _sizes(codecs, SUM_BYTES), budgets)
 
     def divide(free: FreeMemory) -> Allocation:
         reserves = [_reserve(request, codec, ranks, free.own) for request, codec in zip(requests, codecs, strict=True)]
@@ -91,9 +88,9 @@ def allocate(
 
 
 def allocate_pool(
-    budget: Budget, codec: SampleCodec, length: int | None, writers: int, ranks: int
+    budget: Budget, codec: SampleCodec, length: int | None, writers: int, ranks: int, directory: str | None = None
 ) -> tuple[Allocation, bool]:
-    """Grant memory of this node to a rolling cache. Returns it, and whether the whole source has room.
+    """Grant memory of this node, or its disk, to a rolling cache. Returns it, and whether the whole source has room.
 
     Args:
         budget: budget of this node.
@@ -101,20 +98,29 @@ def allocate_pool(
         length: number of samples in the source; None for a stream.
         writers: number of processes that append at the same time.
         ranks: number of ranks on this node.
+        directory: of a cache on a disk. A budget in bytes limits its whole file.
 
     Raises:
         ValueError: there is no room for the minimum number of samples, or the budget is a share of a stream.
     """
     if length is None and budget.unit == "% of dataset":
         raise ValueError(f'budget must be bytes ("8GiB") or a share of what is free for a stream, got {budget}')
-    each, is_part = RollingStore.slot_bytes(codec), budget.unit == "% of dataset" and budget.amount < 100
-    roomy = each * _ROOMY if isinstance(codec, RecordCodec) else each
+    on_disk, is_part = directory is not None, budget.unit == "% of dataset" and budget.amount < 100
+    each, roomy = RollingStore.slot_bytes(codec, on_disk=on_disk), roomy_bytes(codec, on_disk=on_disk)
     request = CacheRequest(cast("Dataset[object]", range(ENDLESS if length is None else length)), "")
     sizes = [(each if is_part else roomy, each)]
-    allocation = _in_memory(
-        lambda free: _divide([request], sizes, {"": budget}, free, [Reserve()], Reserve(), ranks), "auto"
-    )
+    if directory is None:
+        allocation = _in_memory(
+            lambda free: _divide([request], sizes, {"": budget}, free, [Reserve()], Reserve(), ranks), "auto"
+        )
+    else:
+        allocation = _on_disk(directory, [request], sizes, {"": budget})
     [slots], [granted] = allocation.slots, allocation.granted
+    if on_disk and budget.unit == "bytes":
+        file_bytes = int(budget.amount - budget.amount // _TABLES_SHARE) // _PAGE * _PAGE
+        fitting, granted = RollingStore.fit(codec, slots, granted, file_bytes)
+        slots = granted // each if isinstance(codec, RecordCodec) else fitting
+        allocation = replace(allocation, slots=(slots,), granted=(granted,))
     holds_all = length is not None and granted >= length * roomy
     least = 1 if holds_all else writers + 2
     if slots < least:
@@ -126,6 +132,11 @@ def allocate_pool(
     for warning in allocation.warnings:
         log.warning(warning)
     return allocation, holds_all
+
+
+def roomy_bytes(codec: SampleCodec, *, on_disk: bool) -> int:
+    """The bytes per sample with which a rolling cache surely has room for a whole source."""
+    return RollingStore.slot_bytes(codec, on_disk=on_disk) * (_ROOMY if isinstance(codec, RecordCodec) else 1)
 
 
 def largest_grant(
@@ -142,6 +153,20 @@ def largest_grant(
     endless = CacheRequest(cast("Dataset[object]", range(ENDLESS)), reader=reader)
     division = allocate([endless], [codec], {endless.pot: Budget.parse("auto")}, ranks, choice)
     return division.granted[0], division.backend
+
+
+def _on_disk(
+    directory: str,
+    requests: Sequence[CacheRequest],
+    sizes: Sequence[tuple[int, int]],
+    budgets: Mapping[str, Budget],
+) -> Allocation:
+    """Divide the free disk. 1 % of it stays free, also while the caches fill."""
+    stats = os.statvfs(directory)
+    nbytes = stats.f_frsize * stats.f_bavail
+    free = FreeMemory(nbytes, None, None, directory)
+    division = _divide(requests, sizes, budgets, free, [Reserve()] * len(requests), Reserve(), 1)
+    return replace(division, keep_free=(max(nbytes // 100, 16 * _MIB),) * len(requests))
 
 
 def _in_memory(divide: Callable[[FreeMemory], Allocation], choice: BackendChoice) -> Allocation:

@@ -13,22 +13,25 @@ The compared samples are in their cached form: the deterministic part of a split
 If no sample can be compared (`allow_random`), only the user's `fingerprint` protects the data. Without a fingerprint a
 warning says so.
 
+The resident samples of a rolling cache on a disk are compared in the same way, by their indices (`check_pool`).
+
 `is_continued` compares four samples of a dataset object that replaces another, as some loader hooks make it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
+from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.node.named import way_out
 from lightning_stocache.setup.find import Finding, SourceReader
@@ -36,9 +39,12 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.samples import same_sample
 
-__all__ = ["is_continued", "store_or_refuse"]
+__all__ = ["check_pool", "is_continued", "store_or_refuse"]
 
 log = logging.getLogger(__name__)
+
+Read: TypeAlias = Callable[[Finding, Sequence[int], bool], Mapping[int, list[bytes]]]
+"""`SourceReader.read` of a source."""
 
 _COMPARED = 4  # samples at least, if so many are stored
 _PIECE_BYTES = 1 << 20  # of samples that are sent at once
@@ -49,7 +55,7 @@ _LOOKED_FOR = 256  # indices of a cache that goes on with another object
 def store_or_refuse(
     request: CacheRequest,
     found: Finding,
-    read: Callable[[Finding, Sequence[int], bool], Mapping[int, list[bytes]]],
+    read: Read,
     cache: Store,
     counters: Counters,
 ) -> str | None:
@@ -80,12 +86,46 @@ def store_or_refuse(
             if not cache.filled:
                 _store(cache, contents, counters)
                 return None
+    indices = [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]
+    places = ((index, cache.place(index, verify=True)) for index in indices)
+    words = _differ(request, found, read, cache, places, contents)
+    if words is None:
+        _store(cache, contents, counters)
+    return words or None
+
+
+def check_pool(request: CacheRequest, read: Read, pool: RollingStore) -> str | None:
+    """Compare resident samples of a rolling cache with the source, by their indices, before any process appends.
+
+    Returns why the cache must not be used, or None. Samples of a stream have no indices.
+    """
+    if request.source is None or not pool.filled:
+        return None
+    slots = np.empty(0, dtype=np.int64) if request.as_stream else pool.slots_by_index(request.length)
+    indices = np.flatnonzero(slots != NO_PLACE)
+    indices = indices[:: max(len(indices) // _TRIED, 1)]
+    places = ((index, int(slots[index])) for index in indices.tolist() if pool.is_sound(int(slots[index])))
+    return _differ(request, Finding(pool.codec), read, pool, places, {}) or None
+
+
+def _differ(
+    request: CacheRequest,
+    found: Finding,
+    read: Read,
+    cache: Store,
+    places: Iterable[tuple[int, int]],
+    contents: Mapping[int, list[bytes]],
+) -> str | None:
+    """Compare samples of a cache, given by index and place, with those of a source, at least four.
+
+    Returns:
+        None if they are equal; in words that they differ; "" with a warning if no sample could be compared.
+    """
     compared = 0
-    for index in [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]:
+    for index, place in places:
         if index not in contents and compared >= _COMPARED:
             break
         ours = contents.get(index) or read(found, [index], False).get(index)
-        place = cache.place(index, verify=True)
         if ours is None or place == NO_PLACE:
             continue
         sample, stored = _decoded(cache.codec, ours), next(iter(cache.read(np.array([place]))))
@@ -100,10 +140,9 @@ def store_or_refuse(
                 f"{way_out(str(request.name), request.dir)}"
             )
         compared += 1
-    if compared:
-        _store(cache, contents, counters)
-    else:
+    if not compared:
         _warn_of_trust(request, "no sample that lies there could be compared with this job's")
+        return ""
     return None
 
 

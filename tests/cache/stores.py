@@ -14,6 +14,7 @@ are made or opened in another way. The fences of the whole package, which a chan
 import errno
 import os
 import random
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_stocache.cache.placement import Ring
+from lightning_stocache.cache.layout import ROLLING
+from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.rows import SampleSpec
@@ -49,6 +51,7 @@ __all__ = [
     "path_of",
     "refuse_stores",
     "resident",
+    "rolling_disk_store",
     "rolling_store",
 ]
 
@@ -115,6 +118,16 @@ def rolling_store(codec: Any, samples: int) -> Any:
 
 
 attach_rolling = RollingStore.attach
+
+
+def rolling_disk_store(codec: Any, samples: int, directory: Path) -> Any:
+    """A store for about so many samples in a directory, as the next job finds it, or makes it."""
+    count, granted = RollingStore.fit(codec, samples, samples * codec.nbytes, sys.maxsize)
+    whose = {"fingerprint": ROLLING}
+    size, manifest = RollingStore.plan(codec, Arc(count, count), whose, granted=granted, on_disk=True)
+    mend = partial(RollingStore.mend, codec)
+    segment, found = open_named("store", size, manifest, str(directory), mend)
+    return RollingStore.open(segment, codec, found.geometry, found.geometry.size)
 
 
 # ---- what the contract of a store has no name for ----

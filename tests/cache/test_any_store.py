@@ -31,8 +31,10 @@ from tests.cache.stores import (
     encoded,
     gathers,
     memory_store,
+    path_of,
     refuse_stores,
     resident,
+    rolling_disk_store,
     rolling_store,
 )
 
@@ -158,16 +160,23 @@ class Rolling(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="stores-"))
         self.resident: list[int] = []  # all that have come, the last ones of which are resident
         self.number = 0
         self.refused = False
+        self.damaged = False
 
-    @initialize(layout=st.sampled_from(LAYOUTS), samples=st.integers(12, 60))
-    def begin(self, layout: str, samples: int) -> None:
-        """Make a store for one codec."""
-        self.sample, codec = SAMPLES[layout], codec_of(layout)
-        self.store: Any = rolling_store(codec, samples)
+    @initialize(kind=st.sampled_from(KINDS), layout=st.sampled_from(LAYOUTS), samples=st.integers(12, 60))
+    def begin(self, kind: str, layout: str, samples: int) -> None:
+        """Make a store of one kind for one codec."""
+        self.kind, self.sample, self.codec, self.samples = kind, SAMPLES[layout], codec_of(layout), samples
+        self.store: Any = self.opened()
         self.readers = [self.store]
+
+    def opened(self) -> Any:
+        if self.kind == "disk":
+            return rolling_disk_store(self.codec, self.samples, self.folder)
+        return rolling_store(self.codec, self.samples)
 
     @rule(count=st.integers(1, 40))
     def append(self, count: int) -> None:
@@ -184,11 +193,28 @@ class Rolling(RuleBasedStateMachine):
     def read(self, seed: int) -> None:
         """What is resident are the last that came, each as it was, whoever reads."""
         store = random.Random(seed).choice(self.readers)
-        slots = resident(store)
-        last = self.resident[len(self.resident) - len(slots) :]
+        slots = np.array([slot for slot in resident(store).tolist() if store.is_sound(slot)], dtype=np.int64)
+        last = self.resident[0 if self.damaged else len(self.resident) - len(slots) :]
         found = [next(i for i in last if same(got, self.sample(i))) for got in store.read(slots)]
-        assert sorted(found) == last
-        assert len(last) == store.filled
+        assert len(set(found)) == len(slots) == store.filled
+        assert self.damaged or sorted(found) == last
+        assert store.substituted == 0
+
+    @precondition(lambda self: self.kind == "disk")
+    @rule(seed=st.integers(0, 10**6), flips=st.sampled_from([0, 0, 0, 1, 30, 1000]))
+    def next_job(self, seed: int, flips: int) -> None:
+        """The job ends, bits may flip, and another job finds the same samples."""
+        count = self.store.filled
+        for store in self.readers[::-1]:
+            store.close()
+        content = bytearray(path_of(self.folder).read_bytes())
+        flip(content, random.Random(seed), flips)
+        path_of(self.folder).write_bytes(content)
+        self.damaged |= flips > 0 or self.refused  # then an empty slot is filled before the oldest sample leaves
+        self.store = self.opened()
+        self.readers = [self.store]
+        assert flips or self.store.filled == count
+        self.read(0)
 
     @precondition(lambda self: self.number)
     @rule()
@@ -206,7 +232,7 @@ class Rolling(RuleBasedStateMachine):
             if self.store.append(self.sample(self.number)):
                 self.resident.append(self.number)
             else:
-                assert self.refused
+                assert self.refused or self.damaged
         except (OSError, ValueError):  # too little memory for this sample, now that it may not grow
             assert self.refused
         self.number += 1
@@ -214,6 +240,7 @@ class Rolling(RuleBasedStateMachine):
     def teardown(self) -> None:
         for store in getattr(self, "readers", ())[::-1]:
             store.close()
+        shutil.rmtree(self.folder)
 
 
 TestStores = Stores.TestCase
