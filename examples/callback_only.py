@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import photos
-from lightning_stocache import FillProgress, StochasticCache
+from lightning_stocache import StochasticCache
 from model import ConvNet
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     val = DataLoader(photos.images("val"), batch_size=64, num_workers=2)
     trainer = pl.Trainer(
         max_epochs=4,
-        callbacks=[StochasticCache(budget="auto"), FillProgress()],
+        callbacks=[StochasticCache(budget="auto")],
         logger=False,
         enable_checkpointing=False,
     )

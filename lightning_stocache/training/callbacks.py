@@ -1,7 +1,8 @@
-"""The second door, and the fill in the progress bar.
+"""The second door, and the cache in the progress bar.
 
 `StochasticCache` caches the loaders of any Trainer call (of a DataModule, of a module's hooks or given to `fit`), and
-monitors them. `FillProgress` shows the first epoch's fill in the Trainer's own progress bar, with any door.
+monitors them. `FillProgress` shows fill and hit rate in the Trainer's own progress bar, with any door; StochasticCache
+does so by itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_stocache.cache.counters import Counts
+from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.insight.tallies import loader_seconds, samples_of
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.sampling.locality_sampler import Mode
@@ -29,9 +31,13 @@ __all__ = ["FillProgress", "StochasticCache"]
 
 
 class FillProgress(Callback):
-    """Shows the fill of the cache in the Trainer's progress bar (tqdm or Rich), until the cache is full.
+    """Shows the cache in the Trainer's progress bar (tqdm or Rich): `fill 41 %` in the first epoch, later `hit 66 %`.
 
-    Then one line says what is cached and how many seconds of waiting for data will not be repeated.
+    The fill is the share of this node's slots that are ready; a cache that is full already has no first epoch. The hit
+    rate is that of this node in the epoch so far. When the cache is full, one line says what is cached and how many
+    seconds of waiting for data will not be repeated.
+
+    `StochasticCache` needs no FillProgress beside it: it shows the same.
 
     Args:
         name: the name of the value in the bar.
@@ -51,10 +57,12 @@ class FillProgress(Callback):
         check_flag("verbose", verbose)
         self.name, self.every_n_steps, self.verbose = name, every_n_steps, verbose
         self._full, self._cadence, self._waited_before = False, 1, 0.0
+        self._first_epoch, self._counts_before = True, Counts()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note whether the cache is full already: a kept cache may be."""
         self._full = _are_full(_training_caches(trainer))
+        self._first_epoch, self._counts_before = True, _training_counts(trainer)
         self._waited_before, _ = loader_seconds(trainer.train_dataloader)
         tenth = int(min(trainer.num_training_batches, 10**6)) // 10 + 1  # inf: no length
         # Every training batch counts as a step here, also where gradients are accumulated.
@@ -63,41 +71,50 @@ class FillProgress(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Show the fill of this node."""
-        if not self._full and batch_idx % self._cadence == 0:
-            self._show(trainer, pl_module)
+        """Show the fill or the hit rate of this node."""
+        if batch_idx % self._cadence == 0:
+            self._show(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the fill at the epoch's end, and say when the cache is full."""
+        """Show the value at the epoch's end, and say when the cache is full."""
+        self._show(trainer)
+        self._first_epoch, self._counts_before = False, _training_counts(trainer)
         if not self._full:
-            self._show(trainer, pl_module)
             self._full = _are_full(_training_caches(trainer))
             if self._full and self.verbose:
                 self._say_full(trainer)
 
-    def _show(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _show(self, trainer: Trainer) -> None:
         caches = _training_caches(trainer)
         slots = sum(map(len, caches))
-        if slots and not trainer.barebones:  # it has no bar
+        if not slots or trainer.barebones:  # it has no bar
+            return
+        bar: dict[str, Any] = trainer.progress_bar_metrics  # `log` takes numbers alone, and 300 us
+        if self._first_epoch and not self._full:
             fill = sum(cache.fill_fraction * len(cache) for cache in caches) / slots
-            pl_module.log(self.name, fill, prog_bar=True, logger=False, rank_zero_only=True, batch_size=1)
+            bar[self.name] = f"fill {100 * fill:.0f} %"
+        else:
+            counts = _training_counts(trainer) - self._counts_before
+            bar[self.name] = f"hit {100 * counts.hits / max(counts.served, 1):.0f} %"
 
     def _say_full(self, trainer: Trainer) -> None:
         datasets, caches = running_datasets(trainer, "train"), _training_caches(trainer)
         filled = sum(cache.filled for cache in caches)
-        counts = sum((dataset.counters.totals() for dataset in datasets if dataset.counters is not None), Counts())
+        counts = _training_counts(trainer)
         share = min(filled / max(counts.misses + counts.bypasses, 1), 1.0)  # of what was loaded until now
         waited = share * (loader_seconds(trainer.train_dataloader)[0] - self._waited_before)  # NaN if it is not known
-        saved = f"; {waited:.1f} s of waiting for data will not be repeated" if waited > 0 else ""
+        after = f"; {waited:.1f} s of waiting for data will not be repeated" if waited >= 0.05 else ""
+        if any(isinstance(cache, RollingStore) for cache in caches):
+            after = "; from now on new samples replace the oldest"
         memory, samples = sum(cache.memory_bytes for cache in caches), sum(map(samples_of, datasets))
         nodes = len(datasets[0].group.nodes)
         where = "this node" if nodes == 1 else f"each of {nodes} nodes"
-        say(f"the cache is full: {filled:,} of {samples:,} samples, {format_bytes(memory)} on {where}{saved}")
+        say(f"the cache is full: {filled:,} of {samples:,} samples, {format_bytes(memory)} on {where}{after}")
 
 
 @with_options
 class StochasticCache(CacheMonitor):
-    """Caches every loader of a Trainer call, and logs its metrics as CacheMonitor does.
+    """Caches every loader of a Trainer call, logs its metrics as CacheMonitor does, and shows it in the progress bar.
 
     Nothing else changes: the Trainer gets the same loaders with cached datasets; hooks run when Lightning runs them.
     A loader that cannot be cached is used as it is, with one warning. Make each dataset once: a new dataset in each run
@@ -112,7 +129,7 @@ class StochasticCache(CacheMonitor):
         live: log live values. This and the next two are options of `CacheMonitor`. A CacheMonitor in the list of
             callbacks logs in place of this callback, by its own options.
         hyperparameters: log the granted memory and the decisions as hyperparameters.
-        verbose: print a line per epoch, and a verdict on the caches at the end of training.
+        verbose: print a line per epoch, one when the cache is full, and a verdict on the caches at the end of training.
 
     Raises:
         ValueError: an option cannot be read.
@@ -148,6 +165,7 @@ class StochasticCache(CacheMonitor):
         super().__init__(live=live, hyperparameters=hyperparameters, verbose=verbose)
         self.caches = CallCaches(options)
         self._call: CallLoaders | None = None
+        self._bar: FillProgress | None = None  # None if there is a FillProgress among the callbacks
         self._sources: list[Any] = []  # Lightning's data sources, whose loaders are replaced
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -159,6 +177,8 @@ class StochasticCache(CacheMonitor):
             warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
             return
         super().setup(trainer, pl_module, stage)  # after the check above: this call moves the callback to the front
+        if not any(isinstance(other, FillProgress) for other in callbacks):
+            self._bar = FillProgress(verbose=self.verbose)
         sources = {  # without those of a DataModule that caches its own loaders
             name: source
             for name, source in data_sources(trainer, stage).items()
@@ -171,6 +191,26 @@ class StochasticCache(CacheMonitor):
         for name, source in sources.items():
             source.dataloader = partial(self._call, name)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock, log what was granted, and note whether the cache is full already."""
+        super().on_train_start(trainer, pl_module)
+        if self._bar is not None:
+            self._bar.on_train_start(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log live values, and show the cache in the progress bar."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._bar is not None:
+            self._bar.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the epoch's values, and say when the cache is full."""
+        super().on_train_epoch_end(trainer, pl_module)
+        if self._bar is not None:
+            self._bar.on_train_epoch_end(trainer, pl_module)
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the caches of the call, unless they are kept."""
         super().teardown(trainer, pl_module, stage)
@@ -178,7 +218,7 @@ class StochasticCache(CacheMonitor):
             vars(source).pop("dataloader", None)
         if self._call is not None:
             self._call.end()
-        self._sources, self._call = [], None
+        self._sources, self._call, self._bar = [], None, None
         self.caches.end_call()
 
     def cache_state(self) -> list[dict[str, Any]]:
@@ -193,6 +233,12 @@ class StochasticCache(CacheMonitor):
 def _training_caches(trainer: Trainer) -> list[Any]:
     """The caches of the training loaders on this node."""
     return [dataset.cache for dataset in running_datasets(trainer, "train") if dataset.cache is not None]
+
+
+def _training_counts(trainer: Trainer) -> Counts:
+    """The counts of the training sets on this node."""
+    datasets = running_datasets(trainer, "train")
+    return sum((dataset.counters.totals() for dataset in datasets if dataset.counters is not None), Counts())
 
 
 def _are_full(caches: list[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""FillProgress: the fill in the Trainer's own bar, and one line when the cache is full."""
+"""FillProgress, alone or by StochasticCache: fill and hit rate in the Trainer's own bar, and one line when full."""
 
 import logging
 import re
@@ -10,9 +10,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from torch.utils.data import Dataset
 
-from lightning_stocache.training.callbacks import FillProgress
+from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
-from tests.training.tiny import SAMPLES, Model, make_trainer, said, source
+from tests.training.tiny import SAMPLES, Data, Model, make_trainer, said, source
 
 pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
@@ -33,35 +33,46 @@ def watching_bar(bar, key):
     class Watching(bar):
         def __init__(self):
             super().__init__()
-            self.fills = []
+            self.values = []
 
         def on_train_batch_end(self, trainer, pl_module, *rest):
             super().on_train_batch_end(trainer, pl_module, *rest)
-            self.fills.append(self.get_metrics(trainer, pl_module).get(key))
+            self.values.append(self.get_metrics(trainer, pl_module).get(key))
 
     return Watching()
 
 
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_the_fill_is_in_the_bar(tmp_path, bar):
-    """The bar's metrics hold the fill of the node after every batch of a short epoch."""
-
+@pytest.mark.parametrize("ours", [[FillProgress], [StochasticCache], [StochasticCache, FillProgress]])
+def test_the_bar_shows_the_fill_and_later_the_hit_rate(tmp_path, caplog, bar, ours):
+    """The bar's metrics hold the node's fill after each batch of epoch one, and the hit rate after later batches."""
     watching = watching_bar(bar, "cache")
-    trainer = make_trainer(tmp_path, [FillProgress(), watching], enable_progress_bar=True)
-    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
-    assert watching.fills == [pytest.approx((batch + 1) / 6, abs=1e-3) for batch in range(6)]
-    assert trainer.progress_bar_metrics["cache"] == 1
+    callbacks = [made() for made in ours]
+    trainer = make_trainer(tmp_path, [*callbacks, watching], epochs=2, enable_progress_bar=True)
+    with_callback = StochasticCache in ours
+    trainer.fit(
+        Model(), Data(source(tmp_path)) if with_callback else StocacheDataModule(source(tmp_path), batch_size=4)
+    )
+    assert watching.values == [f"fill {fill} %" for fill in (17, 33, 50, 67, 83, 100)] + ["hit 100 %"] * 6
+    assert len(said(caplog, FULL)) == 1
+
+
+def test_a_half_cached_epoch_shows_its_hit_rate_so_far(tmp_path):
+    """After the first epoch the bar has the hits of the epoch so far over its samples, not those of the whole run."""
+    watching = watching_bar(TQDMProgressBar, "cache")
+    trainer = make_trainer(tmp_path, [StochasticCache(budget="50%"), watching], epochs=3, enable_progress_bar=True)
+    trainer.fit(Model(), Data(source(tmp_path)))
+    assert watching.values[5::6] == ["fill 100 %", "hit 50 %", "hit 50 %"]
 
 
 def test_options_of_the_bar(tmp_path, caplog):
     """The key in the bar, how often it is shown, and whether the line is said."""
-
     watching = watching_bar(TQDMProgressBar, "photos")
     progress = FillProgress("photos", every_n_steps=4, verbose=False)
     trainer = make_trainer(tmp_path, [progress, watching], enable_progress_bar=True)
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
-    assert watching.fills == [pytest.approx(fill, abs=1e-3) for fill in [1 / 6] * 4 + [5 / 6] * 2]
-    assert trainer.progress_bar_metrics["photos"] == 1
+    assert watching.values == ["fill 17 %"] * 4 + ["fill 83 %"] * 2
+    assert trainer.progress_bar_metrics["photos"] == "fill 100 %"
     assert said(caplog, FULL) == []
 
 
@@ -100,13 +111,13 @@ def test_the_seconds_are_those_of_the_clock(tmp_path, caplog):
     assert 0 < float(re.search(r"([\d.]+) s of waiting", line)[1]) <= clock.seconds + 0.05  # rounded; the sum is 4.8 s
 
 
-@pytest.mark.parametrize("options", [{"keep_cache": True}, {"budget": 0}])
-def test_silent_where_nothing_fills(tmp_path, caplog, options):
-    """A fit with a full cache, and a fit with the cache off, show and say nothing."""
+@pytest.mark.parametrize(("options", "shown"), [({"keep_cache": True}, "hit 100 %"), ({"budget": 0}, None)])
+def test_nothing_is_said_where_nothing_fills(tmp_path, caplog, options, shown):
+    """A fit with a full cache shows its hit rate from the start, a fit with the cache off shows nothing."""
     dm = StocacheDataModule(source(tmp_path), batch_size=4, **options)
     make_trainer(tmp_path).fit(Model(), dm)
-    trainer = make_trainer(tmp_path, [FillProgress()])
-    trainer.fit(Model(), dm)
+    watching = watching_bar(TQDMProgressBar, "cache")
+    make_trainer(tmp_path, [FillProgress(), watching], enable_progress_bar=True).fit(Model(), dm)
     dm.close()
     assert said(caplog, FULL) == []
-    assert "cache" not in trainer.progress_bar_metrics
+    assert watching.values == [shown] * 6
