@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_stocache.__main__ import main
+from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.layout import Contents, contents_of
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec
@@ -119,6 +120,7 @@ def test_the_node_of_each_cache_is_told():
     arc = Arc(size=100, slots=40, start=60, step=7)
     cache = Store.create(spec, arc, whose={"dataset": "Photos (100 samples)", "node": 1, "nodes": 2})
     alone = Store.create(spec, Arc(9, 9))
+    counters = Counters.create()
     for index in range(10):
         cache.fill(index, torch.ones(3))
     words = words_of(examine(), "held")
@@ -126,8 +128,9 @@ def test_the_node_of_each_cache_is_told():
     expected = f"{cache.filled} of 40 slots filled (node 1 of 2)"
     assert f"of Photos (100 samples), {expected}: {os.getpid()}" in words
     assert "of a dataset without a name, 0 of 9 slots filled: " in words
-    cache.close()
-    alone.close()
+    assert f"of counters or batches of a cache: {os.getpid()}" in words
+    for opened in (cache, alone, counters):
+        opened.close()
 
 
 def test_processes_of_others_are_counted(tmp_path, monkeypatch):

@@ -254,6 +254,7 @@ class StreamSource:
         [self.opened] = open_caches([request], {request.pot: budget}, group, self.backend, kept_back=kept_back)
         if (store := self.store) is not None:
             store.stream_length = self._length()
+        self.opened.tell()
 
     def close(self) -> None:
         """Close the memory in this process."""

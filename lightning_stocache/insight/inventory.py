@@ -76,7 +76,12 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
     sizes = Counter[str]()
     for file in files:
         where = " on a disk" if file.on_disk else ""
-        kind = "other files, such as a loader's batches" if file.contents is None else f"{_what(file.contents)}{where}"
+        if file.contents is None:
+            kind = "other files, such as a loader's batches"
+        elif file.contents.manifest is None:
+            kind = "counters or batches of a cache"
+        else:
+            kind = f"{_what(file.contents)}{where}"
         sizes[f"{kind}: {_who(file.processes)}"] += file.allocated_bytes
     for words, size in sizes.items():
         yield f"{format_bytes(size)} of {words}"

@@ -115,7 +115,7 @@ def _memory(runs: Runs, axes: Axes) -> bool:
     for name, run in runs.items():
         for stage in ("train",) if len(runs) > 1 else ("train", "val", "test", "predict"):
             used, budget = run.last("memory_bytes", stage), run.last("budget_bytes", stage) or 0
-            label = name or stage.replace("train", "training")
+            label = name.replace("=", "=\n") or stage.replace("train", "training")
             bars += [] if used is None else [Bar("", label, [used, max(budget - used, 0)])]
     return draw_bars(axes, bars, {"in use": _BLUE, "granted": _PALE}, "bytes", "")
 

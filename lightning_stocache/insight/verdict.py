@@ -31,15 +31,17 @@ def verdict(epochs: Sequence[Epoch], samples: int, *, off: bool = False) -> list
     first, last = epochs[0], epochs[-1]
     if "rolling/resident" in last:
         return [
-            f"{last['rolling/resident']:,.0f} samples are in the rolling cache, and each that came was served "
+            f"{last['rolling/resident']:,.0f} samples are in the rolling cache; training read each loaded sample "
             f"{last['rolling/times_seen']:.1f} times on average"
         ]
-    shares = ", ".join([f"{100 * epoch['hit_rate']:.0f}" for epoch in epochs[:8]] + ["..."] * (len(epochs) > 8))
-    memory = int(last["memory_bytes"])
+    served = ", ".join([f"{100 * epoch['hit_rate']:.0f}" for epoch in epochs[:8]] + ["..."] * (len(epochs) > 8))
+    if not last["coverage"]:
+        return ["nothing was cached: the warnings above say why"]
+    memory, filled = int(last["memory_bytes"]), 100 * last["fill_fraction"]
     used = f", {format_bytes(memory)} in use" if memory else ""  # a cache on a disk uses no memory
+    cached = "are cached" if filled > 99.5 else f"have a slot, {filled:.0f} % of the slots are filled"
     sentences = [
-        f"{100 * last['coverage']:.0f} % of {samples:,} samples have a slot, {100 * last['fill_fraction']:.0f} % of "
-        f"the slots are filled{used}; hit rate per epoch: {shares} %",
+        f"{100 * last['coverage']:.0f} % of {samples:,} samples {cached}{used}; hit rate per epoch: {served} %"
     ]
     if last["coverage"] < first["coverage"] and _served(last) > _served(first):
         return [
@@ -51,8 +53,6 @@ def verdict(epochs: Sequence[Epoch], samples: int, *, off: bool = False) -> list
         return [*sentences, warm]
     if len(epochs) == 1:
         return [*sentences, "a cache helps from the second epoch on; this run had one"]
-    if not last["coverage"]:
-        return [*sentences, "nothing was cached: raise the budget, or see the warnings above"]
     return [*sentences, *_gain(epochs)]
 
 
@@ -63,17 +63,20 @@ def _gain(epochs: Sequence[Epoch]) -> list[str]:
     waits = [epoch["data_wait_seconds"] for epoch in epochs if "data_wait_seconds" in epoch]
     known = len(waits) == len(epochs)
     shorter = before - after > _MATTERS * before
-    waits_less = known and waits[0] - fmean(waits[1:]) > _MATTERS * before
-    if shorter or waits_less:
-        sentences.append(f"epoch one took {before:,.1f} s, later ones {after:,.1f} s each")
-    if waits_less:
-        sentences[0] += f"; epoch one waited {waits[0]:,.1f} s for data, later ones {fmean(waits[1:]):,.1f} s each"
+    if known and waits[0] - fmean(waits[1:]) > _MATTERS * before:
+        sentences.append(
+            f"epoch one took {before:,.1f} s and waited {waits[0]:,.1f} s for data; later epochs took {after:,.1f} s "
+            f"and waited {fmean(waits[1:]):,.1f} s each"
+        )
+    elif shorter:
+        sentences.append(f"epoch one took {before:,.1f} s, later epochs {after:,.1f} s each")
     loaded = (first["misses"] + first["bypasses"]) / max(_served(first), 1)
     if known and not shorter and waits[0] < _MATTERS * before * loaded:
         sentences.append("training hardly waited for data even in its first epoch: a cache cannot make it faster")
     elif last["coverage"] < 1 and last["budget_bytes"]:
         whole = int(last["budget_bytes"] / last["coverage"])
-        sentences.append(f"a budget of {format_bytes(whole)}, over all nodes, would hold every sample")
+        together = ", over all nodes," if "node0/hit_rate" in last else ""
+        sentences.append(f"a budget of {format_bytes(whole)}{together} would hold every sample")
     return sentences
 
 

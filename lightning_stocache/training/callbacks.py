@@ -103,7 +103,7 @@ class FillProgress(Callback):
         counts = _training_counts(trainer)
         share = min(filled / max(counts.misses + counts.bypasses, 1), 1.0)  # of what was loaded until now
         waited = share * (loader_seconds(trainer.train_dataloader)[0] - self._waited_before)  # NaN if it is not known
-        after = f"; {waited:.1f} s of waiting for data will not be repeated" if waited >= 0.05 else ""
+        after = f"; {waited:.1f} s of waiting for data will not be repeated" if waited > 0 else ""
         if any(isinstance(cache, RollingStore) for cache in caches):
             after = "; from now on new samples replace the oldest"
         memory, samples = sum(cache.memory_bytes for cache in caches), sum(map(samples_of, datasets))

@@ -105,7 +105,7 @@ class CacheMonitor(Callback):
         self._monitors = True
         self._tallies = Tallies()
         self._epochs: list[dict[str, float]] = []
-        self._started = self._looped_at = self._step_began = 0.0  # moments
+        self._looped_at = self._step_began = 0.0  # moments
         self._computed = self._looped = self._waited_before = 0.0  # seconds, in the epoch so far
         self._live_every, self._live_step = 0, -1  # steps between two live values; 0: none are logged
 
@@ -149,7 +149,7 @@ class CacheMonitor(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the epoch's clock."""
-        self._started = self._looped_at = time.perf_counter()
+        self._looped_at = time.perf_counter()
         self._computed = self._looped = 0.0
         self._waited_before, _ = loader_seconds(trainer.train_dataloader)
 
@@ -179,7 +179,7 @@ class CacheMonitor(Callback):
             if self.verbose:
                 say(
                     f"epoch {trainer.current_epoch}: hit rate {100 * metrics['hit_rate']:.1f} %, "
-                    f"fill {100 * metrics['fill_fraction']:.1f} %, {self._looped_at - self._started:.1f} s"
+                    f"fill {100 * metrics['fill_fraction']:.1f} %, {self._looped:.1f} s"
                 )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -27,15 +27,15 @@ def test_a_run_that_was_helped_gets_no_advice():
     """The sentences have slots, fill, memory, hit rates, and the seconds and waits of epochs, and nothing else."""
     said = verdict([epoch(misses=10, wait=4.0), epoch(hits=10, wait=0.5)], samples=10)
     assert said == [
-        "100 % of 10 samples have a slot, 100 % of the slots are filled, 1 MiB in use; hit rate per epoch: 0, 100 %",
-        "epoch one took 5.0 s, later ones 1.5 s each; epoch one waited 4.0 s for data, later ones 0.5 s each",
+        "100 % of 10 samples are cached, 1 MiB in use; hit rate per epoch: 0, 100 %",
+        "epoch one took 5.0 s and waited 4.0 s for data; later epochs took 1.5 s and waited 0.5 s each",
     ]
 
 
 def test_epochs_that_became_shorter_without_waiting_are_said_to_have():
     """Workers that load behind the step take the processor from it: no wait is saved, and the epochs are shorter."""
     said = verdict([epoch(misses=10, wait=0.0, compute=6.8), epoch(hits=10, wait=0.0, compute=2.2)], samples=10)[1:]
-    assert said == ["epoch one took 6.8 s, later ones 2.2 s each"]
+    assert said == ["epoch one took 6.8 s, later epochs 2.2 s each"]
 
 
 def test_waits_that_were_not_logged_are_not_told():
@@ -51,7 +51,7 @@ def test_a_rolling_cache_has_words_of_its_own():
     """A rolling cache has a sentence without slots and first epochs."""
     pool = {"rolling/resident": 1200, "rolling/times_seen": 2.5}
     assert verdict([epoch(hits=10) | pool], 10) == [
-        "1,200 samples are in the rolling cache, and each that came was served 2.5 times on average"
+        "1,200 samples are in the rolling cache; training read each loaded sample 2.5 times on average"
     ]
 
 
@@ -64,9 +64,16 @@ def test_advice_fits_what_went_wrong():
     """One epoch, nothing cached, no wait for data, and half of the dataset each have advice of their own."""
     first, second = epoch(misses=10, source=4.0), epoch(hits=10)
     assert "second epoch" in verdict([first], 10)[-1]
-    assert "raise the budget" in verdict([epoch(bypasses=10, coverage=0.0)] * 2, 10)[-1]
+    assert verdict([epoch(bypasses=10, coverage=0.0)] * 2, 10) == ["nothing was cached: the warnings above say why"]
     assert "hardly waited" in verdict([epoch(misses=10, wait=0.01), second], 10)[-1]
-    assert "2 MiB" in verdict([first, epoch(hits=5, bypasses=5, coverage=0.5)], 10)[-1]
+    half = epoch(hits=5, bypasses=5, coverage=0.5)
+    assert verdict([first, half], 10)[-1] == "a budget of 2 MiB would hold every sample"
+    nodes = {"node0/hit_rate": 0.5, "node1/hit_rate": 0.5}
+    assert verdict([first, half | nodes], 10)[-1] == "a budget of 2 MiB, over all nodes, would hold every sample"
+    assert (
+        "50 % of 10 samples have a slot, 40 % of the slots are filled"
+        in verdict([first, half | {"fill_fraction": 0.4}], 10)[0]
+    )
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -81,7 +88,7 @@ def test_of_a_cache_on_a_disk_no_memory_is_told():
     """The sentences on a cache on a disk have no memory in use."""
     [said, *_] = verdict([epoch(misses=10) | {"memory_bytes": 0}, epoch(hits=10) | {"memory_bytes": 0}], 10)
     assert "in use" not in said
-    assert "of the slots are filled; hit rate" in said
+    assert "are cached; hit rate" in said
 
 
 def test_a_dataset_that_has_grown_is_said_to_have():

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_stocache import CachedLoader, CacheMonitor, RollingCache, StocacheDataModule, StochasticCache
+from lightning_stocache import (
+    CachedLoader,
+    CacheMonitor,
+    FillProgress,
+    RollingCache,
+    StocacheDataModule,
+    StochasticCache,
+)
 from tests.sources import Allowance
 from tests.training.seen import Remembers
 from tests.training.tiny import Data, behind, logged, make_trainer
@@ -84,7 +91,26 @@ def test_the_callback_follows_a_pool_that_grows(tmp_path, make, caplog):
     lengths = [len(epoch) for epoch in model.epochs]
     assert lengths == sorted(set(lengths))
     assert caplog.text.count("reload_dataloaders_every_n_epochs=1") == 1
-    assert "samples are in the rolling cache, and each that came was served" in caplog.text
+    assert "samples are in the rolling cache; training read each loaded sample" in caplog.text
+    pool.close()
+
+
+def test_a_full_pool_says_what_follows(tmp_path, caplog):
+    """When a pool is full, the line has no seconds that will not be repeated: new samples replace the oldest."""
+
+    class Filling(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, *rest):
+            while pool.stats().resident < 30:
+                allowed.more(1)
+                time.sleep(0.002)
+
+    allowed = Allowance(tmp_path / "allowed", 8)
+    pool = RollingCache(Slow(allowed), "50%", fillers=1, minimum=8)
+    with caplog.at_level(logging.INFO):
+        trainer = make_trainer(tmp_path, [FillProgress(), Filling()])
+        trainer.fit(Remembers(), StocacheDataModule(train=pool, batch_size=4))
+    assert "the cache is full: 30 of 30 samples" in caplog.text
+    assert "on this node; from now on new samples replace the oldest" in caplog.text
     pool.close()
 
 

@@ -1,5 +1,6 @@
 """Streams in a Trainer call: uncached without `streams=True`, which keeps them."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ class Numbers(CountedStream):
 
 
 @pytest.mark.parametrize("door", ["callback", "ours", "the user's"])
-def test_streams_are_kept(tmp_path: Path, door: str) -> None:
+def test_streams_are_kept(tmp_path: Path, door: str, caplog: pytest.LogCaptureFixture) -> None:
     """Every sample comes once an epoch. Later epochs come from memory, before the transform of StocacheDataModule. A
-    CachedStream in the user's own loader is monitored."""
+    CachedStream in the user's own loader is monitored, and one line says that a stream is stored."""
+    caplog.set_level(logging.INFO)
     train, val, model = Numbers(), Numbers(12), Remembers()
     kept = CachedStream(train, "64MiB") if door == "the user's" else train
     more = {"transform": lambda sample: sample + 100} if door == "ours" else {}
@@ -44,6 +46,7 @@ def test_streams_are_kept(tmp_path: Path, door: str) -> None:
     assert model.sorted_epochs == [[number + shift for number in ALL]] * 4
     assert list(map(sorted, model.validated[1:])) == [[float(number + shift) for number in range(12)]] * 4
     assert train.reads <= LENGTH + 32
+    assert caplog.text.count("Numbers: a stream, stored as it passes, in at most") == 2
     assert logged(trainer, "stocache/hit_rate") == [0, 1, 1, 1]
     assert logged(trainer, "stocache/coverage")[-1] == 1
     assert logged(trainer, "stocache/fill_fraction") == [1] * 4
