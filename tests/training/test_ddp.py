@@ -59,7 +59,7 @@ def check_loads(folder: Path, fits: int, stored: int) -> None:
 )
 def test_ranks_share_one_cache(tmp_path, door, strategy, fits):
     """In each fit of a job both ranks map one segment, load every sample once between them, and log the same counts."""
-    job = start(tmp_path, door, strategy, 3, fits)
+    job = start(tmp_path, door, strategy, 3, fits, ranks=2 if strategy == "ddp" else 0)
     wait_for(lambda: job.poll() == 0, job, tmp_path)
     ranks = read_ranks(tmp_path, 2)
     assert [len(saw) for saw in ranks] == [fits, fits]

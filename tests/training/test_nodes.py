@@ -84,8 +84,8 @@ def moved_of(samples: int) -> float:
     ("launcher", "door"),
     [
         ("ranks", "locality"),
-        ("slurm", "cache_datamodule"),
-        ("ranks", "callback"),
+        ("slurm", "callback"),
+        pytest.param("ranks", "cache_datamodule", marks=pytest.mark.soak),
         pytest.param("torchrun", "locality", marks=pytest.mark.soak),  # commands, which import everything anew
         pytest.param("NODE_RANK", "callback", marks=pytest.mark.soak),
     ],
