@@ -143,6 +143,8 @@ class RollingSampler(DistributedSampler[int]):
         group = pool.group
         super().__init__(cast("Dataset[Any]", pool), group.world, group.rank, shuffle, seed)
         self.pool, self.epoch_samples = pool, epoch_samples
+        self.fixed: int | None = None
+        """Samples of each epoch while a Trainer counts on its length, whatever is resident."""
         self.look_again()
 
     def look_again(self) -> None:
@@ -168,7 +170,8 @@ class RollingSampler(DistributedSampler[int]):
     def _order(self) -> Integers:
         """Begin an epoch. Returns the indices that this rank draws: its part of one or more permutations."""
         resident = self.pool.begin_epoch()
-        self.num_samples = self._share(len(resident))
+        share = self._share(len(resident))
+        self.num_samples = share if self.fixed is None else self.fixed
         group, epoch = self.pool.group, self.epoch
         self.epoch += 1  # `set_epoch`, which Lightning calls, may change it again
         ranks = group.nodes[group.node]

@@ -46,7 +46,7 @@ from lightning_stocache.training.loaders import (
 from lightning_stocache.training.obstacles import cacheable_length, title
 from lightning_stocache.training.options import STAGES, CacheOptions
 from lightning_stocache.training.resume import ResumePoint
-from lightning_stocache.training.sampling import follow_pools, loader_domain, locality_for
+from lightning_stocache.training.sampling import follow_pools, free_pools, loader_domain, locality_for
 
 __all__ = ["CallLoaders", "DataHooks", "training_bytes"]
 
@@ -108,6 +108,7 @@ class CallLoaders:
         # keep its persistent workers.
         self._copies: dict[str, dict[int, _Copy]] = {}
         self._sets_reload = False
+        self._followed: list[Any] = []  # training loaders, whose rolling caches have a fixed length
 
     def __call__(self, stage: str) -> Any:
         """The loaders of a stage. Collective: every rank asks for the same stages in the same order.
@@ -118,8 +119,10 @@ class CallLoaders:
         """
         loaders = self._getters[stage]()
         share_pools(getattr(leaf, "dataset", None) for leaf in leaves_in(loaders))
-        if stage == "train" and follow_pools(leaves_in(loaders)):
-            self._reload_each_epoch()
+        if stage == "train":
+            self._followed = list(leaves_in(loaders))
+            if follow_pools(self._followed, fix=self._fits):
+                self._reload_each_epoch()
         chosen = self.open({**self._at_hand, stage: loaders})
         before, self._copies[stage] = self._copies.get(stage, {}), {}
         copies = rewrap(loaders, lambda loader: self._copy(stage, loader, before) if id(loader) in chosen else loader)
@@ -155,7 +158,8 @@ class CallLoaders:
         return {id(loader) for _, loader in cacheable}
 
     def end(self) -> None:
-        """End the call: the Trainer has its own settings again."""
+        """End the call: the Trainer has its own settings again, and rolling caches their own length."""
+        free_pools(self._followed)
         if self._sets_reload:
             self._trainer.reload_dataloaders_every_n_epochs = 0
         self._sets_reload = False

@@ -29,7 +29,7 @@ from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.sampling.sampler_domain import sampler_domain
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
 
-__all__ = ["epochs_done", "follow_pools", "loader_domain", "locality_for", "replicas"]
+__all__ = ["epochs_done", "follow_pools", "free_pools", "loader_domain", "locality_for", "replicas"]
 
 
 def replicas(trainer: Any, *, always: bool = False) -> tuple[int, int]:
@@ -48,8 +48,14 @@ def epochs_done(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_progress.current.processed) if trainer is not None else 0
 
 
-def follow_pools(loaders: Iterable[Any]) -> bool:
+def follow_pools(loaders: Iterable[Any], *, fix: bool) -> bool:
     """Set the length of training loaders of rolling caches to the number of resident samples. Collective.
+
+    Args:
+        loaders: the training loaders.
+        fix: whether the epochs keep this length until the next call or `free_pools`. A Trainer counts the batches of an
+            epoch before it begins. If large records replace small ones meanwhile, a batch is missing, and the Trainer
+            skips the epoch's validation.
 
     Returns:
         Whether a rolling cache grows, so that its loader has another length in each epoch.
@@ -60,9 +66,17 @@ def follow_pools(loaders: Iterable[Any]) -> bool:
             grows |= pool.epoch_samples is None
             if isinstance(loader.sampler, RollingSampler):
                 loader.sampler.look_again()
+                loader.sampler.fixed = len(loader.sampler) if fix else None
             else:
                 pool.resident()
     return grows
+
+
+def free_pools(loaders: Iterable[Any]) -> None:
+    """Let each epoch of a rolling cache have its own length again."""
+    for loader in loaders:
+        if isinstance(sampler := getattr(loader, "sampler", None), RollingSampler):
+            sampler.fixed = None
 
 
 def locality_for(

@@ -70,6 +70,18 @@ def test_a_fixed_number_is_drawn_again_and_again():
     assert len(set(sampler)) == 10
 
 
+def test_a_length_stays_while_it_is_fixed():
+    """A fixed length holds where more or fewer samples are resident by then. Fewer come in several rounds."""
+    sampler = RollingSampler(Pool([range(9), range(4), range(3)]))
+    sampler.fixed = 6
+    more, fewer = list(sampler), list(sampler)
+    assert len(set(more)) == 6
+    assert sorted(fewer[:4]) == [0, 1, 2, 3]
+    assert len(fewer) == len(sampler) == 6
+    sampler.fixed = None
+    assert sorted(sampler) == [0, 1, 2]
+
+
 @given(
     ranks=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     extra=st.lists(st.integers(0, 20), min_size=3, max_size=3),

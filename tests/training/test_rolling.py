@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache import (
@@ -14,12 +15,13 @@ from lightning_stocache import (
     CacheMonitor,
     FillProgress,
     RollingCache,
+    RollingWriter,
     StocacheDataModule,
     StochasticCache,
 )
 from tests.sources import Allowance
 from tests.training.seen import Remembers
-from tests.training.tiny import Data, behind, logged, make_trainer
+from tests.training.tiny import DOORS, Data, behind, logged, make_trainer
 
 pytestmark = pytest.mark.processes
 
@@ -112,6 +114,111 @@ def test_a_full_pool_says_what_follows(tmp_path, caplog):
     assert "the cache is full: 30 of 30 samples" in caplog.text
     assert "on this node; from now on new samples replace the oldest" in caplog.text
     pool.close()
+
+
+class Words(Dataset[Any]):
+    """A number and a text, whose length differs: records."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> tuple[int, str]:
+        return index, "x" * 400
+
+
+class Texts(Remembers):
+    """Remembers the numbers of such samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch[0][:, None], batch_idx)
+
+
+class Appends(pl.Callback):
+    """Samples come after each epoch. As soon as the Trainer has counted an epoch's batches, large ones replace many."""
+
+    def __init__(self, pool: RollingCache, more: int = 20) -> None:
+        self.pool, self.more = pool, more
+        self.counted: list[int] = []
+        self.resident: list[tuple[int, int]] = []  # at the count, and after the large samples
+        self.shown: list[int] = []
+
+    def append(self, samples: int, size: int = 400) -> None:
+        with RollingWriter.attach(self.pool.handle) as writer:
+            for number in range(samples):
+                writer.append((number, "x" * size))
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        before = self.pool.stats().resident
+        self.append(1, 8_000)
+        self.counted.append(trainer.num_training_batches)
+        self.resident.append((before, self.pool.stats().resident))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self.shown.append(trainer.progress_bar_callback.train_progress_bar.total)
+        self.append(self.more)
+
+
+@pytest.mark.parametrize(
+    ("door", "options", "share", "steps", "validations"),
+    [
+        *((door, {}, 1.0, 1, 1) for door in DOORS),
+        ("callback", {"limit_train_batches": 0.5}, 0.5, 1, 1),
+        ("cache_datamodule", {"limit_train_batches": 3}, 3, 1, 1),
+        ("ours", {"val_check_interval": 0.5}, 1.0, 1, 2),
+        ("callback", {"accumulate_grad_batches": 3}, 1.0, 3, 1),
+    ],
+)
+def test_an_epoch_has_the_batches_that_the_trainer_has_counted(tmp_path, door, options, share, steps, validations):
+    """Each epoch has as many batches as samples were resident when the Trainer counted them, and the bar shows that
+    number. Samples that leave before the first batch take no batch, no validation and no step away."""
+    pool, model = RollingCache(Words(), "60KiB", fillers=0, minimum=8, layout="records"), Texts()
+    appends = Appends(pool)
+    appends.append(40)
+    data = Data(pool, [torch.zeros(1)], **({} if door == "ours" else {"sampler": pool.sampler()}))
+    callbacks, dm = behind(door, data)
+    callbacks += [appends, TQDMProgressBar()]
+    trainer = make_trainer(tmp_path, callbacks, epochs=4, enable_progress_bar=True, **options)
+    trainer.fit(model, dm)
+    resident = [at_count for at_count, _ in appends.resident]
+    assert any(later < at_count for at_count, later in appends.resident)
+    batches = [-(-samples // 4) for samples in resident]
+    assert len(set(batches)) > 1
+    counted = [int(number * share) if isinstance(share, float) else share for number in batches]
+    assert appends.counted == appends.shown == counted
+    assert [-(-len(epoch) // 4) for epoch in model.epochs] == counted
+    assert trainer.global_step == sum(-(-number // steps) for number in counted)
+    assert len(model.validated) == 1 + 4 * validations  # with the sanity check
+    pool.close()
+
+
+class OfRanks(Appends):
+    """Samples come from rank zero alone. Each rank writes the batches of its epochs: counted, run, of rank zero."""
+
+    def __init__(self, pool: RollingCache, path: Any) -> None:
+        super().__init__(pool)
+        self.path = path
+
+    def append(self, samples: int, size: int = 400) -> None:
+        if self.pool.group.rank == 0:
+            super().append(samples, size)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        counted = trainer.num_training_batches
+        batches = [counted, -(-len(pl_module.epochs[-1]) // 4), trainer.strategy.broadcast(counted)]
+        with open(self.path / f"rank{trainer.global_rank}", "a") as file:
+            print(*batches, file=file)
+        self.append(self.more)
+
+
+def test_ranks_have_the_batches_that_their_trainers_have_counted(tmp_path):
+    """All ranks run the same number of batches, epoch after epoch."""
+    pool = RollingCache(Words(), "60KiB", fillers=1, minimum=20, layout="records")
+    dm = StocacheDataModule(train=pool, batch_size=4)
+    trainer = make_trainer(tmp_path, [OfRanks(pool, tmp_path)], epochs=3, strategy="ddp_fork", devices=2)
+    trainer.fit(Texts(), dm)
+    epochs = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in (0, 1)]
+    assert epochs[0] == epochs[1]
+    assert [len(set(epoch.split())) for epoch in epochs[0]] == [1, 1, 1]
 
 
 def test_epochs_of_a_fixed_length(tmp_path):
