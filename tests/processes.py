@@ -128,10 +128,10 @@ def hanging(function: Callable[..., Any], *args: Any) -> Iterator[Child]:
 
 
 def _hang(tell: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    kept = function(*args)
+    kept = [function(*args)]
     os.write(tell, b"!")
-    signal.pause()
-    del kept
+    while kept:  # a pause ends with each signal that has a handler, such as torch's for children that end
+        signal.pause()
 
 
 def idle_worker() -> int:
