@@ -13,7 +13,7 @@ nothing.
 from __future__ import annotations
 
 import os
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import numpy as np
@@ -78,7 +78,7 @@ class Counts:
 
     def values(self) -> tuple[int, ...]:
         """The numbers in the order of the fields, as a vector to reduce over ranks."""
-        return astuple(self)
+        return tuple(vars(self).values())  # astuple copies each number, which takes 50 us
 
 
 _PLACE = {column.name: place for place, column in enumerate(fields(Counts), start=1)}

@@ -177,7 +177,7 @@ def as_text(plan: Plan) -> str:
     ]
     if not all(row.safe for row in plan.rows):
         lines.append("* more than is safely free on this node")
-    parts = "with the step" if plan.step else "of the loader alone (no model was given)"
+    parts = "with the step" if plan.step else "of the loader (no model was given)"
     lines += [f"Time of an epoch {parts}; [lowest..highest] measured.", ""]
     lines += [*chain.from_iterable(map(wrapped, plan.sentences)), ""] if plan.sentences else []
     return "\n".join([*lines, f"cache.budget={plan.budget}"])
@@ -221,10 +221,12 @@ def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
         rows = [(float(row.budget.rstrip("%")), row) for row in plan.rows]
         first = Line("epoch one", [(percent, row.first_epoch.median) for percent, row in rows], grey, "--")
         later = line("later", [(percent, row.later_epoch) for percent, row in rows], blue)
+        budget = "budget, % of the dataset"
         if not all(row.safe for row in plan.rows):
             free = 100 * plan.paces.safe_bytes / plan.rows[-1].budget_bytes
             axes.axvline(free, color=vermilion, linestyle=":")
-        return draw_lines(axes, [later, first], "s", "budget, % of the dataset (dotted: what is safely free)")
+            budget += " (dotted: what is safely free)"
+        return draw_lines(axes, [later, first], "s", budget)
 
     def draw_curve(axes: Axes, curves: Curves, name: Literal["num_workers", "batch_size"]) -> bool:
         found = {kind: curves.over(name, kind) for kind in _SOURCES}
