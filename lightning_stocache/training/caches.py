@@ -8,9 +8,11 @@ A dataset is recognised by its object, and has one cache for the call. A later s
 gets a cache of its own.
 
 A hook may return another object in place of a dataset. If the compared samples are equal (`same_data`), the new object
-uses the cache of the old one. The new dataset may be longer: samples without a slot pass through. If samples differ,
-the old cache is closed, and the new cache starts empty. When that has happened twice without a hit, the stage is not
-cached any more.
+uses the cache of the old one. If samples differ, the old cache is closed, and the new cache starts empty. When that has
+happened twice without a hit, the stage is not cached any more.
+
+The new object may be longer, and a dataset may grow in place. Its ring keeps the indices that it had when the cache
+opened: new samples pass through, with one warning when the loaders are made again.
 
 Caches that other ranks opened (by hand, before the Trainer started its processes) are closed and opened again for all
 ranks. A copy in another process (pickled for ddp_spawn) has the options and no open caches.
@@ -165,6 +167,10 @@ class CallCaches:
             assert serving is not None
             serving.stages.add(_stage(request))
             serving.idle = False
+            store = serving.dataset.cache
+            if isinstance(serving.dataset, CachedDataset) and store is not None and request.length > store.length:
+                reason = "the dataset has grown since its cache opened. For data that grows there is RollingCache"
+                self.pass_by(_stage(request), f"the new part of {type(request.source).__name__}", reason)
 
     def state(self) -> list[dict[str, Any]]:
         """The open caches on this node, one entry for each dataset, as plain values.

@@ -302,6 +302,24 @@ def test_a_dataset_made_anew_goes_on_in_the_cache_of_the_one_before(tmp_path, ca
     assert logged(trainer, "stocache/coverage") == pytest.approx([1, SAMPLES / (SAMPLES + 4), SAMPLES / (SAMPLES + 8)])
     assert logged(trainer, "stocache/hit_rate_expected") == [0]  # no formula holds for what grows
     assert "came with a new" not in caplog.text
+    assert caplog.text.count("the new part of CountedSource passes through uncached") == 1
+
+
+@pytest.mark.epoch_one_reads_all
+def test_a_dataset_that_grows_in_place_keeps_its_cache(tmp_path, caplog):
+    """Its first samples are hits. Samples that came since the cache opened pass through, with one warning."""
+    images = source(tmp_path)
+
+    def grown(count):
+        images.length = SAMPLES + 4 * count
+        return images
+
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Anew(grown))
+    assert images.loads == SAMPLES + 4 + 8 + announced(caplog)
+    assert logged(trainer, "stocache/hits") == [0, SAMPLES, SAMPLES]
+    assert logged(trainer, "stocache/bypasses") == [0, 4, 8]
+    assert caplog.text.count("the new part of CountedSource passes through uncached") == 1
 
 
 class Other(CountedSource):
