@@ -39,6 +39,7 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, warn_of_odd
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.guards import Recheck, SourceState
+from lightning_stocache.source.transform_split import Tail
 
 __all__ = ["CachedSource"]
 
@@ -273,7 +274,7 @@ class CachedSource:
             if in_one_call and (read := batch_reader(source)) is not None:
                 samples += one_per_index(read(indices), len(indices), source)
             for index in indices[len(samples) :]:
-                samples.append(source[index])
+                samples.append(self._read(cache, source, index))
         finally:
             source_ns = time.perf_counter_ns() - start
             try:
@@ -287,6 +288,26 @@ class CachedSource:
                 if type(sample) is not Odd and cache.has_place(index):
                     self._recheck.after(index, sample)
         return samples
+
+    def _read(self, cache: Store, source: Any, index: int) -> Any:
+        """Read a sample. One that the tail cannot finish is odd: the source has not called its transform as usual.
+
+        Without a place for the tail, the codec refuses it later.
+        """
+        tail = self.opened.tail
+        if not isinstance(tail, Tail):
+            return source[index]
+        before = sum(head.calls for head in tail.heads)
+        sample = source[index]
+        calls = sum(head.calls for head in tail.heads) - before
+        if not cache.codec.is_alike(sample) or calls == tail.calls(sample):
+            return sample
+        words = f"For sample {index} the transform is called {calls} times, not as for the samples that set-up has read"
+        if self.opened.request.strict:
+            raise SampleMismatchError(words)
+        if self._is_first("odd sample"):
+            warn_of_odd(self.source, words)
+        return Odd(index, sample, has_all_places=False)
 
     def _store(
         self,
@@ -374,11 +395,15 @@ class CachedSource:
             return (self._finished(sample) for sample in samples)
         # Where the source loads whole batches, all of its draws come first, as without a cache.
         if self.cache is not None or self.opened.tail is not None:
-            samples = [self.opened.with_tail(sample) for sample in samples]
+            samples = self.opened.with_tails(list(samples))
         return samples if self.transform is None else (self._transformed(sample) for sample in samples)
 
     def _finished(self, sample: Any) -> Any:
-        return self._transformed(self.opened.with_tail(sample))
+        if type(sample) is not Odd:
+            return self._transformed(self.opened.with_tail(sample))
+        with self._state:  # the whole source may read it again
+            whole = self.opened.with_tail(sample)
+        return self._transformed(whole)
 
     def _transformed(self, sample: Any) -> Any:
         return sample if self.transform is None else self.transform(sample)

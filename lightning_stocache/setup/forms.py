@@ -140,7 +140,7 @@ def _check_record(codec: RecordCodec, sample: Any, index: int) -> None:
 
 def _required(samples: Sequence[Any], cut: Cut | None) -> Required:
     """The fields that the tail of a cut source works on, with their types in most of the samples."""
-    paths = [path for places in (cut.places if cut is not None else ()) for _, path in places]
+    paths = () if cut is None else cut.paths
     found: Counter[Required] = Counter()
     for sample in samples:
         with suppress(KeyError, IndexError, TypeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_stocache.node.group import NodeGroup, job_ranks
 from lightning_stocache.node.named import clean_command
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import Odd, batch_reader
+from lightning_stocache.source.transform_split import FormatTail
 
 __all__ = ["OpenCache"]
 
@@ -82,6 +83,12 @@ class OpenCache:
         # The tail would not find its fields in this sample, so the whole source reads it again.
         whole: Any = self.request.source
         return whole[sample.index] if batch_reader(self.source) is None else whole.__getitems__([sample.index])[0]
+
+    def with_tails(self, samples: Sequence[Any]) -> list[Any]:
+        """Apply the tail to a batch that the source loads in one call."""
+        if not isinstance(self.tail, FormatTail):
+            return list(map(self.with_tail, samples))
+        return self.tail.of_batch([sample.sample if type(sample) is Odd else sample for sample in samples])
 
     @property
     def known_ring(self) -> Ring | None:

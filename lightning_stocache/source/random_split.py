@@ -5,12 +5,14 @@ A cache freezes what it stores, and most random augmentation sits inside the use
 1. A few indices are read twice, under different seeds of every process-wide generator. The source is deterministic if
    the bits are equal and no generator has moved, neither these nor one that can be reached from the source
    (RandomErasing(p=0.1) seldom changes bits, but always draws).
-2. Otherwise a shallow copy of the dataset gets a `transform` that runs its steps one by one and notes each one's bits
-   and draws. The earliest random step over all probed samples is the cut.
-3. A second copy runs only the steps before the cut. Where their output lies in the sample is found by identity; the
+2. Otherwise a shallow copy of the dataset notes what its `__getitem__` calls, and runs the steps of transforms one by
+   one. Cut are the calls that draw, each at its earliest random step over all probed samples, and those that work on
+   what these return.
+3. A second copy runs only the steps before the cuts. Where their output lies in the sample is found by identity; the
    tail applies the other steps there, in the order of the calls.
 4. The cut is proved: under one seed, `tail(copy[i])` must give the bits of `source[i]` and leave the generators in the
-   same state, and the copy must be deterministic by the test of step 1.
+   same state, and the copy must be deterministic by the test of step 1. The same holds for a batch if the source loads
+   batches.
 
 The user's objects are not modified, and the generators end where they began, also when the source raises. A source that
 is random in few samples only, and draws from what no look can find, is not found out.
@@ -18,30 +20,41 @@ is random in few samples only, and draws from what no look can find, is not foun
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator, Sized
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MethodType
+from typing import Any, TypeAlias, cast
 
-from torch.utils.data import Dataset, get_worker_info
+import numpy as np
+from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from lightning_stocache.cache.placement import Domain
+from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.generators import ENTROPY, Generators, State, watch_entropy
 from lightning_stocache.source.samples import Bits, Path, bits, difference, walk
 from lightning_stocache.source.transform_split import (
+    ConcatCut,
     Cut,
+    FormatCut,
     Head,
     Part,
     Places,
-    Tail,
+    Site,
+    TransformCut,
     UncuttableError,
     Values,
     draws_by_itself,
-    step_name,
+    format_of,
+    packed,
+    part_of,
+    sites_of,
     steps_of,
-    transform_of,
-    with_transform,
+    with_transforms,
 )
 
 __all__ = ["Probe", "Read", "Split", "sign", "split", "spread"]
@@ -49,6 +62,10 @@ __all__ = ["Probe", "Read", "Split", "sign", "split", "spread"]
 QUICK_SECONDS = 0.2
 _SLOW_SECONDS = 20.0  # after which two indices have to do
 _NOT_HELD = "the sample does not hold what its transform returns, but something made of it"
+_NAMES = ("transform", "transforms")
+_MOST_CALLS = 1000  # for a sample: to watch a call takes about 0.3 ms
+_NOT_ALIKE = "its transform is not called in the same way for every sample"
+_SMALL = (str, int, float, complex, np.generic, os.PathLike, type(None), dict, UserDict, list, tuple, Dataset)
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,7 @@ def split(
     Args:
         source: a map-style dataset with at least one sample.
         samples: how many indices to probe, spread evenly from index 0 to the last; two where they take 20 s. A
-            deterministic source is read twice per index, a random one up to six times.
+            deterministic source is read twice per index, a random one up to ten times.
         quick: how many more to probe within 0.2 s.
         domain: which indices may be read; by default all.
 
@@ -135,17 +152,23 @@ def split(
         moved = next(filter(None, map(sign, originals, again)), None)
         if moved is None:
             return Split(source, again, probe.reads)
-        try:
-            cut, heads = _cut(source, originals, probe)
-            if cut is None:
-                return Split(source, again, probe.reads)
-            head, tail = cut.apply(source)
-            return Split(head, heads, probe.reads, tail, cut)
-        except UncuttableError as error:
-            why = str(error)
-        except Exception as error:  # user code on a changed dataset may raise anything; the source as it is did not
-            why = f"without its random steps it raised {error!r}"
-        reason = f"it is random ({moved}) and cannot be split: {why}"
+        reasons = []
+        for named in (True, False):
+            try:
+                cut = _cut(source, pairs, probe, named)
+                if cut is None:
+                    return Split(source, again, probe.reads)
+                head, tail = cut.apply(source)
+                heads = tuple(_proven(head, tail, original, probe) for original in originals)
+                if batch_reader(source) is not None:
+                    batch = probe.read(_InBatches(source), [read.index for read in again[:2]], 0)
+                    _proven(_InBatches(head), tail.of_batch, batch, probe)
+                return Split(head, heads, probe.reads, tail, cut)
+            except UncuttableError as error:
+                reasons.append(str(error))
+            except Exception as error:  # user code on a changed dataset may raise anything; the source itself did not
+                reasons.append(f"without its random steps it raised {error!r}")
+        reason = f"it is random ({moved}) and cannot be split: {reasons[0]}"
         return Split(source, again, probe.reads, reason=reason)
 
 
@@ -191,15 +214,17 @@ class Read:
     """One read of an index.
 
     Args:
-        index: that was read.
+        index: that was read, or a list of them.
         sample: what came.
+        seed: under which it was read.
         bits: of the sample.
         moved: names of the generators that it drew from.
         after: the state of all generators after it.
     """
 
-    index: int
+    index: Any
     sample: Any
+    seed: int
     bits: Bits
     moved: list[str]
     after: State
@@ -222,7 +247,7 @@ class Probe:
     def __exit__(self, *_: object) -> None:
         self.generators.__exit__()
 
-    def read(self, source: Dataset[Any], index: int, seed: int) -> Read:
+    def read(self, source: Any, index: Any, seed: int) -> Read:
         """Read an index of the source, or of a copy with another transform, under a seed; what it raises comes through.
 
         A generator that the first read has made is watched from then on.
@@ -233,7 +258,7 @@ class Probe:
         with _worker_of(seed):
             sample = source[index]
         after = self.generators.state()
-        read = Read(index, sample, bits(sample), self.generators.moved(before, after), after)
+        read = Read(index, sample, seed, bits(sample), self.generators.moved(before, after), after)
         if self.reads == 1:
             self.generators.find_new()
         return read
@@ -270,95 +295,205 @@ def sign(first: Read, second: Read) -> str | None:
 
 # ---- the cut ----
 
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of a transform: what it returned, and each step's bits and whether it drew."""
-
-    values: Values
-    steps: list[tuple[Bits, bool]]
+_Pair: TypeAlias = tuple[Read, Read]
 
 
-class _Recorder(Head):
-    """Reads a source with the first steps of its transform alone, and notes each call of them."""
+def _cut(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut | None:
+    """The cut before the first random step; None if all steps are deterministic.
 
-    def __init__(self, source: Dataset[Any], transform: Callable[..., Any], end: int, probe: Probe) -> None:
-        super().__init__(transform, end)
-        self._parts = [Part(transform, position, position + 1) for position in range(end)]
-        self._source, self._probe = with_transform(source, self), probe
-        self._calls: list[_Call] = []
-
-    def read(self, index: int, seed: int) -> tuple[Read, list[_Call]]:
-        self._calls = []
-        return self._probe.read(self._source, index, seed), self._calls
-
-    def run(self, values: Values) -> Values:
-        if len(set(map(type, values))) != 1:
-            raise UncuttableError("its transform is called with values and keywords at once")
-        steps = []
-        for part in self._parts:
-            with self._probe.generators.watch() as moved:
-                values = part.run(values)
-            steps.append((bits(values), bool(moved)))
-        self._calls.append(_Call(values, steps))
-        return values
-
-
-def _cut(source: Dataset[Any], originals: tuple[Read, ...], probe: Probe) -> tuple[Cut | None, tuple[Read, ...]]:
-    """The cut before the first random step, None if all are deterministic; and the reads of the deterministic part.
+    Args:
+        source: the dataset, or one inside it.
+        pairs: two reads of each probed index, as indices of `source`.
+        probe: reads the source.
+        named: whether a transform is only what has such a name.
 
     Raises:
         UncuttableError: the cut would not be sound.
     """
-    transform = transform_of(source)
-    steps = steps_of(transform)
-    recorder = _Recorder(source, transform, len(steps), probe)
-    position = min(_first_random(recorder, original.index) for original in originals)
-    if position == len(steps) and not draws_by_itself(transform):
-        raise UncuttableError("no step of its transform is random by itself")
-    recorder, heads, cuts = _Recorder(source, transform, position, probe), [], set()
-    for original in originals:
-        kept, _ = recorder.read(original.index, 2 * original.index + 1)  # the tail may work on the other one in place
-        once, calls = recorder.read(original.index, 2 * original.index)  # the seed under which `original` was read
-        if found := sign(once, kept):
-            raise UncuttableError(f"its dataset is random outside the transform ({found})")
-        heads.append(kept)
-        if position == len(steps):
-            if once.bits != original.bits:
-                raise UncuttableError("its steps do not give its samples again, run one by one")
-            continue
-        free = list(walk(once.sample))
-        cuts.add(cut := Cut(position, tuple(_places(call, free) for call in calls)))
-        if len(cuts) > 1:
-            raise UncuttableError("its transform is not called in the same way for every sample")
-        whole = Tail(transform, position, cut.places)(once.sample)
-        if probe.generators.moved(original.after) or bits(whole) != original.bits:
-            raise UncuttableError(
-                f"the steps from {step_name(steps[position])} on, run after the dataset, do not give its sample again "
-                "under the same seed (does a sample need their result?)"
-            )
-    return next(iter(cuts), None), tuple(heads)
+    if type(source) is Subset:
+        inside = [(replace(first, index=int(source.indices[first.index])), again) for first, again in pairs]
+        return _cut(source.dataset, inside, probe, named)
+    if type(source) is not ConcatDataset:
+        return FormatCut() if format_of(source) is not None else _cut_transforms(source, pairs, probe, named)
+    cuts: list[Cut | None] = []
+    for part, end in zip(cast(Any, source.datasets), source.cumulative_sizes, strict=True):
+        moved = ((replace(pair[0], index=pair[0].index % len(source) - end + len(part)), pair[1]) for pair in pairs)
+        inside = [pair for pair in moved if 0 <= pair[0].index < len(part)] or [probe.read_twice(part, 0)]
+        cut = _cut(part, inside, probe, named) if any(sign(*pair) for pair in inside) else None
+        if cut is not None:
+            _proven(*cut.apply(part), inside[0][0], probe)
+        cuts.append(cut)
+    return ConcatCut(tuple(cuts)) if any(cuts) else None
 
 
-def _first_random(recorder: _Recorder, index: int) -> int:
-    """The position of the first random step for one sample, the number of steps if none is."""
-    (_, once), (_, again) = (recorder.read(index, 2 * index + number) for number in (0, 1))
-    if not once:
+def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut | None:
+    sites = [site for site in sites_of(source) if not named or site[-1] in _NAMES]
+    if not sites:
+        raise UncuttableError(f"{type(source).__name__} has no `transform` or `transforms` that could be cut")
+    samples = [_recorded(source, dict.fromkeys(sites), first, probe)[1] for first, _ in pairs]
+    if not all(samples):
         raise UncuttableError("its transform is not called when a sample is read")
-    pairs = (enumerate(zip(left.steps, right.steps, strict=True)) for left, right in zip(once, again, strict=False))
-    random = (position for steps in pairs for position, (a, b) in steps if a != b or a[1])
-    return min(random, default=len(recorder.steps))
+    random = {site for calls in samples for site in _random(calls)}
+    chains = {tuple(_chain(calls, random, named)) for calls in samples}
+    if len(chains) > 1:
+        raise UncuttableError(_NOT_ALIKE)
+    [chain] = chains
+    length = {site: len(steps_of(part_of(source, site))) for site, _ in chain}
+    ends = length | {site: 0 for site, follows in chain if follows}
+    for call in (call for calls in samples for call in calls if call.site in ends):
+        ends[call.site] = min([ends[call.site], *(step for step, moved in enumerate(call.moved) if moved)])
+    if not ends or any(ends[site] == length[site] and not draws_by_itself(part_of(source, site)) for site in ends):
+        raise UncuttableError("no step of its transform is random by itself")
+    cuts = set[Cut]()
+    for first, again in pairs:
+        once, calls = _recorded(source, ends, first, probe)
+        if ends != length:
+            cuts.add(TransformCut(tuple(ends.items()), _places(chain, calls, once.sample)))
+        elif found := sign(once, _recorded(source, ends, again, probe)[0]):
+            raise UncuttableError(f"its dataset is random outside the transform ({found})")
+        elif once.bits != first.bits:
+            raise UncuttableError("its steps do not give its samples again, run one by one")
+    if len(cuts) > 1:
+        raise UncuttableError(_NOT_ALIKE)
+    return next(iter(cuts), None)
 
 
-def _places(call: _Call, free: list[tuple[Path, Any]]) -> Places:
-    """Where in the sample a call's values lie, by identity. An object that two calls returned lies twice."""
-    places: list[tuple[int | str, Path]] = []
-    for key, value in call.values.items():
-        number = next((k for k, (_, node) in enumerate(free) if node is value), None)
-        if number is not None:
-            places.append((key, free.pop(number)[0]))
-        elif isinstance(key, int):
+def _proven(head: Any, tail: Callable[[Any], Any], original: Read, probe: Probe) -> Read:
+    """Prove that head and tail together make a sample of the source. Returns a read of the head."""
+    kept = probe.read(head, original.index, original.seed + 1)  # the tail may work on the other one in place
+    once = probe.read(head, original.index, original.seed)
+    if found := sign(once, kept):
+        raise UncuttableError(f"its dataset is random outside the transform ({found})")
+    whole = tail(once.sample)
+    if probe.generators.moved(original.after) or bits(whole) != original.bits:
+        raise UncuttableError(
+            "its random steps, run after the dataset, do not give its sample again under the same seed (does a sample "
+            "need their result?)"
+        )
+    return kept
+
+
+class _InBatches:
+    """A source, read by lists of indices."""
+
+    def __init__(self, source: Any) -> None:
+        self._read = batch_reader(source)
+
+    def __getitem__(self, indices: list[int]) -> Any:
+        return cast(Any, self._read)(indices)
+
+
+# ---- the calls of transforms ----
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of what may be a transform, noted at its end.
+
+    Args:
+        site: where the dataset holds it.
+        function: the transform.
+        values: what it was called with.
+        result: what it returned.
+        moved: whether each of its steps drew.
+        before: number of calls that had ended when it began.
+    """
+
+    site: Site
+    function: Any
+    values: Values
+    result: Any
+    moved: list[bool]
+    before: int
+
+
+class _Recorder(Head):
+    """Stands for what a dataset may call: runs it whole, or its first steps if `ends` has their number."""
+
+    def __init__(
+        self, site: Site, function: Any, *, ends: Mapping[Site, int | None], calls: list[_Call], generators: Generators
+    ) -> None:
+        end = ends[site]
+        super().__init__(function, len(steps_of(function)) if end is None else end)
+        self._is_single = end is None and self.end == 1  # it may be no transform, and return anything
+        self._site, self._calls, self._generators = site, calls, generators
+        self._moved = list[bool]()
+
+    def __call__(self, *values: Any, **named: Any) -> Any:
+        before, self._moved = len(self._calls), []
+        if before > _MOST_CALLS:
+            raise UncuttableError("it calls too much for one sample")
+        with self._generators.watch() as moved:
+            result = (self.transform if self._is_single else super().__call__)(*values, **named)
+        steps = [bool(moved)] if self._is_single else self._moved
+        given: Values = {**dict(enumerate(values)), **named}  # type: ignore[dict-item]
+        self._calls.append(_Call(self._site, self.transform, given, result, steps, before))
+        return result
+
+    def run(self, values: Values) -> Values:
+        for position in range(cast(int, self.end)):
+            with self._generators.watch() as moved:
+                values = Part(self.transform, position, position + 1).run(values)
+            self._moved.append(bool(moved))
+        return values
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.transform, name)
+
+
+def _recorded(source: Any, ends: Mapping[Site, int | None], original: Read, probe: Probe) -> tuple[Read, list[_Call]]:
+    """Read a source with the first steps of its transforms alone. Returns their calls, too."""
+    calls = list[_Call]()
+    make = partial(_Recorder, ends=ends, calls=calls, generators=probe.generators)
+    return probe.read(with_transforms(source, ends, make), original.index, original.seed), calls
+
+
+def _random(calls: list[_Call]) -> Iterator[Site]:
+    """The transforms that draw; of calls inside each other the innermost."""
+    last = -1
+    for number, call in enumerate(calls):
+        draws = any(call.moved) or draws_by_itself(call.function)
+        if draws and last < call.before and (call.site[-1] in _NAMES or _has_data(call.values.values())):
+            last = number
+            yield call.site
+
+
+def _chain(calls: list[_Call], random: set[Site], named: bool) -> Iterator[tuple[Site, bool]]:
+    """The calls of random transforms, and of those that follow: they work on what an earlier one has returned."""
+    last, made = -1, list[Any]()
+    for number, call in enumerate(calls):
+        # A method, or what gets other values too, may make the sample.
+        follows = bool(made and call.values) and not (named or isinstance(call.function, MethodType))
+        follows = follows and all(any(value is node for node in made) for value in call.values.values())
+        if call.site in random or (follows and last < call.before):
+            last = number
+            made += [node for _, node in walk(call.result) if _has_data([node])]
+            yield call.site, follows
+
+
+def _places(chain: Sequence[tuple[Site, bool]], calls: Sequence[_Call], sample: Any) -> tuple[tuple[Site, Places], ...]:
+    """Where in the sample the results of each call lie, by identity. An object that two calls returned lies twice."""
+    if [site for site, _ in chain] != [call.site for call in calls]:
+        raise UncuttableError(_NOT_ALIKE)
+    free, used, found = list(walk(sample)), list[tuple[Path, Any]](), []
+    for (site, follows), call in zip(chain, calls, strict=True):
+        places: list[tuple[int | str, Path]] = []
+        for key, value in packed(call.result, call.values).items():
+            among = used if follows else free
+            number = next((k for k, (_, node) in enumerate(among) if node is value), None)
+            if number is not None:
+                used.append(among[number] if follows else among.pop(number))
+                places.append((key, used[-1][0]))
+            elif isinstance(key, int):
+                raise UncuttableError(_NOT_HELD)
+        if not places:
             raise UncuttableError(_NOT_HELD)
-    if not places:
-        raise UncuttableError(_NOT_HELD)
-    return tuple(places)
+        found.append((site, tuple(places)))
+    return tuple(found)
+
+
+def _has_data(values: Iterable[Any]) -> bool:
+    """Whether there is more than numbers, names and paths, of which a cache would save nothing."""
+    return any(not isinstance(node, _SMALL) for value in values for _, node in walk(value))

@@ -1,8 +1,14 @@
-"""Where a source is cut, and how: its transform ends before the cut, and the tail goes on after it.
+"""Where a source is cut, and how: its transforms end before the cut, and the tail goes on after it.
 
-A source is cut by its `transform` (or the joint `transforms` of a VisionDataset), through any depth of Subset. Nested
-Composes and Sequentials of torchvision are one flat list of steps; a Compose of albumentations or MONAI has the steps
-that it holds itself. Steps are called as the whole transform is: with one value, with several, or by keywords.
+A source is cut, through any depth of Subset,
+
+- by its transforms (`TransformCut`): whatever its `__getitem__` calls that it holds in an attribute, in a list or dict,
+  as a method of its own, or in a dataset inside it;
+- by parts (`ConcatCut`), if it is a ConcatDataset: each part has a cut of its own;
+- by its format (`FormatCut`), if it is a dataset of Hugging Face with a transform.
+
+Nested Composes and Sequentials of torchvision are one flat list of steps; a Compose of albumentations or MONAI has the
+steps that it holds itself. Steps are called as the whole transform is: with one value, with several, or by keywords.
 
 A `Cut` holds nothing but numbers and keys, so a process that has read nothing cuts its own source in the same way. The
 user's objects are not modified, and the tail works with them: a `worker_init_fn` that seeds the transform's generators
@@ -13,28 +19,41 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from functools import reduce
+from inspect import getattr_static
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_stocache.source.samples import Path, part_at, with_part
 
 __all__ = [
+    "ConcatCut",
     "Cut",
+    "FormatCut",
+    "FormatTail",
     "Head",
     "Part",
     "Places",
+    "Site",
     "Tail",
+    "TransformCut",
     "UncuttableError",
     "Values",
     "draws_by_itself",
+    "format_of",
+    "packed",
+    "part_of",
+    "sites_of",
     "step_name",
     "steps_of",
-    "transform_of",
-    "with_transform",
+    "with_transforms",
 ]
 
 Values: TypeAlias = dict[int | str, Any]
@@ -43,31 +62,93 @@ Values: TypeAlias = dict[int | str, Any]
 Places: TypeAlias = tuple[tuple[int | str, Path], ...]
 """Where the values of one call lie in a sample."""
 
+Site: TypeAlias = tuple[Any, ...]
+"""Where a dataset holds a transform: attributes, and keys of lists and dicts."""
+
+_MOST_ITEMS = 64  # of a list that may hold transforms: a longer one holds data
+_DEEP = 6  # attributes and keys that lead to a transform
+
 
 class UncuttableError(ValueError):
     """The source cannot be split; the message says why."""
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Where a source is cut. Found by `split` in one process, it can be applied to the same source in another.
+class Cut(ABC):
+    """Where a source is cut. Found by `split` in one process, it can be applied to the same source in another."""
 
-    Args:
-        position: how many steps of the transform stay in the source.
-        places: per call of the transform for a sample, where its values lie.
-    """
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Where the values that the tail works on lie in every sample."""
+        return ()
 
-    position: int
-    places: tuple[Places, ...]
-
-    def apply(self, source: Dataset[Any]) -> tuple[Dataset[Any], Tail]:
+    def apply(self, source: Any) -> tuple[Any, Tail]:
         """The deterministic copy of `source` and the tail, without a read.
 
         Raises:
-            ValueError: `source` has no transform that could be cut.
+            ValueError: `source` holds no transform that could be cut.
         """
-        transform = transform_of(source)
-        return with_transform(source, Head(transform, self.position)), Tail(transform, self.position, self.places)
+        if type(source) is not Subset:
+            return self._apply(source)
+        clone = copy.copy(source)
+        clone.dataset, tail = self.apply(source.dataset)
+        return clone, tail
+
+    @abstractmethod
+    def _apply(self, source: Any) -> tuple[Any, Tail]: ...
+
+
+class Tail(ABC):
+    """The random rest of a source, with its `steps`. The given samples keep their containers.
+
+    The copy of the source has the `heads` of the transforms. It calls them `calls(sample)` times for a sample that is
+    like those which `split` has read; any other sample cannot be finished.
+    """
+
+    steps: Sequence[Callable[..., Any]]
+    heads: Sequence[Head] = ()
+
+    def calls(self, sample: Any) -> int:
+        """How many calls of transforms the copy needs for a sample."""
+        return 0
+
+    def __repr__(self) -> str:
+        return f"Tail({', '.join(map(step_name, self.steps))})"
+
+    @abstractmethod
+    def __call__(self, sample: Any) -> Any:
+        """Finish a sample of the split source."""
+
+    def of_batch(self, samples: Sequence[Any]) -> list[Any]:
+        """Finish samples that the source loads in one call."""
+        return list(map(self, samples))
+
+
+# ---- by transforms ----
+
+
+@dataclass(frozen=True)
+class TransformCut(Cut):
+    """A cut in transforms.
+
+    Args:
+        ends: how many steps of each cut transform stay in the source.
+        calls: the calls of these transforms for a sample, in order, and where the values of each lie.
+    """
+
+    ends: tuple[tuple[Site, int], ...]
+    calls: tuple[tuple[Site, Places], ...]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The places of all calls."""
+        return tuple(dict.fromkeys(path for _, places in self.calls for _, path in places))
+
+    def _apply(self, source: Any) -> tuple[Any, Tail]:
+        ends = dict(self.ends)
+        parts = {site: Part(part_of(source, site), end) for site, end in self.ends}
+        heads = dict[Site, Head]()
+        clone = with_transforms(source, ends, lambda site, held: heads.setdefault(site, Head(held, ends[site])))
+        return clone, _TransformTail([(parts[site], places) for site, places in self.calls], list(heads.values()))
 
 
 class Part:
@@ -77,9 +158,6 @@ class Part:
         self.transform: Any = transform
         self.begin, self.end = begin, end
         self.steps = steps_of(transform)[begin:end]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(step_name, self.steps))})"
 
     def run(self, values: Values) -> Values:
         """Run the steps on the values of a call."""
@@ -98,40 +176,42 @@ class Head(Part):
 
     def __init__(self, transform: Callable[..., Any], end: int) -> None:
         super().__init__(transform, 0, end)
+        self.calls = 0
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         """Run the steps. Several values come back as a tuple, named ones as a dict."""
-        call: dict[Any, Any] = {**dict(enumerate(values)), **named}
+        self.calls += 1
+        if values and named:
+            raise UncuttableError("its transform is called with values and keywords at once")
+        call: Values = {**dict(enumerate(values)), **named}  # type: ignore[dict-item]
         result = self.run(call)
         if named:
             return result
         return tuple(result.values()) if len(result) > 1 else result[0]
 
 
-class Tail(Part):
-    """The steps from `position` on, applied to those objects of a sample that the head made, which lie at `places`.
+class _TransformTail(Tail):
+    """The other steps of each call, applied to those objects of a sample that the heads made, which lie at places."""
 
-    The given sample keeps its containers.
-    """
-
-    def __init__(self, transform: Callable[..., Any], position: int, places: Sequence[Places]) -> None:
-        super().__init__(transform, position)
-        self.places = places
+    def __init__(self, calls: Sequence[tuple[Part, Places]], heads: Sequence[Head]) -> None:
+        self._calls, self.heads = calls, heads
+        self.steps = [step for part in dict.fromkeys(part for part, _ in calls) for step in part.steps]
 
     def __call__(self, sample: Any) -> Any:
-        """Finish a sample of the split source."""
-        for places in self.places:
-            values = self.run({key: part_at(sample, path) for key, path in places})
+        for part, places in self._calls:
+            values = part.run({key: part_at(sample, path) for key, path in places})
             for key, path in places:
                 sample = with_part(sample, path, values[key])
         return sample
+
+    def calls(self, sample: Any) -> int:
+        return len(self._calls)
 
 
 def _called(step: Callable[..., Any], values: Values) -> Values:
     named = {key: value for key, value in values.items() if isinstance(key, str)}
     if not named:
-        result = step(*values.values())
-        return dict(enumerate(result if len(values) > 1 else (result,)))
+        return packed(step(*values.values()), values)
     if isinstance(result := step(**named), dict):
         return result
     raise UncuttableError(
@@ -140,40 +220,183 @@ def _called(step: Callable[..., Any], values: Values) -> Values:
     )
 
 
-# ---- the transform of a dataset ----
+def packed(result: Any, values: Values) -> Values:
+    """What a transform has returned for values."""
+    if any(isinstance(key, str) for key in values):
+        return cast(Values, result)
+    return dict(enumerate(result if len(values) > 1 else (result,)))
 
 
-def transform_of(dataset: Dataset[Any]) -> Callable[..., Any]:
-    """The transform of a dataset, or of the dataset inside its Subsets."""
-    if name := _attribute(dataset):
-        return cast(Callable[..., Any], getattr(dataset, name))
-    if isinstance(dataset, Subset):
-        return transform_of(dataset.dataset)
-    raise UncuttableError(f"{type(dataset).__name__} has no `transform` or `transforms` that could be cut")
+# ---- by the parts of a ConcatDataset ----
 
 
-def with_transform(dataset: Dataset[Any], transform: Callable[..., Any]) -> Dataset[Any]:
-    """A shallow copy with another transform, and of the Subsets around it."""
-    clone: Any = copy.copy(dataset)
-    name = _attribute(dataset)
-    if name is None:
-        clone.dataset = with_transform(clone.dataset, transform)
-        return cast(Dataset[Any], clone)
-    joint = getattr(clone, "transforms", None)
-    if name == "transform" and joint is not None and getattr(joint, "transform", None) is clone.transform:
-        # VisionDataset calls this one, a StandardTransform that holds the transform once more.
-        clone.transforms = copy.copy(joint)
-        clone.transforms.transform = transform
-    setattr(clone, name, transform)
-    return cast(Dataset[Any], clone)
+@dataclass(frozen=True)
+class ConcatCut(Cut):
+    """The cuts of the parts of a ConcatDataset; None for a deterministic part."""
+
+    parts: tuple[Cut | None, ...]
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The paths of the parts, if these are equal."""
+        paths = {() if part is None else part.paths for part in self.parts}
+        return tuple((1, *path) for path in paths.pop()) if len(paths) == 1 else ()
+
+    def _apply(self, source: Any) -> tuple[Any, Tail]:
+        parts = zip(self.parts, source.datasets, strict=True)
+        heads, tails = zip(*[(part, None) if cut is None else cut.apply(part) for cut, part in parts], strict=True)
+        return _Concat(heads), _ConcatTail(tails)
 
 
-def _attribute(dataset: Dataset[Any]) -> str | None:
-    """The attribute that holds the dataset's own transform; `transforms` is a joint one of image and target."""
-    return next((name for name in ("transform", "transforms") if callable(getattr(dataset, name, None))), None)
+class _PartSample(NamedTuple):
+    """A sample, and the number of the part that it is from."""
+
+    part: int
+    sample: Any
 
 
-# ---- its steps ----
+class _Concat(ConcatDataset[Any]):
+    """A ConcatDataset that says from which part a sample is."""
+
+    def __getitem__(self, index: int) -> _PartSample:
+        sample = cast(Any, super()).__getitem__(index)  # raises if there is no such index
+        return _PartSample(bisect_right(self.cumulative_sizes, index % len(self)), sample)
+
+
+class _ConcatTail(Tail):
+    """Finishes each sample as its part does; None for a deterministic part."""
+
+    def __init__(self, tails: Sequence[Tail | None]) -> None:
+        self._tails, cut = tails, [tail for tail in tails if tail is not None]
+        self.steps = [step for tail in cut for step in tail.steps]
+        self.heads = [head for tail in cut for head in tail.heads]
+
+    def __call__(self, sample: _PartSample) -> Any:
+        tail = self._tails[sample.part]
+        return sample.sample if tail is None else tail(sample.sample)
+
+    def calls(self, sample: _PartSample) -> int:
+        tail = self._tails[sample.part]
+        return 0 if tail is None else tail.calls(sample.sample)
+
+
+# ---- by a format of Hugging Face ----
+
+
+@dataclass(frozen=True)
+class FormatCut(Cut):
+    """The cut before the transform of a dataset of Hugging Face, which works on lists of values by column."""
+
+    def _apply(self, source: Any) -> tuple[Any, Tail]:
+        columns, clone = source.format["columns"], copy.copy(source)
+        clone.set_transform(_as_it_is, columns, source.format["output_all_columns"])
+        return clone, FormatTail(format_of(source), columns)
+
+
+class FormatTail(Tail):
+    """Calls the transform as `__getitems__` does, and for a sample with a batch of one. It gets these columns only."""
+
+    def __init__(self, transform: Any, columns: Sequence[str]) -> None:
+        self.steps, self._columns = [transform], frozenset(columns)
+
+    def __call__(self, sample: Any) -> Any:
+        """Finish a row."""
+        return self.of_batch([sample])[0]
+
+    def of_batch(self, samples: Sequence[Any]) -> list[Any]:
+        """Finish the rows of a batch."""
+        batch = {name: [row[name] for row in samples] for name in samples[0]}
+        others = {name: batch.pop(name) for name in samples[0] if name not in self._columns}
+        batch = self.steps[0](batch)
+        if others:
+            batch.update(others)
+        count = len(batch[next(iter(batch))])
+        return [{name: values[number] for name, values in batch.items()} for number in range(count)]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def format_of(source: Any) -> Any:
+    """The transform of a dataset of Hugging Face; None for any other source."""
+    library = sys.modules.get("datasets")  # not imported: then nobody made one
+    if library is None or not isinstance(source, library.Dataset) or source.format["type"] != "custom":
+        return None
+    return source.format["format_kwargs"]["transform"]
+
+
+# ---- the transforms of a dataset ----
+
+
+def sites_of(node: Any, site: Site = ()) -> Iterator[Site]:
+    """Where a dataset, and datasets inside it, hold what they may call: attributes, methods, items of containers."""
+    for key, value in _entries(node).items():
+        # A StandardTransform is torchvision's, and holds the transforms of image and target.
+        if isinstance(value, Dataset) or type(value).__name__ == "StandardTransform" or _holds_transforms(value):
+            if len(site) < _DEEP:
+                yield from sites_of(value, (*site, key))
+        elif callable(value) and not isinstance(value, type):
+            yield *site, key
+
+
+def _holds_transforms(value: Any) -> bool:
+    if not isinstance(value, dict | list | tuple) or len(value) > _MOST_ITEMS:
+        return False
+    return any(callable(item) or isinstance(item, Dataset) for item in _entries(value).values())
+
+
+def _entries(node: Any) -> dict[Any, Any]:
+    if isinstance(node, dict | list | tuple):
+        return node if isinstance(node, dict) else dict(enumerate(node[:_MOST_ITEMS]))
+    names = (name for name in dir(type(node)) if not name.startswith("__"))
+    methods = {name: getattr(node, name) for name in names if callable(getattr_static(type(node), name))}
+    return methods | getattr(node, "__dict__", {})
+
+
+def part_of(source: Any, site: Site) -> Any:
+    """The transform that a source holds at a site.
+
+    Raises:
+        UncuttableError: there is none.
+    """
+    with suppress(AttributeError, LookupError, TypeError):
+        if callable(transform := reduce(_held, site, source)):
+            return transform
+    raise UncuttableError(f"{type(source).__name__} has no transform at {'.'.join(map(str, site))}")
+
+
+def with_transforms(source: Any, sites: Iterable[Site], make: Callable[[Site, Any], Any]) -> Any:
+    """A shallow copy of a source, and of what leads to its transforms, with others in their places.
+
+    Args:
+        source: the dataset.
+        sites: which transforms are replaced.
+        make: called with a site, and with what the copy holds there.
+    """
+    copies: dict[Site, Any] = {(): copy.copy(source)}
+    for site in sites:
+        for depth, key in enumerate(site, start=1):
+            path, parent = site[:depth], copies[site[: depth - 1]]
+            if path in copies:
+                continue
+            value = _held(parent, key)
+            if path == site:
+                copies[path] = make(site, value)
+            else:
+                copies[path] = list(value) if isinstance(value, tuple) else copy.copy(value)
+            if isinstance(parent, dict | list):
+                parent[key] = copies[path]
+            else:
+                setattr(parent, key, copies[path])
+    return copies[()]
+
+
+def _held(node: Any, key: Any) -> Any:
+    return node[key] if isinstance(node, dict | list | tuple) else getattr(node, key)
+
+
+# ---- their steps ----
 
 
 def steps_of(transform: Any, *, inside: bool = False) -> list[Callable[..., Any]]:

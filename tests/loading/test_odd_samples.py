@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from torchvision.transforms import v2
 
 from lightning_stocache.cache.codec import SampleMismatchError
@@ -183,3 +183,33 @@ def test_with_strict_it_is_an_error(transform: Any, num_workers: int) -> None:
         got = [batch for batch, _ in told(CachedLoader(dataset, 4, num_workers=num_workers), 1)]
         assert [number for number, batch in enumerate(got) if batch is SampleMismatchError] == [ODD // 4]
         assert len(got) == LENGTH // 4
+
+
+class TransformedButOne(Dataset[Any]):
+    """Images, of which all but one get the random transform."""
+
+    def __init__(self) -> None:
+        self.aug, self.reads = v2.RandomCrop(4), list[int]()
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads.append(index)
+        return image(index)[:, :4, :4] if index == ODD else self.aug(image(index)), index
+
+
+@pytest.mark.parametrize("of", [lambda source: source, lambda source: ConcatDataset([source])], ids=["whole", "part"])
+def test_a_sample_whose_transform_is_not_called_is_loaded_every_time(of, caplog):
+    """Set-up has not seen it, and its transform does not run after the cache; one warning names it."""
+    torch.manual_seed(0)
+    expected = list(told(DataLoader(of(TransformedButOne()), batch_size=5, shuffle=True), 3))
+    source = TransformedButOne()
+    with closing(CachedDataset(of(source))) as dataset:
+        torch.manual_seed(0)
+        assert alike(list(told(DataLoader(dataset, batch_size=5, shuffle=True), 3)), expected)
+        assert totals(dataset).bypasses == 3
+        source.reads.clear()
+        list(told(DataLoader(dataset, batch_size=5), 1))
+        assert source.reads == [ODD, ODD]  # the deterministic part, and the whole
+    assert len([text for text in caplog.messages if f"For sample {ODD} the transform is called 0 times" in text]) == 1

@@ -25,7 +25,7 @@ from lightning_stocache.setup import forms
 from lightning_stocache.setup.forms import EncodedForm, choose_codec, keeps_files, look_at_files
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.samples import bits
-from lightning_stocache.source.transform_split import Cut
+from lightning_stocache.source.transform_split import Cut, TransformCut
 
 # ---- rows or records ----
 
@@ -133,7 +133,8 @@ def test_the_places_of_a_cut_must_be_in_every_record() -> None:
     """On which the tail of the transform works: of the types that most samples have there."""
     image = Image.new("RGB", (9, 9))
     samples = [{"image": image, "views": [torch.zeros(2 + number), 1]} for number in range(SAMPLES)]
-    cut = Cut(1, (((0, ("image",)),), ((0, ("views", 0)), ("again", ("image",)))))
+    calls = ((0, ("image",)),), ((0, ("views", 0)), ("again", ("image",)))
+    cut = TransformCut(((("transform",), 1),), tuple((("transform",), places) for places in calls))
     choice = choose(samples, cut=cut)
     assert choice.codec.required == ((("image",), Image.Image), (("views", 0), torch.Tensor))
     with pytest.raises(SampleMismatchError, match=r"sample 7 has no field \['image'\]"):

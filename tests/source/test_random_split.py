@@ -13,14 +13,14 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info, random_split
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info, random_split
 from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.datasets import FakeData, ImageFolder, VisionDataset
 from torchvision.transforms import v2
 
 from lightning_stocache.source.random_split import Probe, Split, split
-from lightning_stocache.source.transform_split import Cut, Tail
+from lightning_stocache.source.transform_split import Tail, TransformCut
 from lightning_stocache.torch_internals import become_worker
 from tests.loading.twins import copied, same
 from tests.sources import Made, write_photos
@@ -178,6 +178,138 @@ def test_two_views_of_an_image_stay_two(head: list[Any]) -> None:
     """A transform that is called twice per sample draws twice, in the same order."""
     source = TwoViews(v2.Compose([*head, v2.RandomCrop(6)]))
     assert_same_stream(source, split(source))
+
+
+class Held(Photos):
+    """Photos with a function for `__getitem__`, and whatever attributes that calls."""
+
+    def __init__(self, read: Any, **held: Any) -> None:
+        super().__init__()
+        self.read = read
+        vars(self).update(held)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(self, self.images[index].clone(), index)
+
+    def rotated(self, image: torch.Tensor) -> torch.Tensor:
+        return image.rot90(dims=(1, 2)) if self.coin() else image
+
+    def coin(self) -> bool:
+        return random.random() < 0.5
+
+    def packed(self, image: torch.Tensor, label: int) -> Any:
+        return {"image": image, "label": label}
+
+
+def one_by_one(held: Held, image: torch.Tensor, index: int) -> Any:
+    for step in held.steps:
+        image = step(image)
+    return image, index
+
+
+HELD = {
+    "attribute": (lambda: Held(lambda held, image, index: (held.aug(image), index), aug=CROP), "RandomCrop"),
+    "function": (lambda: Held(lambda held, image, index: held.aug(image), aug=noisy), "noisy"),
+    "method": (lambda: Held(lambda held, image, index: held.rotated(image)), "rotated"),
+    "then a method": (lambda: Held(lambda held, x, index: held.packed(held.aug(x), index), aug=CROP), "RandomCrop"),
+    "by keyword": (lambda: Held(lambda held, x, index: held.aug(x=x)["x"], aug=lambda x: {"x": noisy(x)}), "<lambda>"),
+    "twice": (lambda: Held(lambda held, image, index: [held.tfm(image), held.tfm(image)], tfm=CROP), "RandomCrop"),
+    "dict": (lambda: Held(lambda held, image, index: held.by["train"](image), by={"train": CROP}), "RandomCrop"),
+    "list": (
+        lambda: Held(one_by_one, steps=[*HEAD_V2, v2.RandomCrop(6), v2.ToPureTensor()]),
+        "RandomCrop, ToPureTensor",
+    ),
+    "tuple": (lambda: Held(one_by_one, steps=(v2.RandomCrop(9), noisy)), "RandomCrop, noisy"),
+    "two": (lambda: Held(lambda held, x, index: (held.aug(x), held.rotated(x)), aug=CROP), "RandomCrop, rotated"),
+    "in a dataset inside": (
+        lambda: Held(lambda held, x, index: (held.base[index], 1), base=Photos(CROP)),
+        "RandomCrop",
+    ),
+    "around a dataset": (
+        lambda: Held(lambda held, x, index: held.aug(held.base[index][0]), aug=v2.RandomCrop(6), base=Photos(noisy)),
+        "noisy, RandomCrop",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", HELD)
+def test_a_transform_is_found_by_what_is_called(way: str) -> None:
+    """A transform is cut wherever the dataset holds it; what works on its result comes after the cache, too."""
+    make, tail = HELD[way]
+    source = make()
+    parts = split(source)
+    assert repr(parts.tail) == f"Tail({tail})"
+    assert_same_stream(source, parts)
+    assert same(parts.source[3], parts.source[3])
+
+
+def test_a_method_that_loads_and_draws_stays_whole() -> None:
+    """A cut before the load would cache an index."""
+    source = Held(lambda held, image, index: held.load(index), load=lambda index: torch.rand(3) + index)
+    parts = split(source)
+    assert (parts.source is source, parts.tail) == (True, None)
+
+
+class Flipping(Photos):
+    """Augments in a method."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"image": self.flipped(self.images[index].clone())}
+
+    def flipped(self, image: torch.Tensor) -> torch.Tensor:
+        return image.flip(-1) if random.random() < 0.5 else image
+
+
+def concatenated() -> ConcatDataset[Any]:
+    first = Photos(CROP, make=Pair) + Photos(v2.RandomErasing(p=0.1), make=Pair)
+    return first + ConcatDataset([Photos(None, 6, Pair), Flipping(make=Pair)])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [concatenated, lambda: Subset(concatenated(), [30, 1, -3, 8, 20, 10])],
+    ids=["whole", "subset"],
+)
+def test_each_part_of_a_concatenation_has_a_cut_of_its_own(make: Any) -> None:
+    """A sample is finished by the transform of the part that its index lies in."""
+    source = make()
+    parts = split(source)
+    assert_same_stream(source, parts)
+    assert all(same(parts.source[index], parts.source[index]) for index in range(len(source)))
+    again = pickle.loads(pickle.dumps((parts.source, parts.tail)))
+    assert_same_stream(source, Split(again[0], (), 0, again[1]))
+
+
+def test_one_part_that_cannot_be_split_leaves_a_concatenation_whole() -> None:
+    """The reason is the reason of this part."""
+    source = ConcatDataset([Photos(CROP), Made(lambda index: torch.rand(3))])
+    parts = split(source)
+    assert (parts.source is source, parts.tail) == (True, None)
+    assert "Made has no `transform`" in str(parts.reason)
+
+
+def shaken(rows: dict[str, Any]) -> dict[str, Any]:
+    """One draw for a batch, and one for each value of two columns."""
+    scale = random.random()
+    pixels = [torch.tensor(row) * scale + torch.rand(()) for row in rows["image"]]
+    return {"pixels": pixels, "noise": [np.random.rand(2) for _ in rows["image"]]}
+
+
+@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: Subset(rows, [5, 0, 3])], ids=["whole", "subset"])
+@pytest.mark.parametrize("options", [{}, {"columns": ["image"], "output_all_columns": True}], ids=["all", "columns"])
+def test_a_dataset_of_hugging_face_is_cut_at_its_format(options: Any, wrap: Any) -> None:
+    """Its transform runs after the cache, with one call per sample or per batch, as in the dataset."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"image": [[index, 1] for index in range(6)], "label": list(range(6))})
+    source = wrap(rows.with_transform(shaken, **options))
+    parts = split(source)
+    assert_same_stream(source, parts)
+    seed(7)
+    whole, after = source.__getitems__([2, 0, 1]), states()
+    seed(7)
+    assert same(parts.tail.of_batch(parts.source.__getitems__([2, 0, 1])), whole)
+    assert states() == after
+    assert isinstance(parts.source[0]["image"], list)
 
 
 def test_a_source_is_split_through_subsets() -> None:
@@ -436,7 +568,7 @@ def test_another_process_cuts_its_own_source_without_a_read() -> None:
     """A cut travels as a few numbers and keys, and gives the same two parts of an equal source."""
     views = {"make": lambda image, label: {"image": image, "label": label}}
     found = split(Photos(CROP, **views)).cut
-    assert found == Cut(2, (((0, ("image",)),),))
+    assert found == TransformCut(((("transform",), 2),), ((("transform",), ((0, ("image",)),)),))
     other = Photos(CROP, **views)
     source, tail = pickle.loads(pickle.dumps(found)).apply(other)
     assert other.reads == 0

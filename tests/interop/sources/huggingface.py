@@ -92,6 +92,18 @@ def random_transform(setting: Setting) -> Any:
     return setting.loader(_images().with_transform(_noisy))
 
 
+def _shaken(rows: dict[str, Any]) -> dict[str, Any]:
+    """Two draws for a batch, and one for each image."""
+    scale, shift = torch.rand(2)
+    return {"image": [(torch.tensor(image) + torch.rand(())) * scale + shift for image in rows["image"]]}
+
+
+def random_transform_of_a_column(setting: Setting) -> Any:
+    dataset = _images()
+    dataset.set_transform(_shaken, columns=["image"], output_all_columns=True)
+    return setting.loader(dataset)
+
+
 def iterable(setting: Setting) -> Any:
     stream = _images().to_iterable_dataset(num_shards=2).with_format("torch")
     return DataLoader(stream, **setting.options | {"shuffle": False})

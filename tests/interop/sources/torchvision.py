@@ -116,6 +116,17 @@ def concatenated(setting: Setting) -> Any:
     return setting.loader(ConcatDataset(parts))
 
 
+def concatenated_random(setting: Setting) -> Any:
+    cropped = v1.Compose([v1.Resize((16, 16)), v1.ToTensor(), v1.RandomCrop(12)])
+    erased = v2.Compose([v2.Resize((12, 12)), v2.PILToTensor(), v2.ToDtype(torch.float32), v2.RandomErasing(p=0.5)])
+    folders = [
+        ImageFolder(images(setting.folder), cropped),
+        ImageFolder(images(setting.folder, of_one_size=True), erased),
+    ]
+    parts = ConcatDataset([setting.counted(folder) for folder in folders])
+    return torch.utils.data.DataLoader(parts, **setting.options)
+
+
 def cutmix_in_collate(setting: Setting) -> Any:
     cutmix = v2.CutMix(num_classes=2)
     folder = ImageFolder(images(setting.folder), v1.Compose([v1.Resize((12, 12)), v1.ToTensor()]))
@@ -154,6 +165,17 @@ class _TransformedMasks(_Masks):
         return self.transform(image, mask)
 
 
+class _Augmented(_Masks):
+    """Images whose transform has another name, and is followed by a second one."""
+
+    def __init__(self, aug: Any, convert: Any) -> None:
+        super().__init__()
+        self.aug, self.convert = aug, convert
+
+    def __getitem__(self, index: int) -> Any:
+        return {"image": self.convert(self.aug(self.load(index)[0])), "label": index}
+
+
 class _FlippedMasks(_Masks):
     def __getitem__(self, index: int) -> Any:
         image, mask = self.load(index)
@@ -170,6 +192,11 @@ def masks_with_joint_transforms(setting: Setting) -> Any:
 
 def masks_with_transform_called_on_both(setting: Setting) -> Any:
     return setting.loader(_TransformedMasks(v2.Compose([v2.RandomCrop(12), v2.RandomVerticalFlip()])))
+
+
+def transform_of_another_name(setting: Setting) -> Any:
+    to_float = v2.ToDtype(torch.float32, scale=True)
+    return setting.loader(_Augmented(v2.Compose([v2.Resize(14), v2.RandomCrop(12), v2.ColorJitter(0.3)]), to_float))
 
 
 def masks_flipped_by_hand(setting: Setting) -> Any:
