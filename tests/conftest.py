@@ -177,6 +177,13 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave soak tests out, unless the expression of `-m` names them: `-m "not processes"` alone would run them."""
+    chosen = config.option.markexpr
+    if "soak" not in chosen:
+        config.option.markexpr = f"({chosen}) and not soak" if chosen else "not soak"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     _audit.started.clear()  # the last teardown is no business of this test
