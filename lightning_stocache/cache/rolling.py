@@ -180,14 +180,15 @@ class RollingStore(Store):
         """Find the samples of earlier jobs, and their order, while no other process has the store open.
 
         Verifies the newest sample, and of records each that does not end where the next one begins. The others are
-        verified when they are read. All tickets to come are larger than any ticket in the file.
+        verified when they are read. All tickets to come are larger than any sound ticket in the file.
         """
         layout, words, states = self.layout, self._words, self.generations
         tickets, is_sound = np.abs(states), cast(Checksums, self._checksums).is_sound
-        first = int(tickets[tickets <= _LATEST].max(initial=0)) // 2 + 1
         slots = np.flatnonzero(is_complete(states) & (states <= _LATEST))
         newest_first = slots[np.argsort(states[slots])[::-1]].tolist()
         found = list(dropwhile(lambda slot: not is_sound(slot), newest_first))
+        latest = (int(states[found[0]]) if found else 0) + 2 * self.count + 2  # later generations are damaged
+        first = int(tickets[tickets <= latest].max(initial=0)) // 2 + 1
         words[:] = 0
         words[[_APPENDED, _EPOCH, _FIRST]], words[_MOST] = first, self._room
         if isinstance(layout, Records):
