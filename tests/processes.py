@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -17,10 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
+import lightning_stocache
 from lightning_stocache.setup import find
 from lightning_stocache.source import random_split
 from tests import names
@@ -33,6 +36,7 @@ __all__ = [
     "default_method",
     "hanging",
     "idle_worker",
+    "killed_at_line",
     "mount_own_shm",
     "take_all_of_dev_shm",
     "wait_until",
@@ -247,3 +251,22 @@ def _run(
         outcome = pickle.dumps((False, traceback.format_exc()))
     Path(answer + ".part").write_bytes(outcome)
     os.rename(answer + ".part", answer)
+
+
+@contextmanager
+def killed_at_line(number: int, room: str) -> Iterator[None]:
+    """Kill this process at the given line that it runs of a room of the package."""
+    directory, lines = str(Path(lightning_stocache.__file__).parent / room), 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(directory):
+            return None
+        lines += event == "line"
+        if lines == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+    yield
+    sys.settrace(None)

@@ -2,8 +2,8 @@
 
 Each slot has a checksum (XXH3, 64 bits; the lowest bit is always one, so zero means no checksum). It covers the bytes
 of the sample, their number, the index (of a rolling store also the ticket), the offset of a record, and the token of
-the file. It is written after the
-bytes, and no write waits for the disk, so a crash may leave the checksum without the bytes, or the bytes without it.
+the file. It is written after the bytes, and no write waits for the disk, so a crash may leave the checksum without the
+bytes, or the bytes without it.
 
 A job checks a slot when it reads the slot for the first time, by `pread`, which reports a bad block as an error. In the
 mapping a bad block would end the process. A sound slot is then verified for all processes of the job on the node: a
@@ -44,7 +44,8 @@ class Checksums:
     Args:
         disk: the segment of the store.
         layout: the layout of the store, with a column `sum`.
-        identity: the numbers of a slot's sample that the checksum covers: its index.
+        identity: given a slot, the numbers of its sample that the checksum covers: the index, and if the store rolls the
+            ticket.
         memory: a segment in memory with a byte per slot, READY where the slot may be read; zeroes at first.
 
     Raises:

@@ -1,30 +1,24 @@
 """Processes that are killed while they fill leave samples or empty slots: no wrong sample, and no lock."""
 
-import os
 import random
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
-import lightning_stocache
 from tests.cache.equality import same
 from tests.cache.stores import KINDS, LAYOUTS, LENGTH, NO_PLACE, SAMPLES, codec_of, disk_store, encoded, memory_store
-from tests.processes import Child, ChildError, wait_until
+from tests.processes import Child, ChildError, killed_at_line, wait_until
 
 pytestmark = pytest.mark.processes
 
 Job = Callable[[], AbstractContextManager[Any]]
 """Opens the store: one in memory that is there for the test, or the next job's on a disk."""
 
-ROOM = str(Path(lightning_stocache.__file__).parent / "cache")
 ALL = list(range(LENGTH))
 GRANTED = 2**23  # also for what those who are killed have taken and not stored
 
@@ -63,24 +57,11 @@ def fill_the_rest(job: Job, layout: str) -> None:
         assert served(store, layout) == ALL
 
 
-def killed_at_line(job: Job, layout: str, index: int, last: int) -> None:
-    """Store a sample, and die at the given line of code in cache/."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(ROOM):
-            return None
-        lines += event == "line"
-        if lines == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
+def put_killed(job: Job, layout: str, index: int, line: int) -> None:
     with job() as store:
         contents = encoded(store.codec, SAMPLES[layout](index), index)
-        sys.settrace(trace)
-        assert list(store.put([index], [contents])) == [True]
-        sys.settrace(None)
+        with killed_at_line(line, "cache"):
+            assert list(store.put([index], [contents])) == [True]
 
 
 def test_who_is_killed_at_any_line_does_no_harm(job: Job, layout: str) -> None:
@@ -91,7 +72,7 @@ def test_who_is_killed_at_any_line_does_no_harm(job: Job, layout: str) -> None:
     while died.endswith("of SIGKILL"):
         line += 1
         try:
-            Child(killed_at_line, job, layout, index, line).result()
+            Child(put_killed, job, layout, index, line).result()
             died = ""
         except ChildError as error:
             died = str(error)

@@ -2,27 +2,21 @@
 
 import os
 import random
-import signal
-import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
-import lightning_stocache
 from lightning_stocache.node.segment import Segment
 from tests.cache.disks import power_cut
-from tests.cache.stores import LAYOUTS, NO_PLACE, attach_rolling, path_of, resident, rolling_disk_store
+from tests.cache.stores import HEADER_BYTES, LAYOUTS, NO_PLACE, attach_rolling, path_of, resident, rolling_disk_store
 from tests.cache.test_torn_reads import codec_of, whole
 from tests.cache.test_torn_reads import sample as sample_of
-from tests.processes import Child, ChildError, call, wait_until
+from tests.processes import Child, ChildError, call, killed_at_line, wait_until
 
-ROOM = str(Path(lightning_stocache.__file__).parent / "cache")
 SAMPLES = 24
 LATER = 10**6  # more than any number of a sample before
 
@@ -70,6 +64,19 @@ def test_the_next_job_goes_on_where_the_last_one_was(disk: Disk) -> None:
             assert (store.appended, store.renewed) == (more, min(more, len(found)))
             before = store.filled
     assert before < came
+
+
+def test_a_damaged_generation_loses_no_later_sample(disk: Disk) -> None:
+    """A flipped bit gives an empty slot the largest ticket. Samples that come afterwards are there for the next job."""
+    with disk.open():
+        pass
+    content = bytearray(disk.path.read_bytes())
+    content[HEADER_BYTES + 7] ^= 1 << 4  # bit 60 of the first generation
+    disk.path.write_bytes(content)
+    with disk.open() as store:
+        disk.append(store, range(3))
+    with disk.open() as store:
+        assert disk.numbers(store) == [0, 1, 2]
 
 
 def test_a_sample_that_was_damaged_is_dropped(disk: Disk) -> None:
@@ -154,23 +161,9 @@ def test_no_power_cut_and_no_kill_gives_a_torn_or_wrong_sample(disk: Disk, cuts:
     assert lost
 
 
-def killed_at_line(disk: Disk, number: int, last: int) -> None:
-    """Append a sample, and die at the given line of code in cache/."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(ROOM):
-            return None
-        lines += event == "line"
-        if lines == last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    with disk.open() as store:
-        sys.settrace(trace)
+def append_killed(disk: Disk, number: int, line: int) -> None:
+    with disk.open() as store, killed_at_line(line, "cache"):
         assert store.append(sample_of(disk.layout, number), number)
-        sys.settrace(None)
 
 
 @pytest.mark.processes
@@ -183,7 +176,7 @@ def test_a_writer_that_is_killed_at_any_line_does_no_harm(disk: Disk) -> None:
     while died.endswith("of SIGKILL"):
         line += 1
         try:
-            call(killed_at_line, disk, number, line)
+            call(append_killed, disk, number, line)
             died = ""
         except ChildError as error:
             died = str(error)
