@@ -44,8 +44,8 @@ class Checksums:
     Args:
         disk: the segment of the store.
         layout: the layout of the store, with a column `sum`.
-        identity: given a slot, the numbers of its sample that the checksum covers: the index, and if the store rolls the
-            ticket.
+        identity: given a slot, the numbers of its sample that the checksum covers (the index; if the store rolls, the
+            ticket, too).
         memory: a segment in memory with a byte per slot, READY where the slot may be read; zeroes at first.
 
     Raises:
