@@ -92,8 +92,8 @@ class Domain:
         return self._ranks.take(indices).astype(np.int64)
 
     def covers(self, other: Domain | None) -> bool:
-        """Whether this domain contains another domain of the dataset, or all of the dataset (None)."""
-        return self.is_whole if other is None else bool((self._ranks[other.indices] != NO_RANK).all())
+        """Whether this domain contains another domain, perhaps of a dataset that has grown, or all of it (None)."""
+        return self.is_whole if other is None else bool(np.isin(other.indices, self.indices).all())
 
     @property
     def _bits(self) -> npt.NDArray[np.uint8]:
