@@ -8,14 +8,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, cast
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import SampleCodec
-from lightning_stocache.setup.child import Child, Subject, start_method
+from lightning_stocache.setup.child import Child, start_method
 from lightning_stocache.setup.first_samples import FirstSampleError, codec_of
 from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files
 from lightning_stocache.setup.request import CacheRequest
@@ -76,24 +75,15 @@ class SourceReader:
     """Reads the source of a request, in a process that lives from the first read until `close`.
 
     Args:
-        request: the request with the source.
-        child: a process that reads several sources; by default a new process.
-        number: number of the source in that process.
+        request: the request with the source. The process starts as a worker of its loader does.
     """
 
-    def __init__(self, request: CacheRequest, child: Child | None = None, number: int = 0) -> None:
-        self.request, self._number, self._failed = request, number, False
-        self._child = _child_for([request]) if child is None else child
-
-    @classmethod
-    def of(cls, requests: Sequence[CacheRequest]) -> list[SourceReader]:
-        """The readers of sources that open together. One forked process reads all without a `worker_init_fn`."""
-        shared = [request for request in requests if _way(request) == ("fork", None)]
-        child, numbers = _child_for(shared) if shared else None, count()
-        return [
-            cls(request, child, next(numbers)) if _way(request) == ("fork", None) else cls(request)
-            for request in requests
-        ]
+    def __init__(self, request: CacheRequest) -> None:
+        self.request, self._failed = request, False
+        method, init, loader = None, None, request.reader
+        if loader is not None and loader.num_workers:
+            method, init = loader.start_method or multiprocessing.get_start_method(), loader.worker_init_fn
+        self._child = Child(_Reading(request), request.source, request.title, start_method(method), init=init)
 
     def look(self, known: str = "") -> Finding:
         """Look at the source.
@@ -118,7 +108,7 @@ class SourceReader:
         if not self.request.length:
             return Finding(reason="it has no samples: check the path or filter it is made from")
         try:
-            return cast(Finding, self._child.ask("look", known, number=self._number))
+            return cast(Finding, self._child.ask("look", known))
         except Exception as error:  # the source is the user's, and may raise anything
             if self.request.strict:
                 raise
@@ -135,8 +125,7 @@ class SourceReader:
         if not indices or self._failed:
             return {}
         try:
-            answer = self._child.ask("encoded", found, indices, again, number=self._number)
-            return cast("dict[int, list[bytes]]", answer)
+            return cast("dict[int, list[bytes]]", self._child.ask("encoded", found, indices, again))
         except Exception as error:  # likewise
             log.debug("%s cannot be read: %s", self.request.title, error)
             self._failed = True
@@ -145,20 +134,6 @@ class SourceReader:
     def close(self) -> None:
         """End the process."""
         self._child.close()
-
-
-def _way(request: CacheRequest) -> tuple[str | None, Callable[[int], None] | None]:
-    """The start method of the process that reads a source, and the user's `worker_init_fn` for it."""
-    loader = request.reader
-    if loader is None or not loader.num_workers:
-        return start_method(None), None
-    return start_method(loader.start_method or multiprocessing.get_start_method()), loader.worker_init_fn
-
-
-def _child_for(requests: Sequence[CacheRequest]) -> Child:
-    """A process that reads the sources of requests with the same start method and `worker_init_fn`."""
-    method, init = _way(requests[0])
-    return Child([Subject(_Reading(request), request.source, request.title) for request in requests], method, init=init)
 
 
 class _Reading:
@@ -221,20 +196,19 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
     if request.allow_random:
         return _look_once(request), {}
     parts = split(source, quick=quick, domain=request.domain)
-    files: EncodedForm | str | None = None
+    reads, form, note = parts.reads, None, None
     if request.store == "encoded" or (request.store == "auto" and request.name is None):
-        files = look_at_files(source, parts.source, parts.indices, request.domain, chosen=not quick)
-    form, reads = None, parts.reads
-    if isinstance(files, EncodedForm):
-        finished = sum(map(files.codec.least_bytes, parts.samples)) // len(parts.samples)
-        form = replace(files, codec=replace(files.codec, finished_bytes=finished))
-        reads += form.reads
+        files = look_at_files(source, parts, request.domain, chosen=not quick)
+        if isinstance(files, EncodedForm):
+            form = files
+            reads += files.reads
+        elif request.store == "encoded":
+            note = f"store='encoded' cannot be had: {files}"
+            if request.strict:
+                raise ValueError(note)
     if form is not None and (request.store == "encoded" or parts.reason is not None):
         kept = EncodedSource(source)
         return Finding(form.codec, reads=reads, as_files=True), {index: kept[index] for index in parts.indices}
-    note = f"store='encoded' cannot be had: {files}" if request.store == "encoded" else None
-    if request.strict and note is not None:
-        raise ValueError(note)
     if parts.reason is not None:
         return Finding(reason=f"{parts.reason}\n{_BY_HAND}", reads=parts.reads), {}
     if (fetch := batch_reader(source)) is not None:
@@ -243,8 +217,8 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
         if not isinstance(came, Sequence) or isinstance(came, str) or len(came) != 2:
             reason = "its __getitems__ gives whole batches, not a list of one sample per index"
             return Finding(reason=reason, reads=reads), {}
-    choice = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
-    return Finding(choice.codec, parts.cut, odd=choice.odd, reads=reads, encoded=form, note=note), parts.intact
+    codec, odd = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
+    return Finding(codec, parts.cut, odd=odd, reads=reads, encoded=form, note=note), parts.intact
 
 
 def _look_once(request: CacheRequest) -> Finding:
@@ -259,9 +233,9 @@ def _look_once(request: CacheRequest) -> Finding:
                 failures.append(error)
         if not samples:
             raise failures[0]
-        choice = choose_codec(list(samples), list(samples.values()), request.layout)
+        codec, odd = choose_codec(list(samples), list(samples.values()), request.layout)
     note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
-    return Finding(choice.codec, odd=choice.odd, reads=len(samples), note=note)
+    return Finding(codec, odd=odd, reads=len(samples), note=note)
 
 
 def _words(error: Exception) -> str:

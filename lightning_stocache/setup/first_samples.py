@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 from lightning_stocache.cache.records import SampleCodec
-from lightning_stocache.setup.child import Child, NoProcessError, Subject, start_method
+from lightning_stocache.setup.child import Child, NoProcessError, start_method
 from lightning_stocache.setup.forms import choose_codec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.draws import Draws, EndOfStreamError
@@ -45,13 +45,12 @@ def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -
         FirstSampleError: none of the first samples could be read, or they cannot be stored.
     """
     title = f"the source of a {'stream' if draws.as_stream else 'rolling cache'} ({type(draws.source).__name__})"
-    method, is_stream = start_method(method), draws.as_stream
-    if not is_stream:  # read here, a generator would lose these samples
+    method, must = start_method(method), not draws.as_stream
+    if must:  # read here, a generator would lose these samples
         method = method or multiprocessing.get_start_method()
-    subject = Subject(partial(_codec, draws, layout), draws.source, title)
     try:
-        with closing(Child([subject], method, here=is_stream, gives_up=is_stream)) as child:
-            return cast(SampleCodec, child.ask())
+        with closing(Child(partial(_codec, draws), draws.source, title, method, must=must)) as child:
+            return cast(SampleCodec, child.ask(layout))
     except (TypeError, ValueError, LookupError) as error:
         raise FirstSampleError(f"{title} cannot be kept: {error}") from error
     except (RuntimeError, OSError, NoProcessError) as error:
@@ -66,8 +65,7 @@ def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None
         known: returns the stored samples with a mark.
     """
     try:
-        subject = Subject(partial(_differs, source, known), source, "a stream")
-        with closing(Child([subject], start_method(None))) as child:
+        with closing(Child(partial(_differs, source, known), source, "a stream", start_method(None))) as child:
             return cast("str | None", child.ask())
     except (RuntimeError, OSError) as error:
         return f"reading it again: {str(error).partition(chr(10))[0]}"
@@ -77,7 +75,7 @@ def _codec(draws: Draws, layout: Layout) -> SampleCodec:
     indices, samples, words = _read(draws)
     if not samples:
         raise LookupError(words or "it gives no samples")
-    return choose_codec(indices, samples, layout).codec
+    return choose_codec(indices, samples, layout)[0]
 
 
 def _differs(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:

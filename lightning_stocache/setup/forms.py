@@ -27,11 +27,11 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.encoded import EncodedSource, access_to
-from lightning_stocache.source.random_split import Probe
+from lightning_stocache.source.random_split import Probe, Split
 from lightning_stocache.source.samples import bits, difference, part_at
 from lightning_stocache.source.transform_split import Cut
 
-__all__ = ["Choice", "EncodedForm", "choose_codec", "keeps_files", "look_at_files"]
+__all__ = ["EncodedForm", "choose_codec", "keeps_files", "look_at_files"]
 
 _ODD = 0.25  # share of the samples that may differ and then pass through
 _PROVEN = 4  # samples that are decoded from their files, and compared
@@ -43,23 +43,10 @@ _Failure: TypeAlias = UnsupportedSampleError | SampleMismatchError
 # ---- rows or records ----
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A codec, and the first sample that it cannot store.
-
-    Args:
-        codec: the codec for most of the samples.
-        odd: why the codec cannot store one of the samples, or None.
-    """
-
-    codec: SampleCodec
-    odd: str | None = None
-
-
 def choose_codec(
     indices: Sequence[int], samples: Sequence[Any], layout: Layout = "auto", cut: Cut | None = None
-) -> Choice:
-    """Choose the codec for a source.
+) -> tuple[SampleCodec, str | None]:
+    """Choose the codec for most of the samples. Returns it, and why it cannot store one of the samples, or None.
 
     Args:
         indices: indices of the samples, for messages.
@@ -72,42 +59,30 @@ def choose_codec(
         SampleMismatchError: ("rows") more than a few differ in shape, dtype or structure.
 
     Example:
-        >>> choose_codec([0, 1], [(1, 2.0), (3, 4.0)]).codec.nbytes
+        >>> choose_codec([0, 1], [(1, 2.0), (3, 4.0)])[0].nbytes
         16
-        >>> type(choose_codec([0, 1], ["a", "bc"]).codec).__name__
+        >>> type(choose_codec([0, 1], ["a", "bc"])[0]).__name__
         'RecordCodec'
     """
     if layout != "records":
-        rows = _rows(indices, samples)
-        if isinstance(rows, Choice) and (layout == "rows" or rows.odd is None):
-            return rows
-        if layout == "rows" and isinstance(rows, UnsupportedSampleError):
-            raise UnsupportedSampleError(f'{rows}. layout="records" keeps what can be pickled')
-        if layout == "rows" and isinstance(rows, SampleMismatchError):
-            raise rows
+        try:
+            spec = SampleSpec.infer(samples[0])
+            failures = _failures(spec.encode, indices, samples)
+            if len(failures) <= (len(samples) * _ODD if layout == "rows" else 0):
+                return spec, _first(failures)
+            raise next(iter(failures.values()))
+        except SampleMismatchError:
+            if layout == "rows":
+                raise
+        except UnsupportedSampleError as error:
+            if layout == "rows":
+                raise UnsupportedSampleError(f'{error}. layout="records" keeps what can be pickled') from None
     codec = RecordCodec(0, required=_required(samples, cut))
     failures = _failures(lambda sample, index: _check_record(codec, sample, index), indices, samples)
     if len(failures) > len(samples) * _ODD:
         raise next(iter(failures.values()))
     kept = [sample for number, sample in enumerate(samples) if number not in failures]
-    return Choice(RecordCodec.infer(kept, codec.required), _first(failures))
-
-
-def _rows(indices: Sequence[int], samples: Sequence[Any]) -> Choice | _Failure:
-    """Rows like the first sample, or like a later sample if the first is odd; or why rows are impossible."""
-    first: _Failure | None = None
-    for like in samples[: int(len(samples) * _ODD) + 1]:
-        try:
-            spec = SampleSpec.infer(like)
-        except UnsupportedSampleError as error:
-            first = first or UnsupportedSampleError(str(error))
-            continue
-        failures = _failures(spec.encode, indices, samples)
-        if len(failures) <= len(samples) * _ODD:
-            return Choice(spec, _first(failures))
-        first = first or next(iter(failures.values()))
-    assert first is not None
-    return first
+    return RecordCodec.infer(kept, codec.required), _first(failures)
 
 
 def _failures(
@@ -169,19 +144,13 @@ class EncodedForm:
 
 
 def look_at_files(
-    source: Dataset[Any],
-    head: Dataset[Any],
-    indices: Sequence[int],
-    domain: Domain | None = None,
-    *,
-    chosen: bool = False,
+    source: Dataset[Any], parts: Split, domain: Domain | None = None, *, chosen: bool = False
 ) -> EncodedForm | str:
     """Divide a source into its files and their decoding. Returns the measured costs, or why this is impossible.
 
     Args:
         source: the user's dataset.
-        head: its deterministic part.
-        indices: indices of the samples to try.
+        parts: its deterministic part, and samples of it. The files of these samples are tried.
         domain: the indices that may be read; by default all.
         chosen: whether an earlier job has chosen this form. Then no files of other indices are timed.
     """
@@ -193,16 +162,17 @@ def look_at_files(
     files = EncodedSource(source)
     with Probe(source) as probe:
         try:
-            for index in indices[:_PROVEN]:
+            for index in parts.indices[:_PROVEN]:
                 original = probe.read(source, index, 2 * index)
                 again = probe.read(_Decoded(files), index, 2 * index)
                 if again.bits != original.bits or probe.generators.moved(original.after, again.after):
                     return f"sample {index}, decoded from its file, is not the sample that the source returns"
             among = [] if chosen else range(len(files)) if domain is None else domain.indices.tolist()
-            known = set(indices)
+            known = set(parts.indices)
             fresh = islice((index for index in among[len(among) // 2 :] if index not in known), _TIMED)
-            form = _timed(files, head, list(fresh) or list(indices))
-            return replace(form, reads=form.reads + 2 * len(indices[:_PROVEN]))
+            form = _timed(files, parts.source, list(fresh) or parts.indices)
+            finished = sum(map(form.codec.least_bytes, parts.samples)) // len(parts.samples)
+            return replace(form, codec=replace(form.codec, finished_bytes=finished), reads=form.reads + probe.reads)
         except Exception as error:  # methods of these names with another meaning, or a file that cannot be opened
             return f"its files cannot be read and decoded apart: {error!r}"
 

@@ -144,8 +144,8 @@ def open_caches(
     backend = "tmpfile" if is_named else backend  # where names are
     with ExitStack() as stack:
         openings = [
-            stack.enter_context(closing(_Opening(request, budgets[request.pot], reader)))
-            for request, reader in zip(requests, SourceReader.of(requests), strict=True)
+            stack.enter_context(closing(_Opening(request, budgets[request.pot], SourceReader(request))))
+            for request in requests
         ]
         _find(openings, group)
         if is_named:
