@@ -11,9 +11,9 @@ verify what is resident, and load the rest.
 
 A sample that cannot be loaded, or does not match the codec, is left out. The filler sends its first error with the
 traceback, and ends after `MOST_FAILURES` failures in a row. A filler that dies is started again, at most
-`MOST_RESTARTS` times; a filler that could not begin is not started again. `Fillers.look` does this on the trainer's own
-thread: when an epoch begins, while it waits for the minimum, and about once a second while indices are drawn. Another
-thread must not fork, because the child could inherit locks that the trainer's thread holds.
+`MOST_RESTARTS` times. `Fillers.look` does this on the trainer's own thread: when an epoch begins, while it waits for
+the minimum, and about once a second while indices are drawn. Another thread must not fork, because the child could
+inherit locks that the trainer's thread holds.
 
 A filler ends with its parent, even if the parent is killed (`node.processes`).
 """
@@ -23,7 +23,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import time
@@ -38,7 +37,7 @@ import torch
 
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.rolling import FILLERS, RollingStore
-from lightning_stocache.node.processes import end_with_parent, not_sent, why_not_begun
+from lightning_stocache.node.processes import end_with_parent
 from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.torch_internals import become_worker
 
@@ -54,7 +53,7 @@ _LONGEST = 8000  # characters of a traceback, which must fit into a pipe that is
 
 
 class Fillers:
-    """The fillers of one store, supervised by the process that has started them.
+    """The fillers of one store, supervised by the process that has started them. They end with this object.
 
     Args:
         draws: the samples that they draw.
@@ -63,26 +62,25 @@ class Fillers:
         method: how fillers are started: fork, spawn or forkserver; None: the system's default.
 
     Raises:
-        ValueError: `count` is negative or too large.
-        TypeError: the source cannot be sent to a process that is not forked.
+        ValueError: `count` is too large.
+        Exception: the source cannot be pickled, and fillers are not forked.
     """
 
     def __init__(self, draws: Draws, store: RollingStore, count: int, method: str | None = None) -> None:
-        if not 0 <= count <= FILLERS:
-            raise ValueError(f"fillers must be between 0 and {FILLERS}, got {count}")
-        self._draws, self._store, self._count = draws, store, count
-        self._context = multiprocessing.get_context(method)
-        self._processes: dict[int, tuple[BaseProcess, Connection]] = {}
         self._pid = os.getpid()
+        self._processes: dict[int, tuple[BaseProcess, Connection]] = {}
+        if count > FILLERS:
+            raise ValueError(f"fillers must be at most {FILLERS}, got {count}")
+        self._draws, self._store, self._count = draws, store, count
+        self._context: Any = multiprocessing.get_context(method)
         self._restarts = [0] * count
         self.last_error: str | None = None
         self._begin_notes()
-        try:
-            for number in range(count):
-                self._start(number)
-        except BaseException:  # the source cannot be sent, or the system starts no more processes
-            self.stop()
-            raise
+        for number in range(count):
+            self._start(number)
+
+    def __del__(self) -> None:
+        self.stop()
 
     @property
     def failed(self) -> int:
@@ -95,10 +93,8 @@ class Fillers:
         return sum(self._restarts)
 
     def are_at_work(self) -> bool:
-        """Whether any filler is at work. The errors of fillers that have ended are logged by then."""
+        """Whether any filler is at work. If none is, all their errors are logged."""
         self.look()
-        if not all(process.is_alive() for process, _ in self._processes.values()):
-            self.look()  # a filler ended after the look
         return bool(self._processes)
 
     def look(self) -> None:
@@ -119,16 +115,13 @@ class Fillers:
                     self._restart(number, code)
 
     def _restart(self, number: int, code: int) -> None:
-        """Start a dead filler again, unless it could not begin or has died too often."""
+        """Start a dead filler again, unless it has died too often."""
         notes = self._notes[number]
         died = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         words = f"filler {number} died ({died}) after it had appended {notes[_APPENDED]} samples"
         if notes[_SINCE]:
             words += f", loading {_sample_name(int(notes[_INDEX]))}"
-        why = why_not_begun(self._context.get_start_method()) if code > 0 else ""
-        if why and not notes[: _FAILED + 1].any():
-            self._report(f"{words}. {why}")
-        elif self._restarts[number] < MOST_RESTARTS:
+        if self._restarts[number] < MOST_RESTARTS:
             log.warning("%s; it is started anew, behind that sample", words)
             self._restarts[number] += 1
             self._start(number)
@@ -155,9 +148,6 @@ class Fillers:
         for process, reports in self._processes.values():
             process.join(max(end - time.monotonic(), 0))
             if process.is_alive():
-                process.terminate()
-                process.join(_END_SECONDS)
-            if process.is_alive():
                 process.kill()
                 process.join()
             reports.close()
@@ -172,7 +162,7 @@ class Fillers:
         notes[:] = 0
         self._notes[:, _PLAN] = plan
         if draws.passes is None and draws.length is not None and last.any():
-            if (last[:, _PLAN] == plan).all() and (last[:, _DRAWN] >> 40 == 0).all():
+            if (last[:, _PLAN] == plan).all():
                 self._notes[:, _DRAWN] = last[:, _DRAWN]
             else:
                 log.warning(
@@ -187,14 +177,9 @@ class Fillers:
     def _start(self, number: int) -> None:
         reports, theirs = self._context.Pipe(duplex=False)
         work = (self._draws, self._store, self._count, number, self._restarts[number], theirs)
-        process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
-            target=_fill, args=work, daemon=True, name=f"filler {number}"
-        )
-        self._notes[number, _SINCE] = self._notes[number, _STOP] = 0
-        try:
-            process.start()
-        except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
-            raise TypeError(not_sent(self._context.get_start_method(), error)) from error
+        process = self._context.Process(target=_fill, args=work, daemon=True, name=f"filler {number}")
+        self._notes[number, _SINCE] = 0
+        process.start()
         theirs.close()
         self._processes[number] = process, reports
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, cast
@@ -31,11 +30,12 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.growing.fillers import Fillers
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
+from lightning_stocache.loading.loader_sampler import warn_of_ranks
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.disk import check_directory
 from lightning_stocache.node.files import Backend
-from lightning_stocache.node.group import NodeGroup, job_ranks
+from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.processes import poll
 from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.setup.allocation import Allocation, allocate_pool
@@ -188,10 +188,7 @@ class RollingCache(Dataset[Any]):
         self._filler_count, self._minimum, self._method = fillers, minimum, multiprocessing_context
         self._fillers: Fillers | None = None  # of the leader of a node
         self._dataset: CachedDataset | None = None  # every slot by its number, once the pool is open
-        self._end: weakref.finalize[[], RollingCache] | None = None
         self._length: int | None = None
-        self._told_alone = self._told_short = False
-        self._of: RollingCache | None = None  # of a view: keeps the pool alive, whose fillers end with it
 
     # ---- opening ----
 
@@ -205,12 +202,7 @@ class RollingCache(Dataset[Any]):
         group = NodeGroup.discover() if group is None else group
         draws = replace(self._draws, seed=self._draws.seed + _NODE_SEEDS * group.node)
         on_disk: list[RollingStore] = []  # on a leader, the pool of this name
-        try:
-            codec, given, holds_all = group.lead(lambda: self._plan(draws, group, on_disk))
-        except BaseException:  # perhaps of another node
-            for store in on_disk:
-                store.close()
-            raise
+        codec, given, holds_all = group.lead(lambda: self._plan(draws, group, on_disk))
         whose = {"dataset": f"rolling: {type(self.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
 
         def make(kind: Backend | None) -> list[RollingStore]:
@@ -224,13 +216,9 @@ class RollingCache(Dataset[Any]):
             [OpenCache.without(self._request, group)], make, None if given is None else given.backend
         )
         store = cast(RollingStore, opened.cache)
+        group.lead(lambda: self._start(replace(draws, passes=1 if holds_all else None), store))
         opened = replace(opened, budget_bytes=store.granted_bytes)
         self._dataset = dataset_in(opened, store.length, self.transform, borrowed=False)
-        try:
-            group.lead(lambda: self._start(replace(draws, passes=1 if holds_all else None)))
-        except BaseException:  # on some node, no filler has started
-            self.close()
-            raise
 
     def _plan(
         self, draws: Draws, group: NodeGroup, on_disk: list[RollingStore]
@@ -256,10 +244,9 @@ class RollingCache(Dataset[Any]):
         on_disk.append(store)
         return codec, None, holds_all
 
-    def _start(self, draws: Draws) -> None:
+    def _start(self, draws: Draws, store: RollingStore) -> None:
         if self.source is not None and self._filler_count:
-            self._fillers = Fillers(draws, self.store, self._filler_count, self._method)
-            self._end = weakref.finalize(self, self._fillers.stop)
+            self._fillers = Fillers(draws, store, self._filler_count, self._method)
 
     @property
     def is_open(self) -> bool:
@@ -294,22 +281,22 @@ class RollingCache(Dataset[Any]):
         dataset = dataset_over(cached_source(self.dataset).view(transform))
         view = RollingCache.__new__(RollingCache)  # a copy would look after no filler
         view.__dict__.update(self.__dict__)
-        view.transform, view._dataset, view._of = transform, dataset, self
+        view.transform, view._dataset = transform, dataset
         return view
 
     def close(self) -> None:
         """End the fillers and close the pool in this process. The next use opens another pool."""
         if self._borrowed:
             return
-        if self._end is not None:
-            self._end()
+        if self._fillers is not None:
+            self._fillers.stop()
         if self._dataset is not None:
             self._dataset.close()
-        self._fillers = self._dataset = self._end = self._length = None
+        self._fillers = self._dataset = self._length = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, for instance in another process, reads the same memory, does not close it, and looks after no filler.
-        return self.__dict__ | {"_fillers": None, "_end": None, "_of": None, "_dataset": copy.copy(self._dataset)}
+        return self.__dict__ | {"_fillers": None, "_dataset": copy.copy(self._dataset)}
 
     @property
     def _borrowed(self) -> bool:
@@ -325,12 +312,8 @@ class RollingCache(Dataset[Any]):
         with another sampler, call it before each epoch. Collective.
         """
         store = self.store
-        if self.group.world < job_ranks()[0] and not self._told_alone and not self._borrowed:
-            self._told_alone = True
-            log.warning("each rank has a rolling cache of its own: call share() on all ranks to have one per node")
 
         def begin() -> Integers:
-            self.look_after()
             resident = self._wait(store)
             store.begin_epoch()
             return resident
@@ -345,7 +328,9 @@ class RollingCache(Dataset[Any]):
     def sampler(self, *, shuffle: bool = True) -> RollingSampler:
         """Make a sampler that draws this rank's resident samples. CachedLoader makes one by itself. Collective."""
         self.resident()  # opens the pool, and with it its group
-        return RollingSampler(self, shuffle=shuffle, seed=self._draws.seed, epoch_samples=self.epoch_samples)
+        sampler = RollingSampler(self, shuffle=shuffle, seed=self._draws.seed, epoch_samples=self.epoch_samples)
+        warn_of_ranks(self.group, sampler)
+        return sampler
 
     def look_after(self) -> None:
         """Log the errors of the fillers, and start dead fillers again."""
@@ -385,34 +370,22 @@ class RollingCache(Dataset[Any]):
         fillers, minimum = self._fillers, max(self._minimum, len(self.group.members))
         for seconds in poll(pause=0.005):
             is_over = fillers is not None and not fillers.are_at_work()
+            resident = store.resident()
             # While this waits, memory may end, or larger records may come: when samples leave, there is no more room.
-            count, least = store.filled, 1 if store.evicted else min(minimum, store.capacity)
-            if count >= least:
+            count, least = len(resident), 1 if store.evicted else min(minimum, store.capacity)
+            if count >= least or (count and is_over):
                 break
             # With no sample resident, but samples appended, the only sample may be in replacement: look again.
-            if fillers is not None and is_over and (count or seconds or not store.appended):
-                self._no_more(count, least, fillers)
-                break
+            if fillers is not None and is_over and (seconds or not store.appended):
+                raise RuntimeError(
+                    "the rolling cache is empty and none of its fillers is left: "
+                    f"{fillers.last_error or 'the source has given no samples'}"
+                )
             if seconds:
                 doing = "Only RollingWriters append to this cache" if fillers is None else fillers.describe()
                 words = "training waits for samples: %d of %d have come in %.0f s. %s"
                 log.warning(words, count, least, seconds, doing)
-        return store.resident()
-
-    def _no_more(self, count: int, least: int, fillers: Fillers) -> None:
-        if not count:
-            raise RuntimeError(
-                "the rolling cache is empty and none of its fillers is left: "
-                f"{fillers.last_error or 'the source has given no samples'}"
-            )
-        if not self._told_short:
-            self._told_short = True
-            log.warning(
-                "the last filler of the rolling cache has ended, and %d of %d samples have come: training goes on with "
-                "what is resident",
-                count,
-                least,
-            )
+        return resident
 
     # ---- samples ----
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-__all__ = ["REPORT_SECONDS", "end_with_parent", "not_sent", "poll", "why_not_begun"]
+__all__ = ["REPORT_SECONDS", "end_with_parent", "poll", "why_not_begun"]
 
 REPORT_SECONDS = 10.0
 """Seconds between two reports about a wait."""
@@ -59,12 +59,4 @@ def why_not_begun(method: str) -> str:
         f"A process that is started by {method!r} imports what it is sent: it finds no class or function that a "
         'notebook\'s cell has made, and runs a script again that has no `if __name__ == "__main__":`. Move them into '
         f"a module, or {_FORK}"
-    )
-
-
-def not_sent(method: str, error: Exception) -> str:
-    """The reason why a source cannot be sent to a process with this start method; `error` comes from pickling."""
-    return (
-        f"the source cannot be sent to a process that is started by {method!r} ({type(error).__name__}: {error}). Make "
-        f"it of what can be pickled (no lambda, local class, generator or open file; at most 200 tensors), or {_FORK}"
     )

@@ -4,9 +4,7 @@ import errno
 import logging
 import os
 import signal
-import sys
 import time
-import types
 from collections.abc import Callable, Iterator
 from multiprocessing import active_children
 from pathlib import Path
@@ -21,7 +19,7 @@ from lightning_stocache.node import processes
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.setup.first_samples import FirstSampleError
 from tests.proc import is_alive
-from tests.processes import Child, call, context, wait_until
+from tests.processes import Child, call, wait_until
 from tests.ranks import run_ranks
 from tests.sources import Allowance
 
@@ -214,13 +212,12 @@ def test_a_stream_is_divided_among_the_fillers(opened):
     wait_until(lambda: seen.update(labels(CachedLoader(pool, 8))) or seen == set(range(20)))
 
 
-def test_a_generator_ends_and_training_goes_on(opened, caplog):
-    """Its samples stay, with one warning that fewer than the minimum have come."""
+def test_a_generator_ends_and_training_goes_on(opened):
+    """Its samples stay, even if fewer than the minimum have come."""
     source = (Numbers()[number] for number in range(12))  # which cannot be pickled
     pool = opened(source, 60 * EACH, fillers=2, minimum=50, multiprocessing_context="fork")
     loader = CachedLoader(pool, 8)
     assert sorted(labels(loader)) == sorted(labels(loader)) == list(range(12))
-    assert caplog.text.count("training goes on with what is resident") == 1
 
 
 def test_fillers_load_the_given_indices(opened):
@@ -384,27 +381,6 @@ def test_a_filler_that_hangs_is_logged_while_training_waits(opened, caplog, monk
     assert "filler 0 has been loading sample 6 for " in caplog.text
 
 
-def test_fillers_that_cannot_import_the_source_are_not_started_again(opened, caplog, monkeypatch):
-    """Only forked fillers know a class of a notebook's cell. One warning and the error tell what to do."""
-    cell = types.ModuleType("a_cell")
-    cell.Numbers = type("Numbers", (Numbers,), {"__module__": "a_cell"})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "a_cell", cell)
-    context("forkserver")
-    source = cell.Numbers()  # type: ignore[attr-defined]
-    pool = opened(source, budget="1MiB", spec=SPEC, fillers=1, multiprocessing_context="forkserver")
-    with pytest.raises(RuntimeError, match='multiprocessing_context="fork"'):
-        next(iter(CachedLoader(pool, 4)))
-    assert caplog.text.count("filler 0 died") == 1
-    assert pool.stats().restarts == 0
-
-
-def test_a_source_that_cannot_be_pickled_needs_forked_fillers(opened):
-    """The error says so."""
-    pool = opened(Numbers(trouble=lambda index: None), "100%", spec=SPEC, multiprocessing_context="forkserver")
-    with pytest.raises(TypeError, match=r"cannot be sent to .*'forkserver' .*multiprocessing_context=\"fork\""):
-        next(iter(CachedLoader(pool, 4)))
-
-
 def train_and_be_killed(path: str) -> None:
     pool = RollingCache(Numbers(trouble=HangsAfter(4)), "100%", spec=SPEC, fillers=2, minimum=2, shuffle=False)
     len(pool)
@@ -517,10 +493,10 @@ def train_alone(rank: int) -> tuple[list[str], int]:
 
 
 def test_a_rank_with_a_pool_of_its_own_is_warned():
-    """Without `share`, each rank has its own pool, and trains on all of it. One warning says so."""
-    for lines, count in run_ranks(train_alone, 2):
-        assert sum("call share() on all ranks" in line for line in lines) == 1
-        assert count == 40
+    """Without `share`, each rank has its own pool, and trains on all of it. One warning on rank zero says so."""
+    (lines, first), (_, second) = run_ranks(train_alone, 2)
+    assert sum("call share() of the dataset" in line for line in lines) == 1
+    assert first == second == 40
 
 
 def use_up() -> int:
