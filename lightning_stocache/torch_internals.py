@@ -1,9 +1,9 @@
 """Every private name of torch that this package uses, and what happens without it.
 
 - `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, which `WorkerIterator` feeds. `_try_put_index`
-  pushes the feed, `_tasks_outstanding` and `_rcvd_idx` count requests and answers, `_data_queue` gives the answers,
-  `_workers` are the processes, `_shutdown_workers` ends them. Without one of these, a loader with workers is a plain
-  DataLoader, with one warning (`knows_workers`).
+  pushes the feed, `_tasks_outstanding` and `_rcvd_idx` count requests and answers, `_workers` are the processes,
+  `_shutdown_workers` ends them. Without one of these, a loader with workers is a plain DataLoader, with one warning
+  (`knows_workers`).
 - `_utils.collate` and `_utils.pin_memory`: without them, the import of this module fails.
 - `RandomSampler._num_samples`: without it, a RandomSampler is treated as a sampler of the user's.
 - Workers wait for requests in `get` of a queue that DataLoader makes with its `multiprocessing_context`. If a worker
@@ -23,9 +23,8 @@ import logging
 import multiprocessing
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
-from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -56,10 +55,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_TERMINATED_SECONDS = 2.0  # for workers to end after SIGTERM, which torch's handler obeys at once, or after SIGKILL
-_ENDING_SECONDS = 10.0  # for a worker to end after its socket has closed: milliseconds, on a busy machine seconds
+_TERMINATED_SECONDS = 2.0  # for a worker to end after SIGTERM, which torch's handler obeys at once
 
-_OF_WORKERS = ("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_data_queue", "_workers", "_shutdown_workers")
+_OF_WORKERS = ("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_workers", "_shutdown_workers")
 
 
 @cache
@@ -87,7 +85,6 @@ class WorkerIterator:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._iterator = cast(Any, iter(loader))
-        self._iterator._data_queue = _Mailbox(self._iterator._data_queue, self._iterator._workers)
 
     def begin_epoch(self) -> None:
         """Wait for the answers of the last epoch and drop them. The first worker gets the next request."""
@@ -155,42 +152,14 @@ def idling_context(given: str | BaseContext | None) -> BaseContext:
     return cast(BaseContext, context)
 
 
-class _Mailbox:
-    """The queue of the workers' answers."""
-
-    def __init__(self, answers: Any, workers: list[BaseProcess]) -> None:
-        self._answers, self._workers = answers, workers
-
-    def get(self, timeout: float | None = None) -> Any:
-        """The next answer. Raises `queue.Empty` if there is none within the timeout, in seconds."""
-        try:
-            return self._answers.get(timeout=timeout)
-        except (EOFError, ConnectionError, FileNotFoundError):
-            # A killed worker closes its sockets before it has ended. DataLoader raises its own error after the end.
-            ended = connection.wait([worker.sentinel for worker in self._workers], _ENDING_SECONDS)
-            for worker in self._workers:
-                if worker.sentinel in ended:
-                    worker.join()  # its sentinel is ready before it is dead
-            raise
-
-
 def shut_down(iterator: Any) -> None:
-    """End the workers of a loader's iterator, and wait for them. A worker that hangs is killed."""
+    """End the workers of a loader's iterator, and wait for them. A worker that hangs is terminated."""
     iterator._shutdown_workers()
     left = [process for process in iterator._workers if process.is_alive()]
     for process in left:
         process.terminate()  # the iterator does not do so while the interpreter ends
-    for process in _still_alive(left):
-        process.kill()
-    _still_alive(left)
-
-
-def _still_alive(processes: Sequence[BaseProcess]) -> list[BaseProcess]:
-    """The processes that have not ended after `_TERMINATED_SECONDS`."""
-    deadline = time.monotonic() + _TERMINATED_SECONDS
-    for process in processes:
-        process.join(max(deadline - time.monotonic(), 0))
-    return [process for process in processes if process.is_alive()]
+    for process in left:
+        process.join(_TERMINATED_SECONDS)
 
 
 def set_worker_dataset(dataset: Any) -> None:

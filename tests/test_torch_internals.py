@@ -1,19 +1,15 @@
 """What is private of torch's may go away: a loader is then DataLoader's, with one warning, and nothing breaks."""
 
-import os
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any, NoReturn
 
 import pytest
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data import dataloader as dataloaders
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.torch_internals import WorkerIterator, draws_all_once, knows_workers
+from lightning_stocache.torch_internals import draws_all_once, knows_workers
 from tests.loading.twins import Numbers, copied, same
 
 
@@ -45,33 +41,6 @@ def test_without_the_names_a_loader_with_workers_is_a_plain_one(forgets, monkeyp
         assert dataset.cache is not None
         assert dataset.cache.full
     assert caplog.text.count("is a plain DataLoader") == 1
-
-
-class Torn:
-    """What comes from a worker that is killed between the answer and the tensors in it."""
-
-    def __reduce__(self) -> Any:
-        return tear, ()
-
-
-def tear() -> NoReturn:
-    raise ConnectionResetError("the socket is closed")
-
-
-class Dying(Dataset[Any]):
-    def __getitem__(self, index: int) -> Any:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        return Torn()
-
-
-@pytest.mark.processes
-def test_an_answer_that_a_killed_worker_has_torn_is_its_end():
-    """What is raised is DataLoader's error about the worker, though its sockets close before it has ended."""
-    loader = DataLoader(Dying(), batch_sampler=[[0]], num_workers=1, collate_fn=list, persistent_workers=True)
-    workers = WorkerIterator(loader)
-    with pytest.raises(RuntimeError, match=r"DataLoader worker .* (killed by signal|exited unexpectedly)"):
-        workers.receive()
-    workers.shut_down()
 
 
 def test_a_sampler_that_draws_once_is_known():

@@ -24,8 +24,6 @@ Differences:
 
 from __future__ import annotations
 
-import copy
-import logging
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, cast
@@ -40,10 +38,8 @@ from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader_sampler import (
     batches_of,
     deals_to_ranks,
-    index_sampler,
     locality_sampler,
     set_epoch,
-    warn_of_ranks,
 )
 from lightning_stocache.loading.loader_tree import Stream, is_rolling, is_stream
 from lightning_stocache.loading.position import CountedBatches, LoaderState, ResumableBatches
@@ -55,8 +51,6 @@ from lightning_stocache.setup.request import check_choice
 from lightning_stocache.torch_internals import knows_workers, shut_down
 
 __all__ = ["CachedLoader", "Gather"]
-
-log = logging.getLogger(__name__)
 
 Gather = Literal["auto", "main", "worker"]
 
@@ -141,13 +135,10 @@ class CachedLoader(DataLoader[Any]):
         if persistent and self._current is not None and (last := self._current()) is not None:
             last.close()
         started = persistent and (self._started or self._plain is not None)
-        if not persistent:
-            self.position = copy.copy(self.position)  # an epoch that is still read counts in the one before
         self.position.begin(self)
         cached = self._cached()
         if not started and cached is not None:
-            warn_of_ranks(cached.opened.group, index_sampler(self))
-            cached.knows_ranks = True
+            cached.look_at_ranks()
             cached.refresh()  # persistent workers have a source of their own, which stays as it was
         resources = None if cached is None else self._resources_for(cached)
         if resources is not self.resources:
@@ -250,9 +241,7 @@ class CachedLoader(DataLoader[Any]):
 
     def _resources_for(self, cached: CachedSource) -> Resources | None:
         """The resources for this cache and this route, kept or new; None if there is no short cut."""
-        cache, route, counters = cached.cache, self.route, cached.opened.counters
-        if cached.opened.request.prefill and not self.num_workers and counters and counters.is_first("no workers"):
-            log.warning("prefill=True does nothing with num_workers=0: only idle workers load ahead")
+        cache, route = cached.cache, self.route
         if cache is None or route is None:
             return None
         kept = self.resources

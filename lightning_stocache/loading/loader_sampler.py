@@ -6,10 +6,8 @@ generators and from the generators among its attributes.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch.distributed
@@ -25,7 +23,7 @@ from torch.utils.data import (
 )
 
 from lightning_stocache.loading.dataset import cached_in
-from lightning_stocache.node.group import NodeGroup, job_ranks
+from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.source.generators import KINDS, PROCESS_WIDE
@@ -42,10 +40,7 @@ __all__ = [
     "replicas_of",
     "sampler_of",
     "set_epoch",
-    "warn_of_ranks",
 ]
-
-log = logging.getLogger(__name__)
 
 _DRAW_FROM_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
 _DRAW_NOTHING = (DistributedSampler.__iter__, LocalitySampler.__iter__, SequentialSampler.__iter__)
@@ -173,24 +168,3 @@ def locality_sampler(
         mode=mode,
         draws=draws,
     )
-
-
-def warn_of_ranks(group: NodeGroup, sampler: Any) -> None:
-    """Warn once, on rank zero, of ranks with separate caches, or with the same samples (of a shuffled loader)."""
-    world, rank = job_ranks()
-    alone, same = group.world < world, type(sampler) is RandomSampler
-    if rank or not (same or (alone and deals_to_ranks(sampler))) or world == 1:
-        return
-    troubles, advice = [], []
-    if alone:
-        troubles.append("has a cache of its own")
-        advice.append("after init_process_group, call share() of the dataset on every rank")
-    if same:
-        troubles.append("trains on all samples")
-        advice.append('give CachedLoader sampling="locality", or a DistributedSampler')
-    _warn(f"each of {world} ranks {' and '.join(troubles)}: {'; '.join(advice)}")
-
-
-@cache
-def _warn(message: str) -> None:
-    log.warning(message)

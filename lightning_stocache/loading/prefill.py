@@ -7,7 +7,6 @@ while no request waits. These samples count as fills and as seconds of the sourc
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -55,11 +54,10 @@ class Prefill:
         cache = self._cached.cache
         if cache is None:
             return
-        length, spread = cache.length, _spreading(cache.length)
         step = self._parts * _AT_ONCE
-        for first in range(self._part, length, step):
-            # Spread over the dataset, so that a part of a sorted folder has samples of each class.
-            indices = np.arange(first, min(first + step, length), self._parts) * spread % length
+        # From the end: what a loader without a sampler asks for comes from the beginning.
+        for last in range(cache.length - 1 - self._part, -1, -step):
+            indices = np.arange(last, max(last - step, -1), -self._parts)
             if not cache.closed and cache.filled >= cache.capacity:
                 return
             for index in indices[cache.lookup(indices) == NO_PLACE].tolist():
@@ -67,11 +65,3 @@ class Prefill:
                     return
                 if cache.has_place(index) and cache.place(index) == NO_PLACE:
                     yield index
-
-
-def _spreading(length: int) -> int:
-    """A step whose multiples visit every index once and are spread over the dataset."""
-    step = max(int(0.618 * length), 1)
-    while math.gcd(step, length) > 1:
-        step += 1
-    return step

@@ -61,7 +61,7 @@ class CachedSource:
     """
 
     def __init__(self, opened: OpenCache, transform: Callable[[Any], Any] | None = None) -> None:
-        self.transform, self.knows_ranks = transform, False
+        self.transform, self._knows_ranks = transform, False
         self._state = SourceState(opened.request.source, getattr(opened.tail, "steps", ()))
         self._serve_from(opened)
 
@@ -117,8 +117,8 @@ class CachedSource:
                 positions = [position_of(index, self.source) for index in indices]
             except TypeError:  # a sampler's keys, which only the source understands
                 return self._uncached(self.source, indices, self._transformed)
-            if not self.knows_ranks:
-                self._look_at_ranks()
+            if not self._knows_ranks:
+                self.look_at_ranks()
             if (cache := self.cache) is not None:
                 return self._each_finished(self._serve(cache, positions))
             if (read := batch_reader(self.opened.source)) is None:
@@ -128,18 +128,19 @@ class CachedSource:
             count(self.opened.counters, bypasses=len(positions), source_ns=time.perf_counter_ns() - start)
             return self._each_finished(samples)
 
-    def _look_at_ranks(self) -> None:
-        """Warn once if the ranks of a job do not share the cache. A CachedLoader warns by itself: it knows its sampler.
+    def look_at_ranks(self) -> None:
+        """Warn once, on rank zero, if the ranks of a job do not share the cache.
 
         Processes have counters in common. Before `share` there are none, so the first worker warns for all.
         """
-        self.knows_ranks, (world, rank), worker = True, job_ranks(), get_worker_info()
+        self._knows_ranks, (world, rank), worker = True, job_ranks(), get_worker_info()
         if rank or self.opened.group.world >= world or (self.opened.counters is None and worker and worker.id):
             return
         if self._is_first("ranks alone"):
             log.warning(
                 "each of %d ranks %s: after init_process_group, call share() of the dataset on every rank, and give "
-                "its DataLoader a DistributedSampler, without which each trains on all samples",
+                'its loader a DistributedSampler (or CachedLoader sampling="locality"), without which each trains on '
+                "all samples",
                 world,
                 "loads its samples uncached" if self.cache is None else "has a cache of its own",
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import functools
 import gc
-import itertools
 import os
 import random
 import signal
@@ -21,8 +20,6 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_stocache.loading import batch_pool
-from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.prefetch import held_back
@@ -200,33 +197,6 @@ def test_workers_that_ctrl_c_has_ended_are_replaced() -> None:
             del batches
             assert [label for _, batch in loader for label in batch.tolist()] == list(range(LENGTH))
         loader.close()
-
-
-class PlentyOfMemory:
-    """Instead of FreeMemory, which asks the kernel in a thousand steps."""
-
-    bytes = 2**40
-
-    @classmethod
-    def now(cls, _: Any) -> PlentyOfMemory:
-        return cls()
-
-
-def test_shared_memory_that_is_being_taken_belongs_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever step Ctrl-C interrupts, closing the pool closes every file."""
-    monkeypatch.setattr(batch_pool, "FreeMemory", PlentyOfMemory)
-    open_files, presses = len(os.listdir("/proc/self/fd")), 0
-    for moment in itertools.count(1):
-        pool = BatchPool(shared=1)
-        try:
-            Keyboard().next(map(pool.take_shared, [[64]]), moment)
-        except KeyboardInterrupt:
-            presses += 1
-        pool.close()
-        assert len(os.listdir("/proc/self/fd")) == open_files, moment
-        if presses < moment:  # it was done before this moment came
-            break
-    assert presses > 20
 
 
 # ---- holding back

@@ -56,7 +56,7 @@ def train(rank: int, budgets: list[str]) -> Any:
 
 
 def told(rank: int, shares: bool) -> list[str]:
-    """What a script is told that forgets to share, and to deal, or does both."""
+    """What a script is told that shares, or forgets to."""
     log = Log()
     logging.getLogger("lightning_stocache").setLevel(logging.INFO)
     dataset = CachedDataset(CountedSource(8))
@@ -71,12 +71,13 @@ def told(rank: int, shares: bool) -> list[str]:
     return [line for line in log.lines if "read at set-up" not in line]
 
 
-def test_ranks_that_neither_share_nor_deal_are_told_once() -> None:
-    """One warning names share() and a sampler, on rank zero; who does both is told once what is cached."""
+def test_ranks_that_do_not_share_are_told_once() -> None:
+    """One warning names share() and a sampler, on rank zero; who shares is told once what is cached."""
     alone, others = run_ranks(told, 2, False)
     assert alone == [
-        "each of 2 ranks has a cache of its own and trains on all samples: after init_process_group, call share() of "
-        'the dataset on every rank; give CachedLoader sampling="locality", or a DistributedSampler'
+        "each of 2 ranks has a cache of its own: after init_process_group, call share() of the dataset on every rank, "
+        'and give its loader a DistributedSampler (or CachedLoader sampling="locality"), without which each trains on '
+        "all samples"
     ]
     assert others == []
     (status,), others = run_ranks(told, 2, True)

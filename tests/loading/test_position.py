@@ -180,21 +180,6 @@ def test_it_agrees_with_torchdata():
             del batches
 
 
-@pytest.mark.parametrize("kind", ["random", "sequential"])
-def test_two_epochs_at_once_count_apart(dataset, kind):
-    """The state is that of the later one, however far the earlier one is read."""
-    loader = made(kind, 0, dataset)
-    first = iter(loader)
-    next(first)
-    second = iter(loader)
-    got = [next(second).tolist() for _ in range(2)]
-    for _ in first:
-        pass
-    again = made(kind, 77, dataset)
-    again.load_state_dict(loader.state_dict())
-    assert sorted(chain(*got, *(batch.tolist() for batch in again))) == list(range(LENGTH))
-
-
 def test_an_epoch_that_was_closed_has_not_ended(dataset):
     """Who asks a closed iterator for more gets nothing, and the position stays where it was."""
     if dataset is NUMBERS:

@@ -81,13 +81,3 @@ def test_it_ends_where_there_is_no_room(tmp_path: Path) -> None:
         assert sum(len(texts) for _, texts in loader) == LENGTH
         loader.close()
         assert dataset.source.loads < 3 * LENGTH
-
-
-def test_without_workers_one_warning_says_that_nothing_is_loaded_ahead(tmp_path: Path, caplog: Any) -> None:
-    """Over several epochs and loaders; a dataset that is not to be prefilled says nothing."""
-    for prefill, warnings in ((True, 1), (False, 0)):
-        caplog.clear()
-        with closing(CachedDataset(Texts(tmp_path / "loads"), prefill=prefill)) as dataset:
-            for loader in (CachedLoader(dataset, 4), CachedLoader(dataset, 6)):
-                assert [len(list(loader)) for _ in range(2)] == [len(loader)] * 2
-        assert caplog.text.count("prefill=True does nothing with num_workers=0") == warnings

@@ -93,12 +93,11 @@ FOLD = list(range(1, LENGTH, 4))
 
 
 @pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
-    ("indices", "make"),
+    ("indices", "make", "persistent"),
     [
-        (FOLD, lambda: {"batch_size": 4, "sampler": SubsetRandomSampler(list(FOLD))}),
-        (None, lambda: {"batch_sampler": BatchSampler(list(FOLD), 3, drop_last=False)}),
+        (FOLD, lambda: {"batch_size": 4, "sampler": SubsetRandomSampler(list(FOLD))}, False),
+        (None, lambda: {"batch_sampler": BatchSampler(list(FOLD), 3, drop_last=False)}, True),
     ],
     ids=["slots for a fold", "slots for all"],
 )
