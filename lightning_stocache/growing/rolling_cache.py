@@ -30,7 +30,6 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.growing.fillers import Fillers
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
-from lightning_stocache.loading.loader_sampler import warn_of_ranks
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.disk import check_directory
@@ -328,9 +327,7 @@ class RollingCache(Dataset[Any]):
     def sampler(self, *, shuffle: bool = True) -> RollingSampler:
         """Make a sampler that draws this rank's resident samples. CachedLoader makes one by itself. Collective."""
         self.resident()  # opens the pool, and with it its group
-        sampler = RollingSampler(self, shuffle=shuffle, seed=self._draws.seed, epoch_samples=self.epoch_samples)
-        warn_of_ranks(self.group, sampler)
-        return sampler
+        return RollingSampler(self, shuffle=shuffle, seed=self._draws.seed, epoch_samples=self.epoch_samples)
 
     def look_after(self) -> None:
         """Log the errors of the fillers, and start dead fillers again."""
