@@ -27,7 +27,7 @@ from lightning_stocache.cache.codec import UnsupportedSampleError, memory_of, ty
 from lightning_stocache.cache.records import written
 from lightning_stocache.source.samples import Path, is_pil
 
-__all__ = ["BlobError", "EncodedFile", "decode_blob", "encode_blob", "image_of", "tensor_of"]
+__all__ = ["EncodedFile", "decode_blob", "encode_blob", "image_of", "tensor_of"]
 
 _HEAD = struct.Struct("<II")
 _ARRAY_KINDS = "biufcSUmM"
@@ -36,10 +36,6 @@ _CAN_BE_PACKED = (
     "What can be packed: dense tensors of the CPU, arrays, numbers, strings, bytes, None and images of PIL, in dicts "
     "(with strings or ints as keys), lists and tuples"
 )
-
-
-class BlobError(ValueError):
-    """Bytes that are no blob of this package, or a damaged one."""
 
 
 class EncodedFile(NamedTuple):
@@ -78,23 +74,21 @@ def decode_blob(content: bytes | memoryview, index: int) -> Any:
     """The sample of a blob, in memory of its own.
 
     Raises:
-        BlobError: these bytes are no blob, are damaged, or belong to another index.
+        ValueError: these bytes are no blob, are damaged, or belong to another index.
+        Exception: another program has written them, with a checksum that is right.
     """
     view = memoryview(content)
     if len(view) < _HEAD.size or zlib.crc32(view[4:]) != _HEAD.unpack_from(view)[0]:
-        raise BlobError(f"these {len(view)} bytes are no packed sample, or are damaged")
-    try:
-        end = _HEAD.size + _HEAD.unpack_from(view)[1]
-        found, node, sizes = json.loads(bytes(view[_HEAD.size : end]))
-        leaves = []
-        for size in sizes:
-            leaves.append(view[end : end + size])
-            end += size
-        if found == index:
-            return _decoded(node, leaves)
-    except Exception as error:  # a checksum is no signature: the writer may have written anything
-        raise BlobError(f"these {len(view)} bytes are no sample of this package ({error})") from error
-    raise BlobError(f"here lies sample {found}, not {index}")
+        raise ValueError("they are no packed sample, or are damaged")
+    end = _HEAD.size + _HEAD.unpack_from(view)[1]
+    found, node, sizes = json.loads(bytes(view[_HEAD.size : end]))
+    if found != index:
+        raise ValueError(f"here lies sample {found}")
+    leaves = []
+    for size in sizes:
+        leaves.append(view[end : end + size])
+        end += size
+    return _decoded(node, leaves)
 
 
 def _node(value: Any, path: Path, leaves: list[Any]) -> Any:
@@ -168,7 +162,7 @@ def _decoded(node: Any, leaves: list[memoryview]) -> Any:
 
         return tensor.as_subclass(getattr(tv_tensors, node["class"]))
     if (dtype := np.dtype(node["dtype"])).kind not in _ARRAY_KINDS:  # of objects, the bytes would be addresses
-        raise BlobError(f"an array has dtype {dtype}")
+        raise ValueError(f"an array has dtype {dtype}")
     array = np.ndarray(node["shape"], dtype, bytearray(content))
     return array if kind == "array" else array[()]
 

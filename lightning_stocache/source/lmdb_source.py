@@ -11,14 +11,13 @@ into their batch as they come.
 LMDB forbids using an environment across a fork and opening a file twice in a process. So each process opens a file on
 first use, shares it among all who read it, and opens it anew after a fork. It is opened without locks, which shared or
 read-only filesystems lack: nobody may write to it meanwhile. A page that is missing from the file is a SIGBUS, so its
-length is checked when it is opened and before each read.
+length is checked when it is opened.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -29,7 +28,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_stocache.source.access import position_of
-from lightning_stocache.source.blob import BlobError, decode_blob, image_of, tensor_of
+from lightning_stocache.source.blob import decode_blob, image_of, tensor_of
 
 __all__ = ["MANIFEST_KEY", "VERSION", "LMDBError", "LMDBFile", "LMDBSource", "bytes_needed", "import_lmdb", "key_of"]
 
@@ -84,12 +83,14 @@ class LMDBFile:
             raise LMDBError(
                 f"{file} is not an LMDB, is damaged, or is open in this process by other code ({error})"
             ) from error
-        self._needed = bytes_needed(self._environment)
-        self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
-        status = os.fstat(self._descriptor)
+        status = os.stat(file)
         self.version = status.st_size, status.st_mtime_ns
         """What changes when the file is written to or replaced."""
+        if status.st_size < (needed := bytes_needed(self._environment)):
+            raise LMDBError(
+                f"{file} is truncated: it has {status.st_size:,} bytes, and its last commit needs {needed:,}. Copy or "
+                "pack it again (of a file that was never copied, `mdb_copy -c` writes the free pages at its end)"
+            )
 
     @classmethod
     def of(cls, path: str) -> LMDBFile:
@@ -104,36 +105,18 @@ class LMDBFile:
                 f"there is no LMDB {path}: give the path of its file, or the folder of its data.mdb"
             )
         status = os.stat(file)
-        with _opening:
-            known = _files.get((status.st_dev, status.st_ino))
-            if known is None or known.pid != os.getpid():
-                if known is not None:
-                    known._environment.close()
-                known = _files[status.st_dev, status.st_ino] = cls(file)
-        known.check()
+        known = _files.get((status.st_dev, status.st_ino))
+        if known is None or known.pid != os.getpid():
+            if known is not None:
+                known._environment.close()
+            known = _files[status.st_dev, status.st_ino] = cls(file)
         return known
 
-    def check(self) -> None:
-        """Raise LMDBError if the file is shorter than its last commit needs."""
-        if (size := os.fstat(self._descriptor).st_size) < self._needed:
-            raise LMDBError(
-                f"{self.file} is truncated: it has {size:,} bytes, and its last commit needs {self._needed:,}. Copy or "
-                "pack it again (of a file that was never copied, `mdb_copy -c` writes the free pages at its end)"
-            )
-
     def get(self, key: bytes) -> bytes | None:
-        """The value of a key, or None.
-
-        Raises:
-            LMDBError: it cannot be read.
-        """
-        self.check()
-        try:
-            with self._environment.begin() as transaction:
-                value: bytes | None = transaction.get(key)
-                return value
-        except import_lmdb().Error as error:
-            raise LMDBError(f"{self.file}: key {key!r} cannot be read: {error}") from error
+        """The value of a key, or None."""
+        with self._environment.begin() as transaction:
+            value: bytes | None = transaction.get(key)
+            return value
 
     def keys(self) -> list[bytes]:
         """All keys, in the order of their bytes."""
@@ -145,12 +128,8 @@ class LMDBFile:
         entries = int(self._environment.stat()["entries"])
         if (content := self.get(MANIFEST_KEY)) is None:
             return None, entries
-        try:
-            manifest: dict[str, Any] = json.loads(content)
-            version = manifest["version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise LMDBError(f"{self.file} has a damaged manifest: pack it again") from error
-        if version != VERSION:
+        manifest: dict[str, Any] = json.loads(content)
+        if (version := manifest["version"]) != VERSION:
             raise LMDBError(
                 f"{self.file} is of version {version} of `pack`, this package reads {VERSION}: pack it again"
             )
@@ -158,9 +137,6 @@ class LMDBFile:
 
 
 _files: weakref.WeakValueDictionary[tuple[int, int], LMDBFile] = weakref.WeakValueDictionary()
-_opening = threading.Lock()
-if hasattr(os, "register_at_fork"):  # a thread that opens a file is missing in the child, and would keep the lock
-    os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_opening.release)
 
 
 class LMDBSource(Dataset[Any]):
@@ -286,13 +262,13 @@ class LMDBSource(Dataset[Any]):
         position = self._position(index)
         try:
             sample = decode_blob(content, position) if self._keys is None else self._decode(content)
-        except BlobError as error:
-            raise LMDBError(f"{self.path}, sample {position}: {error}. Copy or pack it again") from error
         except Exception as error:  # of PIL, JSON, or a function of the user's: they may raise anything
+            advice = "copy or pack it again"
+            if self._keys is not None:
+                advice = "give kind=, dtype= or decode= that fits; nothing is unpickled here, unless by your function"
             raise LMDBError(
-                f"{self.path}: the value of {self._key(position)!r}, {len(content)} bytes that begin with "
-                f"{content[:16]!r}, cannot be read ({error}): give kind=, dtype= or decode= that fits; nothing is "
-                "unpickled here, unless by a function of yours"
+                f"{self.path}, sample {position}: the value of {self._key(position)!r}, {len(content)} bytes that "
+                f"begin with {content[:16]!r}, cannot be read ({error}): {advice}"
             ) from error
         transform, target_transform = self.transform, self.target_transform
         if type(sample) not in (tuple, list) or len(sample) != 2:

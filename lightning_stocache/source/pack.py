@@ -2,7 +2,7 @@
 
 Workers load samples and encode them (`blob`). The main process takes the blobs in the order of their indices; a thread
 commits 64 MiB, or those of two seconds, while the next ones are loaded (without it, packing has 0.5 to 0.9 of its
-speed). The file is locked by `flock`, which the kernel frees when the process ends.
+speed). The file is locked by `flock`, which the kernel frees when the process and its workers have ended.
 
 Each index is read once. A pack that was stopped goes on after the last committed sample, whose index is the number of
 keys; up to four samples that lie there are read again and compared, so that no other source goes on with it.
@@ -17,14 +17,13 @@ import sys
 import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
 from lightning_stocache.cache.codec import UnsupportedSampleError
 from lightning_stocache.node.processes import end_with_parent
@@ -111,7 +110,11 @@ def pack(
         "fingerprint": fingerprint,
         "classes": list(classes) if named else [],
     }
-    with _Writer(Path(path), manifest) as writer, _bar(len(blobs), writer.done, progress) as bar:
+    hidden = None if progress else True  # None: where there is no terminal
+    with (
+        _Writer(Path(path), manifest) as writer,
+        tqdm(desc="pack", total=len(blobs), initial=writer.done, unit=" samples", disable=hidden) as bar,
+    ):
         if allow_random:
             writer.known.clear()  # another read gives other samples
         loader = DataLoader(
@@ -120,7 +123,7 @@ def pack(
             sampler=cast(Any, chain(writer.known, range(writer.done, len(blobs)))),
             num_workers=workers,
             collate_fn=tuple,
-            worker_init_fn=partial(_begin, writer.lock_file, writer.path),
+            worker_init_fn=_begin,
             generator=torch.Generator(),  # nothing is drawn from the user's
         )
         for index, blob in loader:
@@ -130,18 +133,13 @@ def pack(
                 writer.compare(index, blob)
                 continue
             writer.put(index, blob)
-            if bar is not None:
-                bar.update()
+            bar.update()
     return len(blobs) - writer.done
 
 
-def _bar(total: int, done: int, shown: bool) -> AbstractContextManager[Any]:
-    if not shown:
-        return nullcontext()
-    from tqdm import tqdm  # its lock is a semaphore
-
-    bar: AbstractContextManager[Any] = tqdm(total=total, initial=done, unit=" samples", desc="pack", disable=None)
-    return bar
+def _begin(worker: int) -> None:
+    """Begin a worker, which has a copy of the lock: it ends soon after its parent."""
+    end_with_parent()
 
 
 class _Blobs(Dataset[Any]):
@@ -179,16 +177,6 @@ class _Blobs(Dataset[Any]):
         return sample
 
 
-def _begin(lock_file: int, path: Path, worker: int) -> None:
-    """Begin a worker: if its parent is killed, neither it nor its copy of the lock stays."""
-    try:
-        if os.path.samestat(os.fstat(lock_file), os.stat(path)):
-            os.close(lock_file)
-    except OSError:  # a spawned worker has no copy
-        pass
-    end_with_parent()
-
-
 class _Writer:
     """Writes one LMDB, from its first sample or from where another process has stopped.
 
@@ -212,14 +200,13 @@ class _Writer:
         self._environment: Any = None
         if sys.platform == "win32":
             raise LMDBError("Windows has not the locks that packing needs: pack on Linux or macOS, read it here")
-        self.lock_file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        """Descriptor that holds the lock, which a forked worker has to close."""
+        self._lock_file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.getsize(path):
                 self._examine()
         except BaseException as error:
-            os.close(self.lock_file)
+            os.close(self._lock_file)
             if isinstance(error, BlockingIOError):
                 raise LMDBError(f"another process is packing into {path}: wait for its end") from None
             raise
@@ -257,7 +244,7 @@ class _Writer:
                 self._environment.close()
             if not self.done and self._committed is None:  # an LMDB without a key
                 self.path.unlink()
-            os.close(self.lock_file)
+            os.close(self._lock_file)
 
     def _examine(self) -> None:
         """Find out how many samples are there; refuse a file that this call has not begun."""

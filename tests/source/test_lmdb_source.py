@@ -258,14 +258,13 @@ def change(path: Path, key: bytes, value: bytes | None) -> None:
 @pytest.mark.parametrize(
     ("replace", "words"),
     [
-        ((b"{", b""), "has a damaged manifest"),
         ((b'"version": 2', b'"version": 1'), "is of version 1 of `pack`, this package reads 2: pack it again"),
         ((b'"complete": true', b'"complete": false'), f"has {LENGTH} of the {LENGTH} samples of .*Made"),
         ((b'"samples": 40', b'"samples": 41'), "has 40 of the 41 samples"),
     ],
 )
 def test_a_manifest_that_is_no_good_is_said(photos: Path, replace: tuple[bytes, bytes], words: str) -> None:
-    """Damaged, of another version, of a pack that has not ended, of a larger number of samples."""
+    """Of another version, of a pack that has not ended, of a larger number of samples."""
     change(photos, MANIFEST_KEY, value_of(photos, MANIFEST_KEY).replace(*replace))
     with pytest.raises(LMDBError, match=words):
         LMDBSource(photos)
@@ -277,9 +276,9 @@ def test_a_damaged_sample_is_an_error(photos: Path) -> None:
     good, other = source.read(3), source.read(4)
     del source
     for bad, words in (
-        (good[:-1] + bytes([good[-1] ^ 1]), "sample 3: these .* damaged"),
+        (good[:-1] + bytes([good[-1] ^ 1]), "sample 3: .* damaged.*copy or pack it again"),
         (other, "here lies sample 4"),
-        (pickle.dumps(3), "are no packed sample"),
+        (pickle.dumps(3), "sample 3: .* are no packed sample"),
     ):
         change(photos, key_of(3), bad)
         with pytest.raises(LMDBError, match=words):
@@ -326,15 +325,6 @@ def test_no_truncation_gives_a_sample(tmp_path: Path, make: str) -> None:
         *["refused"] * len(positions),
         "read",
     ]
-
-
-def test_a_file_that_is_cut_while_it_is_read_is_an_error(photos: Path) -> None:
-    """Its length is looked at before each read."""
-    source = LMDBSource(photos)
-    source[0]
-    os.truncate(photos, photos.stat().st_size // 2)
-    with pytest.raises(LMDBError, match="is truncated: it has"):
-        source[LENGTH - 1]
 
 
 def first(source: LMDBSource) -> Any:
