@@ -11,8 +11,9 @@ notes for each of `FILLERS` processes, which define their notes themselves. A wr
 
 and a reader looks at the generation, fences, copies, fences and looks again. If the generation is the same even number,
 the copy is whole (a seqlock; Lameter, "Effective Synchronization on Linux/NUMA Systems", 2005). Readers take no lock
-and wait for no writer. What changed during the copy is copied again, after a few tries from another slot. So another
-sample replaces a sample that leaves during an epoch: all are draws from one source, and the number of batches stays.
+and wait for no writer. What changed during the copy is copied again, and another slot is read in place of a slot that
+is being written. So another sample replaces a sample that leaves during an epoch: all are draws from one source, and
+the number of batches stays.
 Between the odd generation and the bytes is a system call, which no store instruction crosses.
 
 A slot that is still being written is never taken over: the next writer waits. A killed writer leaves an odd generation,
@@ -40,6 +41,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import dropwhile
@@ -50,13 +52,13 @@ import numpy.typing as npt
 
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.codec import Lend, Memory, aligned
-from lightning_stocache.cache.layout import LARGEST, READY, ROLLING, Head, Layout, Records, Rows, is_complete, layout_of
+from lightning_stocache.cache.layout import LARGEST, READY, ROLLING, Head, Layout, Records, Rows, is_complete
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import refused
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest
+from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.processes import poll
 from lightning_stocache.node.segment import Segment, fence
 
@@ -72,11 +74,10 @@ _APPENDED, _NEXT, _MOST, _EVICTED, _EPOCH, _END, _TAIL, _LAPPED, _FIRST, _FOUND,
 _HEAD = Head({"state": np.int64, "time": np.int64}, _CONTROL + FILLERS * _NOTES)
 _LATEST = 1 << 60  # generations above are damaged
 
-_TRIES = 3  # of one slot, before another slot is read
-_MOST_TRIES = 1000  # in all; then the writers are faster than any copy
+_MOST_TRIES = 1000  # then the writers are faster than any copy
 _SMALLER = 4  # there are slots enough for records that are this much smaller than expected
 _KNOWN = 32  # with so many records, their mean size replaces the estimate of set-up
-_TOO_FAST = "is overwritten faster than it can be read: give it a larger budget, or fewer fillers"
+_TOO_FAST = "a rolling cache is overwritten faster than it can be read: give it a larger budget, or fewer fillers"
 
 
 class Turn(NamedTuple):
@@ -129,10 +130,9 @@ class RollingStore(Store):
         granted: int = 0,
     ) -> RollingStore:
         """Make an empty store with `count` slots for rows, or with `granted` bytes for records; see `Store.create`."""
-        layout, (count, granted) = layout_of(codec), cls.fit(codec, count, granted)
-        manifest = Manifest(Geometry(size=count, slots=count), fingerprint=ROLLING, **(whose or {}))
-        size, reserved = layout.bytes_for(codec, count, granted, _HEAD), layout.reserved_bytes(count, _HEAD)
-        return cls(Segment.create(size, backend, manifest, reserved=reserved), codec, Arc(count, count))
+        count, granted = cls.fit(codec, count, granted)
+        whose = {"fingerprint": ROLLING, **(whose or {})}
+        return cast(RollingStore, cls.create(codec, Arc(count, count), backend, whose, granted=granted))
 
     @classmethod
     def fit(
@@ -143,18 +143,12 @@ class RollingStore(Store):
         `file_bytes` limits the whole file on a disk; None: the store lies in memory.
         """
         head = cls._head(file_bytes is not None)
+        room = sys.maxsize if file_bytes is None else file_bytes - HEADER_BYTES - head.fixed_bytes
         if isinstance(codec, RecordCodec):
-            if file_bytes is not None:
-                granted = min(granted, file_bytes - HEADER_BYTES - head.fixed_bytes)
-            columns = head.plus(Records.own_columns)
+            granted, columns = min(granted, room), head.plus(Records.own_columns)
             return max(granted // (codec.nbytes // _SMALLER + columns.slot_bytes), 8), granted
-        each = codec.nbytes + head.slot_bytes
-        while count and file_bytes is not None:
-            excess = HEADER_BYTES + Rows.bytes_for(codec, count, head=head) - file_bytes
-            if excess <= 0:
-                break
-            count = max(count + -excess // each, 0)
-        return count, granted
+        room -= aligned(1) * len(codec.row_bytes) + 1  # wasted by alignment, and the byte that no write reaches
+        return min(count, max(room, 0) // cls.slot_bytes(codec, on_disk=file_bytes is not None)), granted
 
     @classmethod
     def slot_bytes(cls, codec: SampleCodec, *, on_disk: bool = False) -> int:
@@ -224,11 +218,6 @@ class RollingStore(Store):
             found.append(slot)
         words[_END], words[_LAPPED] = top - self.layout.begin, floor == top > self.layout.begin
         return found
-
-    def clear(self) -> None:
-        """Empty all slots and return their memory. No process may read or fill meanwhile."""
-        super().clear()
-        self._times[:], self._words[_MOST] = 0, self._room
 
     # ---- in ----
 
@@ -415,17 +404,17 @@ class RollingStore(Store):
         rows.gather(slots, into)
         fence()
         torn = np.flatnonzero(self.generations.take(slots) != seen)
-        tries = 0
-        while len(torn):
-            tries += 1
-            if tries > _MOST_TRIES:
-                raise RuntimeError(f"a rolling cache of {self.limit} samples {_TOO_FAST}")
-            again, generations = self._whole(slots[torn] if tries < _TRIES else self._random_slots(len(torn)))
+        for _ in range(_MOST_TRIES):
+            if not len(torn):
+                break
+            again, generations = self._whole(slots[torn])
             for fields, memory in zip(rows.fields, into, strict=True):
                 memory.reshape(len(slots), fields.shape[1])[torn] = fields[again]
             fence()
             seen[torn] = generations
             torn = torn[self.generations.take(again) != generations]
+        else:
+            raise RuntimeError(_TOO_FAST)
         self.renewed += self._count_newer(seen)
 
     def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
@@ -438,8 +427,6 @@ class RollingStore(Store):
         """Copy a whole record from this slot, or from another resident slot."""
         records: Any = self.layout
         for _ in range(_MOST_TRIES):
-            if self.closed:
-                raise RuntimeError("the rolling cache was closed while samples were read from it")
             seen = int(self.generations[place])
             if is_complete(seen) and (self._checksums is None or self.is_sound(place)):
                 fence()
@@ -453,7 +440,7 @@ class RollingStore(Store):
                         return record
             place = int(self._random_slots(1)[0])
             self.substituted += 1
-        raise RuntimeError(f"a rolling cache {_TOO_FAST}")
+        raise RuntimeError(_TOO_FAST)
 
     def readable(self, slots: Integers) -> npt.NDArray[np.bool_]:
         """Which of these slots can be read now, bool of the same shape."""

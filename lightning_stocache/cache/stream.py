@@ -26,7 +26,6 @@ came. So the order does not depend on which shard was faster.
 from __future__ import annotations
 
 import errno
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -42,12 +41,9 @@ from lightning_stocache.cache.placement import Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.store import Store, slots_for
 from lightning_stocache.node.files import Backend
-from lightning_stocache.node.processes import poll
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["MOST_WORKERS", "Mode", "Shard", "StreamLedger", "StreamStore"]
-
-log = logging.getLogger(__name__)
 
 MOST_WORKERS = 256
 """The most workers of a rank whose samples can be stored."""
@@ -183,9 +179,7 @@ class StreamLedger:
             choose: receives the ranks that have not begun the epoch within `patience`.
         """
         start = time.monotonic()
-        for seconds in poll(pause=0.002):
-            if self._is_decided(epoch):
-                break
+        while not self._is_decided(epoch):
             late = np.flatnonzero(self._numbers["epoch"] < epoch).tolist() if epoch > 1 else []
             if (not late or time.monotonic() - start > self.patience) and self._claims.take(_DECISION):
                 try:
@@ -197,8 +191,8 @@ class StreamLedger:
                             self.words[_DECIDED] = epoch
                 finally:
                     self._claims.release(_DECISION)
-            elif seconds:
-                log.warning("a stream waits for epoch %d to begin in rank(s) %s, or to be decided on", epoch, late)
+            else:
+                time.sleep(0.002)
         return self.mode
 
     def pass_by(self) -> Mode:

@@ -266,10 +266,7 @@ class StreamSource:
     def begin(self) -> Iterator[Any]:
         """Begin the next epoch in this process."""
         store, shard = self.store, self._shard()
-        if store is None:
-            return _Reading(self, None, shard, 0)
-        if shard.workers > MOST_WORKERS:
-            self.pass_by(store, f"its loader has {shard.workers} workers, more than {MOST_WORKERS}")
+        if store is None or shard.workers > MOST_WORKERS:
             return _Reading(self, None, shard, 0)
         epoch = store.ledger.begin(shard)
         mode = self._mode(store, epoch)
@@ -387,15 +384,13 @@ class StreamSource:
     def _from_memory(self, store: StreamStore, mine: Integers) -> Iterator[Any]:
         step = max(min(_AT_ONCE_BYTES // max(store.codec.nbytes, 1), _AT_ONCE), 1)
         for first in range(0, len(mine), step):
-            if store.closed:
-                raise RuntimeError("the stream was closed while an epoch was served from what is kept of it")
             start = time.perf_counter_ns()
             places = store.lookup(mine[first : first + step])
-            samples, nbytes = list(store.read(places)), store.stored_bytes(places)
+            samples = list(store.read(places))
             gather_ns = time.perf_counter_ns() - start
-            for number, sample in enumerate(samples, 1):  # one by one, because the consumer may stop in between
-                share = nbytes * number // len(samples) - nbytes * (number - 1) // len(samples)
-                count(self.opened.counters, hits=1, bytes_from_cache=share, gather_ns=gather_ns // len(samples))
+            count(self.opened.counters, bytes_from_cache=store.stored_bytes(places), gather_ns=gather_ns)
+            for sample in samples:
+                count(self.opened.counters, hits=1)  # one by one, because the consumer may stop in between
                 yield self.finished(sample)
 
     def finished(self, sample: Any) -> Any:
