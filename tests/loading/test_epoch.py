@@ -92,17 +92,6 @@ def test_every_sample_is_counted_once_and_loaded_once(tmp_path, workers, budget,
         loader.close()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_index_that_is_drawn_several_times_is_counted_each_time(num_workers):
-    """With replacement, the first is a miss and the others are hits, in one batch or in two that are under way."""
-    with closing(CachedDataset(Numbers(6))) as dataset:
-        sampler = RandomSampler(range(6), replacement=True, num_samples=60)
-        labels = torch.cat([batch[1] for batch in CachedLoader(dataset, 8, sampler=sampler, num_workers=num_workers)])
-        assert totals(dataset).served == 60
-        assert totals(dataset).fills == len(labels.unique())
-        assert totals(dataset).bypasses == 0
-
-
 def test_a_batch_without_a_miss_wakes_no_worker(requests):
     """Only what is not READY is sent, and where nothing is missing nothing is."""
     with closing(CachedDataset(Numbers(LENGTH))) as dataset:
@@ -351,20 +340,6 @@ def test_the_thread_runs_only_while_an_epoch_does(looked_up: bool, monkeypatch: 
 
 
 # ---- workers ----
-
-
-def test_memory_grows_with_the_batches():
-    """A first batch that is small does not keep later ones from being lent."""
-    batches: Any = [[0], *[list(range(start, start + 4)) for start in range(0, LENGTH, 4)]]
-    expected = list(DataLoader(Transformed(Numbers(LENGTH, WIDE), to_float), batch_sampler=batches))
-    with closing(CachedDataset(Numbers(LENGTH, WIDE), transform=to_float)) as dataset:
-        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=1, persistent_workers=True)
-        for _ in range(2):
-            assert same([copied(batch) for batch in loader], expected)
-        images = [image for image, _ in loader]
-        assert any(image.untyped_storage().nbytes() < 4 * 3 * 32 * 32 * 4 + 64 for image in images)
-        del images
-        loader.close()
 
 
 class Deadly(Numbers):

@@ -96,26 +96,6 @@ def test_large_batches_are_gathered_alone(monkeypatch: pytest.MonkeyPatch) -> No
             assert len(blocks) == expected
 
 
-@pytest.mark.parametrize("size", [4, 700])
-def test_batches_are_no_views_to_autograd(dataset: CachedDataset, size: int) -> None:
-    """In-place changes are allowed as in DataLoader's batches, and those of one do not count as changes of another."""
-    weight = torch.ones(7, requires_grad=True)
-    for image, _ in CachedLoader(dataset, size):
-        x = image.view(torch.uint8)
-        assert image._base is None
-        assert x.is_leaf
-    floats = [torch.full((7,), float(number)) for number in range(20)]
-    with closing(CachedDataset(floats)) as own:  # type: ignore[arg-type]
-        loader = CachedLoader(own, 4)
-        for _ in range(2):
-            for x in loader:
-                x += weight
-        iterator = iter(loader)
-        loss = (next(iterator) * weight).sum()
-        next(iterator).sub_(1.0)
-        loss.backward()  # type: ignore[no-untyped-call]
-
-
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_source_that_has_grown_is_loaded_beyond_its_cache(warm: bool) -> None:
     """Samples that the cache does not know come from the source, and take nobody's slot, also in the first epoch."""

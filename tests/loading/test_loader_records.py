@@ -133,18 +133,6 @@ def test_a_tensor_that_is_there_twice_is_one() -> None:
         loader.close()
 
 
-def test_a_full_arena_lets_the_rest_pass() -> None:
-    """Counts add up, nothing is stored beyond the bytes that were granted, and they are full to 95 %."""
-    with closing(CachedDataset(BOXES, "60 KB")) as dataset:
-        assert [dataset[index][1]["id"] for _ in range(2) for index in range(LENGTH)] == [*range(LENGTH)] * 2
-        cache, counters = dataset.cache, dataset.counters
-        counts = counters.totals()
-        assert (counts.served, counts.hits) == (2 * LENGTH, cache.filled)
-        assert counts.fills == counts.misses == cache.filled
-        assert counts.bypasses == 2 * (LENGTH - cache.filled)
-        assert cache.memory_bytes <= 60_000
-
-
 class Point:
     """A part of samples, whose class gets another name."""
 

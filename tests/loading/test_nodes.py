@@ -55,14 +55,13 @@ def train(rank: int, budgets: list[str]) -> Any:
     return result
 
 
-def told(rank: int, shares: bool) -> list[str]:
-    """What a script is told that shares, or forgets to."""
+def told(rank: int) -> list[str]:
+    """What a script is told that shares."""
     log = Log()
     logging.getLogger("lightning_stocache").setLevel(logging.INFO)
     dataset = CachedDataset(CountedSource(8))
-    if shares:
-        dataset.share()
-    for loader in (CachedLoader(dataset, 2, True, sampling="locality" if shares else None), CachedLoader(dataset, 2)):
+    dataset.share()
+    for loader in (CachedLoader(dataset, 2, True, sampling="locality"), CachedLoader(dataset, 2)):
         for _ in range(2):
             list(loader)
         loader.close()
@@ -71,50 +70,44 @@ def told(rank: int, shares: bool) -> list[str]:
     return [line for line in log.lines if "read at set-up" not in line]
 
 
-def test_ranks_that_do_not_share_are_told_once() -> None:
-    """One warning names share() and a sampler, on rank zero; who shares is told once what is cached."""
-    alone, others = run_ranks(told, 2, False)
-    assert alone == [
-        "each of 2 ranks has a cache of its own: after init_process_group, call share() of the dataset on every rank, "
-        'and give its loader a DistributedSampler (or CachedLoader sampling="locality"), without which each trains on '
-        "all samples"
-    ]
-    assert others == []
-    (status,), others = run_ranks(told, 2, True)
+def test_ranks_that_share_are_told_once_what_is_cached() -> None:
+    """One line, on rank zero."""
+    (status,), others = run_ranks(told, 2)
     assert status.startswith("CountedSource: 8 of 8 samples have a slot")
     assert others == []
 
 
 @pytest.mark.parametrize(
-    ("workers", "options", "state"),
+    ("kind", "workers", "options", "state"),
     [
-        (0, {}, "has a cache of its own"),
-        (2, {}, "has a cache of its own"),
-        (2, {"budget": 0}, "loads its samples uncached"),
-        (0, {"defer": True}, "loads its samples uncached"),
+        (DataLoader, 0, {}, "has a cache of its own"),
+        (DataLoader, 2, {}, "has a cache of its own"),
+        (CachedLoader, 2, {}, "has a cache of its own"),
+        (DataLoader, 2, {"budget": 0}, "loads its samples uncached"),
+        (DataLoader, 0, {"defer": True}, "loads its samples uncached"),
     ],
 )
-def test_a_plain_loader_says_that_ranks_are_alone(monkeypatch, workers, options, state):
+def test_a_loader_says_that_ranks_are_alone(monkeypatch, kind, workers, options, state):
     """Under torchrun one warning of all workers and epochs, on rank zero, names share() and a DistributedSampler."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, warnings in ((1, 0), (0, 1)):
         monkeypatch.setenv("RANK", str(rank))
-        said = call(alone, workers, options)
+        said = call(alone, kind, workers, options)
         assert len(said) == warnings
     assert f"each of 2 ranks {state}: " in said[0]
     assert "share()" in said[0]
     assert "DistributedSampler" in said[0]
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert call(alone, workers, options) == []
+    assert call(alone, kind, workers, options) == []
 
 
-def alone(workers: int, options: dict[str, Any]) -> list[str]:
-    """What a script is told that reads a cache by a plain loader, with logging in a file that workers share."""
+def alone(kind: Any, workers: int, options: dict[str, Any]) -> list[str]:
+    """What a script is told that shares nothing, with logging in a file that workers share."""
     with tempfile.NamedTemporaryFile("r") as file:
         logging.getLogger("lightning_stocache").addHandler(logging.FileHandler(file.name))
         dataset = CachedDataset(CountedSource(8), **options)
         for _ in range(2):
-            list(DataLoader(dataset, 2, num_workers=workers))
+            list(kind(dataset, 2, num_workers=workers))
         dataset.close()
         return file.read().splitlines()
 

@@ -137,25 +137,6 @@ def test_on_every_way_through_a_loader(way: dict[str, Any]) -> None:
         assert alike(list(told(way["loader"](dataset, **arguments), 2)), expected)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("kind", ["shape", "dtype", "str"])
-def test_an_index_that_comes_twice_in_a_batch(kind: str, num_workers: int) -> None:
-    """Each time it is loaded, and a bypass."""
-    batches = [[ODD, 3, ODD, 5], [1, ODD], [ODD], [ODD - LENGTH, 2], [1, 2, 3]]
-    arguments: dict[str, Any] = {"batch_sampler": batches, "num_workers": num_workers}
-    expected = [batch for batch, _ in told(DataLoader(TurnedRound(kind), **arguments))]
-    with closing(CachedDataset(TurnedRound(kind), layout="rows")) as dataset:
-        assert alike([batch for batch, _ in told(CachedLoader(dataset, **arguments))], expected)
-        assert totals(dataset).bypasses == 3 * 5
-
-
-class TurnedRound(OddOne):
-    """Knows indices from the end, too."""
-
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index % LENGTH)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_one_warning_names_it(num_workers: int, capfd: pytest.CaptureFixture[str]) -> None:
     """Once for the dataset, whoever loads it and however often: its index, what differs, and how to be strict."""

@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -161,23 +161,6 @@ def test_workers_draw_on_from_where_they_had_drawn(dataset, name, persistent):
         again.load_state_dict(states[number - 1])  # with workers that are there, where they are persistent
         assert epochs(again, 1 - len(rest), 2) == [*rest, following[0]], number
         again.close()
-
-
-def test_it_agrees_with_torchdata():
-    """A state that is taken after some batches, or at the end of an epoch, leaves as many as one of torchdata's
-    StatefulDataLoader."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    for read, left in ((0, 6), (4, 2), (6, 0), (None, 6)):
-        for kind in (CachedLoader, stateful):
-            first, again = made("random", 0, kind=kind), made("random", 77, kind=kind)
-            for _ in islice(batches := iter(first), read):
-                pass
-            state = first.state_dict()
-            again.load_state_dict(state)
-            if read is not None:  # not begun: the state that was loaded
-                assert again.state_dict().keys() == state.keys()
-            assert len(list(again)) == left
-            del batches
 
 
 def test_an_epoch_that_was_closed_has_not_ended(dataset):
