@@ -2,10 +2,10 @@
 
 All requests of one call open together, because they share budgets. The steps are collective over the job's ranks:
 
-1. The leader of each node looks at every source (`find`): its samples give the codec, and the random part is found. The
-   other ranks read nothing; they cut their own copy of the source at the same place.
-2. Each leader joins the named caches that exist on its node (`named_cache`), and divides the memory among the other
-   requests (`allocation`). The granted bytes decide whether samples are stored as their files (`forms`).
+1. The leader of each node looks at every source (`find`): its samples give the codec, and the random part is found. It
+   joins the named caches that exist on its node (`named_cache`), and divides the memory among the other requests
+   (`allocation`). The granted bytes decide whether samples are stored as their files (`forms`).
+2. The other ranks read nothing; they cut their own copy of the source at the same place.
 3. The leaders exchange their numbers of slots, and every rank lays the same rings: which node stores which index.
 4. Each leader makes the segments of its node, and the other ranks attach them (`segments`).
 5. The samples that set-up has read are stored, or compared with the samples of a named cache (`same_data`). A named
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from lightning_stocache.cache.checksums import checksum
-from lightning_stocache.cache.placement import Ring
+from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.store import Store, slots_for
 from lightning_stocache.cache.stream import StreamStore
@@ -70,24 +70,20 @@ class _Opening:
         budget: budget of its pot.
         reader: reads the source.
         found: the finding of the leader of this node.
-        joined: on a leader, the existing cache of this name.
         granted: bytes that the cache may take on this node.
-        keep_free: bytes that filling leaves free.
-        slots: expected number of samples with room on this node.
-        ring: the arcs of all nodes.
-        expected: the arcs, with the slots for which there will be room.
+        joined: on a leader, the existing cache of this name.
+        slots: on a leader, the expected number of samples with room on this node.
+        keep_free: on a leader, the bytes that filling leaves free.
     """
 
     request: CacheRequest
     budget: Budget
     reader: SourceReader
     found: Finding = field(default_factory=Finding)
-    joined: Store | None = None
     granted: int = 0
-    keep_free: int = 0
+    joined: Store | None = None
     slots: int = 0
-    ring: Ring = field(default_factory=lambda: Ring(()))
-    expected: Ring = field(default_factory=lambda: Ring(()))
+    keep_free: int = 0
 
     @property
     def wanted(self) -> int:
@@ -147,70 +143,79 @@ def open_caches(
             stack.enter_context(closing(_Opening(request, budgets[request.pot], SourceReader(request))))
             for request in requests
         ]
-        _find(openings, group)
-        if is_named:
-            group.together(lambda: _join(openings) if group.is_leader else None)
+        apart = ranks_apart(requests, group)
         later = Reserve(kept_back, later_bytes * len(group.members))
-        kind = _grant(openings, budgets, group, backend, later)
+        plan, kind = group.lead(lambda: _plan(openings, apart, budgets, len(group.members), backend, later))
+        for opening, (found, granted) in zip(openings, plan, strict=True):
+            opening.found, opening.granted = found, granted
         parts = group.together(lambda: [parts_of(opening.request.source, opening.found) for opening in openings])
-        _lay_rings(openings, group)
+        rings = _lay_rings(openings, group)
         caches = [
             OpenCache(
                 opening.request,
                 source,
                 tail,
-                ring=opening.ring,
+                ring=ring,
                 group=group,
                 budget_bytes=opening.granted,
-                off=opening.budget.off,
-                expected_ring=opening.expected,
+                expected_ring=expected,
             )
-            for opening, (source, tail) in zip(openings, parts, strict=True)
+            for opening, (source, tail), (ring, expected) in zip(openings, parts, rings, strict=True)
         ]
+
+        def make(kind: Backend | None) -> list[Store | None]:
+            arcs = [ring.arcs[group.node] for ring, _ in rings]
+            return [_make(opening, arc, group, kind) for opening, arc in zip(openings, arcs, strict=True)]
+
         try:
-            caches = make_and_attach(caches, lambda kind: [_make(opening, kind, group) for opening in openings], kind)
+            caches = make_and_attach(caches, make, kind)
         except CacheMemoryError as error:
-            wanted = is_named or any(arc.slots for opening in openings for arc in opening.ring.arcs)
-            return _without(requests, group, error, wanted=wanted or any(request.as_stream for request in requests))
+            return _without(requests, group, error)
         caches = _store_or_refuse(openings, caches, group)
-    if is_named:
-        arcs = _per_node([None if cache.cache is None else cache.cache.handle.arc for cache in caches], group)
-        for number, cache in enumerate(caches):
-            assert cache.ring is not None
-            nodes = zip(arcs, cache.ring.arcs, strict=True)
-            ring = Ring(tuple(node[number] or replace(arc, slots=0) for node, arc in nodes))
-            caches[number] = replace(cache, ring=ring)
-            if cache.request.name is not None:
-                granted = 0 if cache.cache is None else cache.cache.granted_bytes
-                caches[number] = replace(cache, ring=ring, expected_ring=ring, budget_bytes=granted)
-    return caches
+    return _with_arcs(caches, group) if is_named else caches
 
 
 def _with_directory(request: CacheRequest) -> CacheRequest:
-    """The request, with the checked path of its directory.
-
-    Raises:
-        DiskError: the directory cannot hold a cache.
-        ImportError: xxhash is not installed.
-    """
+    """The request, with the checked path of its directory. A DiskError or ImportError if no cache can lie there."""
     if request.dir is None:
         return request
     checksum()
     return replace(request, dir=check_directory(request.dir))
 
 
-def _per_node(value: T, group: NodeGroup) -> list[T]:
-    """The values of the leaders of all nodes. Collective."""
-    values = group.exchange(value)
-    return [values[ranks[0]] for ranks in group.nodes]
+def _plan(
+    openings: Sequence[_Opening],
+    apart: Sequence[bool],
+    budgets: Mapping[str, Budget],
+    ranks: int,
+    backend: BackendChoice,
+    later: Reserve,
+) -> tuple[list[tuple[Finding, int]], Backend | None]:
+    """Look at the sources, join the named caches that exist, and divide the memory of a node among the others.
 
-
-def _find(openings: Sequence[_Opening], group: NodeGroup) -> None:
-    """Have the leader of each node look at the sources. Collective."""
-    apart = ranks_apart([opening.request for opening in openings], group)
-    findings = group.lead(lambda: list(map(_look, openings, apart)))
-    for opening, found in zip(openings, findings, strict=True):
-        opening.found = found
+    Returns:
+        The finding and the granted bytes of each request, and the kind of segment; None is the system's default.
+    """
+    for opening, is_apart in zip(openings, apart, strict=True):
+        opening.found = _look(opening, is_apart)
+    for opening in openings:
+        if opening.request.name is not None and opening.found.codec is not None:
+            opening.joined = open_cache(opening.request, opening.found.codec, opening.budget)
+            later += Reserve(0 if opening.joined is None else opening.joined.promised_bytes)
+    requests = [opening.request for opening in openings]
+    codecs = [None if opening.joined is not None else opening.found.codec for opening in openings]
+    division = allocate(requests, codecs, budgets, ranks, backend, later)
+    for number, opening in enumerate(openings):
+        opening.slots, opening.granted = division.slots[number], division.granted[number]
+        opening.keep_free = division.keep_free[number]
+        if opening.request.as_stream:
+            opening.slots = 0  # the bytes are divided
+        elif opening.found.codec is not None and opening.joined is None:
+            _choose_form(opening)
+    if any(opening.slots < opening.request.samples for opening in openings):
+        for warning in division.warnings:
+            log.warning(warning)
+    return [(opening.found, opening.granted) for opening in openings], division.backend
 
 
 def _look(opening: _Opening, is_apart: bool) -> Finding:
@@ -230,44 +235,7 @@ def _look(opening: _Opening, is_apart: bool) -> Finding:
     return found
 
 
-def _join(openings: Sequence[_Opening]) -> None:
-    """Open the named caches that exist."""
-    for opening in openings:
-        if opening.request.name is not None and opening.found.codec is not None:
-            opening.joined = open_cache(opening.request, opening.found.codec, opening.budget)
-
-
-def _grant(
-    openings: Sequence[_Opening],
-    budgets: Mapping[str, Budget],
-    group: NodeGroup,
-    backend: BackendChoice,
-    later: Reserve,
-) -> Backend | None:
-    """Divide the memory of this node, and choose the forms of samples by the granted bytes. Collective.
-
-    Returns:
-        The kind of segment; None is the system's default.
-    """
-    joined = [opening.joined for opening in openings if opening.joined is not None]
-    later += Reserve(sum(cache.promised_bytes for cache in joined))
-    requests = [opening.request for opening in openings]
-    codecs = [None if opening.joined is not None else opening.found.codec for opening in openings]
-    plan = group.lead(lambda: allocate(requests, codecs, budgets, len(group.members), backend, later))
-    for number, opening in enumerate(openings):
-        opening.slots, opening.granted = plan.slots[number], plan.granted[number]
-        opening.keep_free = plan.keep_free[number]
-        if opening.request.as_stream:
-            opening.slots = 0  # the bytes are divided
-        elif opening.found.codec is not None and opening.joined is None:
-            _choose_form(opening, group)
-    if group.is_leader and any(opening.slots < opening.request.samples for opening in openings):
-        for warning in plan.warnings:
-            log.warning(warning)
-    return plan.backend if backend == "auto" else backend
-
-
-def _choose_form(opening: _Opening, group: NodeGroup) -> None:
+def _choose_form(opening: _Opening) -> None:
     """Choose between decoded samples and their files by the granted bytes, and pack records if room is short."""
     found, granted, wanted = opening.found, opening.granted, opening.wanted
     codec, as_files = found.codec, found.as_files
@@ -276,16 +244,15 @@ def _choose_form(opening: _Opening, group: NodeGroup) -> None:
         codec = codec.for_bytes(granted, wanted)
     if found.encoded is not None:
         as_files = keeps_files(granted, wanted, codec, found.encoded)
-        if group.is_leader:
-            log.info(
-                "%s keeps %s: a sample takes %s decoded, %s as its file, %.1f ms to read and %.1f ms to decode",
-                opening.request.title,
-                "files" if as_files else "samples decoded",
-                format_bytes(codec.nbytes),
-                format_bytes(found.encoded.codec.nbytes),
-                1e3 * found.encoded.read_seconds,
-                1e3 * found.encoded.decode_seconds,
-            )
+        log.info(
+            "%s keeps %s: a sample takes %s decoded, %s as its file, %.1f ms to read and %.1f ms to decode",
+            opening.request.title,
+            "files" if as_files else "samples decoded",
+            format_bytes(codec.nbytes),
+            format_bytes(found.encoded.codec.nbytes),
+            1e3 * found.encoded.read_seconds,
+            1e3 * found.encoded.decode_seconds,
+        )
         codec = found.encoded.codec if as_files else codec
     if codec is not found.codec:
         seen = found.seen if as_files == found.as_files else ()
@@ -293,18 +260,25 @@ def _choose_form(opening: _Opening, group: NodeGroup) -> None:
         opening.slots = min(granted // codec.slot_bytes, wanted)
 
 
-def _lay_rings(openings: Sequence[_Opening], group: NodeGroup) -> None:
+def _per_node(value: T, group: NodeGroup) -> list[T]:
+    """The values of the leaders of all nodes. Collective."""
+    values = group.exchange(value)
+    return [values[ranks[0]] for ranks in group.nodes]
+
+
+def _lay_rings(openings: Sequence[_Opening], group: NodeGroup) -> list[tuple[Ring, Ring]]:
     """Lay the rings of all nodes: with all slots, and with the slots for which there will be room. Collective."""
     ours = [
         (opening.slots, _homes(opening, group), None if opening.joined is None else opening.joined.handle.arc)
         for opening in openings
     ]
+    rings = []
     for opening, *nodes in zip(openings, *_per_node(ours, group), strict=True):
-        request = opening.request
+        domain, samples = opening.request.domain, 0 if opening.request.as_stream else opening.request.samples
         slots, homes, arcs = zip(*nodes, strict=True)
-        samples = 0 if request.as_stream else request.samples
-        opening.expected = Ring.cut(samples, group.shares, slots, request.domain)
-        opening.ring = Ring.cut(samples, group.shares, homes, request.domain).with_arcs(arcs)
+        ring = Ring.cut(samples, group.shares, homes, domain).with_arcs(arcs)
+        rings.append((ring, Ring.cut(samples, group.shares, slots, domain)))
+    return rings
 
 
 def _homes(opening: _Opening, group: NodeGroup) -> int:
@@ -321,11 +295,10 @@ def _homes(opening: _Opening, group: NodeGroup) -> int:
     return min(max(expected, share), max(slots_for(opening.granted, codec, wanted), expected), wanted)
 
 
-def _make(opening: _Opening, kind: Backend | None, group: NodeGroup) -> Store | None:
-    """Make the store of a cache, or join the named cache."""
+def _make(opening: _Opening, arc: Arc, group: NodeGroup, kind: Backend | None) -> Store | None:
+    """Make the store of a cache with this node's arc, or join the named cache."""
     request, found, granted = opening.request, opening.found, opening.granted
-    store, codec, arc = opening.joined, found.codec, opening.ring.arcs[group.node]
-    opening.joined = None
+    store, codec, opening.joined = opening.joined, found.codec, None
     if codec is not None and request.as_stream and granted >= _LEAST:
         store = StreamStore.empty(codec, granted, len(group.members), kind)
     elif store is None and codec is not None and request.name is not None:  # another job may have made it since
@@ -374,11 +347,22 @@ def _store_or_refuse(openings: Sequence[_Opening], caches: Sequence[OpenCache], 
     ]
 
 
-def _without(
-    requests: Sequence[CacheRequest], group: NodeGroup, error: Exception, *, wanted: bool = True
-) -> list[OpenCache]:
-    """Continue without caches after an error of memory or disk, with one warning; an error if strict and `wanted`."""
-    if wanted and any(request.strict for request in requests):
+def _with_arcs(caches: Sequence[OpenCache], group: NodeGroup) -> list[OpenCache]:
+    """Give the named caches the arcs that they have, which another job may have chosen. Collective."""
+    arcs = _per_node([None if opened.cache is None else opened.cache.handle.arc for opened in caches], group)
+    complete = []
+    for opened, *nodes in zip(caches, *arcs, strict=True):
+        if opened.request.name is not None and opened.ring is not None:
+            ring = Ring(tuple(arc or replace(cut, slots=0) for arc, cut in zip(nodes, opened.ring.arcs, strict=True)))
+            granted = 0 if opened.cache is None else opened.cache.granted_bytes
+            opened = replace(opened, ring=ring, expected_ring=ring, budget_bytes=granted)
+        complete.append(opened)
+    return complete
+
+
+def _without(requests: Sequence[CacheRequest], group: NodeGroup, error: Exception) -> list[OpenCache]:
+    """Continue without caches after an error of memory or disk, with one warning; an error if strict."""
+    if any(request.strict for request in requests):
         raise error
     if group.rank == 0:
         log.warning("the cache is off, all samples are loaded from their source, uncounted: %s", error)

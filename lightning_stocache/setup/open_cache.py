@@ -39,7 +39,6 @@ class OpenCache:
         ring: the arcs of all nodes.
         group: the ranks that share the cache.
         budget_bytes: memory that was granted on this node.
-        off: whether the budget is 0.
         borrowed: whether this is a copy, which does not close the memory.
         expected_ring: the arcs, with the slots for which there will be room. Records may have fewer of these.
     """
@@ -52,7 +51,6 @@ class OpenCache:
     ring: Ring | None = None
     group: NodeGroup = field(default_factory=NodeGroup)
     budget_bytes: int = 0
-    off: bool = False
     borrowed: bool = False
     expected_ring: Ring | None = None
 

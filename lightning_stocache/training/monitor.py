@@ -143,7 +143,8 @@ class CacheMonitor(Callback):
         """Print the verdict on the caches."""
         if self._epochs and self.verbose:
             datasets = running_datasets(trainer, "train")
-            off = all(isinstance(dataset, CachedDataset) and cached_source(dataset).opened.off for dataset in datasets)
+            cached = [cached_source(dataset) for dataset in datasets if isinstance(dataset, CachedDataset)]
+            off = len(cached) == len(datasets) and all(source.opened.request.budget.off for source in cached)
             for sentence in verdict(self._epochs, sum(map(samples_of, datasets)), off=off):
                 say(sentence)
 
