@@ -1,6 +1,7 @@
 """How caches open: look at the sources, divide the memory, make the segments, attach them on all ranks.
 
-All requests of one call open together, because they share budgets. The steps are collective over the job's ranks:
+All requests of one call open together, because they share budgets. The steps are collective over the job's ranks. All
+ranks must hold the same data. The indices that they draw may differ: each index that any rank draws gets a slot.
 
 1. The leader of each node looks at every source (`find`): its samples give the codec, and the random part is found. It
    joins the named caches that exist on its node (`named_cache`), and divides the memory among the other requests
@@ -24,10 +25,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import TypeVar
 
 from lightning_stocache.cache.checksums import checksum
-from lightning_stocache.cache.placement import Arc, Ring
+from lightning_stocache.cache.placement import Arc, Domain, Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.store import Store, slots_for
 from lightning_stocache.cache.stream import StreamStore
@@ -36,7 +38,6 @@ from lightning_stocache.node.disk import check_directory
 from lightning_stocache.node.files import Backend, printable
 from lightning_stocache.node.grant import Reserve
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.agreement import check_lengths, drawn_by_any, ranks_apart
 from lightning_stocache.setup.allocation import allocate
 from lightning_stocache.setup.find import Finding, SourceReader, parts_of
 from lightning_stocache.setup.forms import keeps_files
@@ -46,8 +47,9 @@ from lightning_stocache.setup.request import BackendChoice, CacheRequest
 from lightning_stocache.setup.same_data import store_or_refuse
 from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
 from lightning_stocache.source.access import warn_of_odd
+from lightning_stocache.source.identity import data_digest
 
-__all__ = ["open_caches"]
+__all__ = ["drawn_by_any", "open_caches", "united"]
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +129,7 @@ def open_caches(
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: all samples pass through uncached")
         return [OpenCache.without(request, group) for request in requests]
-    check_lengths(requests, group)
+    _check_lengths(requests, group)
     if not requests:
         return []
     domains = drawn_by_any([request.domain for request in requests], group)
@@ -143,7 +145,7 @@ def open_caches(
             stack.enter_context(closing(_Opening(request, budgets[request.pot], SourceReader(request))))
             for request in requests
         ]
-        apart = ranks_apart(requests, group)
+        apart = _are_apart(requests, group)
         later = Reserve(kept_back, later_bytes * len(group.members))
         plan, kind = group.lead(lambda: _plan(openings, apart, budgets, len(group.members), backend, later))
         for opening, (found, granted) in zip(openings, plan, strict=True):
@@ -173,6 +175,43 @@ def open_caches(
             return _without(requests, group, error)
         caches = _store_or_refuse(openings, caches, group)
     return _with_arcs(caches, group) if is_named else caches
+
+
+def drawn_by_any(domains: Sequence[Domain | None], group: NodeGroup) -> list[Domain | None]:
+    """The indices of each dataset that any rank draws, given the indices of this rank; None: all. Collective."""
+    digests = [None if domain is None else domain.digest for domain in domains]
+    known = group.exchange(digests)
+    if all(others == digests for others in known) or any(len(others) != len(digests) for others in known):
+        return list(domains)  # `open_caches` refuses other numbers of datasets
+    return [united(parts) for parts in zip(*group.exchange(domains), strict=True)]
+
+
+def united(domains: Sequence[Domain | None]) -> Domain | None:
+    """The indices that any of several samplers draws; None: all."""
+    known = [domain for domain in domains if domain is not None]
+    return reduce(Domain.__or__, known) if len(known) == len(domains) else None
+
+
+def _check_lengths(requests: Sequence[CacheRequest], group: NodeGroup) -> None:
+    """Refuse sources of different lengths with a ValueError. Collective."""
+    lengths = group.exchange([request.length for request in requests])
+    for rank, others in enumerate(lengths):
+        if others != lengths[0]:
+            raise ValueError(
+                f"all ranks must open the same sources; those of rank 0 have {lengths[0]} samples, those of rank "
+                f"{rank} {others}. Give every rank the whole dataset and let a DistributedSampler divide it"
+            )
+
+
+def _are_apart(requests: Sequence[CacheRequest], group: NodeGroup) -> list[bool]:
+    """Whether the ranks hold different data under one index, for each request. Collective.
+
+    One cache serves all ranks of a node, so a rank would get the samples of another rank.
+    """
+    if group.world == 1:
+        return [False] * len(requests)
+    digests = group.exchange(["" if request.as_stream else data_digest(request.source) for request in requests])
+    return [len(set(of_ranks)) > 1 for of_ranks in zip(*digests, strict=True)]
 
 
 def _with_directory(request: CacheRequest) -> CacheRequest:

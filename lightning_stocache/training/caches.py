@@ -38,8 +38,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.agreement import drawn_by_any, united
-from lightning_stocache.setup.open import open_caches
+from lightning_stocache.setup.open import drawn_by_any, open_caches, united
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.same_data import is_continued
 from lightning_stocache.training.options import CacheOptions

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, random_split
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.serve import CachedSource
@@ -198,6 +198,24 @@ def test_a_rank_that_wants_nothing_does_not_leave_the_others_waiting() -> None:
     [errors] = on_two_ranks(open_some)
     assert [kind for kind, *_ in errors] == ["ValueError", "ValueError"]
     assert all("must open the same sources" in words for _, words, _ in errors)
+
+
+def split_for_itself(rank: int, folder: str) -> tuple[bool, list[int]]:
+    whole = CountedSource(24, log_path=Path(folder) / str(rank))
+    part, _ = random_split(whole, [12, 12], torch.Generator().manual_seed(rank))
+    dataset = CachedDataset(part, defer=True)
+    dataset.share()
+    labels = [int(dataset[index][1]) for _ in range(2) for index in range(12)]
+    cached = dataset.cache is not None
+    dataset.close()
+    return cached, [whole.expected(index)[1] == label for index, label in zip([*part.indices] * 2, labels, strict=True)]
+
+
+def test_a_split_that_each_rank_draws_for_itself_passes_through(tmp_path: Path) -> None:
+    """Each rank sees the samples of its own part."""
+    for cached, right in run_ranks(split_for_itself, 2, str(tmp_path)):
+        assert not cached
+        assert all(right)
 
 
 def look(rank: int) -> Any:

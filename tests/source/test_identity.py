@@ -1,17 +1,13 @@
-"""Ranks that hold other data under the same index share no cache."""
+"""Sources with other data have another digest."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, random_split
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.source.identity import data_digest
-from tests.ranks import run_ranks
-from tests.sources import CountedSource
 
 
 class Files(Dataset[Any]):
@@ -50,22 +46,3 @@ def test_other_data_has_another_digest(one: Any, other: Any) -> None:
 def test_what_ranks_have_of_their_own_is_no_difference() -> None:
     """Numbers and strings: a rank, a folder of its own."""
     assert data_digest(Files(["a"], rank=0)) == data_digest(Files(["a"], rank=1))
-
-
-def split_for_itself(rank: int, folder: str) -> tuple[bool, list[int]]:
-    whole = CountedSource(24, log_path=Path(folder) / str(rank))
-    part, _ = random_split(whole, [12, 12], torch.Generator().manual_seed(rank))
-    dataset = CachedDataset(part, defer=True)
-    dataset.share()
-    labels = [int(dataset[index][1]) for _ in range(2) for index in range(12)]
-    cached = dataset.cache is not None
-    dataset.close()
-    return cached, [whole.expected(index)[1] == label for index, label in zip([*part.indices] * 2, labels, strict=True)]
-
-
-@pytest.mark.processes
-def test_a_split_that_each_rank_draws_for_itself_passes_through(tmp_path: Path) -> None:
-    """Each rank sees the samples of its own part."""
-    for cached, right in run_ranks(split_for_itself, 2, str(tmp_path)):
-        assert not cached
-        assert all(right)
