@@ -23,7 +23,7 @@ from lightning_stocache.cache.layout import ROLLING
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.rolling import RollingStore
-from lightning_stocache.cache.store import Store, gathers
+from lightning_stocache.cache.store import Store
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Manifest, ManifestError, printable
 from lightning_stocache.node.named import clean, join_named, manifest_of, open_named, way_out
@@ -220,13 +220,10 @@ def _check_budget(request: CacheRequest, cache: Store, made: str, budget: Budget
     Raises:
         FingerprintError: in the same case, if the request is strict.
     """
-    slots = len(cache)
-    if not gathers(cache):  # the bytes of records are limited, not their slots
-        slots = min(cache.granted_bytes // cache.codec.slot_bytes, slots)
-    if made == str(budget) or slots >= request.samples:
+    if made == str(budget) or cache.capacity >= request.samples:
         return
     words = (
-        f"the cache {request.name!r} was made with budget={made!r} and keeps its {slots:,} slots; "
+        f"the cache {request.name!r} was made with budget={made!r} and keeps its {cache.capacity:,} slots; "
         f"budget={str(budget)!r} is not looked at"
     )
     ways = way_out(str(request.name), request.dir)

@@ -47,7 +47,6 @@ Read: TypeAlias = Callable[[Finding, Sequence[int], bool], Mapping[int, list[byt
 """`SourceReader.read` of a source."""
 
 _COMPARED = 4  # samples at least, if so many are stored
-_PIECE_BYTES = 1 << 20  # of samples that are sent at once
 _TRIED = 64  # samples that are looked at until four could be compared
 _LOOKED_FOR = 256  # indices of a cache that goes on with another object
 
@@ -72,13 +71,10 @@ def store_or_refuse(
         if request.name is not None and cache.filled:
             _warn_of_trust(request, "a random source that is cached as it is has other samples in each job")
         return None
-    seen = list(filter(cache.has_place, found.seen))
+    contents = dict(read(found, list(filter(cache.has_place, found.seen)), False))
     if request.name is None:
-        step = max(_PIECE_BYTES // max(cache.codec.nbytes, 1), 1)
-        for start in range(0, len(seen), step):
-            _store(cache, read(found, seen[start : start + step], False), counters)
+        _store(cache, contents, counters)
         return None
-    contents = dict(read(found, seen, False))
     if not cache.filled:
         others = (index for index in map(cache.handle.arc.index, range(len(cache))) if index not in contents)
         contents |= read(found, list(islice(others, max(_COMPARED - len(contents), 0))), False)
@@ -88,10 +84,10 @@ def store_or_refuse(
                 return None
     indices = [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]
     places = ((index, cache.place(index, verify=True)) for index in indices)
-    words = _differ(request, found, read, cache, places, contents)
-    if words is None:
+    other, equal = _compare(found, read, cache, places, contents)
+    if other is None and equal:
         _store(cache, contents, counters)
-    return words or None
+    return _refusal(request, other, equal)
 
 
 def check_pool(request: CacheRequest, read: Read, pool: RollingStore) -> str | None:
@@ -105,25 +101,24 @@ def check_pool(request: CacheRequest, read: Read, pool: RollingStore) -> str | N
     indices = np.flatnonzero(slots != NO_PLACE)
     indices = indices[:: max(len(indices) // _TRIED, 1)]
     places = ((index, int(slots[index])) for index in indices.tolist() if pool.is_sound(int(slots[index])))
-    return _differ(request, Finding(pool.codec), read, pool, places, {}) or None
+    return _refusal(request, *_compare(Finding(pool.codec), read, pool, places, {}))
 
 
-def _differ(
-    request: CacheRequest,
+def _compare(
     found: Finding,
     read: Read,
     cache: Store,
     places: Iterable[tuple[int, int]],
     contents: Mapping[int, list[bytes]],
-) -> str | None:
-    """Compare samples of a cache, given by index and place, with those of a source, at least four.
+) -> tuple[int | None, int]:
+    """Compare samples of a cache, given by index and place, with those of a source: all of `contents`, or four.
 
     Returns:
-        None if they are equal; in words that they differ; "" with a warning if no sample could be compared.
+        The index of a sample that is another one in the source, or None; and the number of equal samples.
     """
-    compared = 0
+    equal = 0
     for index, place in places:
-        if index not in contents and compared >= _COMPARED:
+        if index not in contents and equal >= _COMPARED:
             break
         ours = contents.get(index) or read(found, [index], False).get(index)
         if ours is None or place == NO_PLACE:
@@ -131,18 +126,24 @@ def _differ(
         sample, stored = _decoded(cache.codec, ours), next(iter(cache.read(np.array([place]))))
         if stored is UNREADABLE:
             continue
-        if not same_sample(sample, stored):
-            again = read(found, [index], True).get(index)
-            if again is None or not same_sample(sample, _decoded(cache.codec, again)):
-                continue
-            return (
-                f"there is other data under this name: sample {index} of the cache {request.name!r} is another one.\n"
-                f"{way_out(str(request.name), request.dir)}"
-            )
-        compared += 1
-    if not compared:
+        if same_sample(sample, stored):
+            equal += 1
+            continue
+        again = read(found, [index], True).get(index)
+        if again is not None and same_sample(sample, _decoded(cache.codec, again)):
+            return index, equal
+    return None, equal
+
+
+def _refusal(request: CacheRequest, other: int | None, equal: int) -> str | None:
+    """Why a cache must not be used, given the result of `_compare`. Warns if no sample could be compared."""
+    if other is not None:
+        return (
+            f"there is other data under this name: sample {other} of the cache {request.name!r} is another one.\n"
+            f"{way_out(str(request.name), request.dir)}"
+        )
+    if not equal:
         _warn_of_trust(request, "no sample that lies there could be compared with this job's")
-        return ""
     return None
 
 
@@ -161,13 +162,11 @@ def is_continued(opened: OpenCache, dataset: Any) -> bool:
     stored = tried[cache.lookup(tried) != NO_PLACE]
     if not len(stored):
         return False
-    indices = np.unique(stored[np.linspace(0, len(stored) - 1, _COMPARED).astype(np.int64)]).tolist()
+    indices = np.unique(stored[np.linspace(0, len(stored) - 1, _COMPARED).astype(np.int64)])
+    places = list(zip(indices.tolist(), cache.lookup(indices).tolist(), strict=True))
     with closing(SourceReader(replace(request, source=dataset, reader=None))) as reader:
-        contents = reader.read(Finding(cache.codec), indices)
-    if len(contents) < len(indices):
-        return False
-    stored = cache.read(cache.lookup(np.array(indices)))
-    return all(map(same_sample, (_decoded(cache.codec, contents[index]) for index in indices), stored))
+        other, equal = _compare(Finding(cache.codec), reader.read, cache, places, {})
+    return other is None and equal == len(places)
 
 
 def _store(cache: Store, contents: Mapping[int, Sequence[bytes]], counters: Counters) -> None:
