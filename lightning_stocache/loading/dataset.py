@@ -28,7 +28,7 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, check_cache_keys, check_choice
+from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, check_choice
 from lightning_stocache.source.access import check_source
 
 __all__ = ["CachedDataset", "Forwarding", "StandIn", "cached_in", "cached_source", "dataset_over"]
@@ -151,7 +151,6 @@ class CachedDataset(Forwarding):
         dir: str | None = None,
         indices: Sequence[int] | None = None,
     ) -> None:
-        check_cache_keys()
         check_source(source, Forwarding, strict=strict)
         if transform is not None and not callable(transform):
             raise TypeError(f"transform must be a function of a sample, got {transform!r}")

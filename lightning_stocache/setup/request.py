@@ -6,13 +6,9 @@ value.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import cache
 from multiprocessing.context import BaseContext
-from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from torch.utils.data import Dataset
@@ -24,7 +20,6 @@ from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
 
 __all__ = [
-    "CACHE_KEYS",
     "ENDLESS",
     "BackendChoice",
     "CacheRequest",
@@ -32,7 +27,6 @@ __all__ = [
     "Layout",
     "LoaderSettings",
     "check_budget",
-    "check_cache_keys",
     "check_choice",
     "check_count",
     "check_flag",
@@ -42,54 +36,10 @@ BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
 Form = Literal["decoded", "encoded", "auto"]
 
-CACHE_KEYS = frozenset(
-    {
-        *("budget", "stage_budgets", "allow_random", "keep_cache", "sampling", "name"),
-        *("fingerprint", "strict", "store", "prefill", "dir", "streams"),
-    }
-)
-"""The keys of the Hydra group `cache`: the options that the doors share."""
-
 ENDLESS = 1 << 48
 """Stands for the number of samples in a stream, which nobody knows."""
 
 _AUTO = Budget.parse("auto")
-
-
-def check_cache_keys() -> None:
-    """Refuse an unknown key of `cache` in the config of a Hydra app, which nothing would read.
-
-    On the command line every key of `cache` is checked. In the config that Hydra has saved for the job, `cache` may be
-    a group of the app itself. It is checked if it has a budget, or a key that resembles an option.
-
-    Raises:
-        ValueError: a key is no option. The message names the key and the most similar option.
-    """
-    hydra: Any = sys.modules.get("hydra.core.hydra_config")  # not imported in a job without Hydra
-    if hydra is None or not hydra.HydraConfig.initialized():
-        return
-    job = hydra.HydraConfig.get()
-    overrides = (override.lstrip("+~").partition("=")[0].split(".") for override in job.overrides.task)
-    _refuse_slips(key[1] for key in overrides if key[0] == "cache" and len(key) > 1)
-    keys = _keys_in(Path(str(job.runtime.output_dir), str(job.output_subdir), "config.yaml"))
-    if "budget" in keys or any(get_close_matches(key, CACHE_KEYS) for key in keys - CACHE_KEYS):
-        _refuse_slips(sorted(keys))
-
-
-@cache
-def _keys_in(config: Path) -> frozenset[str]:
-    """The keys of `cache` in a config that Hydra has saved; empty without such a file."""
-    if not config.is_file():
-        return frozenset()
-    group = sys.modules["omegaconf"].OmegaConf.load(config).get("cache")
-    return frozenset(map(str, group)) if hasattr(group, "keys") else frozenset()
-
-
-def _refuse_slips(keys: Iterable[str]) -> None:
-    for key in keys:
-        if key not in CACHE_KEYS:
-            meant = "".join(f"; did you mean cache.{name}?" for name in get_close_matches(key, CACHE_KEYS, 1, 0))
-            raise ValueError(f"cache.{key} is no option of the cache{meant}")
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:

@@ -21,7 +21,6 @@ from lightning_stocache.setup.request import (
     CacheRequest,
     Form,
     LoaderSettings,
-    check_cache_keys,
     check_choice,
     check_flag,
 )
@@ -74,7 +73,7 @@ class CacheOptions:
             `prefill` do not apply to them.
 
     Raises:
-        ValueError: an option cannot have this value, or (`among`) a Hydra app sets a `cache.<option>` that is unknown.
+        ValueError: an option cannot have this value.
     """
 
     budget: int | float | str = "auto"
@@ -107,7 +106,6 @@ class CacheOptions:
     def among(cls, arguments: Mapping[str, Any]) -> Self:
         """The options among all arguments of a door."""
         names = [option.name for option in fields(cls) if option.init]
-        check_cache_keys()
         return cls(**{name: arguments[name] for name in names})
 
     def plain(self) -> dict[str, Any]:
