@@ -237,7 +237,7 @@ class RollingCache(Dataset[Any]):
             request,
             dir=check_directory(request.dir),
             as_stream=self.source is None or is_stream(self.source),
-            reader=LoaderSettings(1, 1, context=self._method),
+            reader=LoaderSettings(1, 1, start_method=self._method),
         )
         store, holds_all = open_pool(request, codec, draws.length, writers)
         on_disk.append(store)

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -34,9 +34,6 @@ __all__ = ["Child", "NoProcessError", "start_method"]
 log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 120.0  # for one answer: to learn what samples are takes at least four reads
-
-Answer: TypeAlias = Callable[..., Any]
-"""Answers a question, which is its arguments."""
 
 
 class NoProcessError(Exception):
@@ -52,7 +49,7 @@ class Child:
     """A process that starts at the first question, and answers until it is closed.
 
     Args:
-        answer: called with each question.
+        answer: called with the arguments of each question.
         source: the user's dataset, for `get_worker_info`.
         title: title of the source, for messages.
         method: start method; None: this process reads the source.
@@ -63,7 +60,7 @@ class Child:
 
     def __init__(
         self,
-        answer: Answer,
+        answer: Callable[..., Any],
         source: Any,
         title: str,
         method: str | None,
@@ -140,7 +137,7 @@ class Child:
 class _Answers(Dataset[bytes]):
     """The answers to pickled questions, pickled."""
 
-    def __init__(self, answer: Answer, source: Any, init: Callable[[int], None] | None) -> None:
+    def __init__(self, answer: Callable[..., Any], source: Any, init: Callable[[int], None] | None) -> None:
         self.answer, self.source, self._init = answer, source, init
 
     def begin(self, worker: int) -> None:

@@ -105,8 +105,6 @@ class SourceReader:
                 return Finding(reason=str(error))
         if self.request.spec is not None:
             return Finding(self.request.spec)
-        if not self.request.length:
-            return Finding(reason="it has no samples: check the path or filter it is made from")
         try:
             return cast(Finding, self._child.ask("look", known))
         except Exception as error:  # the source is the user's, and may raise anything
@@ -198,7 +196,7 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
     parts = split(source, quick=quick, domain=request.domain)
     reads, form, note = parts.reads, None, None
     if request.store == "encoded" or (request.store == "auto" and request.name is None):
-        files = look_at_files(source, parts, request.domain, chosen=not quick)
+        files = look_at_files(source, parts, request.domain, chosen=request.store == "encoded")
         if isinstance(files, EncodedForm):
             form = files
             reads += files.reads

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 from lightning_stocache.cache.records import SampleCodec
-from lightning_stocache.setup.child import Child, NoProcessError, start_method
+from lightning_stocache.setup.child import Child, start_method
 from lightning_stocache.setup.forms import choose_codec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.draws import Draws, EndOfStreamError
@@ -51,10 +51,8 @@ def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -
     try:
         with closing(Child(partial(_codec, draws), draws.source, title, method, must=must)) as child:
             return cast(SampleCodec, child.ask(layout))
-    except (TypeError, ValueError, LookupError) as error:
-        raise FirstSampleError(f"{title} cannot be kept: {error}") from error
-    except (RuntimeError, OSError, NoProcessError) as error:
-        raise FirstSampleError(f"{title} cannot be read: {error}") from error
+    except Exception as error:  # the source is the user's, and may raise anything
+        raise FirstSampleError(f"{title} cannot be cached: {error}") from error
 
 
 def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:

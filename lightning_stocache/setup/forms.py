@@ -152,7 +152,7 @@ def look_at_files(
         source: the user's dataset.
         parts: its deterministic part, and samples of it. The files of these samples are tried.
         domain: the indices that may be read; by default all.
-        chosen: whether an earlier job has chosen this form. Then no files of other indices are timed.
+        chosen: whether the user has chosen this form. Then no files of other indices are timed.
     """
     if access_to(source) is None:
         return (

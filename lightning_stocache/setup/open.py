@@ -260,7 +260,7 @@ def _plan(
 def _look(opening: _Opening, is_apart: bool) -> Finding:
     """Look at a source, and log the finding."""
     request = opening.request
-    if opening.budget.off or (not request.length and not request.strict):
+    if opening.budget.off or not request.length:
         return Finding()
     found = Finding(reason=_APART) if is_apart else opening.reader.look(found_before(request))
     if request.strict and found.reason is not None and not request.as_stream:
@@ -284,13 +284,11 @@ def _choose_form(opening: _Opening) -> None:
     if found.encoded is not None:
         as_files = keeps_files(granted, wanted, codec, found.encoded)
         log.info(
-            "%s keeps %s: a sample takes %s decoded, %s as its file, %.1f ms to read and %.1f ms to decode",
+            "%s keeps %s: a sample takes %s decoded and %s as its file",
             opening.request.title,
             "files" if as_files else "samples decoded",
             format_bytes(codec.nbytes),
             format_bytes(found.encoded.codec.nbytes),
-            1e3 * found.encoded.read_seconds,
-            1e3 * found.encoded.decode_seconds,
         )
         codec = found.encoded.codec if as_files else codec
     if codec is not found.codec:
@@ -377,13 +375,13 @@ def _store_or_refuse(openings: Sequence[_Opening], caches: Sequence[OpenCache], 
         for opened in caches:
             opened.close()
         raise
+    served = []
     for opened, words in zip(caches, refusals, strict=True):
         if words is not None and opened.cache is not None:
             opened.cache.close()
-    return [
-        opened if words is None else replace(opened, cache=None, budget_bytes=0)
-        for opened, words in zip(caches, refusals, strict=True)
-    ]
+            opened = replace(opened, cache=None, budget_bytes=0)
+        served.append(opened)
+    return served
 
 
 def _with_arcs(caches: Sequence[OpenCache], group: NodeGroup) -> list[OpenCache]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from multiprocessing.context import BaseContext
 from typing import Any, Literal, cast, get_args
 
 from torch.utils.data import Dataset
@@ -85,7 +84,7 @@ class LoaderSettings:
         batch_size: samples per batch.
         num_workers: worker processes.
         prefetch_factor: finished batches that each worker keeps.
-        context: the start method of workers, if the loader sets it: a name, or a context of multiprocessing.
+        start_method: the start method of workers, if the loader sets it.
         worker_init_fn: called in each worker.
         stage: stage of the Trainer, for messages.
     """
@@ -93,15 +92,9 @@ class LoaderSettings:
     batch_size: int
     num_workers: int
     prefetch_factor: int | None = None
-    context: str | BaseContext | None = None
+    start_method: str | None = None
     worker_init_fn: Callable[[int], None] | None = None
     stage: str = ""
-
-    @property
-    def start_method(self) -> str | None:
-        """The name of the start method of workers."""
-        context = self.context
-        return context if context is None or isinstance(context, str) else context.get_start_method()
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,8 @@ def settings_of(loader: DataLoader[Any], stage: str = "") -> LoaderSettings:
     batch_size: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
     context: Any = loader.multiprocessing_context
     init: Any = loader.worker_init_fn
-    return LoaderSettings(batch_size, loader.num_workers, loader.prefetch_factor, context, init, stage)
+    method = None if context is None else context.get_start_method()
+    return LoaderSettings(batch_size, loader.num_workers, loader.prefetch_factor, method, init, stage)
 
 
 def hides_dataset(loader: DataLoader[Any]) -> bool:

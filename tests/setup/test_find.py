@@ -153,9 +153,8 @@ def test_the_users_worker_init_fn_is_called() -> None:
         (Made(lambda index: {"call": [_raises, lambda: index]}), "cannot be kept as bytes: "),
         (Made(lambda index: torch.rand(2)), "it is random (reading index 0 moves the generator of torch)"),
         (Made(lambda index: os._exit(3)), "exited unexpectedly"),
-        (Made(lambda index: index, 0), "it has no samples"),
     ],
-    ids=["raises", "keys", "function", "random", "dies", "empty"],
+    ids=["raises", "keys", "function", "random", "dies"],
 )
 def test_what_cannot_be_cached_has_a_reason(source: Dataset[Any], reason: str) -> None:
     """In words, without an error; where errors are wanted, the error itself, but for a source that is random."""
@@ -224,7 +223,7 @@ def test_a_process_that_imports_first_is_waited_for(
     """One that is not forked takes seconds to begin."""
     monkeypatch.setattr(child, "REPORT_SECONDS", 0.5)
     source = TensorDataset(torch.arange(12))
-    finding = look(CacheRequest(source, reader=LoaderSettings(4, 1, context="spawn")))
+    finding = look(CacheRequest(source, reader=LoaderSettings(4, 1, start_method="spawn")))
     assert finding.codec is not None
     assert "set-up waits for TensorDataset" in caplog.text
 
@@ -267,7 +266,7 @@ def test_workers_that_cannot_import_the_source_are_told_of(of_a_notebook, monkey
     """Where workers are forked it is cached; where they are not it passes through, and the reason names the way out."""
     monkeypatch.setattr(child, "REPORT_SECONDS", 1.0)
     context("forkserver")
-    for_now = {method: LoaderSettings(4, 2, context=method) for method in ("fork", "forkserver")}
+    for_now = {method: LoaderSettings(4, 2, start_method=method) for method in ("fork", "forkserver")}
     assert look(CacheRequest(of_a_notebook, reader=for_now["fork"])).codec is not None
     reason = look(CacheRequest(of_a_notebook, reader=for_now["forkserver"])).reason
     assert "exited unexpectedly. A process that is started by 'forkserver'" in reason
