@@ -206,6 +206,7 @@ class Slow(Numbers):
         return super().__getitem__(index)
 
 
+@pytest.mark.epoch_one_reads_all
 @ways
 def test_a_batch_that_came_too_late_is_the_next_one_again(transform):
     """A time-out is an error, after which the answer still comes: to its own batch."""
