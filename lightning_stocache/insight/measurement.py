@@ -2,13 +2,12 @@
 
 The user's kind of loader runs over a few batches without a cache, over a few in which every sample is a miss that is
 stored, and over hits in a full cache. They take turns in three rounds. The differences between rounds are the noise of
-the machine. A loader delivers in waves of one batch per worker, and counting starts after the first wave. Each round
-reads other samples as long as there are enough, because the page cache holds the files that an earlier round has read.
+the machine. A loader delivers in waves of one batch per worker, and counting starts after the first wave. Samples are
+drawn at random: the page cache holds the files of an earlier round, but of a large dataset hardly any is drawn again.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -19,7 +18,7 @@ from traceback import clear_frames
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, RandomSampler, Subset
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import SampleCodec
@@ -220,10 +219,8 @@ class Trial:
             self.codec = choose_codec(indices, samples, cut=cut)[0] if self.reason is None else None
         except (UnsupportedSampleError, SampleMismatchError) as error:
             self.reason = str(error)
-        generator = torch.Generator().manual_seed(0)
-        self.order: list[int] = torch.randperm(data.samples, generator=generator).tolist()
         begin, read = time.perf_counter(), list[Any]()
-        for index in self.order[: 2 * data.batch_size]:
+        for index in torch.randperm(data.samples)[: 2 * data.batch_size].tolist():
             read.append(self.source[index])
             if time.perf_counter() - begin > _READING:
                 break
@@ -257,18 +254,17 @@ class Trial:
         Misses end with the dataset, because its samples would be hits then.
         """
         kind, batch_size, num_workers = arm
-        moved = len(self.order) // (2 * _ROUNDS + 1)
-        order = self.order = self.order[moved:] + self.order[:moved]
         if kind == "hit":
             dataset = cast(CachedDataset, self.full)
-            order = torch.randperm(len(dataset)).tolist()
         else:
             budget = self.room if kind == "missed" else 0
             dataset = CachedDataset(self.source, budget, spec=self.codec, transform=self.transform)
         of_workers = () if num_workers else ("multiprocessing_context", "prefetch_factor", "timeout")
         settings = {name: value for name, value in self.data.settings.items() if name not in of_workers}
-        batches = cast(Any, _Batches(order, batch_size, endless=kind != "missed"))
-        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=num_workers, **settings)
+        sampler: RandomSampler = RandomSampler(dataset)
+        if kind != "missed":
+            sampler = RandomSampler(dataset, replacement=True, num_samples=2**40)
+        loader = CachedLoader(dataset, batch_size, sampler=sampler, num_workers=num_workers, drop_last=True, **settings)
         wave, begin, ends = max(num_workers, 1), time.perf_counter(), list[float]()
         try:
             for _ in loader:
@@ -291,26 +287,12 @@ class Trial:
                 f"there is no memory for one sample of {format_bytes(slot_bytes)}: {format_bytes(self.room)} may "
                 "safely be taken here; what limits it: python -m lightning_stocache doctor"
             )
-        length = min(len(self.order), max(self.data.batch_size, _LARGE // slot_bytes), self.room // slot_bytes)
+        length = min(self.data.samples, max(self.data.batch_size, _LARGE // slot_bytes), self.room // slot_bytes)
         repeated = Subset(cast(Any, samples), [number % len(samples) for number in range(length)])
         dataset = CachedDataset(repeated, spec=self.codec, transform=self.transform)
         for index in range(length):
             cast(Any, dataset.cache).fill(index, repeated[index])
         return dataset
-
-
-class _Batches:
-    """A batch sampler over these indices, which ends with them or repeats them."""
-
-    def __init__(self, order: Sequence[int], batch_size: int, *, endless: bool) -> None:
-        self.order, self.batch_size, self.endless = order, batch_size, endless
-
-    def __len__(self) -> int:
-        return 2**40 if self.endless else max(len(self.order) // self.batch_size, 1)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        indices = itertools.cycle(self.order)
-        return (list(itertools.islice(indices, self.batch_size)) for _ in range(len(self)))
 
 
 def cached_bytes(source: Dataset[Any]) -> int:
