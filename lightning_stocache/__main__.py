@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "main"]
 
 Action: TypeAlias = Callable[[argparse.Namespace], None]
+_EXTRAS = {"matplotlib": "report", "jinja2": "report", "tensorboard": "tensorboard"}  # by the module that they bring
 _BESIDE = Path()  # stands for `--png` of `report` without a path
 
 
@@ -248,8 +249,9 @@ def _one_line(error: Exception) -> str:
     words = [f"{key}:"] if key else []
     if package not in ("hydra", "omegaconf", "lightning_stocache") and not isinstance(error, ModuleNotFoundError):
         words.append(f"{type(error).__name__}:")
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in ("matplotlib", "jinja2"):
-        lines.append('(pip install "lightning-stocache[report]")')
+    if isinstance(error, ModuleNotFoundError):
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        lines += [f'(pip install "lightning-stocache[{extra}]")'] if extra else []
     return " ".join([*words, *" ".join(lines).split()])
 
 

@@ -31,6 +31,7 @@ COLOURS = ("#0072b2", "#c2500a", "#00795c", "#a34677", "#8a6a00", "#2c86c7", "#5
 _DIM, _INK, _RULE = "#667085", "#1b2330", "#e4e7ec"
 _MANY = 8  # bars: more than this have no share above each
 _WIDTH, _HEIGHT = 4.6, 2.4  # of a chart, in inches
+_BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}  # of a legend: to the right of the axes
 _STYLE: dict[Any, Any] = {
     **{f"axes.spines.{side}": False for side in ("top", "right", "left", "bottom")},
     **{"font.size": 8, "text.color": _INK, "text.parse_math": False, "svg.fonttype": "none"},
@@ -46,8 +47,7 @@ class Chart(NamedTuple):
 
     title: str
     caption: str
-    draw: Callable[[Axes], bool]  # returns False if there is nothing to draw
-    nothing: str = ""  # the text in this case
+    draw: Callable[[Axes], None]
 
 
 class Line(NamedTuple):
@@ -68,34 +68,29 @@ class Bar(NamedTuple):
     parts: Sequence[float]
 
 
-def draw_lines(axes: Axes, lines: Sequence[Line], unit: Unit, x: str = "epoch") -> bool:
-    """Draw lines, and a legend with the last value of each. Returns False if no line has a point."""
-    lines = [line for line in lines if line.points]
-    if not lines:
-        return False
-    for number, line in enumerate(lines):
+def draw_lines(axes: Axes, lines: Sequence[Line], unit: Unit, x: str = "epoch") -> None:
+    """Draw the lines that have points, and a legend with the last value of each, the highest at the top."""
+    by_height = sorted((line for line in lines if line.points), key=lambda line: -line.points[-1][1])
+    for line in by_height:
         xs, ys = zip(*line.points, strict=True)
-        errors = [(y - low, high - y) for y, (low, high) in zip(ys, line.ranges, strict=False)]
+        errors = np.transpose([(y - low, high - y) for y, (low, high) in zip(ys, line.ranges, strict=False)])
         name = f"{write(ys[-1], unit)} {line.name}".strip()
-        bars = np.transpose(errors) if errors else None
-        above = 3 - number / 100  # the first line lies above the others
+        bars = errors if line.ranges else None
+        above = 3 - lines.index(line) / 100  # the first line lies above the others
         axes.errorbar(
             xs, ys, bars, fmt=line.style, color=line.colour, capsize=3, clip_on=False, label=name, zorder=above
         )
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     axes.set_xlabel(x)
     _scale(axes, unit)
-    _add_legend(axes, sorted(range(len(lines)), key=lambda number: -lines[number].points[-1][1]))
-    return True
+    axes.legend(**_BESIDE)
 
 
-def draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str], unit: Unit, x: str = "epoch") -> bool:
-    """Draw stacked bars, group by group, and a legend of their parts. Returns False if there is no bar.
+def draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str], unit: Unit, x: str = "epoch") -> None:
+    """Draw stacked bars, group by group, and a legend of their parts.
 
     Above each bar stands the share of its first part; of many bars, the share of each group's last bar below its name.
     """
-    if not bars:
-        return False
     groups = list(dict.fromkeys(bar.group for bar in bars))
     places = [number + 0.6 * groups.index(bar.group) for number, bar in enumerate(bars)]
     tops = np.zeros(len(bars))
@@ -119,8 +114,7 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str], unit:
     axes.set_xticks(places[::every], [bar.label for bar in bars[::every]])
     axes.set(xlabel=x, xlim=(-0.6, max(places[-1] + 0.6, 3.4)))
     _scale(axes, unit)
-    _add_legend(axes, range(len(colours) - 1, -1, -1))
-    return True
+    axes.legend(reverse=True, **_BESIDE)
 
 
 def svg(chart: Chart) -> str:
@@ -128,7 +122,7 @@ def svg(chart: Chart) -> str:
     text = StringIO()
     with rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
-        _draw(chart, figure.subplots())
+        chart.draw(figure.subplots())
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=metadata)
     return text.getvalue()[text.getvalue().index("<svg") :]
@@ -136,8 +130,8 @@ def svg(chart: Chart) -> str:
 
 def save(charts: Sequence[Chart], table: Mapping[str, Sequence[str]], path: Path) -> None:
     """Draw a table (cells by column), and charts below it, two in a row, into a new PNG file."""
-    columns = min(len(charts), 2)
-    rows, lines = math.ceil(len(charts) / columns), len(next(iter(table.values())))
+    columns = 2 if len(charts) > 1 else 1
+    rows, lines = math.ceil(max(len(charts), 1) / columns), len(next(iter(table.values())))
     heights = [0.6 + 0.25 * lines, rows * (_HEIGHT + 0.7)]
     with rc_context(_STYLE):
         figure = Figure(figsize=(2 * _WIDTH + 0.6, sum(heights)), layout="constrained")
@@ -147,7 +141,7 @@ def save(charts: Sequence[Chart], table: Mapping[str, Sequence[str]], path: Path
         for chart, part in zip(charts, parts.flat, strict=False):
             part.text(0.02, 0.97, chart.title, va="top", fontsize=10, fontweight="bold")
             part.suptitle("\n\n" + fill(chart.caption, 85), x=0.02, ha="left", fontsize=7, color=_DIM)
-            _draw(chart, part.subplots())
+            chart.draw(part.subplots())
         figure.savefig(path, format="png", dpi=150, bbox_inches="tight", pad_inches=0.2)
 
 
@@ -161,19 +155,6 @@ def _scale(axes: Axes, unit: Unit) -> None:
         exponent = math.floor(math.log2(max(axes.get_ylim()[1], 4)))
         axes.yaxis.set_major_locator(MultipleLocator(2 ** (exponent - 2)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value, unit)))
-
-
-def _add_legend(axes: Axes, order: Sequence[int]) -> None:
-    """Add a legend to the right of the axes, with the lines or bars in this order."""
-    handles, names = axes.get_legend_handles_labels()
-    in_order = ([entries[number] for number in order] for entries in (handles, names))
-    axes.legend(*in_order, loc="center left", bbox_to_anchor=(1, 0.5))
-
-
-def _draw(chart: Chart, axes: Axes) -> None:
-    if not chart.draw(axes):
-        axes.set_axis_off()
-        axes.text(0.5, 0.5, f"Nothing to draw:\n{chart.nothing}", color=_DIM, ha="center", va="center")
 
 
 def _draw_table(axes: Axes, columns: Mapping[str, Sequence[str]]) -> None:

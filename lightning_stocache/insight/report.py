@@ -68,11 +68,11 @@ def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> li
 
 
 def charts(runs: Runs) -> list[Chart]:
-    """The charts of some runs, in reading order. The last chart needs a run with a StepTimer."""
-    timed = any(run.epochs("step/wait_seconds") for run in runs.values())
+    """The charts of some runs, in reading order; a chart that no run has logged the values of is left out."""
     return [
-        Chart(title, caption, partial(draw, runs), f"{' and '.join(metrics)} not logged here.")
-        for title, caption, metrics, draw in (_CHARTS if timed else _CHARTS[:-1])
+        Chart(title, caption, partial(draw, runs))
+        for title, caption, metrics, draw in _CHARTS
+        if any(all(map(run.epochs, metrics)) for run in runs.values())
     ]
 
 
@@ -89,47 +89,47 @@ def _of_runs(runs: Runs, points: Callable[[Run], Points], alone: str = "") -> li
     return [Line(name or alone, points(run), colour, "osD^"[n % 4] + "-") for n, ((name, run), colour) in drawn]
 
 
-def _hit_rate(runs: Runs, axes: Axes) -> bool:
+def _hit_rate(runs: Runs, axes: Axes) -> None:
     lines = _of_runs(runs, lambda run: run.epochs("hit_rate"), "hit rate")
-    if len(runs) == 1 and lines[0].points:
+    if len(runs) == 1:
         [run] = runs.values()
         lines.append(Line("at most", run.epochs("coverage"), _VERMILION, "--"))
         lines.append(Line("expected", run.epochs("hit_rate_expected"), _GREEN, ":"))
-        lines += [Line(stage, run.epochs("hit_rate", stage), _GREY, "-.") for stage in run.stages if stage != "train"]
-        nodes = run.nodes[:_NODES]
-        lines += [Line(f"node {node}", run.epochs(f"node{node}/hit_rate"), _GREY, "-.") for node in nodes]
-    return draw_lines(axes, lines, "%")
+        parts = ["val", "test", "predict", *(f"node{node}" for node in range(_NODES))]
+        lines += [Line(part.replace("node", "node "), run.epochs(f"{part}/hit_rate"), _GREY, "-.") for part in parts]
+    draw_lines(axes, lines, "%")
 
 
-def _fill(runs: Runs, axes: Axes) -> bool:
+def _fill(runs: Runs, axes: Axes) -> None:
     lines = _of_runs(runs, lambda run: run.first_epoch("fill_fraction"), "filled")
-    return draw_lines(axes, lines, "%", "step")
+    draw_lines(axes, lines, "%", "step")
 
 
-def _speed(runs: Runs, axes: Axes) -> bool:
-    return draw_lines(axes, _of_runs(runs, lambda run: run.epochs("samples_per_second")), "samples/s")
+def _speed(runs: Runs, axes: Axes) -> None:
+    draw_lines(axes, _of_runs(runs, lambda run: run.epochs("samples_per_second")), "samples/s")
 
 
-def _memory(runs: Runs, axes: Axes) -> bool:
+def _memory(runs: Runs, axes: Axes) -> None:
     bars = []
     for name, run in runs.items():
-        for stage in ("train",) if len(runs) > 1 else ("train", "val", "test", "predict"):
-            used, budget = run.last("memory_bytes", stage), run.last("budget_bytes", stage) or 0
-            label = name.replace("=", "=\n") or stage.replace("train", "training")
-            bars += [] if used is None else [Bar("", label, [used, max(budget - used, 0)])]
-    return draw_bars(axes, bars, {"in use": _BLUE, "granted": _PALE}, "bytes", "")
+        for stage in ("",) if len(runs) > 1 else ("", "val/", "test/", "predict/"):
+            used, budget = run.last(f"{stage}memory_bytes"), run.last(f"{stage}budget_bytes") or 0
+            label = name.replace("=", "=\n") or stage.rstrip("/") or "training"
+            if used is not None:
+                bars.append(Bar("", label, [used, max(budget - used, 0)]))
+    draw_bars(axes, bars, {"in use": _BLUE, "granted": _PALE}, "bytes", "")
 
 
-def _epoch_bars(colours: Mapping[str, str], metrics: Sequence[str], unit: Unit) -> Callable[[Runs, Axes], bool]:
+def _epoch_bars(colours: Mapping[str, str], metrics: Sequence[str], unit: Unit) -> Callable[[Runs, Axes], None]:
     """A function that draws a bar for each epoch of each run that has logged all these metrics."""
 
-    def draw(runs: Runs, axes: Axes) -> bool:
+    def draw(runs: Runs, axes: Axes) -> None:
         bars = []
         for name, run in runs.items():
             columns = [dict(run.epochs(metric)) for metric in metrics]
             for epoch in sorted(set.intersection(*map(set, columns))):
                 bars.append(Bar(name, f"{epoch:.0f}", [max(column[epoch], 0.0) for column in columns]))
-        return draw_bars(axes, bars, colours, unit)
+        draw_bars(axes, bars, colours, unit)
 
     return draw
 
@@ -148,7 +148,7 @@ _CHARTS = (  # title, caption, the metrics that must have been logged, and what 
     (
         "Fill in the first epoch",
         "Share of the slots that are ready, over the steps of the first epoch. A small cache reaches 100 %, too.",
-        ("fill_fraction",),
+        ("live/fill_fraction",),
         _fill,
     ),
     (

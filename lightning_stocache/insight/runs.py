@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_stocache.insight.metrics import LIVE, PREFIXES
+from lightning_stocache.insight.metrics import LIVE
 from lightning_stocache.node.budget import format_bytes
 
 __all__ = ["LogError", "Points", "Run", "Unit", "find_runs", "labels", "table", "write"]
@@ -39,38 +39,25 @@ class Run:
     name: str
     rows: Sequence[Row] = field(repr=False)
 
-    @property
-    def stages(self) -> list[str]:
-        """The stages that ended an epoch, training first."""
-        return [stage for stage in PREFIXES if self.epochs("hits", stage)]
-
-    @property
-    def nodes(self) -> list[int]:
-        """The numbers of the nodes, if there are several."""
-        found = (re.match(r"stocache/node(\d+)/", name) for row in self.rows for name in row)
-        return sorted({int(match[1]) for match in found if match})
-
-    def epochs(self, metric: str, stage: str = "train") -> Points:
-        """Pairs of epoch and value, in order."""
-        key = PREFIXES[stage] + metric
+    def epochs(self, metric: str) -> Points:
+        """Pairs of epoch and value, in order. The metric of another stage than training begins with the stage."""
+        key = f"stocache/{metric}"
         return [(row.get("epoch", 0.0), row[key]) for row in self.rows if key in row]
-
-    def live(self, metric: str) -> Points:
-        """Pairs of step and live value."""
-        return [(row["step"], row[LIVE + metric]) for row in self.rows if LIVE + metric in row]
 
     def first_epoch(self, metric: str) -> Points:
         """Pairs of step and live value in the first epoch, and the epoch's own value."""
-        key = f"stocache/{metric}"
-        end = next(((row["step"], row[key]) for row in self.rows if key in row), None)
-        points = [point for point in self.live(metric) if end is None or point[0] < end[0]]
-        return points if end is None else [*points, end]
+        points: dict[float, float] = {}
+        for row in self.rows:
+            if LIVE + metric in row:
+                points[row["step"]] = row[LIVE + metric]
+            if f"stocache/{metric}" in row:
+                points[row["step"]] = row[f"stocache/{metric}"]
+                break
+        return list(points.items())
 
-    def last(self, metric: str, stage: str = "train") -> float | None:
-        """The value of the last epoch, or the last live value if training has not ended an epoch."""
-        points = self.epochs(metric, stage)
-        if stage == "train" and not self.stages:
-            points = self.live(metric)
+    def last(self, metric: str) -> float | None:
+        """The value of the last epoch."""
+        points = self.epochs(metric)
         return points[-1][1] if points else None
 
     @property
@@ -126,7 +113,7 @@ def _figures(run: Run, runs: Sequence[Run]) -> dict[str, str]:
         "waiting, last epoch": write(waits[-1] if len(waits) > 1 else None, "%"),
         "memory": write(run.last("memory_bytes"), "bytes"),
         "budget": write(run.last("budget_bytes"), "bytes"),
-        "val hit rate": write(run.last("hit_rate", "val"), "%"),
+        "val hit rate": write(run.last("val/hit_rate"), "%"),
     }
 
 
@@ -196,10 +183,8 @@ def _names(homes: Sequence[Path]) -> list[str]:
 def _overrides(home: Path) -> list[str]:
     import yaml  # type: ignore[import-untyped]  # comes with hydra-core
 
-    try:
-        return list(map(str, yaml.safe_load((home / ".hydra" / "overrides.yaml").read_text(encoding="utf-8")) or []))
-    except (OSError, ValueError, TypeError, yaml.YAMLError):
-        return []  # the path becomes the name
+    path = home / ".hydra" / "overrides.yaml"
+    return list(map(str, yaml.safe_load(path.read_text(encoding="utf-8")))) if path.is_file() else []
 
 
 def _read(folder: Path) -> list[Row]:
@@ -224,21 +209,13 @@ def _row(cells: dict[str, Any]) -> Row:
 
 
 def _read_csv(path: Path) -> list[dict[str, Any]]:
-    try:
-        with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            return [line for line in csv.DictReader(file) if None not in line.values()]  # None: it was cut off
-    except (OSError, csv.Error) as error:
-        raise LogError(f"{path} cannot be read: {error}") from error
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        return [line for line in csv.DictReader(file) if None not in line.values()]  # None: it was cut off
 
 
 def _read_events(folder: Path) -> Iterable[dict[str, Any]]:
-    try:
-        from tensorboard.backend.event_processing import event_accumulator as reader
-    except ModuleNotFoundError as error:
-        raise LogError(
-            f"{folder} holds TensorBoard events, and TensorBoard is not installed: "
-            'pip install "lightning-stocache[tensorboard]", or log with CSVLogger'
-        ) from error
+    from tensorboard.backend.event_processing import event_accumulator as reader
+
     events = reader.EventAccumulator(str(folder), size_guidance={reader.SCALARS: 0}, purge_orphaned_data=False)
     events.Reload()
     rows: dict[tuple[int, bool], dict[str, Any]] = {}

@@ -17,8 +17,15 @@ from lightning_stocache.insight.runs import find_runs, labels, table
 from tests.commands import refused
 from tests.insight.logged import rows_of_a_run, step_rows, write_csv, write_hydra, write_multirun
 
-EVERY_RUN = [chart.title for chart in charts({})]
 OF_STEPS = "What a step is made of"  # for runs with a StepTimer
+EVERY_RUN = [
+    "Hit rate",
+    "Fill in the first epoch",
+    "Where the bytes came from",
+    "Waiting for data",
+    "Samples per second",
+    "Memory against budget",
+]
 
 
 @pytest.fixture
@@ -77,7 +84,6 @@ def test_a_csv_folder_becomes_a_page_with_six_charts(tmp_path):
     page = page_of([write_csv(tmp_path / "version_0", rows_of_a_run())], tmp_path)
     assert [title for title in (*EVERY_RUN, OF_STEPS) if title in page.text] == EVERY_RUN
     assert sum(tag == "svg" for tag, _ in page.tags) == len(EVERY_RUN)
-    assert "Nothing to draw" not in page.text
     assert "at most\n50 %" in page.text
 
 
@@ -154,12 +160,14 @@ def test_gains_are_told(multirun, tmp_path):
 
 
 def test_a_run_in_its_first_epoch_has_a_page(tmp_path):
-    """Live values alone show the fill and the memory."""
+    """Live values alone show the fill. A chart without values is left out of the page and the picture."""
     rows = [row for row in rows_of_a_run(epochs=1) if row[1] is None]
     page = page_of([write_csv(tmp_path / "run", rows)], tmp_path)
     assert "first epoch not over yet" in page.text
-    assert page.text.count("Nothing to draw") == len(EVERY_RUN) - 2
-    assert "data_wait_seconds and compute_seconds not logged" in page.text
+    assert [title for title in EVERY_RUN if title in page.text] == ["Fill in the first epoch"]
+    only_validated = write_csv(tmp_path / "val", [(0, 0, {"stocache/val/hit_rate": 0.5})])
+    report([only_validated], tmp_path / "report.html", tmp_path / "report.png")
+    assert "val hit rate\n50 %" in Page((tmp_path / "report.html").read_text()).text
 
 
 def test_parts_of_a_step_are_bars(tmp_path):
@@ -217,13 +225,15 @@ def test_the_picture_has_the_charts_and_the_table(multirun, tmp_path, monkeypatc
     }
 
 
-@pytest.mark.parametrize("missing", ["matplotlib", "jinja2"])
-def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, capsys, missing):
-    """Without matplotlib or jinja2 the sentence says what to install."""
+@pytest.mark.parametrize(
+    ("missing", "extra"), [("matplotlib", "report"), ("jinja2", "report"), ("tensorboard", "tensorboard")]
+)
+def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, capsys, missing, extra):
+    """Without matplotlib, jinja2, or TensorBoard for its events, the sentence says what to install."""
     for module in ("charts", "report"):
         monkeypatch.delitem(sys.modules, f"lightning_stocache.insight.{module}")
-    for name in [name for name in sys.modules if name.partition(".")[0] == missing]:
+    for name in {missing, *(name for name in sys.modules if name.partition(".")[0] == missing)}:
         monkeypatch.setitem(sys.modules, name, None)
-    write_csv(tmp_path / "run", rows_of_a_run())
+    (tmp_path / "events.out.tfevents.1.host").write_bytes(b"")
     err = refused(capsys, "report", str(tmp_path), "--output", str(tmp_path / "report.html"))
-    assert re.search(rf"{missing}.*lightning-stocache\[report\]", err)
+    assert re.search(rf"{missing}.*lightning-stocache\[{extra}\]", err)

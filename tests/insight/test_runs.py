@@ -1,22 +1,19 @@
 """Which runs are found below a folder, what they are called, and what bad folders get."""
 
-import sys
-
 import pytest
 
 from lightning_stocache.insight.runs import LogError, find_runs, table
-from tests.insight.logged import rows_of_a_run, step_rows, write_csv, write_hydra, write_multirun
+from tests.insight.logged import rows_of_a_run, step_rows, write_csv, write_multirun
 
 
 def test_a_live_value_and_an_epochs_end_may_have_one_step(tmp_path):
-    """In TensorBoard's events, too, both are there, and the fill of the first epoch ends with the epoch's."""
+    """In TensorBoard's events, too, and the fill of the first epoch ends with the epoch's."""
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
         for name, value in (("live/fill_fraction", 0.75), ("fill_fraction", 1.0), ("hits", 5)):
             writer.add_scalar(f"stocache/{name}", value, 9)
     [run] = find_runs([tmp_path])[0]
     assert run.first_epoch("fill_fraction") == [(9, 1.0)]
-    assert run.live("fill_fraction") == [(9, 0.75)]
 
 
 def test_runs_of_a_multirun_are_named_by_what_differs(tmp_path):
@@ -50,25 +47,11 @@ def test_tensorboard_says_the_same_as_csv(tmp_path):
     write_csv(tmp_path / "csv", step_rows(rows_of_a_run(0.5, nodes=2)))
     (events,), (lines,) = find_runs([tmp_path / "events"])[0], find_runs([tmp_path / "csv"])[0]
     assert table([events]) == table([lines])
-    assert (events.stages, events.nodes) == (lines.stages, lines.nodes) == (["train", "val"], [0, 1])
-    for metric in ("hit_rate", "bytes_from_cache", "samples_per_second", "node1/hit_rate", "step/wait_seconds"):
+    for metric in ("hit_rate", "val/hit_rate", "bytes_from_cache", "samples_per_second", "node1/hit_rate"):
+        assert lines.epochs(metric)
         assert dict(events.epochs(metric)) == pytest.approx(dict(lines.epochs(metric)))
+    assert dict(events.epochs("step/wait_seconds")) == pytest.approx(dict(lines.epochs("step/wait_seconds")))
     assert events.first_epoch("fill_fraction") == lines.first_epoch("fill_fraction")
-
-
-def test_tensorboard_that_is_missing_is_named(tmp_path, monkeypatch):
-    """Without TensorBoard the sentence says what to install, and that CSVLogger would do."""
-    (tmp_path / "events.out.tfevents.1.host").write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing", None)
-    with pytest.raises(LogError, match=r"lightning-stocache\[tensorboard\].*CSVLogger"):
-        find_runs([tmp_path])
-
-
-def test_overrides_that_cannot_be_read_are_no_name(tmp_path):
-    """The run is called by its path."""
-    folder = write_hydra(tmp_path / "run", [], rows_of_a_run())
-    (folder / ".hydra" / "overrides.yaml").write_text("- [")
-    assert [run.name for run in find_runs([tmp_path])[0]] == ["run"]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +61,6 @@ def test_overrides_that_cannot_be_read_are_no_name(tmp_path):
         ("epoch,step,train/loss\n0,9,0.5\n", "no stocache/ value"),
         ("epoch,step,stocache/hits\n0,9", "no stocache/ value"),  # cut off
         ("\x00\x01\x02", "no stocache/ value"),
-        ("step," + "x" * 200_000, "cannot be read"),
     ],
 )
 def test_a_bad_csv_is_one_sentence(tmp_path, text, says):
