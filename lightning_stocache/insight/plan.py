@@ -217,7 +217,7 @@ def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
         ranges = [(seconds.low, seconds.high) for _, seconds in points]
         return Line(name, [(x, seconds.median) for x, seconds in points], colour, ranges=ranges)
 
-    def draw_budgets(axes: Axes) -> bool:
+    def draw_budgets(axes: Axes) -> None:
         rows = [(float(row.budget.rstrip("%")), row) for row in plan.rows]
         first = Line("epoch one", [(percent, row.first_epoch.median) for percent, row in rows], grey, "--")
         later = line("later", [(percent, row.later_epoch) for percent, row in rows], blue)
@@ -226,18 +226,17 @@ def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
             free = 100 * plan.paces.safe_bytes / plan.rows[-1].budget_bytes
             axes.axvline(free, color=vermilion, linestyle=":")
             budget += " (dotted: what is safely free)"
-        return draw_lines(axes, [later, first], "s", budget)
+        draw_lines(axes, [later, first], "s", budget)
 
-    def draw_curve(axes: Axes, curves: Curves, name: Literal["num_workers", "batch_size"]) -> bool:
+    def draw_curve(axes: Axes, curves: Curves, name: Literal["num_workers", "batch_size"]) -> None:
         found = {kind: curves.over(name, kind) for kind in _SOURCES}
         numbers = sorted({number for points in found.values() for number, _ in points})
         lines = []
         for kind, points in found.items():  # seconds: beside a rate a hundred times as high the other would be flat
             seconds = [(numbers.index(n), Spread(*(1000 / rate for rate in rates[2::-1]))) for n, rates in points]
             lines.append(line(f"from the {_SOURCES[kind]}", seconds, blue if kind == "hit" else vermilion))
-        is_drawn = draw_lines(axes, lines, "s", name)
+        draw_lines(axes, lines, "s", name)
         axes.set_xticks(range(len(numbers)), [str(number) for number in numbers])
-        return is_drawn
 
     seconds_of = "Of training" if plan.step else "Of the loader alone"
     charts = [Chart("Seconds per epoch", f"{seconds_of}. The advice is cache.budget={plan.budget}.", draw_budgets)]
