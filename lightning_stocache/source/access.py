@@ -58,11 +58,8 @@ def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
     kind = type(source).__name__
     if _holds(source, cached):
         raise TypeError(f"source must be the dataset itself, got a {kind} that is cached already")
-    if isinstance(source, type):
-        raise TypeError(f"source must be a dataset, got the class {source.__name__}: call it first")
-    if isinstance(source, str | bytes):
-        raise TypeError(f"source must be a dataset, got {source!r}: make the dataset of what lies there first")
-    if isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+    has_indices = hasattr(source, "__getitem__") and hasattr(source, "__len__")
+    if not has_indices or isinstance(source, IterableDataset | type | str | bytes):
         raise TypeError(
             f"source must be a map-style dataset with __getitem__ and __len__, got {kind}. What has no index can be "
             "given to CachedStream"
@@ -162,33 +159,15 @@ def check_stream(source: Any, cached: type) -> None:
         cached: the class of cached streams.
 
     Raises:
-        TypeError: it is an iterator, which ends after one epoch, or has an index, or is no iterable at all.
-
-    Example:
-        >>> check_stream("text", cached=dict)
-        Traceback (most recent call last):
-            ...
-        TypeError: iterable must be a stream of samples, got a str
+        TypeError: it is an iterator, which ends after one epoch, an IterDataPipe, which DataLoader divides among
+            workers, or no stream of samples at all.
     """
-    kind = type(source).__name__
-    words = None
-    if isinstance(source, cached):
-        words = f"be the stream itself, got a {kind} that is cached already"
-    elif isinstance(source, type):
-        words = f"be a stream, got the class {source.__name__}: call it first"
-    elif isinstance(source, Iterator):
-        words = f"give its samples anew in every epoch, got a {kind}, which can be read once: give the function"
-        words += " that makes it"
-    elif isinstance(source, IterDataPipe):
-        words = f"be divided among workers by itself, got the IterDataPipe {kind}, which DataLoader divides"
-    elif isinstance(source, str | bytes | torch.Tensor | np.ndarray | Mapping):
-        words = f"be a stream of samples, got a {kind}"
-    elif hasattr(source, "__getitem__") and not hasattr(source, "__iter__"):
-        words = f"have __iter__, got the map-style {kind}: give it to CachedDataset"
-    elif not (hasattr(source, "__iter__") or callable(source)):
-        words = f"have __iter__, or be a function that makes an iterator; got a {kind}"
-    if words is not None:
-        raise TypeError(f"iterable must {words}")
+    kinds = (cached, type, Iterator, IterDataPipe, str, bytes, torch.Tensor, np.ndarray, Mapping)
+    if isinstance(source, kinds) or not (hasattr(source, "__iter__") or callable(source)):
+        raise TypeError(
+            "iterable must be a stream that gives its samples anew in every epoch: an object with __iter__, or a "
+            f"function that makes an iterator; got {source!r:.80}. A dataset with indices can be given to CachedDataset"
+        )
 
 
 def iterate(source: Any) -> Iterator[Any]:

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 
 __all__ = [
-    "ENTROPY",
     "KINDS",
     "PROCESS_WIDE",
     "Generators",
@@ -43,9 +42,6 @@ __all__ = [
 ]
 
 State: TypeAlias = dict[str, Any]
-
-ENTROPY = "the system's entropy"
-"""The name under which a state counts it."""
 
 PROCESS_WIDE: Mapping[str, Any] = {"torch": torch.default_generator, "numpy.random": np.random, "random": random}
 """The generators that all code of a process draws from; modules stand for those that are theirs."""
@@ -178,7 +174,7 @@ class Generators:
 
     def state(self) -> State:
         """The state of every generator, by name; `==` compares it."""
-        return {**states_of(self._process_wide), ENTROPY: repr(_entropy), **states_of(self._owned)}
+        return {**states_of(self._process_wide), "the system": repr(_entropy), **states_of(self._owned)}
 
     def moved(self, before: State, after: State | None = None) -> list[str]:
         """The names of generators that have drawn between two states; `after` is by default that of now."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import time
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +35,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.source.access import batch_reader
-from lightning_stocache.source.generators import ENTROPY, Generators, State, watch_entropy
+from lightning_stocache.source.generators import Generators, State, watch_entropy
 from lightning_stocache.source.samples import Bits, Path, bits, difference, walk
 from lightning_stocache.source.transform_split import (
     ConcatCut,
@@ -59,6 +59,7 @@ from lightning_stocache.source.transform_split import (
 
 __all__ = ["Probe", "Read", "Split", "sign", "split", "spread"]
 
+_PROBED = 4  # indices, spread evenly from the first to the last
 QUICK_SECONDS = 0.2
 _SLOW_SECONDS = 20.0  # after which two indices have to do
 _NOT_HELD = "the sample does not hold what its transform returns, but something made of it"
@@ -105,24 +106,14 @@ class Split:
         return {read.index: read.sample for read in self.probed if bits(read.sample) == read.bits}
 
 
-def split(
-    source: Dataset[Any],
-    *,
-    samples: int = 4,
-    quick: int = 0,
-    domain: Domain | None = None,
-) -> Split:
+def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split:
     """Split a source into what is the same on every read and the random rest.
 
     Args:
-        source: a map-style dataset with at least one sample.
-        samples: how many indices to probe, spread evenly from index 0 to the last; two where they take 20 s. A
-            deterministic source is read twice per index, a random one up to ten times.
-        quick: how many more to probe within 0.2 s.
+        source: a map-style dataset with at least one sample. Four indices are probed, two where these take 20 s. A
+            deterministic source is read twice per index, a random one up to ten times. What it raises comes through.
+        quick: how many more indices to probe within 0.2 s.
         domain: which indices may be read; by default all.
-
-    Raises:
-        ValueError: `source` is empty or `samples` is below 1. What the source itself raises comes through unchanged.
 
     Example:
         >>> import torch
@@ -141,11 +132,8 @@ def split(
         >>> parts.tail
         Tail(Dropout)
     """
-    length = len(cast(Sized, source))
-    if length < 1 or samples < 1:
-        raise ValueError(f"split needs a source with samples and samples >= 1, got {length} samples and {samples=}")
-    indices = spread(length, samples, domain)
-    more = spread(length, quick + 2, domain)[1:-1] if quick else ()
+    indices = spread(len(source), _PROBED, domain)
+    more = spread(len(source), quick + 2, domain)[1:-1] if quick else ()
     with Probe(source) as probe, watch_entropy():
         pairs = list(_pairs(source, probe, indices, more))
         originals, again = zip(*pairs, strict=True)
@@ -285,8 +273,6 @@ def _worker_of(seed: int) -> Iterator[None]:
 def sign(first: Read, second: Read) -> str | None:
     """What shows that two reads of an index are random, in words; None if nothing does."""
     for read in (first, second):
-        if read.moved == [ENTROPY]:
-            return f"reading index {read.index} makes a generator with a seed of the system's"
         if read.moved:
             return f"reading index {read.index} moves the generator of {' and '.join(read.moved)}"
     where = difference(first.bits, second.bits)
@@ -331,8 +317,6 @@ def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bo
     if not sites:
         raise UncuttableError(f"{type(source).__name__} has no `transform` or `transforms` that could be cut")
     samples = [_recorded(source, dict.fromkeys(sites), first, probe)[1] for first, _ in pairs]
-    if not all(samples):
-        raise UncuttableError("its transform is not called when a sample is read")
     random = {site for calls in samples for site in _random(calls)}
     chains = {tuple(_chain(calls, random, named)) for calls in samples}
     if len(chains) > 1:

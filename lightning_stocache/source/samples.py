@@ -145,15 +145,10 @@ def _leaf_bits(node: Any) -> Any:
         return kind, node.mode, node.size, node.getpalette(), node.tobytes()
     if kind in _PLAIN:
         return kind, node
-    if isinstance(node, np.ndarray | np.generic):  # of objects
-        return kind, node.dtype, node.shape, bits(node.tolist())
     if isinstance(node, set | frozenset):  # in no order: that of strings is another one in each process
         with suppress(TypeError):  # of what has no hash
             return kind, frozenset(tuple(bits(item).items()) for item in node)
-    if (pickled := canonical_bytes(node)) is not None:
-        return kind, pickled
-    # What cannot be pickled by its own ==, if it has one and is safe to keep; of the rest only the type counts.
-    return (kind, node) if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None else kind
+    return kind, canonical_bytes(node)  # of what cannot be pickled, only the type counts
 
 
 def _array_of(node: Any) -> tuple[tuple[Any, ...], npt.NDArray[np.uint8]] | None:
@@ -196,9 +191,7 @@ def difference(left: Bits, right: Bits) -> str | None:
 
 # ---- the same ----
 
-_LAST_BITS = 16  # differences that count for nothing, in units of the last bit of the largest number
-_LAST_BITS_OF_HALF = 2
-_LAST_BIT = 2**-23  # of 1.0 in 32 bits: a number of 64 bits may have been computed from such
+_LAST_BITS = 16 * 2**-23  # of the largest number, in 32 bits: a number of 64 bits may have been computed from such
 
 
 def same_sample(left: Any, right: Any) -> bool:
@@ -253,7 +246,7 @@ def _is_near(left: Any, right: Any) -> bool:
             return False
         eps = float(np.finfo(left.dtype).eps)
     largest = np.abs(left[np.isfinite(left)]).max(initial=0)
-    allowed = largest * (_LAST_BITS_OF_HALF * eps if eps > _LAST_BIT else _LAST_BITS * _LAST_BIT)
+    allowed = largest * max(_LAST_BITS, 2 * eps)
     return left.shape == right.shape and np.allclose(left, right, rtol=0, atol=allowed, equal_nan=True)
 
 
@@ -281,14 +274,12 @@ def _feed(digest: Any, node: Any, deep: int) -> None:
     if isinstance(node, dict):
         digest.update(repr(list(node)).encode(errors="replace"))
         node = list(node.values())
-    if isinstance(node, list | tuple):
-        if all(type(item) in _NUMBERS for item in node):
-            digest.update(repr(node).encode())
-        elif deep:
-            for item in node:
-                _feed(digest, item, deep - 1)
-    elif kind in _NUMBERS:
+    is_sequence = isinstance(node, list | tuple)
+    if kind in _NUMBERS or (is_sequence and all(type(item) in _NUMBERS for item in node)):
         digest.update(repr(node).encode())
+    elif is_sequence and deep:
+        for item in node:
+            _feed(digest, item, deep - 1)
     elif isinstance(node, bytes | bytearray | str):
         text = node.encode(errors="replace") if isinstance(node, str) else node
         digest.update(_digested(np.frombuffer(text, dtype=np.uint8)))

@@ -446,7 +446,7 @@ class Endless:
         (CountedStream, TypeError, "map-style.*got CountedStream. What has no index can be given to CachedStream"),
         (Endless, TypeError, "with __getitem__ and __len__, got Endless"),
         (lambda: 5, TypeError, "got int"),
-        (lambda: "train/", TypeError, "source must be a dataset, got 'train/'"),
+        (lambda: "train/", TypeError, "source must be a map-style dataset .*, got str"),
         (lambda: Noisy(LENGTH), ValueError, r"Noisy \(24 samples\) cannot be cached: it is random"),
         (list, ValueError, "at least one sample, got an empty list: check the path or filter"),
         (lambda: Subset(CountedSource(3), []), ValueError, "got an empty Subset"),
