@@ -25,7 +25,6 @@ came. So the order does not depend on which shard was faster.
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -293,13 +292,8 @@ class StreamStore(Store):
         slots = granted // (codec.slot_bytes + cls.head.slot_bytes - ONCE.slot_bytes)
         if isinstance(codec, RecordCodec):
             slots = slots_for(granted, codec, slots * _SMALLER, cls.head)
-        ledger = StreamLedger.create(ranks, backend)
-        try:
-            segment = Segment.create(layout_of(codec).bytes_for(codec, slots, granted, cls.head), backend)
-        except OSError:
-            ledger.close()
-            raise
-        return cls(segment, codec, Arc(slots, slots), ledger.segment)
+        segment = Segment.create(layout_of(codec).bytes_for(codec, slots, granted, cls.head), backend)
+        return cls(segment, codec, Arc(slots, slots), StreamLedger.create(ranks, backend).segment)
 
     # ---- in ----
 
@@ -336,9 +330,7 @@ class StreamStore(Store):
             end = min(number // _BLOCK * _BLOCK + _BLOCK, self.layout.count)
             try:
                 self.layout.reserve(reserved, end)
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
+            except OSError:
                 return False
             self.ledger.words[_RESERVED] = end
         return number < self.layout.count

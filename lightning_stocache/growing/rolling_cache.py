@@ -278,9 +278,8 @@ class RollingCache(Dataset[Any]):
     def view(self, transform: Callable[[Any], Any] | None) -> RollingCache:
         """The same pool with another transform. Closing the view does not close the pool."""
         dataset = dataset_over(cached_source(self.dataset).view(transform))
-        view = RollingCache.__new__(RollingCache)  # a copy would look after no filler
-        view.__dict__.update(self.__dict__)
-        view.transform, view._dataset = transform, dataset
+        view = copy.copy(self)
+        view.transform, view._dataset, view._fillers = transform, dataset, self._fillers
         return view
 
     def close(self) -> None:
@@ -310,19 +309,17 @@ class RollingCache(Dataset[Any]):
         Their number is the length of this dataset until the next call. The sampler of `sampler` calls `begin_epoch`;
         with another sampler, call it before each epoch. Collective.
         """
-        store = self.store
-
-        def begin() -> Integers:
-            resident = self._wait(store)
-            store.begin_epoch()
-            return resident
-
-        return self._agreed(begin)
+        resident = self.resident()
+        if self.group.is_leader:
+            self.store.begin_epoch()
+        return resident
 
     def resident(self) -> Integers:
         """The resident slots, as `begin_epoch` returns them, without a new epoch. Collective."""
         store = self.store
-        return self._agreed(lambda: self._wait(store))
+        resident = self.group.lead(lambda: self._wait(store))
+        self._length = len(resident)
+        return resident
 
     def sampler(self, *, shuffle: bool = True) -> RollingSampler:
         """Make a sampler that draws this rank's resident samples. CachedLoader makes one by itself. Collective."""
@@ -352,11 +349,6 @@ class RollingCache(Dataset[Any]):
             memory_bytes=store.memory_bytes,
             disk_bytes=store.disk_bytes,
         )
-
-    def _agreed(self, look: Callable[[], Integers]) -> Integers:
-        resident = self.group.lead(look)
-        self._length = len(resident)
-        return resident
 
     def _wait(self, store: RollingStore) -> Integers:
         """Wait for the minimum, and return the resident slots. If no more samples can come, fewer are enough.

@@ -90,8 +90,6 @@ class LocalitySampler(DistributedSampler[int]):
         mode: Mode = "locality",
         draws: Iterable[int] | None = None,
     ) -> None:
-        if not isinstance(draws, Sized | None):
-            raise TypeError(f"a sampler that is dealt to ranks must have a length (`__len__`), got {draws!r}")
         dealt = cast("Dataset[Any]", dataset if draws is None else draws)
         super().__init__(dealt, num_replicas, rank, shuffle, seed, drop_last)
         size = len(dataset)

@@ -174,8 +174,7 @@ class RollingSampler(DistributedSampler[int]):
         self.num_samples = share if self.fixed is None else self.fixed
         group, epoch = self.pool.group, self.epoch
         self.epoch += 1  # `set_epoch`, which Lightning calls, may change it again
-        ranks = group.nodes[group.node]
-        mine = slice(ranks.index(group.rank), None, len(ranks))
+        mine = slice(group.local_rank, None, len(group.members))
         rounds = []
         for turn in range(-(-self.num_samples // len(resident[mine]))):
             order = permutation(len(resident), self.seed, epoch, turn, group.node) if self.shuffle else slice(None)
@@ -185,7 +184,7 @@ class RollingSampler(DistributedSampler[int]):
     def _share(self, resident: int) -> int:
         """The number of samples that every rank draws. Collective."""
         group = self.pool.group
-        least = min(group.exchange(resident // len(group.nodes[group.node])))
+        least = min(group.exchange(resident // len(group.members)))
         if not least:
             raise RuntimeError(
                 "a node has fewer samples resident than ranks: give RollingCache a minimum of one sample per rank"

@@ -320,9 +320,3 @@ def test_what_does_not_fit_is_refused(changed, message):
     fitting = {"batch_size": 2, "ring": Ring.cut(10, (0.5, 0.5), (5, 5)), "nodes": ((0,), (1,)), "mode": "locality"}
     with pytest.raises(ValueError, match=message):
         LocalitySampler(range(10), 2, 0, **{**fitting, **changed})
-
-
-def test_a_sampler_without_a_length_is_not_dealt():
-    """Nobody would know how many samples are a rank's."""
-    with pytest.raises(TypeError, match=r"a sampler that is dealt to ranks must have a length .* got <list_iterator"):
-        LocalitySampler(range(10), 2, 0, batch_size=2, ring=None, nodes=((0, 1),), draws=iter([1, 2]))
