@@ -218,6 +218,7 @@ class RollingCache(Dataset[Any]):
         group.lead(lambda: self._start(replace(draws, passes=1 if holds_all else None), store))
         opened = replace(opened, budget_bytes=store.granted_bytes)
         self._dataset = dataset_in(opened, store.length, self.transform, borrowed=False)
+        opened.tell()
 
     def _plan(
         self, draws: Draws, group: NodeGroup, on_disk: list[RollingStore]

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
+from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import Store
 from lightning_stocache.console import PREFIX, is_heard
 from lightning_stocache.node.budget import format_bytes
@@ -101,6 +102,9 @@ class OpenCache:
         source: Any = self.request.source
         if self.request.as_stream:
             return f"{self.request.title}: a stream, stored as it passes, in at most {format_bytes(self.budget_bytes)}"
+        if isinstance(self.cache, RollingStore):
+            name, count = "RollingCache" if source is None else type(source).__name__, f"{self.cache.capacity:,}"
+            return f"{name}: a pool of at most {count} samples, in at most {format_bytes(self.budget_bytes)}"
         name, samples, cache, group = type(source).__name__, f"{len(source):,}", self.live_cache, self.group
         if cache is None:
             return f"{name}: {samples} samples, not cached"

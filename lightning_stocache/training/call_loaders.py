@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import UninitializedParameter
@@ -38,12 +37,13 @@ from lightning_stocache.training.loaders import (
     TrainerLoader,
     TransformedSet,
     TransformedStream,
+    cacheable_length,
     rewrap,
     settings_of,
     source_of,
+    title,
     with_dataset,
 )
-from lightning_stocache.training.obstacles import cacheable_length, title
 from lightning_stocache.training.options import STAGES, CacheOptions
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import follow_pools, free_pools, loader_domain, locality_for
@@ -103,7 +103,6 @@ class CallLoaders:
         self._fits = trainer is not None and trainer.state.fn == "fit"
         self._train_to_come = "train" in getters and self._fits
         self._at_hand = dict(at_hand or {})
-        self._shared: WeakSet[Cached] = WeakSet()
         # By stage and the id of the user's loader. Only the copies of a hook's last run are kept: an older copy would
         # keep its persistent workers.
         self._copies: dict[str, dict[int, _Copy]] = {}
@@ -151,10 +150,9 @@ class CallLoaders:
         later = training_bytes(self._trainer)
         self._caches.open(requests, loaders, group, later_bytes=later, train_to_come=self._train_to_come)
         for dataset in cached_in_leaves(list(loaders.values())):
-            # The user's own CachedDataset: all ranks of the node share its cache, once for the call.
-            if dataset not in self._shared and (dataset.counters is None or dataset.group != group):
+            # The user's own CachedDataset: all ranks of the node share its cache.
+            if dataset.counters is None or dataset.group != group:
                 dataset.share(group)
-                self._shared.add(dataset)
         return {id(loader) for _, loader in cacheable}
 
     def end(self) -> None:

@@ -71,18 +71,17 @@ class FillProgress(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Show the fill or the hit rate of this node."""
+        """Show the fill or the hit rate of this node. A stream decides in an epoch's first batch that it is full."""
         if batch_idx % self._cadence == 0:
             self._show(trainer)
+        if batch_idx == 0:
+            self._say_when_full(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Show the value at the epoch's end, and say when the cache is full."""
         self._show(trainer)
         self._first_epoch, self._counts_before = False, _training_counts(trainer)
-        if not self._full:
-            self._full = _are_full(_training_caches(trainer))
-            if self._full and self.verbose:
-                self._say_full(trainer)
+        self._say_when_full(trainer)
 
     def _show(self, trainer: Trainer) -> None:
         caches = _training_caches(trainer)
@@ -97,8 +96,13 @@ class FillProgress(Callback):
             counts = _training_counts(trainer) - self._counts_before
             bar[self.name] = f"hit {100 * counts.hits / max(counts.served, 1):.0f} %"
 
-    def _say_full(self, trainer: Trainer) -> None:
+    def _say_when_full(self, trainer: Trainer) -> None:
         datasets, caches = running_datasets(trainer, "train"), _training_caches(trainer)
+        if self._full or not _are_full(caches):
+            return
+        self._full = True
+        if not self.verbose:
+            return
         filled = sum(cache.filled for cache in caches)
         counts = _training_counts(trainer)
         share = min(filled / max(counts.misses + counts.bypasses, 1), 1.0)  # of what was loaded until now
@@ -165,7 +169,6 @@ class StochasticCache(CacheMonitor):
         super().__init__(live=live, hyperparameters=hyperparameters, verbose=verbose)
         self.caches = CallCaches(options)
         self._call: CallLoaders | None = None
-        self._bar: FillProgress | None = None  # None if there is a FillProgress among the callbacks
         self._sources: list[Any] = []  # Lightning's data sources, whose loaders are replaced
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -178,7 +181,8 @@ class StochasticCache(CacheMonitor):
             return
         super().setup(trainer, pl_module, stage)  # after the check above: this call moves the callback to the front
         if not any(isinstance(other, FillProgress) for other in callbacks):
-            self._bar = FillProgress(verbose=self.verbose)
+            bar, others = FillProgress(verbose=self.verbose), (other for other in callbacks if other is not self)
+            trainer.callbacks = [self, bar, *others]  # type: ignore[attr-defined]
         sources = {  # without those of a DataModule that caches its own loaders
             name: source
             for name, source in data_sources(trainer, stage).items()
@@ -191,26 +195,6 @@ class StochasticCache(CacheMonitor):
         for name, source in sources.items():
             source.dataloader = partial(self._call, name)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock, log what was granted, and note whether the cache is full already."""
-        super().on_train_start(trainer, pl_module)
-        if self._bar is not None:
-            self._bar.on_train_start(trainer, pl_module)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Log live values, and show the cache in the progress bar."""
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._bar is not None:
-            self._bar.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the epoch's values, and say when the cache is full."""
-        super().on_train_epoch_end(trainer, pl_module)
-        if self._bar is not None:
-            self._bar.on_train_epoch_end(trainer, pl_module)
-
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the caches of the call, unless they are kept."""
         super().teardown(trainer, pl_module, stage)
@@ -218,7 +202,7 @@ class StochasticCache(CacheMonitor):
             vars(source).pop("dataloader", None)
         if self._call is not None:
             self._call.end()
-        self._sources, self._call, self._bar = [], None, None
+        self._sources, self._call = [], None
         self.caches.end_call()
 
     def cache_state(self) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ class StocacheDataModule(LightningDataModule):
     """A LightningDataModule around map-style datasets, whose samples are cached once per node.
 
     Its plain options are in `hparams` and in checkpoints: `StocacheDataModule.load_from_checkpoint(path, train=...)`
-    creates it again, with new datasets and functions.
+    creates it again, with new datasets and functions. A subclass saves its own arguments, by `save_hyperparameters`.
 
     Args:
         train: the training set, or a function without arguments that makes it (called in `setup`, after `prepare`). All
@@ -125,10 +125,10 @@ class StocacheDataModule(LightningDataModule):
         options = CacheOptions.among(locals())
         if train is val is test is predict is None and type(self) is StocacheDataModule:
             raise ValueError("StocacheDataModule needs a dataset: give train, val, test or predict")
-        # For checkpoints. Not by `save_hyperparameters`, which would keep the arguments of a subclass, datasets too.
-        plain = {name: value for name, value in self.loader.items() if isinstance(value, bool | int | float | str)}
-        self._plain = options.plain() | {"batch_size": batch_size, "num_workers": num_workers, "loader": plain}
-        self.hparams.update(self._plain)
+        if type(self) is StocacheDataModule:  # a subclass saves its own arguments
+            # For checkpoints. Not by `save_hyperparameters`, which would keep the datasets, too.
+            plain = {name: value for name, value in self.loader.items() if isinstance(value, bool | int | float | str)}
+            self.hparams.update(batch_size=batch_size, num_workers=num_workers, loader=plain, **options.plain())
         self._datasets: dict[str, list[Dataset[Any]]] = {}
         self._ready: set[str] = set()  # stages that have been set up
         for hook in (f"{stage}_dataloader" for stage in STAGES if getattr(self, stage) is None):
@@ -139,19 +139,6 @@ class StocacheDataModule(LightningDataModule):
             # Only with a batch transform: this hook of the DataModule hides the hook of the user's LightningModule.
             self.on_after_batch_transfer = self._transform_batch  # type: ignore[method-assign]
         self.caches = DataHooks(self, options, self._at_hand).caches
-
-    @property
-    def hparams_initial(self) -> Any:
-        """The hyperparameters that Lightning logs: of a subclass that calls `save_hyperparameters` its own arguments.
-
-        Lightning raises an error where the LightningModule has another value for a name, for instance `batch_size`.
-        """
-        initial = super().hparams_initial
-        subclasses = type(self).__mro__[: type(self).__mro__.index(StocacheDataModule)]
-        named = {name for kind in subclasses for name in inspect.signature(kind).parameters}
-        for name in self._plain.keys() - named:
-            initial.pop(name, None)
-        return initial
 
     def prepare_data(self) -> None:
         """Call `prepare`, once per node. Lightning keeps the other ranks waiting meanwhile."""

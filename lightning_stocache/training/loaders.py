@@ -1,4 +1,7 @@
-"""Copies of the user's loaders that read other datasets, in any nesting.
+"""The user's loaders: which of them can be cached, and copies of them that read other datasets, in any nesting.
+
+`cacheable_length` finds the reasons against a cache without reading, drawing or changing anything. Reasons that only
+reading a source shows (samples that cannot be kept, an error) are found by `setup.open`.
 
 Users give Lightning a loader, or dicts, lists and tuples of loaders, or a CombinedLoader. `rewrap` keeps nesting and
 types.
@@ -13,31 +16,39 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from threading import Thread
 from types import MethodType
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, wrapped_loader
+from lightning_stocache.loading.loader_tree import Cached, cached_behind, cached_in_leaves, wrapped_loader
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.worker_pool import InitOnSource
-from lightning_stocache.setup.request import LoaderSettings
+from lightning_stocache.setup.request import LoaderSettings, check_budget
+from lightning_stocache.torch_internals import is_loader_iterator
 from lightning_stocache.training.lightning_internals import ARG_NAMES, ARGS, DATASET, KWARGS
+from lightning_stocache.training.options import CacheOptions
 
 __all__ = [
     "TrainerLoader",
     "TransformedSet",
     "TransformedStream",
-    "hides_dataset",
+    "cacheable_length",
     "rewrap",
     "running_datasets",
     "running_loaders",
     "settings_of",
     "source_of",
+    "title",
     "with_dataset",
 ]
+
+_IN_MEMORY = (torch.Tensor, np.ndarray, str, bytes, range, set, frozenset)  # a list of batches, given as a loader
 
 
 class TrainerLoader(CachedLoader):
@@ -125,15 +136,51 @@ def settings_of(loader: DataLoader[Any], stage: str = "") -> LoaderSettings:
     return LoaderSettings(batch_size, loader.num_workers, loader.prefetch_factor, method, init, stage)
 
 
-def hides_dataset(loader: DataLoader[Any]) -> bool:
-    """Whether a loader creates its own dataset, so that a loader that Lightning re-creates would do so, too.
+def title(leaf: Any) -> str:
+    """The name of a loader in messages: the class of its dataset, or its own class if it is no DataLoader."""
+    return type(source_of(leaf) if isinstance(leaf, DataLoader) else leaf).__name__
 
-    Known only for loaders that were made in a loader hook, where Lightning records their arguments.
+
+def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None:
+    """The length of a loader's dataset; -1 for a stream, None if there is nothing to cache.
+
+    `leaf` is the object that Lightning iterates over for a stage.
+
+    Raises:
+        TypeError: the loader cannot be cached; the message has the reason and the remedy.
+        ValueError: the dataset is empty, or the budget is a share of an unknown size.
     """
-    state = vars(loader)
-    if ARGS not in state:
-        return False
-    return all(value is not loader.dataset for value in (*state[ARGS], *state[KWARGS].values()))
+    if cached_behind(leaf):
+        return None
+    dataset = getattr(leaf, "dataset", None)
+    is_stream = isinstance(dataset, IterableDataset)
+    if not isinstance(leaf, DataLoader):
+        if isinstance(leaf, _IN_MEMORY) or not (isinstance(leaf, Iterable) or hasattr(leaf, "__getitem__")):
+            return None
+        advice = "Use a DataLoader"
+        if hasattr(dataset, "__getitem__") and not is_stream:
+            advice = f"Wrap its {type(dataset).__name__} with CachedDataset where you make it"
+        raise TypeError(f"it is no torch.utils.data.DataLoader. {advice}")
+    kind, cached = type(leaf).__name__, "CachedStream" if is_stream else "CachedDataset"
+    process = getattr(leaf.multiprocessing_context, "Process", None)
+    if is_stream and (not options.streams or options.is_off(stage)):
+        raise TypeError("it is iterable-style. streams=True keeps it as it passes, if all of it fits")
+    if isinstance(process, type) and issubclass(process, Thread):  # MONAI's ThreadDataLoader
+        raise TypeError(f"the workers of {kind} are threads, and a cache is shared by processes")
+    if any(is_loader_iterator(value) for name, value in vars(leaf).items() if name != "_iterator"):
+        raise TypeError(f"{kind} reads it already. Wrap it with {cached} where you make the loader")
+    if is_stream:
+        check_budget(options.budgets[options.pot(stage)])
+        return -1
+    try:
+        length = len(dataset)  # type: ignore[arg-type]
+    except Exception as error:  # the user's code raised it; a training without a cache may never ask
+        raise TypeError(f"it has no length: {error!r}. Give it a __len__") from error
+    if not hasattr(dataset, "__getitem__"):
+        raise TypeError("it is not map-style: it has no __getitem__")
+    if length == 0:
+        raise ValueError("it is empty: check the path or filter it is made from")
+    return length
 
 
 def with_dataset(

@@ -31,16 +31,6 @@ class Stream(IterableDataset[Any]):
         return iter([torch.full((2,), float(number)) for number in range(6)])
 
 
-class Keyed(Dataset[Any]):
-    """A dataset that knows its samples by name."""
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return torch.full((2,), {"k1": 1.0, "k2": 2.0}[key])
-
-    def __len__(self) -> int:
-        return 2
-
-
 class Endless(Dataset[Any]):
     """A dataset without a length."""
 
@@ -57,13 +47,6 @@ class Iterating(DataLoader[Any]):
 
     def __iter__(self):
         return iter([next(self.iterator) for _ in range(2)])
-
-
-class Making(DataLoader[Any]):
-    """Creates its own dataset."""
-
-    def __init__(self, length: int = 6) -> None:
-        super().__init__(TensorDataset(torch.arange(float(length))), batch_size=2)
 
 
 class Batches:
@@ -93,10 +76,8 @@ ODD = {
         lambda: DataLoader(Stream(), batch_size=2),
         "Stream passes through uncached: it is iterable-style. streams=True keeps it",
     ),
-    "keys": (lambda: DataLoader(Keyed(), batch_sampler=[["k1"], ["k2"]]), "Keyed .*keys such as 'k1'"),
     "no length": (lambda: DataLoader(Endless(), batch_size=2, sampler=[1, 2]), "Endless .*no length.*__len__"),
     "begun": (lambda: Iterating(numbers(), batch_size=2), "TensorDataset .*Iterating reads it already"),
-    "hidden": (lambda: Making(), "TensorDataset .*Making makes it by itself"),
     "wrapper": (
         lambda: Batches(DataLoader(numbers(), 2)),
         "Batches .*no .*DataLoader. Wrap its TensorDataset with Cac",

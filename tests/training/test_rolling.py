@@ -98,7 +98,8 @@ def test_the_callback_follows_a_pool_that_grows(tmp_path, make, caplog):
 
 
 def test_a_full_pool_says_what_follows(tmp_path, caplog):
-    """When a pool is full, the line has no seconds that will not be repeated: new samples replace the oldest."""
+    """One line tells how large a pool is when it opens. When it is full, the line has no seconds that will not be
+    repeated: new samples replace the oldest."""
 
     class Filling(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, *rest):
@@ -111,6 +112,7 @@ def test_a_full_pool_says_what_follows(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         trainer = make_trainer(tmp_path, [FillProgress(), Filling()])
         trainer.fit(Remembers(), StocacheDataModule(train=pool, batch_size=4))
+    assert caplog.text.count("Slow: a pool of at most 30 samples, in at most ") == 1
     assert "the cache is full: 30 of 30 samples" in caplog.text
     assert "on this node; from now on new samples replace the oldest" in caplog.text
     pool.close()

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_stocache import CachedStream, FillProgress
 from tests.sources import CountedStream
 from tests.training.seen import Remembers
-from tests.training.tiny import Data, behind, logged, make_trainer
+from tests.training.tiny import Data, behind, logged, make_trainer, said
 
 pytestmark = pytest.mark.processes
 
@@ -32,7 +32,8 @@ class Numbers(CountedStream):
 @pytest.mark.parametrize("door", ["callback", "ours", "the user's"])
 def test_streams_are_kept(tmp_path: Path, door: str, caplog: pytest.LogCaptureFixture) -> None:
     """Every sample comes once an epoch. Later epochs come from memory, before the transform of StocacheDataModule. A
-    CachedStream in the user's own loader is monitored, and one line says that a stream is stored."""
+    CachedStream in the user's own loader is monitored. One line says that a stream is stored, and one, in the first
+    epoch that comes from memory, that the cache is full."""
     caplog.set_level(logging.INFO)
     train, val, model = Numbers(), Numbers(12), Remembers()
     kept = CachedStream(train, "64MiB") if door == "the user's" else train
@@ -47,6 +48,10 @@ def test_streams_are_kept(tmp_path: Path, door: str, caplog: pytest.LogCaptureFi
     assert list(map(sorted, model.validated[1:])) == [[float(number + shift) for number in range(12)]] * 4
     assert train.reads <= LENGTH + 32
     assert caplog.text.count("Numbers: a stream, stored as it passes, in at most") == 2
+    lines = said(caplog, "stocache: ")
+    [full] = [number for number, line in enumerate(lines) if "the cache is full: 40 of 40 samples" in line]
+    assert "epoch 0" in lines[full - 1]
+    assert "epoch 1" in lines[full + 1]
     assert logged(trainer, "stocache/hit_rate") == [0, 1, 1, 1]
     assert logged(trainer, "stocache/coverage")[-1] == 1
     assert logged(trainer, "stocache/fill_fraction") == [1] * 4
