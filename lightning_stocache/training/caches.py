@@ -1,11 +1,7 @@
 """The caches of one Trainer call: opened together, once, and closed at the end of the call.
 
-The datasets of a call (train and val for `fit`) share the budget. Datasets that open together divide it by their size.
-A dataset that opens later gets the rest of a budget in bytes, and of the free memory. A val set that opens before the
-training set takes at most half.
-
-A dataset is recognised by its object, and has one cache for the call. A later stage that draws indices without a slot
-gets a cache of its own.
+The datasets of a call share the budget as they become known (`call_loaders`). A dataset is recognised by its object,
+and has one cache for the call. A later stage that draws indices without a slot gets a cache of its own.
 
 A hook may return another object in place of a dataset. If the compared samples are equal (`same_data`), the new object
 uses the cache of the old one. If samples differ, the old cache is closed, and the new cache starts empty. When that has
@@ -90,7 +86,6 @@ class CallCaches:
         self._open: list[_Open] = []
         self._group = NodeGroup()
         self._train_to_come = False
-        self._warned = False
         self._said: set[str] = set()
         self._fruitless = Counter[str]()  # datasets of a stage that were replaced before a sample was hit
 
@@ -103,11 +98,8 @@ class CallCaches:
         return any(opened.source is source for opened in self._open)
 
     def pass_by(self, stage: str, title: str, reason: str) -> None:
-        """Warn, once and on one rank, that a loader is not cached."""
-        message = f"{stage} loader: {title} passes through uncached: {reason}"
-        if message not in self._said and NodeGroup.discover().rank == 0:
-            log.warning(message)
-        self._said.add(message)
+        """Warn that a loader is not cached."""
+        self._warn_once(f"{stage} loader: {title} passes through uncached: {reason}")
 
     def open(
         self,
@@ -236,20 +228,22 @@ class CallCaches:
         counts = Counts() if counters is None else counters.totals()
         hit = any(self._group.exchange(counts.hits > counts.setup_fills))  # epoch one hits what set-up stored
         self._fruitless[stage] += not hit
-        if not self._warned and self._group.rank == 0:
-            log.warning(
-                f"the {stage} loader came with a new {kind}: the cache of the one before is closed, and this one "
-                "starts empty.\nMake the dataset once, outside of the loader hook (with keep_cache: outside of setup)"
-            )
-        self._warned = True
-        if hit or self._fruitless[stage] != _MOST_FRUITLESS:
-            return
-        self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
-        if self._group.rank == 0:
-            log.warning(
+        self._warn_once(
+            f"the {stage} loader came with a new {kind}: the cache of the one before is closed, and this one starts "
+            "empty.\nMake the dataset once, outside of the loader hook (with keep_cache: outside of setup)"
+        )
+        if not hit and self._fruitless[stage] == _MOST_FRUITLESS:
+            self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
+            self._warn_once(
                 f"the {stage} loader is not cached any more: nothing of its last two {kind} was hit before another one "
                 "came.\nMake the dataset once; for one that grows there is RollingCache"
             )
+
+    def _warn_once(self, message: str) -> None:
+        """Give a warning, once and on one rank."""
+        if message not in self._said and NodeGroup.discover().rank == 0:
+            log.warning(message)
+        self._said.add(message)
 
     def _open_streams(self, requests: Sequence[CacheRequest]) -> None:
         """Open the memory of streams, which divide the rest of their pot evenly."""

@@ -109,13 +109,8 @@ class CacheMonitor(Callback):
         self._computed = self._looped = self._waited_before = 0.0  # seconds, in the epoch so far
         self._live_every, self._live_step = 0, -1  # steps between two live values; 0: none are logged
 
-    @property
-    def monitors(self) -> bool:
-        """Whether this callback logs. Of several monitors the first logs that does not give way."""
-        return self._monitors
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move to the front of the callbacks."""
+        """Move to the front of the callbacks. Of several monitors the first logs that does not give way."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         monitors = [callback for callback in callbacks if isinstance(callback, CacheMonitor)]
         self._monitors = self is min(monitors, key=lambda monitor: monitor.gives_way, default=self)
@@ -126,7 +121,7 @@ class CacheMonitor(Callback):
         self._epochs.clear()
         self.on_train_epoch_start(trainer, pl_module)  # which Lightning does not call in a resumed epoch
         self._tallies.pools.metrics(trainer.train_dataloader)  # its rates begin here
-        loggers = trainer.loggers if self.monitors and trainer.is_global_zero else []
+        loggers = trainer.loggers if self._monitors and trainer.is_global_zero else []
         self._live_every = log_every(trainer) if self.live and loggers else 0
         loaders = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders}
         nodes = len(datasets[0].group.nodes) if (datasets := running_datasets(trainer, "train")) else 1
@@ -231,7 +226,7 @@ class CacheMonitor(Callback):
         return Tally(wait_seconds=waited, compute_seconds=self._computed, loop_seconds=self._looped, ranks=1)
 
     def _post(self, trainer: Trainer, stage: str) -> None:
-        if self.monitors:
+        if self._monitors:
             loop = self._loop(trainer) if stage == "train" else None
             self._tallies.post(stage, running_loaders(trainer, stage), loop)
 

@@ -83,10 +83,7 @@ class ResumePoint(Callback):
             if len(saved["loaders"]) == len(leaves):
                 states = saved["loaders"]
             else:
-                warn(
-                    f"the checkpoint was saved with {len(saved['loaders'])} training loaders, and there are "
-                    f"{len(leaves)} now: the epoch goes on with their first samples"
-                )
+                _warn_of_unknown(saved)
         self._resumed, put_back = [], False
         for leaf, state in zip(leaves, states, strict=True):
             if epoch:
