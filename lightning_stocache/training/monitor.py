@@ -1,9 +1,9 @@
 """Logs what the caches of a Trainer call did.
 
 `Tallies` counts and computes; `insight.tallies` describes the protocol between ranks, and why it cannot hang. Each rank
-posts its counts after the last step of an epoch. If a hook ends an epoch, the last step is unknown: then counts are
-posted at the epoch's end, before the hook of any other callback, because the monitor moves to the front of the
-callbacks.
+posts its counts of training after the last step of an epoch, because a validation may keep a rank busy before the
+epoch's end. If a hook ends an epoch, the last step is unknown. Then counts are posted at the epoch's end, as those of
+the other stages are, before the hook of any other callback: the monitor moves to the front of the callbacks.
 
 The sanity check moves the baseline and is not logged. Outside of `fit` only the loggers get values, so that
 `trainer.validate`, `trainer.test` and `trainer.predict` return the same as without a monitor.
@@ -109,8 +109,13 @@ class CacheMonitor(Callback):
         self._computed = self._looped = self._waited_before = 0.0  # seconds, in the epoch so far
         self._live_every, self._live_step = 0, -1  # steps between two live values; 0: none are logged
 
+    @property
+    def monitors(self) -> bool:
+        """Whether this callback logs. Of several monitors the first logs that does not give way."""
+        return self._monitors
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move to the front of the callbacks. Of several monitors the first logs that does not give way."""
+        """Move to the front of the callbacks."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         monitors = [callback for callback in callbacks if isinstance(callback, CacheMonitor)]
         self._monitors = self is min(monitors, key=lambda monitor: monitor.gives_way, default=self)
@@ -121,7 +126,7 @@ class CacheMonitor(Callback):
         self._epochs.clear()
         self.on_train_epoch_start(trainer, pl_module)  # which Lightning does not call in a resumed epoch
         self._tallies.pools.metrics(trainer.train_dataloader)  # its rates begin here
-        loggers = trainer.loggers if self._monitors and trainer.is_global_zero else []
+        loggers = trainer.loggers if self.monitors and trainer.is_global_zero else []
         self._live_every = log_every(trainer) if self.live and loggers else 0
         loaders = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders}
         nodes = len(datasets[0].group.nodes) if (datasets := running_datasets(trainer, "train")) else 1
@@ -187,29 +192,14 @@ class CacheMonitor(Callback):
         """Leave validation out of the seconds of training's loop."""
         self._looped_at = time.perf_counter()
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """Post the stage's tally after the last batch of its last loader, if its length is known."""
-        stage = _running_stage(trainer)
-        batches = getattr(trainer, f"num_{stage}_batches")
-        if dataloader_idx == len(batches) - 1 and batch_idx + 1 == batches[-1] and not trainer.sanity_checking:
-            self._post(trainer, stage)
-
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the values of the stage."""
         if trainer.sanity_checking:
             self._tallies.count("sanity check", running_loaders(trainer, "val"))
         else:
-            self._epoch_end(trainer, _running_stage(trainer))
+            stage: Any = trainer.state.stage
+            self._epoch_end(trainer, stage.dataloader_prefix)  # "val" for validation
 
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -226,7 +216,7 @@ class CacheMonitor(Callback):
         return Tally(wait_seconds=waited, compute_seconds=self._computed, loop_seconds=self._looped, ranks=1)
 
     def _post(self, trainer: Trainer, stage: str) -> None:
-        if self._monitors:
+        if self.monitors:
             loop = self._loop(trainer) if stage == "train" else None
             self._tallies.post(stage, running_loaders(trainer, stage), loop)
 
@@ -256,8 +246,3 @@ def log_epoch(trainer: Trainer, values: Mapping[str, float]) -> None:
 def log_every(trainer: Trainer) -> int:
     """The Trainer's logging cadence in steps; a barebones Trainer has 0, and no loggers."""
     return int(getattr(trainer, "log_every_n_steps", 0)) or 1
-
-
-def _running_stage(trainer: Trainer) -> str:
-    """The stage whose loaders are read: "val" for validation."""
-    return str(trainer.state.stage.dataloader_prefix)  # type: ignore[union-attr]
