@@ -176,8 +176,6 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None
         length = len(dataset)  # type: ignore[arg-type]
     except Exception as error:  # the user's code raised it; a training without a cache may never ask
         raise TypeError(f"it has no length: {error!r}. Give it a __len__") from error
-    if not hasattr(dataset, "__getitem__"):
-        raise TypeError("it is not map-style: it has no __getitem__")
     if length == 0:
         raise ValueError("it is empty: check the path or filter it is made from")
     return length

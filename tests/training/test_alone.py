@@ -49,6 +49,13 @@ class Iterating(DataLoader[Any]):
         return iter([next(self.iterator) for _ in range(2)])
 
 
+class Making(DataLoader[Any]):
+    """Creates its own dataset."""
+
+    def __init__(self) -> None:
+        super().__init__(TensorDataset(torch.arange(6.0)), batch_size=2)
+
+
 class Batches:
     """An iterable that is no DataLoader and has one inside, as timm's PrefetchLoader."""
 
@@ -129,6 +136,14 @@ def test_one_odd_loader_of_several_passes_alone(tmp_path, caplog):
     assert looking.slots == {"train": [SAMPLES], "val": [8]}
     assert looking.loaders["val"]["a"] is looking.loaders["train"][0] is odd
     assert [warning.split(":")[0] for warning in said(caplog, PASSES)] == ["val loader", "train loader"]
+
+
+def test_a_loader_that_makes_its_own_dataset_is_cached(tmp_path):
+    """On one device, where Lightning does not make it anew. The batches are those without a cache."""
+    plain, *_ = fit("none", tmp_path, {"train": Making}, epochs=2)
+    model, _, looking = fit("callback", tmp_path, {"train": Making}, epochs=2)
+    assert model.batches == plain.batches
+    assert looking.slots["train"] == [6]
 
 
 def test_batches_in_memory_pass_in_silence(tmp_path, caplog):
