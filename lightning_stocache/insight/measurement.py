@@ -216,7 +216,7 @@ class Trial:
             if (tail := parts.tail) is not None:
                 self.transform = tail if data.transform is None else partial(_both, tail, data.transform)
         try:
-            self.codec = choose_codec(indices, samples, cut=cut)[0] if self.reason is None else None
+            self.codec = choose_codec(indices, samples, cut=cut) if self.reason is None else None
         except (UnsupportedSampleError, SampleMismatchError) as error:
             self.reason = str(error)
         begin, read = time.perf_counter(), list[Any]()
@@ -305,7 +305,7 @@ def cached_bytes(source: Dataset[Any]) -> int:
         check_source(source, CachedDataset)
         with _reading(f"sample 0 of {type(source).__name__}"):
             sample = source[0]
-        return len(cast(Sized, source)) * choose_codec([0], [sample])[0].slot_bytes
+        return len(cast(Sized, source)) * choose_codec([0], [sample]).slot_bytes
     except (TypeError, ValueError):
         return 0
 

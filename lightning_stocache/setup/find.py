@@ -46,7 +46,6 @@ class Finding:
         codec: the codec of the samples; None: nothing is cached.
         cut: where the transform is cut; None if nothing is random.
         reason: why the source passes through uncached.
-        odd: why one sample cannot be stored while most can. Such samples pass through.
         reads: number of samples that were read.
         encoded: the costs of samples as their files, if they may be stored in this form.
         as_files: whether samples are stored as their files.
@@ -57,7 +56,6 @@ class Finding:
     codec: SampleCodec | None = None
     cut: Cut | None = None
     reason: str | None = None
-    odd: str | None = None
     reads: int = 0
     encoded: EncodedForm | None = None
     as_files: bool = False
@@ -215,8 +213,8 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
         if not isinstance(came, Sequence) or isinstance(came, str) or len(came) != 2:
             reason = "its __getitems__ gives whole batches, not a list of one sample per index"
             return Finding(reason=reason, reads=reads), {}
-    codec, odd = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
-    return Finding(codec, parts.cut, odd=odd, reads=reads, encoded=form, note=note), parts.intact
+    codec = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
+    return Finding(codec, parts.cut, reads=reads, encoded=form, note=note), parts.intact
 
 
 def _look_once(request: CacheRequest) -> Finding:
@@ -231,9 +229,9 @@ def _look_once(request: CacheRequest) -> Finding:
                 failures.append(error)
         if not samples:
             raise failures[0]
-        codec, odd = choose_codec(list(samples), list(samples.values()), request.layout)
+        codec = choose_codec(list(samples), list(samples.values()), request.layout)
     note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
-    return Finding(codec, odd=odd, reads=len(samples), note=note)
+    return Finding(codec, reads=len(samples), note=note)
 
 
 def _words(error: Exception) -> str:

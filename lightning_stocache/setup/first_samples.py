@@ -73,7 +73,7 @@ def _codec(draws: Draws, layout: Layout) -> SampleCodec:
     indices, samples, words = _read(draws)
     if not samples:
         raise LookupError(words or "it gives no samples")
-    return choose_codec(indices, samples, layout)[0]
+    return choose_codec(indices, samples, layout)
 
 
 def _differs(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:

@@ -45,8 +45,8 @@ _Failure: TypeAlias = UnsupportedSampleError | SampleMismatchError
 
 def choose_codec(
     indices: Sequence[int], samples: Sequence[Any], layout: Layout = "auto", cut: Cut | None = None
-) -> tuple[SampleCodec, str | None]:
-    """Choose the codec for most of the samples. Returns it, and why it cannot store one of the samples, or None.
+) -> SampleCodec:
+    """Choose the codec for a source. It may be unable to store a few of the samples, which then pass through.
 
     Args:
         indices: indices of the samples, for messages.
@@ -59,9 +59,9 @@ def choose_codec(
         SampleMismatchError: ("rows") more than a few differ in shape, dtype or structure.
 
     Example:
-        >>> choose_codec([0, 1], [(1, 2.0), (3, 4.0)])[0].nbytes
+        >>> choose_codec([0, 1], [(1, 2.0), (3, 4.0)]).nbytes
         16
-        >>> type(choose_codec([0, 1], ["a", "bc"])[0]).__name__
+        >>> type(choose_codec([0, 1], ["a", "bc"])).__name__
         'RecordCodec'
     """
     if layout != "records":
@@ -69,7 +69,7 @@ def choose_codec(
             spec = SampleSpec.infer(samples[0])
             failures = _failures(spec.encode, indices, samples)
             if len(failures) <= (len(samples) * _ODD if layout == "rows" else 0):
-                return spec, _first(failures)
+                return spec
             raise next(iter(failures.values()))
         except SampleMismatchError:
             if layout == "rows":
@@ -82,7 +82,7 @@ def choose_codec(
     if len(failures) > len(samples) * _ODD:
         raise next(iter(failures.values()))
     kept = [sample for number, sample in enumerate(samples) if number not in failures]
-    return RecordCodec.infer(kept, codec.required), _first(failures)
+    return RecordCodec.infer(kept, codec.required)
 
 
 def _failures(
@@ -96,10 +96,6 @@ def _failures(
         except (UnsupportedSampleError, SampleMismatchError) as error:
             failures[position] = type(error)(str(error))  # its traceback would keep all callers alive
     return failures
-
-
-def _first(failures: dict[int, _Failure]) -> str | None:
-    return next(map(str, failures.values()), None)
 
 
 def _check_record(codec: RecordCodec, sample: Any, index: int) -> None:

@@ -46,7 +46,6 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 from lightning_stocache.setup.same_data import store_or_refuse
 from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
-from lightning_stocache.source.access import warn_of_odd
 from lightning_stocache.source.identity import data_digest
 
 __all__ = ["drawn_by_any", "open_caches", "united"]
@@ -360,8 +359,6 @@ def _store_or_refuse(openings: Sequence[_Opening], caches: Sequence[OpenCache], 
         request, found = opening.request, opening.found
         if opened.cache is None or opened.counters is None:
             return None
-        if found.odd and not request.strict and opened.counters.is_first("odd sample"):
-            warn_of_odd(request.source, found.odd)
         words = store_or_refuse(request, found, opening.reader.read, opened.cache, opened.counters)
         if words is not None and request.strict:
             raise FingerprintError(f"{request.title} cannot be cached: {words}")
