@@ -74,11 +74,7 @@ class EncodedSource(Dataset[Any]):
 
     def __call__(self, encoded: _Encoded) -> Any:
         """The sample of a file."""
-        try:
-            return self._access.decode(encoded.content, encoded.number)
-        except Exception as error:
-            error.add_note(f"(sample {encoded.number} of {type(self._source).__name__}, decoded after the cache)")
-            raise
+        return self._access.decode(encoded.content, encoded.number)
 
     @property
     def steps(self) -> list[Any]:
@@ -107,7 +103,7 @@ def packed_reader(source: Any) -> Callable[[int], Any]:
 def access_to(source: Any) -> EncodedAccess | None:
     """How the files of a source are read and decoded; None if that is not known."""
     if callable(getattr(source, "read", None)) and callable(getattr(source, "decode", None)):
-        return _of_user(source)
+        return EncodedAccess(source.read, source.decode, source.read)
     if type(source) is Subset:
         inner, indices = access_to(source.dataset), source.indices
         if inner is None:
@@ -123,16 +119,6 @@ def access_to(source: Any) -> EncodedAccess | None:
         if kind is not None and isinstance(source, kind):
             return access(source) if type(source).__getitem__ is kind.__getitem__ else None
     return None
-
-
-def _of_user(source: Any) -> EncodedAccess:
-    """The source's own methods."""
-
-    def read(index: int) -> Any:
-        content = source.read(index)
-        return bytes(content) if isinstance(content, bytearray | memoryview) else content
-
-    return EncodedAccess(read, source.decode, read)
 
 
 def _of_folder(source: Any) -> EncodedAccess | None:

@@ -112,7 +112,8 @@ def _restore(generator: Any, state: Any) -> None:
     elif hasattr(generator, "set_state"):
         generator.set_state(_with_arrays(state))
     elif state is not None and not isinstance(generator, random.SystemRandom):
-        generator.setstate(_as_tuples(state))
+        version, words, spare = state  # text has lists where the state has tuples
+        generator.setstate((version, tuple(words), spare))
 
 
 def _plain(value: Any) -> Any:
@@ -129,11 +130,6 @@ def _with_arrays(state: Any) -> Any:
     if state.keys() == {"dtype", "bytes"}:
         return np.frombuffer(bytes.fromhex(state["bytes"]), state["dtype"])
     return {key: _with_arrays(item) for key, item in state.items()}
-
-
-def _as_tuples(state: Any) -> Any:
-    """Tuples again, where text has lists."""
-    return tuple(map(_as_tuples, state)) if isinstance(state, list | tuple) else state
 
 
 # ---- of a process and of a source ----

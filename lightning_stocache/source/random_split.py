@@ -149,8 +149,8 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
                 head, tail = cut.apply(source)
                 heads = tuple(_proven(head, tail, original, probe) for original in originals)
                 if batch_reader(source) is not None:
-                    batch = probe.read(_InBatches(source), [read.index for read in again[:2]], 0)
-                    _proven(_InBatches(head), tail.of_batch, batch, probe)
+                    batch = probe.read(source, [read.index for read in again[:2]], 0)
+                    _proven(head, tail.of_batch, batch, probe)
                 return Split(head, heads, probe.reads, tail, cut)
             except UncuttableError as error:
                 reasons.append(str(error))
@@ -238,13 +238,14 @@ class Probe:
     def read(self, source: Any, index: Any, seed: int) -> Read:
         """Read an index of the source, or of a copy with another transform, under a seed; what it raises comes through.
 
-        A generator that the first read has made is watched from then on.
+        Of a list of indices, the source reads all in one call. A generator that the first read has made is watched from
+        then on.
         """
         self.generators.seed(seed)
         self.reads += 1
         before = self.generators.state()
         with _worker_of(seed):
-            sample = source[index]
+            sample = source.__getitems__(index) if isinstance(index, list) else source[index]
         after = self.generators.state()
         read = Read(index, sample, seed, bits(sample), self.generators.moved(before, after), after)
         if self.reads == 1:
@@ -355,16 +356,6 @@ def _proven(head: Any, tail: Callable[[Any], Any], original: Read, probe: Probe)
             "need their result?)"
         )
     return kept
-
-
-class _InBatches:
-    """A source, read by lists of indices."""
-
-    def __init__(self, source: Any) -> None:
-        self._read = batch_reader(source)
-
-    def __getitem__(self, indices: list[int]) -> Any:
-        return cast(Any, self._read)(indices)
 
 
 # ---- the calls of transforms ----

@@ -120,19 +120,6 @@ def test_what_is_kept_is_the_file(make: Any, folder: Path) -> None:
     assert len(record) < files[0].stat().st_size + 500
 
 
-def test_a_decoder_that_fails_names_the_sample() -> None:
-    """The error is the user's, with the index."""
-    files = EncodedSource(Broken())
-    with pytest.raises(ValueError, match="no image") as failure:
-        files(files[4])
-    assert any("sample 4 of Broken" in note for note in failure.value.__notes__)
-
-
-class Broken(Files):
-    def decode(self, content: bytes, index: int) -> Any:
-        raise ValueError("no image")
-
-
 def test_unknown_files_are_not_guessed_at(folder: Path) -> None:
     """A loader of the user's, a dataset that reads in its own way, lists: there is no access."""
 

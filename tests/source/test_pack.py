@@ -359,7 +359,7 @@ class Files(Dataset[Any]):
         return self.decode(self.read(index), index)
 
     def read(self, index: int) -> Any:
-        return bytearray([index] * 4)
+        return bytes([index] * 4)
 
     def decode(self, content: Any, index: int) -> Any:
         return sum(content)
