@@ -15,7 +15,7 @@ while they wait for each other (with workers on the same cores 7.7 ms for 64 pho
 Memory for columns and words (the head) is reserved when the store is made, or block by block. Samples are written
 through the file (`Segment.store`), where a lack of memory is an error. A killed writer leaves state 0.
 
-Records lie one behind the other. A writer moves the free offset behind its record under one lock, and writes without
+Records lie one behind the other. A writer moves the free offset behind its records under one lock, and writes without
 the lock, so records never overlap. The room of a killed writer stays unused. If a write fails, and no process has taken
 room since, the offset goes back. A record begins at a multiple of 8, and of 64 if it has several parts.
 
@@ -70,6 +70,7 @@ LARGEST = 2**32
 
 _END = ""
 _SMALL = 8  # alignment of records with one part
+_GAP = memoryview(bytes(64))  # lies between two records
 _KNOWN = 32  # with so many records, their mean size replaces the estimate of set-up
 _TRIES, _PAUSE = 200, 50e-6  # 10 ms: a process that keeps the lock of the run for longer was stopped
 
@@ -232,13 +233,14 @@ class Rows(_Slots):
         """Always true: every slot has its row."""
         return True
 
-    def write(self, slot: int, contents: Sequence[memoryview]) -> bool:
-        """Write a sample, bytes `[nbytes]` per field."""
+    def write(self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool]:
+        """Write samples, bytes `[nbytes]` per field. Returns True for each."""
         store = self._segment.store
-        for start, nbytes, content in zip(self._fields, self._row_bytes, contents, strict=True):
-            if nbytes:
-                store(start + slot * nbytes, content)
-        return True
+        for slot, contents in zip(slots, samples, strict=True):
+            for start, nbytes, content in zip(self._fields, self._row_bytes, contents, strict=True):
+                if nbytes:
+                    store(start + slot * nbytes, content)
+        return [True] * len(slots)
 
     def gather(self, slots: Integers, into: Memory) -> None:
         """Copy many samples into the memory of a batch.
@@ -274,8 +276,8 @@ class Records(_Slots):
         >>> codec, segment = RecordCodec.infer(["a"]), Segment.create(8192)
         >>> records = Records(segment, codec, 3)
         >>> records.reserve(0, 3)
-        >>> records.write(0, [memoryview(bytes(5000))]), records.write(1, [memoryview(bytes(5000))])
-        (True, False)
+        >>> records.write([0, 1], [[memoryview(bytes(5000))], [memoryview(bytes(5000))]])
+        [True, False]
         >>> records.free - records.begin, records.record(0).nbytes
         (5000, 5000)
         >>> records.close(), segment.close()
@@ -325,27 +327,41 @@ class Records(_Slots):
         """Whether a record may find room."""
         return bool(nbytes <= self.end - self.free and nbytes < LARGEST)
 
-    def write(self, slot: int, contents: Sequence[memoryview]) -> bool:
-        """Write a record and its place. Returns False without room, or if another writer was stopped in the lock."""
-        nbytes = self.size(contents)
-        if not self.has_room(nbytes):
-            return False
-        alignment = _SMALL if len(contents) == 1 else aligned(1)
+    def write(self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool]:
+        """Write records one behind the other in one system call, and their places.
+
+        Returns:
+            Whether each record was written: there was room, and no other writer was stopped in the lock.
+        """
+        sizes = [self.size(contents) for contents in samples]
+        if not any(map(self.has_room, sizes)):
+            return [False] * len(slots)
+        begins: list[int] = []  # 0 without room
+        parts: list[memoryview] = []
         with self._locked() as locked:
-            before = self.free
-            begin = -(-before // alignment) * alignment
-            if not locked or begin + nbytes > self.end:
-                return False
-            self._numbers[0] = begin + nbytes
+            before = end = self.free
+            for contents, nbytes in zip(samples, sizes, strict=True):
+                alignment = _SMALL if len(contents) == 1 else aligned(1)
+                begin = -(-end // alignment) * alignment
+                if not locked or nbytes >= LARGEST or begin + nbytes > self.end:
+                    begins.append(0)
+                    continue
+                parts += (_GAP[: begin - end], *contents)
+                begins.append(begin)
+                end = begin + nbytes
+            if locked:
+                self._numbers[0] = end
         try:
-            self._segment.store(begin, *contents)
+            self._segment.store(before, *parts)
         except BaseException:
             with self._locked() as locked:
-                if locked and self.free == begin + nbytes:
+                if locked and self.free == end:
                     self._numbers[0] = before
             raise
-        self._begins[slot], self._sizes[slot] = begin, nbytes
-        return True
+        for slot, begin, nbytes in zip(slots, begins, sizes, strict=True):
+            if begin:
+                self._begins[slot], self._sizes[slot] = begin, nbytes
+        return [begin > 0 for begin in begins]
 
     def record(self, slot: int) -> memoryview:
         """The record of a ready slot, as a live, read-only view."""

@@ -293,7 +293,7 @@ class RollingStore(Store):
                 return short
         try:
             if isinstance(layout, Rows):
-                layout.write(turn.slot, contents)
+                layout.write([turn.slot], [contents])
             else:
                 self.segment.store(int(layout.columns["begin"][turn.slot]), *contents)
             if checksums is not None:

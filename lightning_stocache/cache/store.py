@@ -38,10 +38,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import compress
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
@@ -398,38 +399,35 @@ class Store:
         """
         return any(self.put([index], [self.codec.contents(self.codec.encode(sample, index))]))
 
-    def put(self, indices: Iterable[int], samples: Sequence[Sequence[memoryview]]) -> Iterator[bool | None]:
-        """Store samples one by one as the caller iterates, if the slot is empty and no other process fills it.
+    def put(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool | None]:
+        """Store each sample whose slot is empty and is filled by no other process.
 
         Args:
             indices: the index of each sample.
-            samples: the parts of each sample, as bytes. The free memory is checked once for the whole call, so a call
-                should have few megabytes.
+            samples: the parts of each sample, as bytes. They are written together, so a call should have few megabytes.
 
-        Yields:
-            Whether this call has stored the sample. None if its index has no place, or the records have no room left.
+        Returns:
+            Whether this call has stored each sample. None if its index has no place, or the records have no room left.
         """
         states, claims = self.layout.states, self._claims
-        may_store: bool | None = None  # unknown until the first empty slot is claimed; False after a shortage
-        if self._checksums is not None and not self.segment.is_whole:
-            may_store = False
-        for index, contents in zip(indices, samples, strict=True):
-            slot = self.arc.slot(index)
-            if slot == NO_SLOT or not self.stores_misses:
-                yield None
-                continue
-            stored: bool | None = False
-            if (may_store is not False and states[slot] != READY and claims.take(slot)) or claims.is_mine(slot):
-                try:
-                    if may_store is not False and states[slot] != READY:
-                        if may_store is None:
-                            may_store = self._has_memory(sum(map(self.layout.size, samples)))
-                        if may_store:
-                            stored = self._write(slot, contents)
-                            may_store = stored is not False
-                finally:
-                    claims.release(slot)  # also a claim of `divide`
-            yield stored
+        outcomes: list[bool | None] = [False] * len(indices)
+        claimed: dict[int, int] = {}  # the numbers of the samples, by slot
+        try:
+            for number, index in enumerate(indices):
+                slot = self.arc.slot(index)
+                if slot == NO_SLOT or not self.stores_misses:
+                    outcomes[number] = None
+                elif states[slot] != READY and slot not in claimed and (claims.take(slot) or claims.is_mine(slot)):
+                    claimed[slot] = number
+            empty = [slot for slot in claimed if states[slot] != READY]
+            contents = [samples[claimed[slot]] for slot in empty]
+            if empty and self._has_memory(sum(map(self.layout.size, contents))):
+                for slot, stored in zip(empty, self._write(empty, contents), strict=False):
+                    outcomes[claimed[slot]] = stored or None
+        finally:
+            for slot in claimed:
+                claims.release(slot)
+        return outcomes
 
     def replace(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
         """Store a row as soon as no other process fills its slot. Without `overwrite`, False if it has other bytes."""
@@ -444,7 +442,7 @@ class Store:
                 fence()
             elif not self._has_memory(self.layout.size(contents)):
                 return True
-            self._write(slot, contents)
+            self._write([slot], [contents])
         return True
 
     def clear(self) -> None:
@@ -463,31 +461,34 @@ class Store:
 
     def _has_memory(self, nbytes: int) -> bool:
         """Whether that many bytes may be filled now."""
-        if self._retry_at and time.monotonic() < self._retry_at:
+        is_cut_off = self.segment.on_disk and not self.segment.is_whole
+        if is_cut_off or (self._retry_at and time.monotonic() < self._retry_at):
             return False
         short = self._shortage.comes_with(nbytes)
         if short is not None:
             self._stop(short)
         return short is None
 
-    def _write(self, slot: int, contents: Sequence[memoryview]) -> bool | None:
-        """Write a sample into a claimed slot and set it ready. Returns False without memory, None without room."""
-        checksums = self._checksums
+    def _write(self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool]:
+        """Write samples into claimed slots and set them ready. Returns which found room; [] without memory."""
+        checksums, states = self._checksums, self.layout.states
         try:
-            if not self.layout.write(slot, contents):
-                return None
+            written = self.layout.write(slots, samples)
+            ready = list(compress(slots, written))
             if checksums is not None:
-                checksums.seal(slot, contents)
+                for slot, contents in zip(ready, compress(samples, written), strict=True):
+                    checksums.seal(slot, contents)
         except OSError as error:
             if (short := refused(error, on_disk=checksums is not None)) is None:
                 raise
             self._stop(short)
-            return False
+            return []
         fence()
-        self.layout.states[slot] = READY
-        if checksums is not None:
-            checksums.verified[slot] = READY
-        return True
+        for slot in ready:
+            states[slot] = READY
+            if checksums is not None:
+                checksums.verified[slot] = READY
+        return written
 
     def _stop(self, short: str) -> None:
         """Store nothing for a while, and warn once per node."""

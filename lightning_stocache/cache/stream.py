@@ -316,7 +316,7 @@ class StreamStore(Store):
                 has_room = has_room and self._has_columns(number)
             if has_room and self._has_memory(nbytes):
                 layout.columns["mark"][number], layout.columns["shard"][number] = mark, shard.number
-                stored = self._write(number, contents) is True
+                stored = self._write([number], [contents]) == [True]
         return nbytes if stored else None
 
     def clear(self) -> None:

@@ -338,9 +338,9 @@ class CachedSource:
             if pauses:
                 misses += sum(map(cache.has_place, wanted))
             else:
-                for stored in cache.put(wanted, contents):
-                    misses += stored is not None
-                    fills += stored is True
+                outcomes = cache.put(wanted, contents)
+                misses += len(outcomes) - outcomes.count(None)
+                fills += outcomes.count(True)
             store_ns += time.perf_counter_ns() - begun
         count(
             self.opened.counters,

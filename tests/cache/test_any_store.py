@@ -71,7 +71,7 @@ class Stores(RuleBasedStateMachine):
         """Store samples, several at once."""
         new = list(dict.fromkeys(indices))
         contents = [encoded(self.disk.codec, self.disk.sample(index), index) for index in new]
-        outcomes = list(self.store.put(new, contents))
+        outcomes = self.store.put(new, contents)
         if not self.full:
             self.stored |= {index for index, stored in zip(new, outcomes, strict=True) if stored}
 

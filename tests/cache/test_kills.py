@@ -61,7 +61,7 @@ def put_killed(job: Job, layout: str, index: int, line: int) -> None:
     with job() as store:
         contents = encoded(store.codec, SAMPLES[layout](index), index)
         with killed_at_line(line, "cache"):
-            assert list(store.put([index], [contents])) == [True]
+            assert store.put([index], [contents]) == [True]
 
 
 def test_who_is_killed_at_any_line_does_no_harm(job: Job, layout: str) -> None:

@@ -48,7 +48,7 @@ def sample(row_bytes: list[int], seed: int) -> list[bytes]:
 
 
 def write(slots: Rows, slot: int, content: list[bytes]) -> None:
-    slots.write(slot, list(map(memoryview, content)))
+    slots.write([slot], [list(map(memoryview, content))])
 
 
 @given(row_bytes=row_sizes, count=counts)
@@ -140,7 +140,7 @@ def put(arena: Records, nbytes: int, alignment: int = 8, mark: int = 1) -> int |
     """Store a record of one repeated byte in the slot of this process. Returns where it begins."""
     content, slot = memoryview(bytes([mark]) * nbytes), os.getpid() % SLOTS
     parts = [content] if alignment == 8 else [content[:1], content[1:]]
-    return int(arena.columns["begin"][slot]) if arena.write(slot, parts) else None
+    return int(arena.columns["begin"][slot]) if arena.write([slot], [parts]) == [True] else None
 
 
 @contextmanager
