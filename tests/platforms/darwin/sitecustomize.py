@@ -45,7 +45,7 @@ def _without(call):
 
 def _is_locked(descriptor, kind):
     """Whether anybody holds a lock of a kind on a file: FLOCK or POSIX."""
-    facts = os.fstat(descriptor)
+    facts = os.fstat(descriptor if isinstance(descriptor, int) else descriptor.fileno())
     file = f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}:{facts.st_ino}"
     with _open("/proc/locks") as held:
         locks = [line.split() for line in held if "->" not in line]
