@@ -10,7 +10,7 @@ hit rate of 0.70 in epoch two reads 0.43. The address `/#custom_scalars&_smoothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -24,7 +24,7 @@ from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, lea
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.source.encoded import EncodedSource
 
-__all__ = ["LAYOUT", "axes", "hyperparameters", "lay_out"]
+__all__ = ["LAYOUT", "axes", "hyperparameters", "lay_out", "log_hyperparameters"]
 
 _ADDED = ("samples", "drawn", "slots", "budget_bytes")  # hyperparameters that are summed over the datasets of a stage
 _laid_out: WeakSet[Any] = WeakSet()  # runs of TensorBoard or W&B
@@ -84,6 +84,30 @@ def axes(nodes: int = 1) -> list[dict[str, Any]]:
         *({"name": f"stocache/{name}", "step_metric": "epoch", **extremes.get(name, {})} for name in of_epochs),
         *({"name": LIVE + name, "step_metric": "trainer/global_step", "summary": "none"} for name in LIVE_METRICS),
     ]
+
+
+def log_hyperparameters(logger: Any, values: dict[str, Any]) -> None:
+    """Log hyperparameters. TensorBoard's tab HPARAMS shows them beside the last hit rate.
+
+    Lightning's TensorBoardLogger would log a metric `hp_metric` of -1 for this tab.
+    """
+    experiment: Any = getattr(logger, "experiment", None)
+    if type(experiment).__module__ != "torch.utils.tensorboard.writer":
+        logger.log_hyperparams(values)
+        return
+    from torch.utils.tensorboard.summary import hparams
+
+    logger.log_hyperparams(values, metrics={})  # into `logger.hparams` alone
+    for summary in hparams(dict(_flat(values)), {"stocache/hit_rate": 0.0}):  # of the metric, only the name is written
+        experiment.file_writer.add_summary(summary)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield prefix + name, value
 
 
 def hyperparameters(stages: Mapping[str, Any]) -> dict[str, Any]:

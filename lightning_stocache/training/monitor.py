@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_stocache.insight.dashboards import hyperparameters, lay_out
+from lightning_stocache.insight.dashboards import hyperparameters, lay_out, log_hyperparameters
 from lightning_stocache.insight.metrics import PREFIXES, Tally
 from lightning_stocache.insight.tallies import Tallies, loader_seconds, samples_of
 from lightning_stocache.insight.verdict import verdict
@@ -135,7 +135,7 @@ class CacheMonitor(Callback):
             lay_out(logger, nodes)
             if granted:
                 try:
-                    logger.log_hyperparams(granted)
+                    log_hyperparameters(logger, granted)
                 except Exception as error:  # MLflow raises one if a resumed run has other values
                     warn(f"{type(logger).__name__} does not take the cache's hyperparameters: {error}")
 

@@ -62,9 +62,10 @@ def test_without_a_cache_nothing_is_logged(tmp_path):
 
 
 def test_tensorboard_has_them(tmp_path):
-    """The event file has the hyperparameters as a record for the HPARAMS tab."""
+    """The event file has the hyperparameters as a record for the HPARAMS tab, with the hit rate as their metric."""
     logger = TensorBoardLogger(str(tmp_path), name="")
-    make_trainer(tmp_path, [CacheMonitor()], logger=logger).fit(Model(), StocacheDataModule(source(tmp_path)))
+    trainer = make_trainer(tmp_path, [CacheMonitor()], logger=logger)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path)))
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(logger.log_dir)
     events.Reload()
@@ -73,6 +74,12 @@ def test_tensorboard_has_them(tmp_path):
     params = plugin.HParamsPluginData.FromString(content).session_start_info.hparams
     assert params["stocache/budget"].string_value == "auto"
     assert params["stocache/slots"].number_value == SAMPLES
+    content = events.summary_metadata["_hparams_/experiment"].plugin_data.content
+    metrics = plugin.HParamsPluginData.FromString(content).experiment.metric_infos
+    assert [metric.name.tag for metric in metrics] == ["stocache/hit_rate"]
+    assert len(events.Scalars("stocache/hit_rate")) == trainer.current_epoch
+    assert "hp_metric" not in events.Tags()["scalars"]
+    assert logger.hparams["stocache"]["slots"] == SAMPLES
 
 
 def test_a_logger_may_be_as_its_user_has_made_it(tmp_path, caplog):
