@@ -8,14 +8,13 @@ stderr and exit code 2.
 from __future__ import annotations
 
 import argparse
-import io
 import logging
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -69,7 +68,7 @@ def plan(parser: argparse.ArgumentParser) -> Action:
         from lightning_stocache.insight.plan import as_text, curves_as_text, save
 
         with _refusing(parser, Exception):  # configs, data and model belong to the user, and may raise any error
-            with _measuring() as folder:
+            with TemporaryDirectory() as folder:
                 plan, curves = _planned(arguments, folder)
             _say(("" if curves is None else curves_as_text(curves) + "\n\n") + as_text(plan))
             if arguments.png is not None:
@@ -162,9 +161,12 @@ def clean(parser: argparse.ArgumentParser) -> Action:
         for cache in known:
             for line in wrapped(f"{'stays, ' if cache.in_use else ''}{describe(cache)}"):
                 _say(line)
-        if dead and not arguments.yes and not _yes(f"remove {count(dead)}? [y/N] "):
-            _say("nothing removed; --yes removes without asking")
-            return
+        if dead and not arguments.yes:
+            sys.stdout.write(f"remove {count(dead)}? [y/N] ")
+            sys.stdout.flush()
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # a script that answers nothing: an empty line
+                _say("nothing removed; --yes removes without asking")
+                return
         removed = [segment for cache in dead for segment in clean(cache.name, arguments.dir)]
         _say(f"removed {count(removed)}" if dead else "nothing to remove")
 
@@ -191,13 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # overrides that stand between options
         chosen.overrides += rest
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # characters that the terminal's encoding lacks
-    try:
+    with suppress(BrokenPipeError):  # of `... | head`
         chosen.run(chosen)
-        sys.stdout.flush()
-    except BrokenPipeError:  # of `... | head`: the rest, and the flush at exit, go to /dev/null
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -207,17 +204,10 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_png(parser: argparse.ArgumentParser, default: Path, purpose: str) -> None:
-    def path(text: str) -> Path:
-        if not text.endswith(".png"):  # a folder or an override after a --png without a path
-            raise argparse.ArgumentTypeError(f"a path that ends in .png, or none, got {text}; write --png last")
-        return Path(text)
-
-    parser.add_argument("--png", type=path, nargs="?", const=default, help=f"{purpose}; needs matplotlib")
+    parser.add_argument("--png", type=Path, nargs="?", const=default, help=f"{purpose}; needs matplotlib")
 
 
 def _numbers(text: str) -> list[int]:
-    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", text):
-        raise argparse.ArgumentTypeError(f"whole numbers with commas between them, as 0,1,2,4, got {text}")
     return [int(word) for word in text.split(",")]
 
 
@@ -235,36 +225,25 @@ def _one_line(error: Exception) -> str:
 
     Hydra wraps an error of the user's own constructor: the line has the key and the wrapped error.
     """
-    key = ""
-    while type(error).__name__ == "InstantiationException":
-        key = key or str(error).partition("full_key: ")[2].strip()
-        if not isinstance(error.__cause__, Exception):
-            break
+    words = []
+    if type(error).__name__ == "InstantiationException":
+        words.append(f"{str(error).partition('full_key: ')[2].strip()}:")
+    while type(error).__name__ == "InstantiationException" and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    package = type(error).__module__.partition(".")[0]
-    lines = [line.strip() for line in str(error).partition("\nConfig search path")[0].splitlines() if line.strip()]
+    text, package = str(error).partition("\nConfig search path")[0], type(error).__module__.partition(".")[0]
     if package in ("hydra", "omegaconf"):
-        about_classes = re.compile(r"(full_key|object_type|reference_type)[:=]")
-        lines = [line.partition(", set env var")[0] for line in lines if not about_classes.match(line)]
-    words = [f"{key}:"] if key else []
-    if package not in ("hydra", "omegaconf", "lightning_stocache") and not isinstance(error, ModuleNotFoundError):
-        words.append(f"{type(error).__name__}:")
-    if isinstance(error, ModuleNotFoundError):
+        about_classes = r"\s*(full_key|object_type|reference_type)[:=].*|, set env var.*"
+        text = re.sub(about_classes, "", text)
+    elif isinstance(error, ModuleNotFoundError):
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        lines += [f'(pip install "lightning-stocache[{extra}]")'] if extra else []
-    return " ".join([*words, *" ".join(lines).split()])
+        text += f' (pip install "lightning-stocache[{extra}]")' if extra else ""
+    elif package != "lightning_stocache":
+        words.append(f"{type(error).__name__}:")
+    return " ".join([*words, *text.split()])
 
 
 def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
-
-
-def _yes(question: str) -> bool:
-    """Ask for a yes. No answer, as in a script, means no."""
-    try:
-        return input(question).strip().lower() in ("y", "yes")
-    except (EOFError, KeyboardInterrupt, RuntimeError):  # RuntimeError: standard input is closed
-        return False
 
 
 def _named(parser: argparse.ArgumentParser, directory: str | None) -> Sequence[NamedSegment]:
@@ -279,28 +258,11 @@ def _named(parser: argparse.ArgumentParser, directory: str | None) -> Sequence[N
     return named_segments(contents_of, directory)
 
 
-@contextmanager
-def _measuring() -> Iterator[str]:
-    """A temporary folder for a Trainer's files, without logs and warnings. Restores torch's number of threads.
-
-    The messages of Lightning and of this package are about training, and `plan` does not train.
-    """
-    import torch
-
-    before, ours, silent = torch.get_num_threads(), logging.getLogger("lightning_stocache"), logging.NullHandler()
-    with ExitStack() as undone:
-        undone.callback(torch.set_num_threads, before)
-        undone.callback(logging.disable, logging.NOTSET)
-        undone.callback(ours.removeHandler, silent)
-        logging.disable(logging.WARNING)
-        ours.addHandler(silent)  # without a handler, the package prints its messages itself
-        undone.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        yield undone.enter_context(TemporaryDirectory())
-
-
 def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves | None]:
-    """The plan for the data and model of the configs, and curves if asked for. A Trainer writes into the folder."""
+    """The plan for the data and model of the configs, and curves if asked for. A Trainer writes into the folder.
+
+    The warnings of Lightning and of this package are silenced: they are about training, and `plan` does not train.
+    """
     import torch
     from hydra.utils import instantiate
     from omegaconf import OmegaConf
@@ -309,6 +271,9 @@ def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves |
     from lightning_stocache.insight.plan import plan
     from lightning_stocache.training import plan_inputs
 
+    logging.disable(logging.WARNING)
+    logging.getLogger("lightning_stocache").addHandler(logging.NullHandler())  # without one, caches describe themselves
+    warnings.simplefilter("ignore")
     config = _composed(arguments, folder)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

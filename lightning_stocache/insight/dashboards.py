@@ -11,6 +11,7 @@ hit rate of 0.70 in epoch two reads 0.43. The address `/#custom_scalars&_smoothi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 from weakref import WeakSet
 
@@ -95,10 +96,11 @@ def log_hyperparameters(logger: Any, values: dict[str, Any]) -> None:
     if type(experiment).__module__ != "torch.utils.tensorboard.writer":
         logger.log_hyperparams(values)
         return
-    from torch.utils.tensorboard.summary import hparams
-
+    summaries: Any = import_module("torch.utils.tensorboard.summary")
     logger.log_hyperparams(values, metrics={})  # into `logger.hparams` alone
-    for summary in hparams(dict(_flat(values)), {"stocache/hit_rate": 0.0}):  # of the metric, only the name is written
+    for summary in summaries.hparams(
+        dict(_flat(values)), {"stocache/hit_rate": 0.0}
+    ):  # of the metric, only the name is written
         experiment.file_writer.add_summary(summary)
 
 

@@ -166,7 +166,7 @@ def measure_curves(
         workers: numbers of workers; 0 loads in this process.
         batch_sizes: in samples.
         seconds: about the time of all measurements together.
-        limit: seconds after which no measurement begins. Batches that take longer than a 16th of it are left out.
+        limit: seconds after which no measurement begins.
         progress: called with a line about each measurement when it is done.
 
     Raises:
@@ -177,10 +177,7 @@ def measure_curves(
     with Trial.of(data) as trial:
         left_out = [] if trial.full is not None else [f"Nothing can be cached: {trial.reason}"]
         for size, number in sorted(loaders):
-            if (took := trial.read_seconds * size) > limit / 16:
-                left_out.append(f"Batches of {size} from the source take {took:.0f} s each: left out.")
-            else:
-                rates[Arm("uncached", size, number)] = []
+            rates[Arm("uncached", size, number)] = []
             if trial.full is not None:
                 rates[Arm("hit", size, number)] = []
         begin, count = time.perf_counter(), _ROUNDS * len(rates)

@@ -157,12 +157,8 @@ def test_there_is_a_time_limit(monkeypatch):
     assert found.left_out[0].endswith("s were over after 3 of 12 measurements.")
 
 
-def test_what_cannot_be_measured_is_left_out(monkeypatch):
-    """Sentences name samples that cannot be cached, and batches that take too long."""
+def test_what_cannot_be_cached_is_measured_from_the_source_alone():
+    """A sentence says that samples cannot be cached."""
     found = measure_curves(Data(WITH_GRADIENTS, 4), [0], seconds=0.05)
     assert [arm.kind for arm in found.rates] == ["uncached"]
     assert "Nothing can be cached" in found.left_out[0]
-    slow = Clock(monkeypatch).slow_source()
-    found = measure_curves(Data(slow, 2), (), [1, 16], seconds=0.05, limit=16.0)
-    assert [(arm.kind, arm.batch_size) for arm in found.rates] == [("uncached", 1), ("hit", 1), ("hit", 16)]
-    assert "Batches of 16 from the source" in found.left_out[0]
