@@ -101,19 +101,6 @@ def test_a_batch_without_a_miss_wakes_no_worker(requests):
         assert requests == [[20, 21, 22, 23, 24], [25, 26, 27, 28, 29], [30, 31, 32, 34], [35, 36, 37, 38, 39]]
 
 
-def test_persistent_workers_end_when_somebody_else_has_filled_the_cache():
-    """Another loader, another rank: the next epoch needs them no more."""
-    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
-        loader = CachedLoader(dataset, 8, num_workers=2, persistent_workers=True, prefetch_factor=1)
-        next(iter(loader))
-        assert len(active_children()) == 2
-        while dataset.cache is not None and not dataset.cache.full:  # a slot that a worker is filling is left to it
-            fill(dataset, range(LENGTH))
-        iterator = iter(loader)
-        assert active_children() == []
-        assert same(list(iterator), list(DataLoader(Numbers(LENGTH), 8)))
-
-
 def test_persistent_workers_are_kept_as_long_as_something_has_no_slot():
     """Half a cache misses in every epoch: the same workers load it."""
     with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
@@ -195,18 +182,6 @@ def test_an_error_of_the_source_takes_the_place_of_its_batch(workers, budget, tr
             assert loader.resources.pool.shared_left == 3 + 2 * workers["num_workers"]
         loader.close()
     del uncached
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_empty_batch_is_the_error_that_dataloader_raises(num_workers):
-    """A batch sampler that gives no index at all has nothing to collate."""
-    with closing(CachedDataset(Numbers(4))) as dataset:
-        loader = CachedLoader(dataset, batch_sampler=[[0, 1], [], [2, 3]], num_workers=num_workers)
-        iterator = iter(loader)
-        next(iterator)
-        with pytest.raises(IndexError):
-            next(iterator)
-        assert next(iterator)[1].tolist() == [2, 3]
 
 
 # ---- a cache that changes ----

@@ -9,10 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.position import LoaderState
-from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.loading.twins import LazySampler, Numbers, outcomes, run, same
 
 LENGTH = 20
@@ -81,25 +78,6 @@ def test_samplers_of_the_users_are_asked_when_dataloader_asks_them(name, num_wor
         dataset.__getitems__(list(range(LENGTH)))
         torch.manual_seed(1)
         assert same(run(CachedLoader(dataset, num_workers=num_workers, **arguments())), expected)
-
-
-@pytest.mark.parametrize(
-    ("sampler", "unseen"),
-    [
-        (lambda: SequentialSampler(range(LENGTH)), True),
-        (lambda: RandomSampler(range(LENGTH)), True),
-        (lambda: RandomSampler(range(LENGTH), replacement=True), True),
-        (lambda: distributed(DistributedSampler), True),
-        (lambda: LocalitySampler(range(LENGTH), 1, 0, batch_size=3, ring=None, nodes=((0,),)), True),
-        (lambda: RandomSampler(range(LENGTH), generator=torch.Generator()), False),
-        (lambda: distributed(LazyDistributed), False),
-        (lambda: LazySampler(LENGTH), False),
-        (lambda: range(LENGTH), False),
-    ],
-)
-def test_batches_are_drawn_ahead_only_from_samplers_known_to_draw_for_themselves(sampler, unseen):
-    """A sampler with a generator of the user's, or of a kind that we do not know, is never ahead of DataLoader."""
-    assert IndexStream(DataLoader(Numbers(LENGTH), 3, sampler=sampler()), True, LoaderState()).ahead_unseen is unseen
 
 
 @pytest.mark.processes

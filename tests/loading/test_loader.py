@@ -24,7 +24,7 @@ from torch.utils.data import (
 from torchvision.transforms import v2
 
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.dataset import CachedDataset, StandIn
 from lightning_stocache.loading.loader import CachedLoader
 from tests.loading.twins import (
     STRUCTURES,
@@ -187,21 +187,6 @@ def test_what_has_no_short_cut_travels_as_dataloader_sends_it(arguments):
 # ---- indices ----
 
 
-@pytest.mark.parametrize(
-    ("transform", "num_workers", "index"), [(None, 0, 10), (None, 1, -11), (unchanged, 0, -11), (unchanged, 1, 10)]
-)
-def test_an_index_outside_is_the_error_of_the_source(transform, num_workers, index):
-    """Even where everything is cached it never wraps around; the next batch comes as usual."""
-    with closing(CachedDataset(Numbers(10), transform=transform)) as dataset:
-        dataset.__getitems__(list(range(10)))
-        batches: Any = [[0, 1], [2, index], [4, 5]]
-        iterator = iter(CachedLoader(dataset, batch_sampler=batches, num_workers=num_workers))
-        assert next(iterator)[1].tolist() == [0, 1]
-        with pytest.raises(IndexError, match=f"index {index} is outside of 10 samples"):
-            next(iterator)
-        assert next(iterator)[1].tolist() == [4, 5]
-
-
 class Endless(Numbers):
     """Has a sample for every index, whatever its length says."""
 
@@ -280,12 +265,6 @@ def test_pinned_batches_may_be_copied_while_nobody_holds_them(transform, num_wor
             assert same(got, list(DataLoader(Numbers(400, (3, 128, 128)), 16)))
 
 
-def note_worker(worker: int) -> None:
-    info = get_worker_info()
-    assert isinstance(info.dataset, CachedDataset)
-    info.dataset.source.told = (worker, info.id, info.num_workers)
-
-
 class Telling(Numbers):
     """A source whose samples say what the worker that loaded them was told."""
 
@@ -297,11 +276,20 @@ class Telling(Numbers):
 
 
 @pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("transform", [None, unchanged], ids=["gathered", "made"])
-def test_worker_init_fn_finds_the_dataset_and_the_worker(transform):
-    """It runs in every worker, where get_worker_info says what it says under DataLoader."""
+@pytest.mark.parametrize(
+    ("transform", "wrap", "kind"),
+    [(None, StandIn, Telling), (None, lambda dataset: dataset, CachedDataset), (unchanged, StandIn, Telling)],
+)
+def test_worker_init_fn_finds_the_dataset_and_the_worker(transform, wrap, kind):
+    """It runs in every worker, where get_worker_info says what it says under DataLoader: the user's own dataset."""
+
+    def note_worker(worker: int) -> None:
+        info: Any = get_worker_info()
+        assert type(info.dataset) is kind
+        info.dataset.told = (worker, info.id, info.num_workers)
+
     with closing(CachedDataset(Telling(8), transform=transform)) as dataset:
-        loader = CachedLoader(dataset, 2, num_workers=2, worker_init_fn=note_worker)
+        loader = CachedLoader(wrap(dataset), 2, num_workers=2, worker_init_fn=note_worker)
         told = {tuple(row) for images, _ in loader for row in images.tolist()}
         assert told == {(0, 0, 2, 0), (1, 1, 2, 1)}
 

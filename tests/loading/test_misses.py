@@ -87,18 +87,6 @@ def test_samples_are_read_again_on_every_way(way: Any, source: Any, caplog: pyte
         assert "is another one when it is read again" in caplog.text
 
 
-def test_one_that_cannot_be_read_does_not_turn_a_frozen_cache_off() -> None:
-    """It may be one that no sampler asks for; the look passes it over."""
-
-    def gap(index: int) -> torch.Tensor:
-        if index == 0:
-            raise OSError("no file")
-        return rare(index)
-
-    with closing(CachedDataset(Made(gap, 400), allow_random=True)) as dataset:
-        assert torch.equal(dataset[305], dataset[305])
-
-
 class Mixed(Dataset[Any]):
     """Samples of one shape, but for those at `odd`; `broken` cannot be loaded, `stop` is interrupted."""
 

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.logs import Log
 from tests.processes import ChildError, call
 from tests.ranks import run_ranks
@@ -25,56 +24,6 @@ from tests.sources import CountedSource
 pytestmark = pytest.mark.processes
 
 LENGTH, BATCH, EPOCHS = 1200, 40, 4
-
-
-def train(rank: int, budgets: list[str]) -> Any:
-    """Some epochs on a node of one rank and one of two, each with a budget of its own."""
-    group = NodeGroup.discover(key=min(rank, 1))
-    source = CountedSource(LENGTH, (4,))
-    dataset = CachedDataset(source, budget=budgets[group.node], defer=True)
-    dataset.share(group)
-    assert dataset.ring is not None
-    assert dataset.counters is not None
-    said = dataset.describe()
-    dist.barrier()  # nobody fills before all have looked
-    sampler = LocalitySampler(source, 3, rank, batch_size=BATCH, ring=dataset.ring, nodes=group.nodes)
-    hits, seen = [0], []
-    for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)
-        order = list(sampler)
-        images = torch.cat([batch[0] for batch in DataLoader(dataset, BATCH, sampler=order)])
-        assert torch.equal(images, torch.stack([source.expected(index)[0] for index in order]))
-        hits.append(dataset.counters.totals(rank).hits)
-        seen.append(order)
-        dist.barrier()
-    rates = [sum(its[epoch + 1] - its[epoch] for its in group.exchange(hits)) / LENGTH for epoch in range(EPOCHS)]
-    expected = rates_of(dataset.ring, group.nodes, BATCH, EPOCHS)
-    result = group.nodes, group.shares, dataset.ring.coverage, said, seen, rates, expected
-    dist.barrier()
-    dataset.close()
-    return result
-
-
-def told(rank: int) -> list[str]:
-    """What a script is told that shares."""
-    log = Log()
-    logging.getLogger("lightning_stocache").setLevel(logging.INFO)
-    dataset = CachedDataset(CountedSource(8))
-    dataset.share()
-    for loader in (CachedLoader(dataset, 2, True, sampling="locality"), CachedLoader(dataset, 2)):
-        for _ in range(2):
-            list(loader)
-        loader.close()
-    dist.barrier()
-    dataset.close()
-    return [line for line in log.lines if "read at set-up" not in line]
-
-
-def test_ranks_that_share_are_told_once_what_is_cached() -> None:
-    """One line, on rank zero."""
-    (status,), others = run_ranks(told, 2)
-    assert status.startswith("CountedSource: 8 of 8 samples have a slot")
-    assert others == []
 
 
 @pytest.mark.parametrize(
@@ -112,35 +61,18 @@ def alone(kind: Any, workers: int, options: dict[str, Any]) -> list[str]:
         return file.read().splitlines()
 
 
-def test_nodes_may_have_different_ranks_and_budgets() -> None:
-    """One rank with a quarter of the dataset beside two with a half: every epoch is whole, the hit rate is as
-    predicted, and each node describes its own arc, slots and budget."""
-    results = run_ranks(train, 3, ["25%", "50%"])
-    nodes, shares, coverage, _, _, rates, expected = results[0]
-    assert nodes == ((0,), (1, 2))
-    assert shares == pytest.approx((1 / 3, 2 / 3))
-    assert coverage == 0.75
-    for epoch in range(EPOCHS):
-        assert sorted(index for result in results for index in result[4][epoch]) == list(range(LENGTH))
-    assert expected[-1] > 0.7
-    assert rates == pytest.approx(expected, abs=0.02)
-    said = [result[3] for result in results]
-    assert said[0].startswith(
-        "CountedSource on node0 (ranks 0): 300 of 1,200 samples have a slot in an arc that starts"
-    )
-    assert said[1].startswith("CountedSource on node1 (ranks 1, 2): 600 of 1,200 samples have a slot in an arc")
-    assert said[1] == said[2]
-
-
-FOLD = list(range(1, LENGTH, 3))
+FOLD = list(range(1, LENGTH, 4))
 
 
 def train_on_fold(rank: int) -> Any:
-    """Some epochs of a fold on two nodes of one rank, each with half of the fold, in loaders of the package's own."""
-    group = NodeGroup.discover(key=rank)
+    """Some epochs of a fold on a node of one rank and one of two, each with a budget of its own."""
+    log, group = Log(), NodeGroup.discover(key=min(rank, 1))
+    logging.getLogger("lightning_stocache").setLevel(logging.INFO)
     source = CountedSource(LENGTH, (4,))
-    dataset = CachedDataset(source, "50%", indices=FOLD, defer=True)
+    dataset = CachedDataset(source, ("25%", "50%")[group.node], indices=FOLD, defer=True)
     dataset.share(group)
+    assert dataset.describe() == describe_of(group.node)
+    dist.barrier()  # nobody fills before all have looked
     assert dataset.ring is not None
     assert dataset.counters is not None
     torch.manual_seed(5)
@@ -151,7 +83,7 @@ def train_on_fold(rank: int) -> Any:
         images = []
         for number, batch in enumerate(loader):
             images.append(batch[0])
-            if epoch == 1 and number == 4:
+            if epoch == 1 and number == 2:
                 states.append(loader.state_dict())
         drawn = torch.cat(images)
         seen.append([next(i for i in FOLD if torch.equal(source.expected(i)[0], image)) for image in drawn])
@@ -160,23 +92,36 @@ def train_on_fold(rank: int) -> Any:
     loader.load_state_dict(states[0])
     again = torch.cat([batch[0] for batch in loader])
     whole = torch.stack([source.expected(index)[0] for index in seen[1]])
-    assert torch.equal(again, whole[5 * 20 :]), "what was left of the epoch"
+    assert torch.equal(again, whole[3 * 20 :]), "what was left of the epoch"
     rates = [sum(its[epoch + 1] - its[epoch] for its in group.exchange(hits)) / len(FOLD) for epoch in range(EPOCHS)]
     expected = rates_of(dataset.ring, group.nodes, 20, EPOCHS)
+    coverage, shares = dataset.ring.coverage, group.shares
     dist.barrier()
     dataset.close()
-    return seen, rates, expected, dataset.source.loads
+    return seen, rates, expected, coverage, shares, [line for line in log.lines if "read at set-up" not in line]
+
+
+def describe_of(node: int) -> str:
+    """The line on the cache of a node: its ranks, arc, slots and budget."""
+    name, slots, start, size = [("node0 (ranks 0)", 75, 0, "975 B"), ("node1 (ranks 1, 2)", 150, 100, "1.9 KiB")][node]
+    return (
+        f"CountedSource on {name}: {slots} of the 300 that are drawn of 1,200 samples have a slot in an arc that "
+        f"starts at {start}, 0 are filled, {size} in use of {size}"
+    )
 
 
 @pytest.mark.epoch_one_reads_all
-def test_a_fold_is_dealt_to_the_nodes_that_have_it() -> None:
-    """With half of a fold per node, by `indices` and a sampler of the user's: each epoch has the fold once, hit rates
-    are those of theory for the fold, and an epoch goes on in its middle."""
-    results = run_ranks(train_on_fold, 2)
-    rates, expected = results[0][1:3]
+def test_a_fold_is_dealt_to_nodes_that_are_not_alike() -> None:
+    """By `indices` and a sampler of the user's: each epoch has the fold once, hit rates are those of theory, an epoch
+    goes on in its middle, and one rank of each node describes the node's cache."""
+    results = run_ranks(train_on_fold, 3)
+    _, rates, expected, coverage, shares, _ = results[0]
+    assert shares == pytest.approx((1 / 3, 2 / 3))
+    assert coverage == 0.75
+    assert [result[5] for result in results] == [[describe_of(0)], [describe_of(1)], []]
     for epoch in range(EPOCHS):
         assert sorted(index for result in results for index in result[0][epoch]) == FOLD
-    assert expected[-1] > 0.9
+    assert expected[-1] > 0.6
     assert rates == pytest.approx(expected, abs=0.05)
 
 

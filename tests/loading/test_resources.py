@@ -20,7 +20,6 @@ from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, get_
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from tests.loading.twins import Numbers, Transformed, copied, outcomes, same, to_float
-from tests.processes import without_room
 
 LENGTH = 40
 
@@ -247,27 +246,3 @@ def test_the_interpreter_ends_in_silence_with_iterators_alive():
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=280)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-# ---- little memory ----
-
-
-def _epochs_in_docker(transform: Callable[[Any], Any] | None) -> list[int]:
-    """Sums of the batches of two epochs, whose windows would not fit into 64 MiB."""
-    torch.set_num_threads(1)
-    with closing(CachedDataset(Numbers(150, (3, 224, 224)), "50%", transform=transform)) as dataset:
-        loader = CachedLoader(dataset, 50, num_workers=2)
-        sums = [
-            int((image * 255).round().long().sum() if transform else image.sum())
-            for _ in range(2)
-            for image, _ in loader
-        ]
-        loader.close()
-    return sums
-
-
-@ways
-def test_a_small_dev_shm_is_large_enough(transform):
-    """Docker's 64 MiB, of which the cache may take all: batches come, right, and nobody dies of SIGBUS."""
-    expected = [int(image.sum()) for image, _ in DataLoader(Numbers(150, (3, 224, 224)), 50)]
-    assert without_room(_epochs_in_docker, transform) == expected * 2
