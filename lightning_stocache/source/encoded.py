@@ -19,7 +19,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch.utils.data import Dataset, Subset
 
@@ -51,17 +51,10 @@ class _Encoded(NamedTuple):
 
 
 class EncodedSource(Dataset[Any]):
-    """The files of a source. Called with one of them, it gives the sample that the source would have returned.
-
-    Raises:
-        ValueError: the files are not known.
-    """
+    """The files of a source that has `access_to` them. Called with a file, it gives the sample of the source."""
 
     def __init__(self, source: Dataset[Any]) -> None:
-        access = access_to(source)
-        if access is None:
-            raise ValueError(f"the files of a {type(source).__name__} are not known")
-        self._source, self._access = source, access
+        self._source, self._access = source, cast(EncodedAccess, access_to(source))
 
     def __reduce__(self) -> Any:
         return EncodedSource, (self._source,)  # the functions of the access cannot be pickled

@@ -38,7 +38,6 @@ from lightning_stocache.source.lmdb_source import (
     LMDBError,
     LMDBFile,
     bytes_needed,
-    import_lmdb,
     key_of,
 )
 from lightning_stocache.source.samples import same_sample
@@ -189,10 +188,11 @@ class _Writer:
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
-        self.path, self.manifest = path, manifest
+        import lmdb
+
+        self.path, self.manifest, self._lmdb = path, manifest, lmdb
         self.done, self.known = 0, dict[int, bytes]()
         """The number of samples that lie there, and the blobs of those that are compared."""
-        self._lmdb = import_lmdb()
         self._items: list[tuple[bytes, bytes]] = []
         self._bytes, self._last = 0, time.monotonic()
         self._committed: Future[None] | None = None

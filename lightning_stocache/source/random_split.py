@@ -64,7 +64,6 @@ QUICK_SECONDS = 0.2
 _SLOW_SECONDS = 20.0  # after which two indices have to do
 _NOT_HELD = "the sample does not hold what its transform returns, but something made of it"
 _NAMES = ("transform", "transforms")
-_MOST_CALLS = 1000  # for a sample: to watch a call takes about 0.3 ms
 _NOT_ALIKE = "its transform is not called in the same way for every sample"
 _SMALL = (str, int, float, complex, np.generic, os.PathLike, type(None), dict, UserDict, list, tuple, Dataset)
 
@@ -396,8 +395,6 @@ class _Recorder(Head):
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         before, self._moved = len(self._calls), []
-        if before > _MOST_CALLS:
-            raise UncuttableError("it calls too much for one sample")
         with self._generators.watch() as moved:
             result = (self.transform if self._is_single else super().__call__)(*values, **named)
         steps = [bool(moved)] if self._is_single else self._moved

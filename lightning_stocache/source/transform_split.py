@@ -51,7 +51,6 @@ __all__ = [
     "packed",
     "part_of",
     "sites_of",
-    "step_name",
     "steps_of",
     "with_transforms",
 ]
@@ -112,7 +111,7 @@ class Tail(ABC):
         return 0
 
     def __repr__(self) -> str:
-        return f"Tail({', '.join(map(step_name, self.steps))})"
+        return f"Tail({', '.join(map(_step_name, self.steps))})"
 
     @abstractmethod
     def __call__(self, sample: Any) -> Any:
@@ -181,8 +180,6 @@ class Head(Part):
     def __call__(self, *values: Any, **named: Any) -> Any:
         """Run the steps. Several values come back as a tuple, named ones as a dict."""
         self.calls += 1
-        if values and named:
-            raise UncuttableError("its transform is called with values and keywords at once")
         call: Values = {**dict(enumerate(values)), **named}  # type: ignore[dict-item]
         result = self.run(call)
         if named:
@@ -209,22 +206,27 @@ class _TransformTail(Tail):
 
 
 def _called(step: Callable[..., Any], values: Values) -> Values:
-    named = {key: value for key, value in values.items() if isinstance(key, str)}
-    if not named:
-        return packed(step(*values.values()), values)
-    if isinstance(result := step(**named), dict):
-        return result
-    raise UncuttableError(
-        f"its transform is called with keyword arguments ({', '.join(named)}), and {step_name(step)} returns no dict "
-        "for them"
-    )
+    named: Any = values
+    return packed(step(**named) if _has_names(values) else step(*values.values()), values)
 
 
 def packed(result: Any, values: Values) -> Values:
-    """What a transform has returned for values."""
-    if any(isinstance(key, str) for key in values):
-        return cast(Values, result)
-    return dict(enumerate(result if len(values) > 1 else (result,)))
+    """What a transform has returned for values.
+
+    Raises:
+        UncuttableError: it was called by keywords, and has returned no dict.
+    """
+    if not _has_names(values):
+        return dict(enumerate(result if len(values) > 1 else (result,)))
+    if isinstance(result, dict):
+        return result
+    raise UncuttableError(
+        f"its transform is called with keyword arguments ({', '.join(map(str, values))}) and returns no dict"
+    )
+
+
+def _has_names(values: Values) -> bool:
+    return any(isinstance(key, str) for key in values)
 
 
 # ---- by the parts of a ConcatDataset ----
@@ -418,7 +420,7 @@ def steps_of(transform: Any, *, inside: bool = False) -> list[Callable[..., Any]
     return [transform]
 
 
-def step_name(step: Any) -> str:
+def _step_name(step: Any) -> str:
     """A step as its user knows it, for messages."""
     return str(getattr(step, "__name__", type(step).__name__))
 

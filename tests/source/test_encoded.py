@@ -130,8 +130,6 @@ def test_unknown_files_are_not_guessed_at(folder: Path) -> None:
     opened = ImageFolder(str(folder), loader=lambda path: Image.open(io.BytesIO(Path(path).read_bytes())))
     for source in (opened, Mirrored(str(folder)), [1, 2], Subset([1, 2], [0])):
         assert access_to(source) is None
-    with pytest.raises(ValueError, match="the files of a Mirrored are not known"):
-        EncodedSource(Mirrored(str(folder)))
 
 
 def test_it_can_be_sent_to_other_processes(folder: Path) -> None:

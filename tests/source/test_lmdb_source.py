@@ -110,8 +110,6 @@ def test_keys_may_be_given(tmp_path: Path) -> None:
     assert (image.size, label) == ((13, 12), "3")
     with pytest.raises(LMDBError, match=r"has no key b'nope', of sample 0"):
         LMDBSource(path, keys=["nope"])[0]
-    with pytest.raises(ValueError, match="a list of keys"):
-        LMDBSource(path, keys="image-1")
 
 
 def test_plain_values_are_read_as_they_are_said_to_be(tmp_path: Path) -> None:
@@ -135,9 +133,7 @@ def test_plain_values_are_read_as_they_are_said_to_be(tmp_path: Path) -> None:
         ({"kind": "jpeg"}, "kind must be one of image, bytes"),
         ({"kind": "tensor"}, "needs dtype="),
         ({"shape": [3]}, "needs dtype="),
-        ({"dtype": "uint9"}, "dtype must be one of torch's"),
         ({"dtype": "uint8", "kind": "text"}, "needs dtype="),
-        ({"decode": len, "kind": "text"}, "leave kind, dtype and shape out"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
@@ -212,9 +208,9 @@ def test_it_is_cached(tmp_path: Path, make: Callable[[int], Any], store: str) ->
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     """No file; a folder without one."""
-    with pytest.raises(FileNotFoundError, match="there is no LMDB"):
+    with pytest.raises(FileNotFoundError, match=r"nope\.lmdb"):
         LMDBSource(tmp_path / "nope.lmdb")
-    with pytest.raises(FileNotFoundError, match="there is no LMDB"):
+    with pytest.raises(FileNotFoundError, match=r"data\.mdb"):
         LMDBSource(tmp_path)
 
 
@@ -235,12 +231,6 @@ def test_a_read_only_folder_is_no_obstacle(photos: Path) -> None:
         assert [path.name for path in photos.parent.iterdir()] == [photos.name]
     finally:
         photos.parent.chmod(0o700)
-
-
-def test_one_without_samples_is_said(tmp_path: Path) -> None:
-    """An LMDB without a key."""
-    with pytest.raises(LMDBError, match="is empty: it has no key"):
-        LMDBSource(foreign(tmp_path / "none", {}))
 
 
 def value_of(path: Path, key: bytes) -> bytes:

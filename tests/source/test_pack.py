@@ -20,7 +20,7 @@ from lightning_stocache.source import pack as packing
 from lightning_stocache.source.lmdb_source import LMDBError
 from lightning_stocache.source.pack import PackError, pack
 from lightning_stocache.source.samples import bits
-from tests.processes import Child, call, wait_until, without_room
+from tests.processes import Child, wait_until, without_room
 from tests.sources import Made, write_photos
 
 lmdb = pytest.importorskip("lmdb")
@@ -370,23 +370,3 @@ def test_what_a_source_of_the_users_reads_is_kept(tmp_path: Path) -> None:
     pack(Files(), tmp_path / "x", encoded=True)
     assert LMDBSource(tmp_path / "x")[2] == b"\2\2\2\2"
     assert LMDBSource(tmp_path / "x", transform=sum)[2] == 8
-
-
-@pytest.mark.processes
-def test_without_the_package_the_extra_is_named(tmp_path: Path) -> None:
-    """Both to read and to write."""
-    assert call(without_lmdb, str(tmp_path)) == ['pip install "lightning-stocache[lmdb]"'] * 2
-
-
-def without_lmdb(folder: str) -> list[str]:
-    import sys
-
-    sys.modules["lmdb"] = None  # type: ignore[assignment]
-    Path(folder, "x").write_bytes(b"x")
-    said = []
-    for action in (lambda: LMDBSource(folder + "/x"), lambda: pack([1], folder + "/y")):
-        try:
-            action()
-        except ModuleNotFoundError as error:
-            said.append(str(error).partition(": ")[2])
-    return said
