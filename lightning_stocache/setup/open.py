@@ -133,10 +133,11 @@ def open_caches(
         return []
     domains = drawn_by_any([request.domain for request in requests], group)
     requests = [replace(request, domain=domain) for request, domain in zip(requests, domains, strict=True)]
+    strict = any(request.strict and not budgets[request.pot].off for request in requests)
     try:
         requests = group.together(lambda: list(map(_with_directory, requests)))
     except (OSError, ImportError, RuntimeError) as error:
-        return _without(requests, group, error)
+        return _without(requests, group, error, strict=strict)
     is_named = any(request.name is not None for request in requests)
     backend = "tmpfile" if is_named else backend  # where names are
     with ExitStack() as stack:
@@ -171,7 +172,7 @@ def open_caches(
         try:
             caches = make_and_attach(caches, make, kind)
         except CacheMemoryError as error:
-            return _without(requests, group, error)
+            return _without(requests, group, error, strict=strict)
         caches = _store_or_refuse(openings, caches, group)
     return _with_arcs(caches, group) if is_named else caches
 
@@ -394,9 +395,9 @@ def _with_arcs(caches: Sequence[OpenCache], group: NodeGroup) -> list[OpenCache]
     return complete
 
 
-def _without(requests: Sequence[CacheRequest], group: NodeGroup, error: Exception) -> list[OpenCache]:
+def _without(requests: Sequence[CacheRequest], group: NodeGroup, error: Exception, *, strict: bool) -> list[OpenCache]:
     """Continue without caches after an error of memory or disk, with one warning; an error if strict."""
-    if any(request.strict for request in requests):
+    if strict:
         raise error
     if group.rank == 0:
         log.warning("the cache is off, all samples are loaded from their source, uncounted: %s", error)
