@@ -1,4 +1,4 @@
-"""A training that resumes from a checkpoint sees exactly the batches of a training without a break."""
+"""A training that resumes from a checkpoint has exactly the batches and the counts of a training without a break."""
 
 import itertools
 import os
@@ -10,21 +10,76 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from lightning_stocache import StochasticCache
+from lightning_stocache.training.resume import reopen_epoch
 from tests.processes import Child
 from tests.training.tiny import SAMPLES, Data, Model, Numbers, behind, make_trainer
 
 pytestmark = pytest.mark.processes
 
-BATCH = 4  # of 24 samples: six batches per epoch
+EPOCHS, BATCHES = 3, SAMPLES // 4
+LIGHTNING = tuple(map(int, lightning.__version__.split(".")[:2]))
+
+
+class BreakError(Exception):
+    """Ends a fit as a kill does: nothing is saved, except by an OnExceptionCheckpoint."""
+
+
+class Seen(Callback):
+    """Records each batch and Lightning's counts at its start. May break or stop the fit after some batches."""
+
+    def __init__(self, breaks_at: int | None = None, stops_after: int | None = None) -> None:
+        self.breaks_at, self.stops_after = breaks_at, stops_after
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+        self.seen: dict[tuple[int, int], Any] = {}
+
+    @property
+    def batches(self) -> dict[tuple[int, int], Any]:
+        """The indices of each batch, by epoch and number of the batch."""
+        return {at: indices for at, (indices, _) in self.seen.items()}
+
+    def since(self, step: int, each: int = BATCHES) -> dict[tuple[int, int], Any]:
+        """The batches from a step on; an epoch has `each` batches."""
+        return {at: indices for at, indices in self.batches.items() if each * at[0] + at[1] >= step}
+
+    def epoch(self, number: int) -> list[int]:
+        """The indices of an epoch, in their order."""
+        return epoch(self.batches, number)
+
+    def indices(self, batch: Any) -> Any:
+        return batch[0][:, 0, 0, 0].tolist()
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.begun.append(trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.ended.append(trainer.current_epoch)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if len(self.seen) == self.breaks_at:
+            raise BreakError
+        epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
+        counts = epochs.ready, epochs.started, epochs.processed, batches.ready, batches.processed, trainer.global_step
+        assert (trainer.current_epoch, batch_idx) not in self.seen
+        self.seen[trainer.current_epoch, batch_idx] = self.indices(batch), counts
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.should_stop = len(self.seen) == self.stops_after
+
+
+def epoch(batches: dict[tuple[int, int], list[int]], number: int) -> list[int]:
+    """The indices of an epoch, in their order."""
+    return [index for (of, _), batch in batches.items() if of == number for index in batch]
 
 
 class Scheduled(Model):
@@ -33,24 +88,7 @@ class Scheduled(Model):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         steps = int(self.trainer.estimated_stepping_batches)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)},
-        }
-
-
-class Seen(Callback):
-    """Records the indices of each batch, by epoch and number of the batch. May raise in the middle of a batch."""
-
-    def __init__(self, fails_at: tuple[int, int] | None = None) -> None:
-        self.fails_at = fails_at
-        self.batches: dict[tuple[int, int], list[int]] = {}
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        at = trainer.current_epoch, batch_idx
-        if at == self.fails_at:
-            raise KeyError("bad luck")
-        self.batches[at] = batch[0][:, 0, 0, 0].tolist()
+        return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)]
 
 
 class Seeded(Sampler[int]):
@@ -69,14 +107,13 @@ class Seeded(Sampler[int]):
 class Users(Data):
     """A DataModule with a state of its own, and a sampler by its name."""
 
-    def __init__(self, workers: int, batch_size: int, sampler: str, samples: int) -> None:
+    def __init__(self, sampler: str = "random", samples: int = SAMPLES, **options: Any) -> None:
         numbers, self.state = Numbers(samples), "new"
-        options: dict[str, Any] = {
-            "distributed": {"sampler": DistributedSampler(numbers, 1, 0, seed=3)},
-            "seeded": {"sampler": Seeded(numbers)},
-        }.get(sampler, {})
-        options |= {"multiprocessing_context": "fork"} if workers else {}
-        super().__init__(numbers, batch_size=batch_size, num_workers=workers, **options)
+        if sampler == "distributed":
+            options["sampler"] = DistributedSampler(numbers, 1, 0, seed=3)
+        if sampler == "seeded":
+            options["sampler"] = Seeded(numbers)
+        super().__init__(numbers, Numbers(), **options)
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": "saved"}
@@ -85,26 +122,28 @@ class Users(Data):
         self.state = state_dict["state"]
 
 
-def door(
-    name: str, workers: int = 0, batch_size: int = BATCH, sampler: str = "random", samples: int = SAMPLES
-) -> tuple[Any, list[Callback]]:
-    """The data and the callbacks of a door."""
-    torch.manual_seed(11)
-    callbacks, data = behind(name, Users(workers, batch_size, sampler, samples))
-    return data, callbacks
+def fit(
+    folder: Path,
+    door: str,
+    seen: Seen,
+    *callbacks: Callback,
+    ckpt: Path | None = None,
+    data: Any = None,
+    model: type[Model] = Model,
+    **options: Any,
+) -> lightning.Trainer:
+    """Fit, in a process that has other random states than the first if there is a checkpoint."""
+    torch.manual_seed(11 if ckpt is None else 99)
+    more, data = behind(door, Users() if data is None else data)
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, "logger": False} | options
+    options["enable_checkpointing"] = bool(callbacks)
+    trainer = make_trainer(folder, [*more, seen, *callbacks], epochs=EPOCHS, **options)
+    trainer.fit(model(), datamodule=data, ckpt_path=ckpt)
+    return trainer
 
 
-def fit(folder: Path, dm: Any, model: Model, *callbacks: Callback, ckpt: Any = None, **options: Any) -> dict[Any, Any]:
-    seen = next((callback for callback in callbacks if isinstance(callback, Seen)), Seen())
-    options |= {"enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks)}
-    trainer = make_trainer(folder, [*callbacks, *([] if seen in callbacks else [seen])], epochs=3, **options)
-    trainer.fit(model, datamodule=dm, ckpt_path=ckpt)
-    return seen.batches
-
-
-def epoch(seen: dict[tuple[int, int], list[int]], number: int) -> list[int]:
-    """The indices of an epoch, in their order."""
-    return [index for (of, _), batch in seen.items() if of == number for index in batch]
+def save_every(folder: Path, steps: int) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, "{step:02d}", every_n_train_steps=steps, save_top_k=-1)
 
 
 CASES = [
@@ -122,42 +161,37 @@ def test_what_remains_is_what_would_have_come(tmp_path, name, sampler, workers, 
     """All batches after a resume are those of a run without a break: with a checkpoint after any batch, at an epoch's
     end or on an exception, in every door, with and without workers, with each sampler and scheduler."""
 
-    def run(*callbacks: Callback, ckpt: Any = None) -> dict[Any, Any]:
-        data, more = door(name, workers, sampler=sampler)
-        if ckpt is not None:
-            torch.manual_seed(99)  # another process has other states
-        return fit(tmp_path, data, model(), *more, *callbacks, ckpt=ckpt)
+    def run(seen: Seen, *callbacks: Callback, ckpt: Any = None) -> Seen:
+        fit(tmp_path, name, seen, *callbacks, ckpt=ckpt, model=model, data=Users(sampler, num_workers=workers))
+        return seen
 
-    every = ModelCheckpoint(tmp_path, "{epoch}-{step}", every_n_train_steps=4, save_top_k=-1)
     ends = ModelCheckpoint(tmp_path, "end-{epoch}-{step}", every_n_epochs=1, save_top_k=-1)
-    whole = run(every, ends)
-    assert len(whole) == 18
-    assert sorted(epoch(whole, 1)) == list(range(SAMPLES))
-    assert whole[0, 0] != whole[1, 0]
-    for at in ((1, 2), (1, 5)):  # in the middle of a batch, and of the last one
-        rescue = OnExceptionCheckpoint(tmp_path, f"broken-{at}")
-        with pytest.raises(KeyError):
-            run(rescue, Seen(fails_at=at))
+    whole = run(Seen(), save_every(tmp_path, 4), ends)
+    assert len(whole.batches) == 18
+    assert sorted(whole.epoch(1)) == list(range(SAMPLES))
+    assert whole.batches[0, 0] != whole.batches[1, 0]
+    for step in (8, 11):  # in the middle of a batch, and of the last one of an epoch
+        with pytest.raises(BreakError):
+            run(Seen(step), OnExceptionCheckpoint(tmp_path, f"broken-{step}"))
     checkpoints = sorted(tmp_path.glob("*.ckpt"))
     assert len(checkpoints) == 9
     for checkpoint in checkpoints[:: 2 if workers else 1]:
-        seen = run(ckpt=checkpoint)
         steps = torch.load(checkpoint, weights_only=True)["global_step"]
-        assert seen == {at: batch for at, batch in whole.items() if 6 * at[0] + at[1] >= steps}, checkpoint.name
+        assert run(Seen(), ckpt=checkpoint).batches == whole.since(steps), checkpoint.name
 
 
 class Several(LightningDataModule):
     """Two loaders of unequal lengths, which are read together."""
 
-    def __init__(self, mode: str, seeded: bool = False) -> None:
+    def __init__(self, mode: str, seeded: bool) -> None:
         super().__init__()
         self.mode, self.sets = mode, [Numbers(), torch.utils.data.Subset(Numbers(), range(10))]
         self.seeded = seeded
 
     def train_dataloader(self) -> Any:
-        long, short = (DataLoader(dataset, BATCH, shuffle=True) for dataset in self.sets)
+        long, short = (DataLoader(dataset, 4, shuffle=True) for dataset in self.sets)
         if self.seeded:
-            short = DataLoader(self.sets[1], BATCH, sampler=DistributedSampler(self.sets[1], 1, 0, seed=3))
+            short = DataLoader(self.sets[1], 4, sampler=DistributedSampler(self.sets[1], 1, 0, seed=3))
         return CombinedLoader([long, short], self.mode)
 
 
@@ -171,9 +205,8 @@ class Both(Model):
 class SeenOfBoth(Seen):
     """Records the indices of both batches of each step, and None for an exhausted loader."""
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        at = trainer.current_epoch, batch_idx
-        self.batches[at] = [None if part is None else part[0][:, 0, 0, 0].tolist() for part in batch]
+    def indices(self, batch: Any) -> Any:
+        return [None if part is None else super(SeenOfBoth, self).indices(part) for part in batch]
 
 
 @pytest.mark.parametrize(
@@ -183,34 +216,38 @@ def test_several_loaders_go_on_together(tmp_path, mode, seeded):
     """Each loader resumes at its position, also a loader that has started again in the epoch. If only the second has a
     sampler with seed and epoch, the first keeps its own order."""
 
-    def run(*callbacks: Callback, ckpt: Any = None) -> dict[Any, Any]:
-        torch.manual_seed(11 if ckpt is None else 99)
-        return fit(tmp_path, Several(mode, seeded), Both(), StochasticCache(), SeenOfBoth(), *callbacks, ckpt=ckpt)
+    def run(*callbacks: Callback, ckpt: Any = None) -> Seen:
+        seen = SeenOfBoth()
+        fit(tmp_path, "callback", seen, *callbacks, ckpt=ckpt, data=Several(mode, seeded), model=Both)
+        return seen
 
-    whole = run(ModelCheckpoint(tmp_path, "{step:02d}", every_n_train_steps=1, save_top_k=-1))
+    whole = run(save_every(tmp_path, 1))
     steps = 3 if mode == "min_size" else 6
-    assert len(whole) == 3 * steps
+    assert len(whole.batches) == 3 * steps
     for saved in range(1, 3 * steps, 2 if steps == 3 else 3):
-        seen = run(ckpt=tmp_path / f"step={saved:02d}.ckpt")
-        assert seen == {at: batch for at, batch in whole.items() if steps * at[0] + at[1] >= saved}, saved
+        assert run(ckpt=tmp_path / f"step={saved:02d}.ckpt").batches == whole.since(saved, steps), saved
 
 
-def saved_after_eight(tmp_path: Path, name: str) -> tuple[Path, dict[Any, Any]]:
-    """A checkpoint after the second batch of the second epoch, and all batches of the fit."""
-    data, more = door(name)
-    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
-    return tmp_path / "step=8.ckpt", fit(tmp_path, data, Model(), *more, save)
+def saved_after(folder: Path, door: str, step: int = 8) -> tuple[Path, Seen]:
+    """A checkpoint, after the second batch of the second epoch if nothing is said, and all batches of the fit."""
+    whole = Seen()
+    fit(folder, door, whole, save_every(folder, step))
+    return folder / f"step={step:02d}.ckpt", whole
 
 
-@pytest.mark.parametrize(("name", "batch_size"), [("ours", 3), ("ours", 8), ("cache_datamodule", 2), ("callback", 5)])
-def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, caplog, name, batch_size):
-    """With another batch size there is a warning, every sample of the epoch comes once, and the next epoch is whole."""
-    checkpoint, whole = saved_after_eight(tmp_path, name)
-    data, more = door(name, batch_size=batch_size)
-    seen = fit(tmp_path, data, Model(), *more, ckpt=checkpoint)
-    assert re.search(f"batch size has changed from 4 to {batch_size}: .* after the same samples", caplog.text)
-    assert epoch(seen, 1) == epoch(whole, 1)[8:]
-    assert sorted(epoch(seen, 2)) == list(range(SAMPLES))
+@pytest.mark.parametrize(
+    ("name", "batch_size", "step"),
+    [("ours", 3, 8), ("ours", 8, 8), ("cache_datamodule", 2, 8), ("callback", 5, 8), ("ours", 2, BATCHES)],
+)
+def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, caplog, name, batch_size, step):
+    """With another batch size there is a warning in the middle of an epoch, every sample of that epoch comes once, and
+    later epochs are whole."""
+    checkpoint, whole = saved_after(tmp_path, name, step)
+    fit(tmp_path, name, seen := Seen(), ckpt=checkpoint, data=Users(batch_size=batch_size))
+    words = f"batch size has changed from 4 to {batch_size}: .* after the same samples"
+    assert bool(re.search(words, caplog.text)) == (step > BATCHES)
+    assert seen.epoch(1) == whole.epoch(1)[4 * (step - BATCHES) :]
+    assert sorted(seen.epoch(2)) == list(range(SAMPLES))
 
 
 @pytest.mark.parametrize(
@@ -219,11 +256,12 @@ def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, caplog, nam
 )
 def test_a_foreign_state_is_no_error(tmp_path, caplog, state):
     """A checkpoint with a foreign state is used, with a warning."""
-    path, _ = saved_after_eight(tmp_path, "ours")
+    path, _ = saved_after(tmp_path, "ours")
     checkpoint = torch.load(path, weights_only=False)
     checkpoint["callbacks"]["lightning_stocache"] = state
     torch.save(checkpoint, path)
-    assert fit(tmp_path, door("ours")[0], Model(), ckpt=path)
+    fit(tmp_path, "ours", seen := Seen(), ckpt=path)
+    assert seen.batches
     assert "does not say where in an epoch" in caplog.text
 
 
@@ -231,52 +269,189 @@ def test_a_foreign_state_is_no_error(tmp_path, caplog, state):
 def test_a_checkpoint_is_good_without_the_cache(tmp_path, name):
     """A checkpoint of a cached fit resumes without a cache, and the other way round. The user's own state is
     restored."""
-    cached, _ = saved_after_eight(tmp_path, name)
-    users, _ = door("none")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
-        assert len(fit(tmp_path, users, Model(), ckpt=cached)) == 10
-    assert users.state == "saved"
-    save = ModelCheckpoint(tmp_path, "plain-{step}", every_n_train_steps=8, save_top_k=-1)
-    fit(tmp_path, door("none")[0], Model(), save)
-    data, more = door(name)
-    assert len(fit(tmp_path, data, Model(), *more, ckpt=tmp_path / "plain-step=8.ckpt")) == 10
+    for before, after in ((name, "none"), ("none", name)):
+        checkpoint, _ = saved_after(tmp_path / before, before)
+        seen, users = Seen(), Users()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
+            fit(tmp_path, after, seen, ckpt=checkpoint, data=users)
+        assert len(seen.batches) == 10
+        assert users.state == "saved"
 
 
 @pytest.mark.parametrize(("begun", "other"), [("callback", "cache_datamodule"), ("ours", "callback")])
 def test_doors_understand_each_other(tmp_path, begun, other):
     """A fit resumes with another door. The callback, which draws otherwise on one rank, keeps the order of seed and
     epoch of StocacheDataModule."""
-    checkpoint, whole = saved_after_eight(tmp_path, begun)
-    data, more = door(other)
-    seen = fit(tmp_path, data, Model(), *more, ckpt=checkpoint)
-    assert seen == {at: batch for at, batch in whole.items() if 6 * at[0] + at[1] >= 8}
+    checkpoint, whole = saved_after(tmp_path, begun)
+    fit(tmp_path, other, seen := Seen(), ckpt=checkpoint)
+    assert seen.batches == whole.since(8)
 
 
 def test_an_order_of_another_kind_is_said(tmp_path, caplog):
     """If the present order does not follow from the checkpoint, a warning says so."""
-    checkpoint, _ = saved_after_eight(tmp_path, "callback")
-    assert fit(tmp_path, door("ours")[0], Model(), ckpt=checkpoint)
+    checkpoint, _ = saved_after(tmp_path, "callback")
+    fit(tmp_path, "ours", seen := Seen(), ckpt=checkpoint)
+    assert seen.batches
     assert re.search("the sampler is of another kind: .* in another order", caplog.text)
 
 
 def test_the_next_fit_begins_anew(tmp_path):
     """A second fit of the same Trainer without a checkpoint starts its epoch at the beginning."""
-    checkpoint, _ = saved_after_eight(tmp_path, "callback")
-    data, more = door("callback")
-    seen = Seen()
-    trainer = make_trainer(tmp_path, [*more, seen], epochs=2)
-    trainer.fit(Model(), data, ckpt_path=checkpoint)
+    checkpoint, _ = saved_after(tmp_path, "callback")
+    seen, data = Seen(), Users()
+    trainer = fit(tmp_path, "callback", seen, ckpt=checkpoint, data=data, max_epochs=2)
     assert len(seen.batches) == 4
-    trainer.fit_loop.max_epochs = 3
+    trainer.fit_loop.max_epochs = EPOCHS
     trainer.fit(Model(), data)
-    assert sorted(epoch(seen.batches, 2)) == list(range(SAMPLES))
+    assert sorted(seen.epoch(2)) == list(range(SAMPLES))
 
 
-MANY, EPOCHS = 48, 3  # samples and epochs of fits that are killed
+# ---- what Lightning counts ----
+
+WHOLE = {"max_steps": EPOCHS * BATCHES}
+VALIDATES = {"limit_val_batches": 2}
 
 
-class Witness(Callback):
+@pytest.mark.parametrize(("door", "options"), [("ours", VALIDATES), ("cache_datamodule", WHOLE), ("callback", {})])
+def test_an_epoch_that_begins_with_a_resume_is_counted(tmp_path, door, options):
+    """A fit breaks after an epoch's last batch, and again in the next epoch: batches, beginnings of epochs and counts
+    are those of a fit without a break."""
+    fit(tmp_path / "whole", door, whole := Seen(), **options)
+    assert len(whole.seen) == EPOCHS * BATCHES
+    ckpt, seen = None, {}
+    # The last checkpoints are those of steps 6, 8, 12 and 12.
+    for breaks_at, begun in ((7, [0, 1]), (3, [1]), (5, [2]), (1, [2]), (None, [2])):
+        part = Seen(breaks_at)
+        try:
+            fit(tmp_path, door, part, save_every(tmp_path, 2), ckpt=ckpt, **options)
+        except BreakError:
+            ckpt = max(tmp_path.glob("*.ckpt"), key=lambda path: path.name)
+        assert all(whole.seen[at] == then for at, then in part.seen.items()), breaks_at
+        assert part.begun == begun
+        seen |= part.seen
+    assert seen == whole.seen
+
+
+@pytest.mark.parametrize(
+    ("door", "saved", "stops", "options"),
+    [
+        ("ours", "at the epoch's end", {}, WHOLE),
+        ("ours", "after the fit", {"max_steps": 9}, WHOLE),
+        ("cache_datamodule", "after the fit", {}, {}),
+        ("callback", "at the epoch's end", {}, {}),
+    ],
+)
+def test_an_epoch_that_was_cut_short_goes_on(tmp_path, door, saved, stops, options):
+    """A fit that `max_steps` or a Timer ended in the middle of an epoch resumes with the other batches of that epoch.
+    Later epochs are those of a fit without such an end."""
+    whole, first, second = Seen(), Seen(stops_after=None if stops else 9), Seen()
+    fit(tmp_path / "whole", door, whole)
+    save = ModelCheckpoint(tmp_path, "end-{step}", every_n_epochs=1, save_top_k=-1)
+    trainer = fit(tmp_path, door, first, save, **stops)
+    assert len(first.seen) == 9
+    ckpt = tmp_path / "end-step=9.ckpt"
+    if saved == "after the fit":
+        trainer.save_checkpoint(ckpt := tmp_path / "after.ckpt")
+    trainer = fit(tmp_path, door, second, ckpt=ckpt, **options)
+    assert first.seen | second.seen == whole.seen
+    assert len(second.seen) == EPOCHS * BATCHES - 9
+    assert trainer.current_epoch == EPOCHS
+
+
+@pytest.mark.parametrize(
+    ("options", "ended"),
+    [
+        ({"val_check_interval": 2 * BATCHES, "check_val_every_n_epoch": None}, [1, 2]),
+        pytest.param(
+            {"val_check_interval": "00:00:00:00"},
+            [2],  # a time begins anew, and nobody knows that a validation was the last of its epoch
+            marks=pytest.mark.skipif(LIGHTNING < (2, 6), reason="validation is not due by time"),
+        ),
+    ],
+)
+def test_an_epoch_that_a_validation_ends_is_over(tmp_path, options, ended):
+    """A checkpoint of a validation after an epoch's last batch resumes with the next epoch. The hooks at the end of the
+    last epoch run."""
+    save = ModelCheckpoint(tmp_path, "{step}", save_on_train_epoch_end=False, save_top_k=-1)
+    fit(tmp_path, "ours", whole := Seen(), save, **options | VALIDATES)
+    fit(tmp_path, "ours", second := Seen(), ckpt=tmp_path / f"step={2 * BATCHES}.ckpt", **options | VALIDATES)
+    assert second.seen == {at: then for at, then in whole.seen.items() if at[0] == 2}
+    assert (second.begun, second.ended) == ([2], ended)
+
+
+def test_a_fit_that_is_complete_counts_as_before(tmp_path):
+    """No epoch continues if `max_steps` is reached."""
+    trainer = fit(tmp_path, "ours", Seen(), max_steps=9)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    again = fit(tmp_path, "ours", seen := Seen(), ckpt=tmp_path / "after.ckpt", max_steps=9)
+    assert (again.current_epoch, again.global_step, seen.seen) == (trainer.current_epoch, 9, {})
+
+
+def test_an_epoch_that_a_hook_ended_is_over(tmp_path):
+    """An epoch whose rest the model skips (`on_train_batch_start` returns -1) is over after a resume."""
+
+    class Skips(Model):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 3 else None
+
+    save = ModelCheckpoint(tmp_path, "{epoch}", every_n_epochs=1, save_top_k=-1)
+    fit(tmp_path, "ours", whole := Seen(), save, model=Skips)
+    fit(tmp_path, "ours", second := Seen(), ckpt=tmp_path / "epoch=0.ckpt", model=Skips)
+    assert second.batches == whole.since(BATCHES)
+
+
+class SavesAtBeginnings(PassThroughProfiler):
+    """Saves a checkpoint when an epoch begins, while Lightning still counts the batches of the last epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder, self.trainer = folder, None
+
+    def start(self, action_name: str) -> None:
+        if action_name == "run_training_epoch":
+            self.trainer.save_checkpoint(self.folder / f"begins-{self.trainer.current_epoch}.ckpt")
+
+
+@pytest.mark.parametrize(("door", "number"), [("ours", 0), ("callback", 1), ("ours", 2)])
+def test_an_epoch_that_is_about_to_begin_is_whole(tmp_path, door, number):
+    """A checkpoint between an epoch's beginning and its first batch (by a signal's handler) resumes with all batches of
+    that epoch."""
+    knows = LambdaCallback(on_fit_start=lambda trainer, _: setattr(trainer.profiler, "trainer", trainer))
+    fit(tmp_path, door, whole := Seen(), knows, profiler=SavesAtBeginnings(tmp_path))
+    fit(tmp_path, door, second := Seen(), ckpt=tmp_path / f"begins-{number}.ckpt")
+    assert second.seen == {at: then for at, then in whole.seen.items() if at[0] >= number}
+
+
+@pytest.mark.parametrize(
+    ("number", "batches", "last", "reopened"),
+    [(1, 3, False, True), (1, 3, True, False), (1, 2, False, False), (2, 3, False, False)],
+)
+def test_only_the_epoch_that_was_cut_is_reopened(number, batches, last, reopened):
+    """The count in a checkpoint changes only if it says that this epoch ended after so many batches."""
+    counts = {"ready": 2, "started": 2, "processed": 2, "completed": 1}
+    progress = {"current": dict(counts), "total": dict(counts)}
+    count = {"current": dict.fromkeys(counts, 3), "total": dict.fromkeys(counts, 3), "is_last_batch": last}
+    checkpoint = {"loops": {"fit_loop": {"epoch_progress": progress, "epoch_loop.batch_progress": count}}}
+    assert reopen_epoch(checkpoint, number, batches) is reopened
+    expected = counts | {"processed": 1} if reopened else counts
+    assert progress == {"current": expected, "total": expected}
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"loops": {}}, {"loops": {"fit_loop": {}}}])
+def test_a_checkpoint_without_counts_is_left_alone(checkpoint):
+    """A checkpoint that counts nothing stays as it is."""
+    before = {name: dict(value) for name, value in checkpoint.items()}
+    assert not reopen_epoch(checkpoint, 1, 3)
+    assert checkpoint == before
+
+
+# ---- fits that are killed ----
+
+MANY = 48  # samples
+
+
+class Written(Callback):
     """Writes down each batch of a rank before its step; one rank is killed in the middle of a step."""
 
     def __init__(self, folder: Path, killed: tuple[int, int] | None) -> None:
@@ -292,13 +467,19 @@ class Witness(Callback):
 
 def fit_on(folder: Path, name: str, ranks: int, workers: int, killed: tuple[int, int] | None) -> None:
     """Fit, from the last checkpoint in the folder if there is one. A rank may be killed in a step."""
-    data, callbacks = door(name, workers, samples=MANY)
-    callbacks += [Witness(folder, killed), ModelCheckpoint(folder, "{step:04d}", every_n_train_steps=2, save_top_k=-1)]
     more: dict[str, Any] = {"devices": ranks, "strategy": "ddp_fork"} if ranks > 1 else {}
-    trainer = make_trainer(folder, callbacks, epochs=EPOCHS, enable_checkpointing=True, **more)
-    saved = sorted(folder.glob("*.ckpt"))
-    trainer.fit(Model(), data, ckpt_path=saved[-1] if saved else None)
+    ckpt = max(folder.glob("*.ckpt"), default=None)
+    data = Users(samples=MANY, num_workers=workers)
+    fit(folder, name, Seen(), Written(folder, killed), save_every(folder, 2), ckpt=ckpt, data=data, **more)
     (folder / "done").touch()
+
+
+def run_on(folder: Path, name: str, ranks: int, workers: int, killed: tuple[int, int] | None) -> None:
+    """Such a fit in a process of its own, which ends as it should."""
+    job = Child(fit_on, folder, name, ranks, workers, killed, method="forkserver")
+    job.process.join(200)
+    assert not job.process.is_alive()
+    assert (folder / "done").exists() is (killed is None), f"killed at {killed}"
 
 
 def seen_by(folder: Path, ranks: int) -> list[dict[tuple[int, int], list[int]]]:
@@ -330,10 +511,7 @@ def test_killed_runs_go_on_where_they_were(tmp_path, name, ranks, workers, count
     for folder, ends in ((whole, [None]), (broken, [*kills, None])):
         folder.mkdir()
         for killed in ends:
-            job = Child(fit_on, folder, name, ranks, workers, killed, method="forkserver")
-            job.process.join(200)
-            assert not job.process.is_alive()
-            assert (folder / "done").exists() is (killed is None), f"killed at {killed}"
+            run_on(folder, name, ranks, workers, killed)
     for one, other in zip(seen_by(whole, ranks), seen_by(broken, ranks), strict=True):
         assert one == other
         assert len(one) == steps
@@ -353,9 +531,7 @@ def test_another_number_of_ranks_goes_on_after_the_same_samples(tmp_path, name, 
     once, and later epochs are whole."""
     seen: list[dict[tuple[int, int], list[int]]] = []
     for ranks, killed in ((before, (0, 4)), (after, None)):
-        job = Child(fit_on, tmp_path, name, ranks, 0, killed, method="forkserver")
-        job.process.join(200)
-        assert (tmp_path / "done").exists() is (killed is None)
+        run_on(tmp_path, name, ranks, 0, killed)
         for batches in seen_by(tmp_path, ranks):
             seen.append({at: batch for at, batch in batches.items() if killed is None or at < killed})
         for file in tmp_path.glob("rank*.txt"):
