@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.loaders import with_dataset
-from tests.training.seen import fit, through
+from tests.training.tiny import fit, through
 
 pytestmark = pytest.mark.processes
 

@@ -36,8 +36,7 @@ def trained(folder: Path, callbacks: list[Any], data: Any) -> tuple[list[Any], l
     """What a model sees in two epochs, and how many hits the callbacks have logged in each."""
     from lightning.pytorch.callbacks import LambdaCallback
 
-    from tests.training.seen import Watcher
-    from tests.training.tiny import make_trainer
+    from tests.training.tiny import Watcher, make_trainer
 
     model, hits = Watcher(), list[int]()
     noted = LambdaCallback(
@@ -53,7 +52,7 @@ def doors(folder: Path) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
     from lightning_stocache import CachedDataset, CachedLoader, CacheMonitor, StochasticCache, cache_datamodule
-    from tests.training.seen import data_hooks
+    from tests.training.tiny import data_hooks
 
     def loader(name: str, **more: Any) -> Any:
         return DataLoader(source(folder, name), 4, shuffle=True, **more)

@@ -1,6 +1,7 @@
-"""The training jobs of several ranks, as a user's script: `job KIND FOLDER WORD...`, where KIND is one of `KINDS`.
+"""The training jobs of several ranks, as a user's script: `job KIND FOLDER OPTIONS`, with options as JSON.
 
-Each process writes its log lines to `<pid>.log`, and each rank writes its results to `rank<k>.*` in the folder.
+Each process writes its log lines to `<pid>.log`. Each rank writes its results to `rank<k>.jsonl`, one line for each
+fit, and the epoch and the labels of each batch to `rank<k>.seen`.
 """
 
 import errno
@@ -11,6 +12,8 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -27,13 +30,14 @@ from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.jobs import Job, free_port, job_environment, start_module
 from tests.sources import CountedSource
-from tests.training.seen import Looking, Watcher
 from tests.training.tiny import (
+    SAMPLES,
     Data,
     Epochs,
-    MadeInSetup,
+    Looking,
     Model,
     Narrow,
+    Watcher,
     behind,
     cached_datasets,
     make_trainer,
@@ -47,32 +51,53 @@ FITS = [  # of `crossing`: each pair of a bar, an order and a way
     (RichProgressBar, "bar first", "metric"),
     (RichProgressBar, "ours first", "sync_dist"),
 ]
-NODES_SAMPLES, NODES_BATCH = 16384, 64
-NODES_FOLD = range(0, NODES_SAMPLES, 4)
-CLUSTER_SAMPLES, CLUSTER_BATCH = 512, 8
 RANKS: dict[str, Any] = {"strategy": "ddp", "logger": False}
 
 
-def write(folder: Path, rank: int, saw: Any) -> None:
-    """Add a line to the results of a rank."""
-    with open(folder / f"rank{rank}.jsonl", "a") as file:
-        print(json.dumps(saw), file=file)
+def words(kind: str, folder: Path, *, devices: int = 2, nodes: int = 1, **options: Any) -> list[str]:
+    """The module of this job and its arguments."""
+    ranks = {"devices": devices, "num_nodes": nodes}
+    return ["tests.training.job", kind, str(folder), json.dumps({"ranks": ranks} | options)]
 
 
-def start_nodes(folder: Path, *words: str | int, devices: int = 2, nodes: int = 1) -> list[Job]:
-    """This job, each of whose ranks is started by itself, as a process for each node; several have a /dev/shm each."""
-    meeting, jobs = job_environment(free_port()), list[Job]()
-    for node in range(nodes):
-        told = [meeting | {"NODE_RANK": str(node), "LOCAL_RANK": str(local)} for local in range(devices)]
-        command = ("tests.training.job", words[0], folder, *words[1:])
-        jobs.append(start_module(*command, environments=told, said=folder / "said", shm_mib=64 * (nodes > 1)))
+def start_nodes(
+    folder: Path,
+    kind: str,
+    *,
+    told: Sequence[Sequence[Mapping[str, str]]] = (),
+    devices: int = 2,
+    nodes: int = 1,
+    **options: Any,
+) -> list[Job]:
+    """This job, as a process for each node, whose ranks are started one by one; several nodes have a /dev/shm each.
+
+    Args:
+        folder: where the ranks write.
+        kind: one of `KINDS`.
+        told: what the launcher tells each rank of each node; by default what Lightning's own does.
+        devices: ranks on each node.
+        nodes: their number.
+        options: of the job.
+    """
+    own = [[{"NODE_RANK": str(node), "LOCAL_RANK": str(k)} for k in range(devices)] for node in range(nodes)]
+    meeting, arguments = job_environment(free_port()), words(kind, folder, devices=devices, nodes=nodes, **options)
+    jobs = []
+    for of_node in told or own:
+        environments = [meeting | environment for environment in of_node]
+        shm_mib = 64 if nodes > 1 else 0
+        jobs.append(start_module(*arguments, environments=environments, said=folder / "said", shm_mib=shm_mib))
     return jobs
 
 
 def read_ranks(folder: Path, ranks: int) -> list[list[Any]]:
-    """The results of each rank, line by line."""
+    """The results of each rank, fit by fit."""
     lines = [(folder / f"rank{rank}.jsonl").read_text().splitlines() for rank in range(ranks)]
     return [list(map(json.loads, of_rank)) for of_rank in lines]
+
+
+def printed(folder: Path) -> str:
+    """The end of what the processes have printed."""
+    return (folder / "said").read_text()[-4000:]
 
 
 def logs(folder: Path) -> str:
@@ -86,50 +111,154 @@ def read_at_setup(folder: Path, stage: str = "") -> int:
     return sum(map(int, found))
 
 
-# ---- ddp: two ranks ----
+def write(folder: Path, name: str, saw: Any) -> None:
+    """Add a line to a file of results."""
+    with open(folder / name, "a") as file:
+        print(json.dumps(saw), file=file)
+
+
+# ---- train ----
 
 
 class Witness(Epochs):
-    """Records metrics, segments and weights of a rank. It stands after the monitor."""
+    """Records batches, metrics, segments and weights of a rank, and its processes when epoch two begins.
 
-    def __init__(self, folder: Path) -> None:
+    After a batch that is named it sends itself the scheduler's SIGUSR1, and five batches later SIGKILL.
+    """
+
+    def __init__(self, folder: Path, stops: Any) -> None:
         super().__init__()
-        self.folder, self.inodes = folder, []
+        self.folder, self.stops, self.left = folder, stops, -1
+        self.inodes: list[int] = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == 0 and trainer.current_epoch == 1:
+        epoch, rank = trainer.current_epoch, trainer.global_rank
+        write(self.folder, f"rank{rank}.seen", [epoch, batch[1].tolist()])
+        if (epoch, batch_idx) == (1, 0):
             pids = [os.getpid(), *(child.pid for child in active_children())]
-            part = self.folder / f"rank{trainer.global_rank}.part"
+            part = self.folder / f"rank{rank}.part"
             part.write_text(json.dumps(pids))
-            part.rename(self.folder / f"rank{trainer.global_rank}.pids")
+            part.rename(self.folder / f"rank{rank}.pids")
+        self.left -= 1
+        if [epoch, batch_idx] == self.stops:
+            self.left = 5
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_epoch_end(self, trainer, pl_module):
         super().on_train_epoch_end(trainer, pl_module)
-        datasets = cached_datasets(trainer.train_dataloader)
-        self.inodes = [dataset.cache.segment.handle.inode for dataset in datasets]
+        caches = [dataset.cache for dataset in cached_datasets(trainer.train_dataloader)]
+        self.inodes = [cache.segment.handle.inode for cache in caches if cache is not None]
 
     def on_fit_end(self, trainer, pl_module):
         saw = {"epochs": self.metrics, "inodes": self.inodes, "weights": float(pl_module.weights.double().sum())}
-        write(self.folder, trainer.global_rank, saw)
-        self.metrics = []
+        write(self.folder, f"rank{trainer.global_rank}.jsonl", saw)
 
 
-def ddp(folder: Path, door: str, strategy: str, epochs: str, fits: str) -> None:
-    """Writes a line per fit, and in `rank<k>.pids` the rank's processes when epoch two begins, itself first."""
-    own = door not in ("callback", "cache_datamodule")
-    data = Data(source(folder), source(folder, "val", 8)) if own else MadeInSetup(folder)
-    if door == "workers":  # all in memory needs no worker
-        data.options = {"num_workers": 1}
-    callbacks, dm = behind("ours" if own else door, data, budget="50%" if door == "workers" else "auto")
-    if own:
-        dm.setup("fit")  # as a user does who looks at a batch first: every rank alone, before there are ranks
-        dm.train_dataloader()
-    for _ in range(int(fits)):
-        options = RANKS | {"devices": 2, "strategy": strategy}
-        make_trainer(folder, [*callbacks, Witness(folder)], epochs=int(epochs), **options).fit(Model(), dm)
+class Sets(Data):
+    """A DataModule that makes its sets in `setup`."""
+
+    def __init__(self, makes: Sequence[Any], **options: Any) -> None:
+        super().__init__(None, **options)
+        self.makes = makes
+
+    def setup(self, stage: str) -> None:
+        self.train, self.val = (make and make() for make in self.makes)
 
 
-# ---- samplers: two ranks ----
+class Misjudged(CountedSource):
+    """Samples with a text, which is long in every sample that set-up may read."""
+
+    def __getitem__(self, index: int) -> Any:
+        looked_at = any(index == k * (self.length - 1) // (count - 1) for count in (4, 30) for k in range(count))
+        return *super().__getitem__(index), "a" * (4000 if looked_at else 100)
+
+
+def without_text(samples: list[Any]) -> Any:
+    return default_collate([sample[:2] for sample in samples])
+
+
+def full(*_: Any) -> Segment:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def make_set(folder: Path, name: str, samples: int, case: str) -> CountedSource:
+    """A set whose labels are the indices, or the bad luck of a case on one rank."""
+    if case == "dies" and dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if case == "full" and dist.get_rank() == 2:
+        Segment.create = full  # type: ignore[method-assign,assignment]
+    kind = Misjudged if case == "records" else CountedSource
+    return kind(samples, (8,), folder / f"{name}.loads", classes=samples)
+
+
+def train(
+    folder: Path,
+    *,
+    ranks: dict[str, Any],
+    doors: Sequence[str] = ("ours",),
+    fits: int = 1,
+    epochs: int = 3,
+    samples: int = SAMPLES,
+    val: int = 0,
+    batch_size: int = 4,
+    workers: int = 0,
+    early: bool = False,
+    case: str = "",
+    mesh: tuple[int, int] | None = None,
+    stops: tuple[int, int] | None = None,
+    **cache: Any,
+) -> None:
+    """Train by one door after the other.
+
+    Args:
+        folder: where the ranks write.
+        ranks: of the Trainer.
+        doors: by which the sets are cached, each in `fits` fits of the same objects.
+        fits: their number.
+        epochs: of each fit.
+        samples: of the training set.
+        val: samples of the validation set, if there is one.
+        batch_size: of all loaders.
+        workers: of all loaders.
+        early: a StocacheDataModule is set up by each process alone, before there are ranks, as a user does who looks at
+            a batch first.
+        case: `fold`: every fourth sample is drawn. `records`: the samples that set-up reads are ten times as large as
+            the others. `full`: no memory on rank 2. `dies`: rank 3 is killed in `setup`.
+        mesh: the replicas of ModelParallelStrategy, and the ranks of each.
+        stops: the epoch and the batch after which the scheduler ends the job.
+        cache: options of the door.
+    """
+    seed_everything(0, verbose=False)
+    options: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers}
+    if case == "fold":
+        options["sampler"] = SubsetRandomSampler(range(0, samples, 4))
+    if case == "records":
+        options["collate_fn"] = without_text
+    if mesh is not None:
+        from lightning.pytorch.strategies import ModelParallelStrategy
+
+        ranks["strategy"] = ModelParallelStrategy(data_parallel_size=mesh[0], tensor_parallel_size=mesh[1])
+    sizes = {"train": samples, "val": val}
+    makes = [partial(make_set, folder, name, size, case) if size else None for name, size in sizes.items()]
+    for door in doors:
+        data = Data(*makes, **options) if door == "ours" else Sets(makes, **options)
+        callbacks, dm = behind(door, data, **cache)
+        if early:
+            dm.setup("fit")
+            dm.train_dataloader()
+        for _ in range(fits):
+            witness = Witness(folder, stops)
+            trainer = make_trainer(folder, [*callbacks, witness], epochs=epochs, **RANKS | ranks)
+            try:
+                trainer.fit(Narrow(), dm)
+            except BaseException as error:
+                (folder / f"rank{trainer.global_rank}.error").write_text(f"{type(error).__name__}: {error}")
+                raise
+
+
+# ---- samplers ----
 
 
 def samplers_of(data: Any, samples: int) -> dict[str, Any]:
@@ -142,96 +271,24 @@ def samplers_of(data: Any, samples: int) -> dict[str, Any]:
     }
 
 
-def samplers(folder: Path, samples: int = 120) -> None:
+def samplers(folder: Path, *, ranks: dict[str, Any], samples: int = 120) -> None:
     """Writes for each sampler by name whether its batches were those of a training without a cache, the number of
     batches, the metrics of the epochs and the slots."""
-    options = RANKS | {"devices": 2}
+    options = RANKS | ranks
     make_trainer(folder, epochs=1, **options).fit(Watcher(), DataLoader(source(folder, "first")))  # from here on: ranks
     saw = {}
     for name in samplers_of([0], samples):
-        each, seen = [], list[Any]()
+        seen, noted, looking = [], Epochs(), Looking()
         options["use_distributed_sampler"] = name != "a fold of each rank"
-        for cached in (False, True):
-            noted, looking = Epochs(), Looking()
-            callbacks = [StochasticCache("50%"), noted, looking] if cached else []
-            model, data = Watcher(), source(folder, f"{name}-{cached}", samples)
+        for callbacks in ([], [StochasticCache("50%"), noted, looking]):
+            model, data = Watcher(), source(folder, f"{name}-{len(callbacks)}", samples)
             seed_everything(0, verbose=False)
             loader = DataLoader(data, 4, sampler=samplers_of(data, samples)[name])
             make_trainer(folder, callbacks, epochs=3, log_every_n_steps=1000, **options).fit(model, loader)
             seen.append(model.batches)
-            each.append(noted.metrics)
-        slots = looking.slots["train"]
-        saw[name] = {"same": seen[0] == seen[1], "steps": len(seen[1]), "epochs": each[1], "slots": slots}
-    write(folder, dist.get_rank(), saw)
-
-
-# ---- nodes: two of two ranks ----
-
-
-class Misjudged(CountedSource):
-    """Samples with a text, which is long in every sample that set-up may read."""
-
-    def __getitem__(self, index: int) -> Any:
-        looked_at = any(index == k * (NODES_SAMPLES - 1) // (count - 1) for count in (4, 30) for k in range(count))
-        return *super().__getitem__(index), "a" * (4000 if looked_at else 100)
-
-
-def without_text(samples: list[Any]) -> Any:
-    return default_collate([sample[:2] for sample in samples])
-
-
-def full(*_: Any) -> Segment:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def nodes(folder: Path, case: str, epochs: str) -> None:
-    """Writes the metrics of every epoch, or in `rank<k>.error` the error of a rank.
-
-    CASE is a way of sampling with half of the dataset per node (`locality`, `global`), another door with that
-    (`callback`, `cache_datamodule`), or one of these:
-
-    - `fold`: half of a fold per node, through the callback, and then by a DataModule.
-    - `whole`: a cache of everything on each node.
-    - `records`: the samples that set-up reads are ten times as large as the others; a node has memory for a tenth.
-    - `full`: no memory on the second node.
-    - `dies`: the last rank is killed in `setup`.
-    """
-    witness = Epochs()
-    seed_everything(0, verbose=False)
-
-    def train() -> CountedSource:
-        if case == "dies" and dist.get_rank() == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if case == "full" and dist.get_rank() == 2:
-            Segment.create = full  # type: ignore[method-assign,assignment]
-        return (Misjudged if case == "records" else CountedSource)(NODES_SAMPLES, (8,), folder / "train.loads")
-
-    options: dict[str, Any] = {}
-    if case == "fold":
-        options = {"sampler": SubsetRandomSampler(NODES_FOLD)}
-    if case == "records":
-        options = {"collate_fn": without_text}
-    if case in ("callback", "cache_datamodule"):
-        callbacks, dm = behind(case, Data(train(), batch_size=NODES_BATCH), budget="50%")
-    else:
-        callbacks, dm = behind(
-            "ours",
-            Data(train, batch_size=NODES_BATCH, **options),
-            budget={"whole": "auto", "records": "6MiB"}.get(case, "50%"),
-            sampling="global" if case in ("global", "whole") else "locality",
-            strict=case == "full",
-        )
-    ranks = RANKS | {"epochs": int(epochs), "devices": 2, "num_nodes": 2}
-    if case == "fold":
-        loader = DataLoader(train(), NODES_BATCH, **options)
-        make_trainer(folder, [StochasticCache("50%"), witness], **ranks).fit(Narrow(), loader)
-    trainer = make_trainer(folder, [*callbacks, witness], **ranks)
-    try:
-        trainer.fit(Narrow(), dm)
-    except BaseException as error:
-        (folder / f"rank{trainer.global_rank}.error").write_text(f"{type(error).__name__}: {error}")
-        raise
-    write(folder, trainer.global_rank, witness.metrics)
+        saw[name] = {"same": seen[0] == seen[1], "steps": len(seen[1]), "epochs": noted.metrics}
+        saw[name]["slots"] = looking.slots["train"]
+    write(folder, f"rank{dist.get_rank()}.jsonl", saw)
 
 
 # ---- crossing: callbacks and metrics with collectives of their own ----
@@ -243,15 +300,13 @@ class Logging(Model):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
-        self.mean, self.val_mean = MeanMetric(), MeanMetric()
+        self.means = torch.nn.ModuleDict({"loss": MeanMetric(), "val_loss": MeanMetric()})
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self._log("loss", loss, self.mean)
-        return loss
+        return self._logged("loss", super().training_step(batch, batch_idx))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._log("val_loss", self.loss(batch), self.val_mean)
+        self._logged("val_loss", self.loss(batch))
 
     def on_train_epoch_end(self) -> None:
         self.log("at_the_end", 1.0, prog_bar=True, sync_dist=True)
@@ -259,12 +314,14 @@ class Logging(Model):
     def on_validation_epoch_end(self) -> None:
         self.log("val_at_the_end", 1.0, prog_bar=True, sync_dist=True)
 
-    def _log(self, name: str, loss: torch.Tensor, metric: MeanMetric) -> None:
+    def _logged(self, name: str, loss: torch.Tensor) -> torch.Tensor:
+        options = {"on_step": True, "on_epoch": True, "prog_bar": True}
         if self.way == "metric":
-            metric(loss.detach())
-            self.log(name, metric, on_step=True, on_epoch=True, prog_bar=True)
+            self.means[name](loss.detach())
+            self.log(name, self.means[name], **options)  # type: ignore[arg-type]
         else:
-            self.log(name, loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+            self.log(name, loss, sync_dist=True, **options)  # type: ignore[arg-type]
+        return loss
 
 
 class Printing(Callback):
@@ -278,14 +335,13 @@ class Printing(Callback):
 
 
 class Slow(Callback):
-    """Delays the last rank after the last step of an epoch, so that its counts come late."""
+    """Delays the last rank at the last step of an epoch, so that its counts come late."""
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+    def on_train_batch_start(self, trainer, *_: Any):
         if trainer.is_last_batch and trainer.global_rank == trainer.world_size - 1:
             time.sleep(0.1)
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+    on_train_batch_end = on_train_batch_start
 
 
 class Watching(Epochs, Checkpoint):
@@ -302,7 +358,7 @@ class Alone(CacheMonitor):
         return dist.get_rank() == dist.get_world_size() - 1
 
 
-def crossing(folder: Path, devices: str, nodes: str) -> None:
+def crossing(folder: Path, *, ranks: dict[str, Any]) -> None:
     """Trains once for each of `FITS`, twice with a monitor on the last rank alone, and once more with one on all ranks.
 
     A rank writes one line per fit: the metrics of every epoch, and the samples that the sources have loaded until then.
@@ -315,78 +371,24 @@ def crossing(folder: Path, devices: str, nodes: str) -> None:
         fits.append(([StochasticCache(), monitor()], "metric"))
     for callbacks, way in fits:
         watching = Watching()
-        trainer = make_trainer(
-            folder,
-            [*callbacks, Printing(), Slow(), watching],
-            epochs=2,
-            devices=int(devices),
-            num_nodes=int(nodes),
-            enable_checkpointing=True,
-            enable_progress_bar=any(hasattr(callback, "get_metrics") for callback in callbacks),
-            num_sanity_val_steps=1,
-            **RANKS,
-        )
-        train, val = plain_loader(source(folder), shuffle=True), plain_loader(source(folder, "val", 8))
-        trainer.fit(Logging(way), train, val)
-        loads = [source(folder, name).loads for name in ("train", "val")]
-        write(folder, trainer.global_rank, {"epochs": watching.metrics, "loads": loads})
+        bars = any(hasattr(callback, "get_metrics") for callback in callbacks)
+        options = RANKS | ranks | {"enable_checkpointing": True, "enable_progress_bar": bars}
+        all_callbacks = [*callbacks, Printing(), Slow(), watching]
+        trainer = make_trainer(folder, all_callbacks, epochs=2, num_sanity_val_steps=1, **options)
+        sets = source(folder), source(folder, "val", 8)
+        trainer.fit(Logging(way), plain_loader(sets[0], shuffle=True), plain_loader(sets[1]))
+        saw = {"epochs": watching.metrics, "loads": [counted.loads for counted in sets]}
+        write(folder, f"rank{trainer.global_rank}.jsonl", saw)
         dist.barrier()  # the sources count for all fits together
 
 
-# ---- cluster: one rank, as a launcher starts it ----
-
-
-class Stopping(Epochs):
-    """Records samples and metrics, and may end the job in the middle of an epoch."""
-
-    def __init__(self, folder: Path, stops: str = "") -> None:
-        super().__init__()
-        self.folder, self.left = folder, -1
-        self.stops = [int(number) for number in stops.split(".")] if stops else None
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        with open(self.folder / f"rank{trainer.global_rank}.seen", "a") as file:
-            print(json.dumps([trainer.current_epoch, batch[1].tolist()]), file=file)
-        if [trainer.current_epoch, batch_idx] == self.stops:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            self.left = 5
-        elif self.left >= 0:
-            self.left -= 1
-            if self.left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_fit_end(self, trainer, pl_module):
-        write(self.folder, trainer.global_rank, self.metrics)
-
-
-def cluster(folder: Path, door: str, epochs: str, *words: str) -> None:
-    """Writes the metrics of each epoch, and to `rank<k>.seen` the epoch and the labels of each batch, a line each.
-
-    Options: `mesh=DxT` (ModelParallelStrategy, T ranks to each of D replicas), `nodes=N`, `devices=N`, `budget=...`,
-    `name=...`, `dir=...`, `stops=E.B` (after batch B of epoch E the scheduler's SIGUSR1 comes, and five batches later
-    SIGKILL). The label of a sample is its index.
-    """
-    given = dict(word.split("=", 1) for word in words)
-    data = CountedSource(CLUSTER_SAMPLES, (8,), folder / "train.loads", classes=CLUSTER_SAMPLES)
-    knobs: dict[str, Any] = {name: given[name] for name in ("budget", "name", "dir") if name in given}
-    callbacks, dm = behind(door, Data(data, batch_size=CLUSTER_BATCH), **knobs)
-    options = RANKS | {"devices": int(given.get("devices", 1)), "num_nodes": int(given.get("nodes", 1))}
-    if "mesh" in given:
-        from lightning.pytorch.strategies import ModelParallelStrategy
-
-        replicas, parallel = map(int, given["mesh"].split("x"))
-        options["strategy"] = ModelParallelStrategy(data_parallel_size=replicas, tensor_parallel_size=parallel)
-    callbacks.append(Stopping(folder, given.get("stops", "")))
-    make_trainer(folder, callbacks, epochs=int(epochs), **options).fit(Narrow(), dm)
-
-
-KINDS = {"ddp": ddp, "samplers": samplers, "nodes": nodes, "crossing": crossing, "cluster": cluster}
+KINDS = {"train": train, "samplers": samplers, "crossing": crossing}
 
 if __name__ in ("__main__", "__mp_main__"):  # in spawned ranks, too
     logging.basicConfig(filename=Path(sys.argv[2]) / f"{os.getpid()}.log", level=logging.INFO)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    KINDS[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
+    KINDS[sys.argv[1]](Path(sys.argv[2]), **json.loads(sys.argv[3]))  # type: ignore[operator]
     if dist.is_initialized():
         dist.destroy_process_group()

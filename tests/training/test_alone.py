@@ -14,8 +14,21 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from tests.sources import Made
-from tests.training.seen import Looking, Watcher, data_hooks, fit, through
-from tests.training.tiny import SAMPLES, SLOT, announced, logged, make_trainer, plain_loader, said, source
+from tests.training.tiny import (
+    SAMPLES,
+    SLOT,
+    Looking,
+    Watcher,
+    announced,
+    data_hooks,
+    fit,
+    logged,
+    make_trainer,
+    plain_loader,
+    said,
+    source,
+    through,
+)
 
 pytestmark = pytest.mark.processes
 

@@ -10,8 +10,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
-from tests.training.seen import Watcher
-from tests.training.tiny import Data, behind, make_trainer, said
+from tests.training.tiny import Data, Watcher, behind, make_trainer, said
 
 pytestmark = pytest.mark.processes
 

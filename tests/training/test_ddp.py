@@ -1,18 +1,17 @@
-"""Two ranks share one cache, under every launcher; and whatever is killed, nothing is left."""
+"""Ranks of one machine share one cache, under every launcher; and whatever is killed, nothing is left."""
 
 import json
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.jobs import OWN_SHM, Job, exit_codes, job_environment, say_where, skip_without, start_module
+from tests.jobs import OWN_SHM, exit_codes, job_environment, skip_without, start_module
 from tests.proc import is_alive, memory_files
-from tests.training.job import FITS, logs, read_at_setup, read_ranks, start_nodes
+from tests.processes import wait_until
+from tests.training.job import FITS, logs, printed, read_at_setup, read_ranks, start_nodes, words
 from tests.training.tiny import SAMPLES, source
 
 pytestmark = [
@@ -24,83 +23,70 @@ pytestmark = [
 SECONDS = 240  # a job takes ten; a machine with much else to do takes longer
 
 
-def start(folder: Path, door: str, strategy: str, epochs: int, fits: int = 1, ranks: int = 0) -> Job:
-    """The job; what it says goes to `said`. With `ranks` each is started by itself, else the strategy starts them."""
-    if ranks:
-        return start_nodes(folder, "ddp", door, strategy, epochs, fits, devices=ranks)[0]
-    words = ["tests.training.job", "ddp", folder, door, strategy, epochs, fits]
-    return start_module(*words, environments=[job_environment()], said=folder / "said")
-
-
-def wait_for(condition: Callable[[], Any], job: Job, folder: Path) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        if job.poll() is not None or time.monotonic() > deadline:
-            say_where()
-            pytest.fail(f"the job ended with {job.wait()}:\n{(folder / 'said').read_text()}")
-        time.sleep(0.05)
-
-
-def check_loads(folder: Path, fits: int, stored: int) -> None:
-    """Each sample was loaded once, or stored at set-up."""
-    train, val = (read_at_setup(folder, stage) for stage in ("train", "val"))
-    assert source(folder).loads == fits * SAMPLES + train - stored
-    assert 0 <= source(folder, "val").loads - val <= 4 * fits, "of eight at least four are stored"
+def start(folder: Path, door: str, strategy: str, **options: Any) -> Any:
+    """A job of two ranks, which are started one by one with "ddp", and else by the strategy itself."""
+    folder.mkdir(exist_ok=True)
+    options |= {"doors": [door], "val": 8, "early": door == "ours"}
+    if strategy == "ddp":
+        return start_nodes(folder, "train", **options)[0]
+    job = words("train", folder, **options)
+    job[-1] = json.dumps(json.loads(job[-1]) | {"ranks": {"devices": 2, "strategy": strategy.removesuffix(" itself")}})
+    return start_module(*job, environments=[job_environment()], said=folder / "said")
 
 
 @pytest.mark.parametrize(
-    ("door", "strategy", "fits"),
+    ("door", "strategy", "fits", "jobs"),
     [
-        ("ours", "ddp", 2),
-        ("cache_datamodule", "ddp_fork", 2),
-        ("callback", "ddp_spawn", 1),
-        pytest.param("ours", "ddp_notebook", 1, marks=pytest.mark.soak),
+        ("ours", "ddp", 2, 2),
+        ("cache_datamodule", "ddp_fork", 2, 1),
+        pytest.param("callback", "ddp_spawn", 1, 1, marks=pytest.mark.soak),  # each rank imports everything anew
+        pytest.param("ours", "ddp_notebook", 1, 1, marks=pytest.mark.soak),
     ],
 )
-def test_ranks_share_one_cache(tmp_path, door, strategy, fits):
-    """In each fit of a job both ranks map one segment, load every sample once between them, and log the same counts."""
-    job = start(tmp_path, door, strategy, 3, fits, ranks=2 if strategy == "ddp" else 0)
-    wait_for(lambda: job.poll() == 0, job, tmp_path)
-    ranks = read_ranks(tmp_path, 2)
-    assert [len(saw) for saw in ranks] == [fits, fits]
-    all_stored = 0
-    for one, other in zip(*ranks, strict=True):
-        assert one["inodes"] == other["inodes"]
-        assert one["weights"] == other["weights"]
-        assert one["epochs"] == other["epochs"]
-        epochs = {key: [epoch[key] for epoch in one["epochs"]] for key in ("hits", "misses", "bypasses")}
-        stored = epochs["hits"][0]
-        assert 4 <= stored <= SAMPLES
-        all_stored += stored
-        assert epochs == {"hits": [stored, SAMPLES, SAMPLES], "misses": [SAMPLES - stored, 0, 0], "bypasses": [0, 0, 0]}
-    check_loads(tmp_path, fits, all_stored)
-    assert "sync_dist" not in (tmp_path / "said").read_text()
+def test_ranks_share_one_cache(tmp_path, door, strategy, fits, jobs):
+    """In each fit of a job both ranks map one segment, load every sample once between them, log the same counts, and
+    end with the same weights. Two jobs on one node have a cache each."""
+    folders = [tmp_path / str(number) for number in range(jobs)]
+    started = [start(folder, door, strategy, fits=fits) for folder in folders]
+    for folder, job in zip(folders, started, strict=True):
+        assert exit_codes([job], folder / "said", SECONDS) == [0], printed(folder)
+    results = [read_ranks(folder, 2) for folder in folders]
+    assert len({fit["weights"] for ranks in results for fits_of_rank in ranks for fit in fits_of_rank[:1]}) == 1
+    for folder, (first, second) in zip(folders, results, strict=True):
+        assert first == second
+        assert len(first) == fits
+        all_stored = 0
+        for fit in first:
+            epochs = {key: [epoch[key] for epoch in fit["epochs"]] for key in ("hits", "misses", "bypasses")}
+            stored = epochs["hits"][0]
+            assert 4 <= stored <= SAMPLES, "what set-up has read is stored"
+            assert epochs["hits"] == [stored, SAMPLES, SAMPLES]
+            assert epochs["misses"] == [SAMPLES - stored, 0, 0]
+            assert epochs["bypasses"] == [0, 0, 0]
+            all_stored += stored
+        train, val = (read_at_setup(folder, stage) for stage in ("train", "val"))
+        assert source(folder).loads == fits * SAMPLES + train - all_stored
+        assert 0 <= source(folder, "val").loads - val <= 4 * fits, "of eight at least four are stored"
+        assert "sync_dist" not in printed(folder)
 
 
-def test_two_jobs_on_one_node_do_not_meet(tmp_path):
-    """Each job of a user has its own cache: both load every sample once, count right, and end with equal weights."""
-    folders = [tmp_path / name for name in ("one", "other")]
-    for folder in folders:
-        folder.mkdir()
-    jobs = [start(folder, "ours", "ddp", 3, ranks=2) for folder in folders]
-    for folder, job in zip(folders, jobs, strict=True):
-        wait_for(lambda job=job: job.poll() == 0, job, folder)
-    saw = [read_ranks(folder, 1)[0][0] for folder in folders]
-    assert saw[0]["weights"] == saw[1]["weights"]
-    for folder, one in zip(folders, saw, strict=True):
-        first, *later = [epoch["hits"] for epoch in one["epochs"]]
-        assert 4 <= first <= SAMPLES, "what set-up has read is stored"
-        assert later == [SAMPLES, SAMPLES]
-        check_loads(folder, 1, int(first))
-
-
-@pytest.mark.parametrize(("victim", "ranks"), [("rank 0", 2), ("rank 1", 0), ("worker", 2)])
-def test_sigkill_of_any_process_ends_all_and_leaves_nothing(tmp_path, victim, ranks):
+@pytest.mark.parametrize(
+    ("victim", "strategy"),
+    [
+        ("rank 0", "ddp"),
+        ("rank 1", "ddp"),
+        ("worker", "ddp"),
+        pytest.param("rank 1", "ddp itself", marks=pytest.mark.soak),  # Lightning starts it as a command
+    ],
+)
+def test_sigkill_of_any_process_ends_all_and_leaves_nothing(tmp_path, victim, strategy):
     """When a rank or a worker is killed, all processes of the job end by themselves, and with them the memory."""
-    job = start(tmp_path, "workers" if victim == "worker" else "ours", "ddp", 10**6, ranks=ranks)
+    options = {"workers": 1, "budget": "50%"} if victim == "worker" else {}  # all in memory needs no worker
+    job = start(tmp_path, "ours", strategy, epochs=10**6, **options)
     try:
         notes = [tmp_path / "rank0.pids", tmp_path / "rank1.pids"]
-        wait_for(lambda: all(note.exists() for note in notes), job, tmp_path)
+        wait_until(lambda: all(note.exists() for note in notes) or job.poll() is not None, SECONDS)
+        assert job.poll() is None, printed(tmp_path)
         ranks = [json.loads(note.read_text()) for note in notes]
         everyone = {pid for rank in ranks for pid in rank}
         assert (len(ranks[1]) > 1) == (victim == "worker")
@@ -109,10 +95,7 @@ def test_sigkill_of_any_process_ends_all_and_leaves_nothing(tmp_path, victim, ra
         assert job.wait(SECONDS) != 0
     finally:
         job.kill()  # the other rank ends by that, too
-    deadline = time.monotonic() + SECONDS / 2
-    while any(map(is_alive, everyone)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in everyone if is_alive(pid)]
+    wait_until(lambda: not any(map(is_alive, everyone)), SECONDS)
 
 
 @pytest.mark.parametrize(("devices", "nodes"), [(2, 1), (1, 2)])
@@ -122,8 +105,8 @@ def test_no_collective_of_others_is_crossed(tmp_path, devices, nodes):
     warns once per fit and logs nothing, and training continues; the next fit logs again."""
     if nodes > 1:
         skip_without(OWN_SHM)
-    jobs = start_nodes(tmp_path, "crossing", devices, nodes, devices=devices, nodes=nodes)
-    assert exit_codes(jobs, tmp_path / "said", SECONDS) == [0] * nodes, (tmp_path / "said").read_text()[-4000:]
+    jobs = start_nodes(tmp_path, "crossing", devices=devices, nodes=nodes)
+    assert exit_codes(jobs, tmp_path / "said", SECONDS) == [0] * nodes, printed(tmp_path)
     first, second = read_ranks(tmp_path, 2)
     assert len(first) == len(FITS) + 3
     *fits, alone, alone_again, after = zip(first, second, strict=True)

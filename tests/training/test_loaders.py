@@ -16,8 +16,7 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.training.loaders import rewrap, settings_of, with_dataset
-from tests.training.seen import Looking, Watcher
-from tests.training.tiny import make_trainer
+from tests.training.tiny import Looking, Watcher, make_trainer
 
 NUMBERS: Any = [torch.tensor(i) for i in range(12)]
 TENS: Any = [torch.tensor(10 * i) for i in range(12)]

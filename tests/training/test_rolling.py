@@ -20,8 +20,7 @@ from lightning_stocache import (
     StochasticCache,
 )
 from tests.sources import Allowance
-from tests.training.seen import Remembers
-from tests.training.tiny import DOORS, Data, behind, logged, make_trainer
+from tests.training.tiny import DOORS, Data, Remembers, behind, logged, make_trainer
 
 pytestmark = pytest.mark.processes
 

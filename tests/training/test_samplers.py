@@ -1,8 +1,9 @@
-"""Common samplers, and several loaders: the batches are unchanged, and hit rates are as expected."""
+"""Common samplers, and several loaders: batches are unchanged, hit rates as expected, and what is drawn gets slots."""
 
-import pickle
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -25,26 +27,39 @@ from torch.utils.data import (
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.datamodule import cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
+from lightning_stocache.training.sampling import loader_domain
 from tests.jobs import exit_codes
 from tests.sources import CountedSource
-from tests.training.job import read_ranks, start_nodes
-from tests.training.seen import Watcher
-from tests.training.tiny import SLOT, logged, make_trainer, source
+from tests.training.job import printed, read_ranks, start_nodes
+from tests.training.tiny import (
+    DOORS,
+    SLOT,
+    Data,
+    Looking,
+    Watcher,
+    announced,
+    behind,
+    data_hooks,
+    logged,
+    make_trainer,
+    said,
+    source,
+)
 
 pytestmark = pytest.mark.processes
 
 SAMPLES, BATCH, EPOCHS = 120, 8, 3
-CLASSES = 10  # of the source's samples, which are `index % CLASSES`
-LABELS = torch.arange(SAMPLES) % CLASSES
+TENTH = range(5, SAMPLES, 10)
 
 
 class Buckets(Sampler[list[int]]):
     """Batches of samples of similar length, in random order."""
 
-    def __init__(self, lengths: Sequence[int], batch_size: int) -> None:
-        order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
-        self.batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    def __init__(self, data: Any) -> None:
+        order = sorted(range(len(data)), key=lambda index: (index % 10 * 7, index))
+        self.batches = [order[first : first + BATCH] for first in range(0, len(order), BATCH)]
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -63,34 +78,45 @@ class Mine(DistributedSampler[int]):
         return 2 * super().__len__()
 
 
-def with_sampler(make: Callable[[Any], Any]) -> Callable[[Any], DataLoader[Any]]:
-    return lambda data: DataLoader(data, BATCH, sampler=make(data))
+def loader_of(data: Any, order: Any, **options: Any) -> DataLoader[Any]:
+    """A loader with a sampler, a batch sampler or, with None, in random order."""
+    if isinstance(order, BatchSampler | Buckets):
+        return DataLoader(data, batch_sampler=order)
+    return DataLoader(data, BATCH, shuffle=order is None or None, sampler=order, **options)
 
 
-def with_batches(make: Callable[[Any], Any]) -> Callable[[Any], DataLoader[Any]]:
-    return lambda data: DataLoader(data, batch_sampler=make(data))
-
-
-def shuffled(data: Any, **options: Any) -> DataLoader[Any]:
-    return DataLoader(data, BATCH, shuffle=True, **options)
+def fold(data: Any, indices: Any, **options: Any) -> DataLoader[Any]:
+    return loader_of(data, SubsetRandomSampler(indices), **options)
 
 
 ONCE: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
-    "shuffle": (shuffled, {}),
-    "subset": (with_sampler(lambda data: SubsetRandomSampler(range(0, SAMPLES, 2))), {}),
-    "batch_sampler": (with_batches(lambda data: BatchSampler(RandomSampler(data), 12, drop_last=True)), {}),
-    "distributed": (with_sampler(lambda data: DistributedSampler(data, 1, 0)), {}),
-    "overfit all": (shuffled, {"overfit_batches": 1.0}),
+    "shuffle": (lambda data: None, {}),
+    "subset": (lambda data: SubsetRandomSampler(range(0, SAMPLES, 2)), {}),
+    "batch_sampler": (lambda data: BatchSampler(RandomSampler(data), 12, drop_last=True), {}),
+    "distributed": (lambda data: DistributedSampler(data, 1, 0), {}),
+    "overfit all": (lambda data: None, {"overfit_batches": 1.0}),
 }
 OTHERS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
-    "replacement": (with_sampler(lambda data: RandomSampler(data, replacement=True)), {}),
-    "weighted": (with_sampler(lambda data: WeightedRandomSampler(torch.arange(SAMPLES) ** 2.0, SAMPLES)), {}),
-    "oversampled": (with_sampler(lambda data: SubsetRandomSampler([*range(SAMPLES), *range(0, SAMPLES, 4)] * 2)), {}),
-    "overfit some": (shuffled, {"overfit_batches": 3}),
-    "buckets": (with_batches(lambda data: Buckets((LABELS * 7).tolist(), BATCH)), {}),
-    "a user's deal": (with_sampler(lambda data: Mine(data, 1, 0)), {}),
+    "replacement": (lambda data: RandomSampler(data, replacement=True), {}),
+    "weighted": (lambda data: WeightedRandomSampler(torch.arange(SAMPLES) ** 2.0, SAMPLES), {}),
+    "oversampled": (lambda data: SubsetRandomSampler([*range(SAMPLES), *range(0, SAMPLES, 4)] * 2), {}),
+    "overfit some": (lambda data: None, {"overfit_batches": 3}),
+    "buckets": (Buckets, {}),
+    "a user's deal": (lambda data: Mine(data, 1, 0), {}),
 }
-LOADERS = ONCE | OTHERS
+
+
+class Counting(Watcher):
+    """Counts the samples of each epoch, in a batch or a dict of batches; of a loader that has ended there is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.served: Counter[int] = Counter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for part in batch.values() if isinstance(batch, dict) else [batch]:
+            self.served[self.current_epoch] += 0 if part is None else len(part[1])
+        return super().training_step(batch, batch_idx)
 
 
 class Loads(Callback):
@@ -104,110 +130,73 @@ class Loads(Callback):
 
     on_train_start = on_train_epoch_end = note
 
-    @property
-    def of_epochs(self) -> list[int]:
-        return [now - before for before, now in zip(self.noted, self.noted[1:], strict=False)]
 
-
-def seed() -> None:
+def train(tmp_path: Any, callbacks: list[Any], *loaders: Any, epochs: int = EPOCHS, **options: Any) -> tuple[Any, Any]:
+    """The model and the Trainer after training that began with a seed."""
+    model = Counting()
+    trainer = make_trainer(tmp_path, callbacks, epochs=epochs, log_every_n_steps=1000, **options)
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-
-
-def train(tmp_path: Any, make: Callable[[], Any], callbacks: list[Callback], **options: Any) -> tuple[Watcher, Any]:
-    """The model and the Trainer after training that began with a seed."""
-    model = Watcher()
-    trainer = make_trainer(tmp_path, callbacks, epochs=EPOCHS, log_every_n_steps=1000, **options)
-    seed()
-    trainer.fit(model, make())
+    trainer.fit(model, *loaders)
     return model, trainer
 
 
-def check_counts(trainer: Any, loads: Loads, served: list[int]) -> None:
+def check_counts(trainer: Any, loads: Loads, model: Counting) -> None:
     """Hits, misses and bypasses add up to the served samples, and the source's loads agree with the hit rate."""
     values = {key: logged(trainer, f"stocache/{key}") for key in ("hits", "misses", "bypasses", "hit_rate")}
     parts = list(zip(values["hits"], values["misses"], values["bypasses"], strict=True))
-    assert list(map(sum, parts)) == served
+    assert list(map(sum, parts)) == [model.served[epoch] for epoch in range(EPOCHS)]
     assert values["hit_rate"] == pytest.approx([hits / sum(part) for part in parts for hits in part[:1]])
-    more = [now - misses - bypasses for now, (_, misses, bypasses) in zip(loads.of_epochs, parts, strict=True)]
+    of_epochs = [now - before for before, now in zip(loads.noted, loads.noted[1:], strict=False)]
+    more = [now - misses - bypasses for now, (_, misses, bypasses) in zip(of_epochs, parts, strict=True)]
     assert set(more) <= {0, 1, 2}, "samples are read again, now and then, to see whether they are random"
 
 
-def check_expected(trainer: Any) -> None:
-    """Each hit rate is the expected one."""
-    measured, expected = logged(trainer, "stocache/hit_rate"), logged(trainer, "stocache/hit_rate_expected")
-    assert len(expected) == EPOCHS
-    assert measured == pytest.approx(expected, abs=1e-6)
+def check_expected(trainer: Any, expected: bool = True) -> None:
+    """Each hit rate is the expected one, or no rate is expected."""
+    rates = logged(trainer, "stocache/hit_rate_expected")
+    assert len(rates) == EPOCHS * expected
+    assert not expected or logged(trainer, "stocache/hit_rate") == pytest.approx(rates, abs=1e-6)
 
 
-def samples_per_epoch(model: Watcher) -> list[int]:
-    """The number of samples in the batches of each epoch."""
-    sizes = [count(pickle.loads(batch)) for stage, batch in model.batches if stage == "train"]
-    steps = len(sizes) // EPOCHS
-    return [sum(sizes[epoch * steps : (epoch + 1) * steps]) for epoch in range(EPOCHS)]
-
-
-def count(node: Any) -> int:
-    """The number of samples in a batch as a Watcher records it, or in a dict or list of batches."""
-    if isinstance(node, dict):
-        return sum(map(count, node.values()))
-    if node is None:
-        return 0  # of a loader that has ended
-    kind, parts = node if len(node) == 2 else (None, None)
-    if kind in ("list", "tuple") and parts and len(parts) == 2 and parts[1][0] == "torch.int64":
-        return int(parts[1][1][0])  # images and labels
-    return sum(map(count, parts or ()))
-
-
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", ONCE | OTHERS)
 def test_hit_rates_are_as_expected_and_batches_as_without_a_cache(tmp_path, name, recwarn):
     """Every batch is the same as without a cache, and the counts agree with the source. If each index is drawn once,
     the hit rate is as expected; else no rate is expected."""
-    make, options = LOADERS[name]
-    plain, _ = train(tmp_path / "plain", lambda: make(source(tmp_path, "plain", SAMPLES)), [], **options)
+    make, options = (ONCE | OTHERS)[name]
     data = source(tmp_path, samples=SAMPLES)
+    plain, _ = train(tmp_path / "plain", [], loader_of(data, make(data)), **options)
     loads = Loads(data)
-    cached, trainer = train(tmp_path, lambda: make(data), [StochasticCache(budget=60 * SLOT), loads], **options)
+    cached, trainer = train(tmp_path, [StochasticCache(60 * SLOT), loads], loader_of(data, make(data)), **options)
     assert cached.batches == plain.batches
-    check_counts(trainer, loads, samples_per_epoch(cached))
-    if name in ONCE:
-        check_expected(trainer)
-    else:
-        assert logged(trainer, "stocache/hit_rate_expected") == []
+    check_counts(trainer, loads, cached)
+    check_expected(trainer, name in ONCE)
     assert not [warning for warning in recwarn if "were to be expected" in str(warning.message)]
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 def test_several_loaders_are_counted_together(tmp_path, mode):
     """This holds in all modes of a CombinedLoader. Hits are as expected if no set ends early or starts again."""
+    sets = {name: source(tmp_path, name, samples) for name, samples in (("long", SAMPLES), ("short", 40))}
 
-    def loaders(long: Dataset[Any], short: Dataset[Any]) -> Any:
-        return CombinedLoader({"long": shuffled(long), "short": shuffled(short)}, mode)
+    def loaders() -> Any:
+        return CombinedLoader({name: loader_of(data, None) for name, data in sets.items()}, mode)
 
-    def sources(name: str) -> tuple[CountedSource, CountedSource]:
-        return source(tmp_path, f"{name}-long", SAMPLES), source(tmp_path, f"{name}-short", 40)
-
-    plain, _ = train(tmp_path / "plain", lambda: loaders(*sources("plain")), [])
-    data = sources("cached")
-    loads = Loads(*data)
-    cached, trainer = train(tmp_path, lambda: loaders(*data), [StochasticCache(budget="50%"), loads])
+    plain, _ = train(tmp_path / "plain", [], loaders())
+    loads = Loads(*sets.values())
+    cached, trainer = train(tmp_path, [StochasticCache(budget="50%"), loads], loaders())
     assert cached.batches == plain.batches
-    check_counts(trainer, loads, samples_per_epoch(cached))
-    if mode == "max_size":
-        check_expected(trainer)
-    else:
-        assert logged(trainer, "stocache/hit_rate_expected") == []
+    check_counts(trainer, loads, cached)
+    check_expected(trainer, mode == "max_size")
 
 
 @pytest.mark.parametrize("held_out", [range(5), range(60, 70)])
 def test_validation_on_the_same_dataset_is_told_from_training(tmp_path, held_out):
     """Training has the expected hit rate on its fold, whether or not validation has filled some of it before."""
     data = source(tmp_path, samples=SAMPLES)
-    folds = SubsetRandomSampler(range(10, SAMPLES)), SubsetRandomSampler(held_out)
-    options = {"num_sanity_val_steps": 2, "log_every_n_steps": 1000}
-    trainer = make_trainer(tmp_path, [StochasticCache(budget=SLOT * SAMPLES // 2)], epochs=EPOCHS, **options)
-    trainer.fit(Watcher(), *(DataLoader(data, BATCH, sampler=fold) for fold in folds))
+    loaders = fold(data, range(10, SAMPLES)), fold(data, held_out)
+    _, trainer = train(tmp_path, [StochasticCache(budget=SLOT * SAMPLES // 2)], *loaders, num_sanity_val_steps=2)
     check_expected(trainer)
 
 
@@ -238,9 +227,9 @@ def test_a_part_of_cached_datasets_is_drawn_through_subset_and_concat(tmp_path):
     sets = [CachedDataset(counted, budget="50%") for counted in sources]
     joined = ConcatDataset([Subset(sets[0], range(0, SAMPLES, 3)), sets[1]])
     loads = Loads(*sources)
-    model, trainer = train(tmp_path, lambda: shuffled(joined), [CacheMonitor(), loads])
-    check_counts(trainer, loads, samples_per_epoch(model))
-    assert logged(trainer, "stocache/hit_rate_expected") == []
+    model, trainer = train(tmp_path, [CacheMonitor(), loads], loader_of(joined, None))
+    check_counts(trainer, loads, model)
+    check_expected(trainer, False)
     for dataset in sets:
         dataset.close()
 
@@ -248,17 +237,131 @@ def test_a_part_of_cached_datasets_is_drawn_through_subset_and_concat(tmp_path):
 @pytest.mark.slow
 def test_two_ranks_draw_together(tmp_path):
     """With DDP the batches are those of an uncached job, and the samples of all ranks can have slots."""
-    jobs = start_nodes(tmp_path, "samplers")
-    assert exit_codes(jobs, tmp_path / "said", 200) == [0], (tmp_path / "said").read_text()
+    assert exit_codes(start_nodes(tmp_path, "samplers"), tmp_path / "said", 200) == [0], printed(tmp_path)
     ranks = [saw for [saw] in read_ranks(tmp_path, 2)]
     for name, saw in ranks[0].items():
         assert saw["same"], name
         assert ranks[1][name]["same"], name
-        fold = "fold" in name
-        assert saw["slots"] == ranks[1][name]["slots"] == [15 if fold else 60], "half of what is drawn"
+        folded = "fold" in name
+        assert saw["slots"] == ranks[1][name]["slots"] == [15 if folded else 60], "half of what is drawn"
         for epoch in saw["epochs"]:
             served = sum(epoch[key] for key in ("hits", "misses", "bypasses"))
-            assert served == 2 * 4 * saw["steps"] / EPOCHS - (2 if fold else 0)  # 30 of a fold: 15 for each rank
+            assert served == 2 * 4 * saw["steps"] / EPOCHS - (2 if folded else 0)  # 30 of a fold: 15 for each rank
             assert ("hit_rate_expected" in epoch) == (name == "distributed")
             if name == "distributed":
                 assert epoch["hit_rate"] == pytest.approx(epoch["hit_rate_expected"], abs=0.01)
+
+
+# ---- only samples that can be drawn get slots ----
+
+
+def hit_rates(tmp_path: Any, callbacks: list[Any], *given: Any, **options: Any) -> tuple[list[float], list[int]]:
+    """The hit rates of two epochs, and the slots of training."""
+    looking = Looking()
+    _, trainer = train(tmp_path, [*callbacks, looking], *given, epochs=2, **options)
+    assert logged(trainer, "stocache/coverage")[-1] <= 1
+    return logged(trainer, "stocache/hit_rate"), looking.slots["train"]
+
+
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("door", DOORS)
+def test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples(tmp_path, door):
+    """In every door epoch two hits every sample, and coverage counts the drawn samples alone."""
+    data = source(tmp_path, samples=SAMPLES)
+    callbacks, given = behind(door, Data(data, sampler=SubsetRandomSampler(TENTH)), budget=len(TENTH) * SLOT)
+    assert hit_rates(tmp_path, callbacks, given) == ([0, 1], [len(TENTH)])
+    assert set(data.loaded) == set(TENTH), "at set-up, too, nothing else is read"
+
+
+def test_two_samplers_of_one_dataset_that_are_known_together(tmp_path):
+    """Loaders of one dataset that are given to `fit` share one cache, with slots for the samples of all their samplers,
+    in one stage or in two."""
+    data = source(tmp_path, samples=SAMPLES)
+    rates, slots = hit_rates(tmp_path, [StochasticCache(24 * SLOT)], fold(data, range(12)), fold(data, range(6, 24)))
+    assert (rates[-1], slots) == (1, [24])
+    two = [fold(data, range(12)), fold(data, range(12, 24))]
+    for loaders, count in ((two, 24), ([*two, loader_of(data, None)], SAMPLES)):
+        assert hit_rates(tmp_path, [StochasticCache("100%")], loaders)[1] == [count]
+
+
+@pytest.mark.parametrize("options", [{"keep_cache": True}, {"name": "on disk"}])
+def test_a_cache_that_outlives_the_call_has_room_for_all(tmp_path, options, caplog):
+    """The next fold draws other samples of the same dataset. They have slots, and earlier samples are hits."""
+    data = source(tmp_path, samples=SAMPLES)
+    if "name" in options:
+        pytest.importorskip("xxhash")
+        options = {"name": "folds", "dir": str(tmp_path)}
+    callback = StochasticCache("100%", **options)
+    hit_rates(tmp_path / "0", [callback], fold(data, range(40)))
+    loads = data.loads
+    stored = set(data.loaded[: announced(caplog)])  # by set-up
+    new = set(range(40, 60)) - stored
+    assert hit_rates(tmp_path / "1", [callback], fold(data, range(20, 60))) == ([1 - len(new) / 40, 1], [SAMPLES])
+    assert set(data.loaded[loads:]) >= new
+    callback.close()
+
+
+def test_a_sampler_that_changes_goes_on_as_without_a_cache(tmp_path, caplog):
+    """Indices that change each epoch pass through, with one warning; the batches are those of an uncached training."""
+
+    class Changing(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            first = 12 * trainer.current_epoch
+            trainer.train_dataloader.sampler.indices[:] = range(first, first + 12)
+
+    seen = []
+    for callbacks in ([], [StochasticCache()]):
+        data = source(tmp_path, samples=SAMPLES)
+        model, trainer = train(tmp_path, [*callbacks, Changing()], fold(data, list(range(12)), num_workers=2))
+        seen.append(model.batches)
+    assert seen[0] == seen[1]
+    assert float(trainer.callback_metrics["stocache/bypasses"]) > 0
+    [warning] = said(caplog, "draws other samples")
+    assert "keep_cache=True" in warning
+
+
+@pytest.mark.epoch_one_reads_all
+def test_loaders_that_are_made_anew_leave_the_slots_to_all(tmp_path, recwarn):
+    """An active learner draws more samples after each reload: all samples have slots from the start."""
+    data, grown = source(tmp_path, samples=SAMPLES), iter(range(12, SAMPLES, 12))
+    dm = cache_datamodule(data_hooks(train=lambda: fold(data, range(next(grown)))), budget="100%")
+    rates = hit_rates(tmp_path, [CacheMonitor()], dm, reload_dataloaders_every_n_epochs=1)
+    assert rates == ([0, 0.5], [SAMPLES])
+    assert not [warning for warning in recwarn if "were to be expected" in str(warning.message)]
+
+
+DATA: Dataset[Any] = range(100)  # type: ignore[assignment]
+TWO_RANKS = {"num_replicas": 2, "rank": 0}
+
+
+@pytest.mark.parametrize(
+    ("stage", "order", "options", "count"),
+    [
+        ("val", SequentialSampler(DATA), {}, None),
+        ("val", SequentialSampler(DATA), {"limit_val_batches": 3}, 12),
+        ("val", SequentialSampler(DATA), {"limit_val_batches": 0.5}, 48),  # of 25 batches, 12
+        ("val", BatchSampler(SequentialSampler(DATA), 5, False), {"limit_val_batches": 3}, 15),
+        ("val", [[1, 2], [3]], {"limit_val_batches": 1}, 3),
+        ("train", [[1, 2], [3]], {"overfit_batches": 1, "limit_train_batches": 1}, None),
+        ("val", RandomSampler(DATA), {"limit_val_batches": 3}, None),
+        ("val", DistributedSampler(DATA, 2, 0, shuffle=False), {"limit_val_batches": 3}, 12),
+        ("test", SequentialSampler(DATA), {"limit_val_batches": 3}, None),
+        ("predict", SequentialSampler(DATA), {"limit_predict_batches": 1}, 4),
+        ("train", SequentialSampler(DATA), {"limit_train_batches": 3}, None),
+        ("val", SequentialSampler(DATA), {"limit_val_batches": 1000}, None),
+        ("val", SequentialSampler(DATA), {"limit_val_batches": 3, "distributed_sampler_kwargs": TWO_RANKS}, 24),
+        ("train", RandomSampler(DATA), {"overfit_batches": 5, "limit_train_batches": 5}, 20),
+        ("train", SubsetRandomSampler([90]), {"overfit_batches": 5, "limit_train_batches": 5}, 20),
+        ("train", None, {"overfit_batches": 0.25, "limit_train_batches": 0.25}, 24),
+        ("train", SubsetRandomSampler([90]), {}, 1),
+        ("train", SubsetRandomSampler([90]), {"reload_dataloaders_every_n_epochs": 2}, None),
+    ],
+)
+def test_what_a_loader_will_draw_follows_from_sampler_and_limits(stage, order, options, count):
+    """With samples in order the Trainer's limit decides, else the sampler's indices."""
+    trainer = {"overfit_batches": 0.0, "reload_dataloaders_every_n_epochs": 0, "state": SimpleNamespace(fn="fit")}
+    trainer |= {f"limit_{name}_batches": 1.0 for name in ("train", "val", "test", "predict")}
+    trainer |= {"distributed_sampler_kwargs": None} | options
+    given = {"batch_sampler": order} if isinstance(order, BatchSampler | list) else {"batch_size": 4, "sampler": order}
+    domain = loader_domain(SimpleNamespace(**trainer), stage, DataLoader(DATA, **given))  # type: ignore[arg-type]
+    assert (None if domain is None else len(domain)) == count

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stocache import StepTimer
 from lightning_stocache.insight.steps import PARTS, StepClock
 from lightning_stocache.training.lightning_internals import step_calls
 from tests.insight.devices import Device, ManualClock
-from tests.training.tiny import Model, logged, make_trainer, said
+from tests.sources import Made
+from tests.training.tiny import Data, Model, logged, make_trainer, said
 
 WAIT, MOVE, MOVED, FORWARD, BACKWARD, STEP, CALLBACK = 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0
 EACH = {"wait": WAIT, "transfer": MOVE, "forward": FORWARD, "backward": BACKWARD, "optimizer": STEP}
@@ -36,55 +38,24 @@ class Timed(StepTimer):
         return StepClock(self.moment)
 
 
-class Samples(Dataset[Any]):
+def samples(clock: Any) -> Made:
     """Batches of one sample, each of which takes a while."""
 
-    def __init__(self, clock: Any) -> None:
-        self.clock = clock
-
-    def __len__(self) -> int:
-        return BATCHES
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        self.clock.spend(WAIT)
+    def load(index: int) -> tuple[torch.Tensor, int]:
+        clock.spend(WAIT)
         return torch.ones(3, 8, 8, dtype=torch.uint8), 1
+
+    return Made(load, BATCHES)
 
 
 class Stream(IterableDataset[Any]):
     """The same samples as a stream."""
 
     def __init__(self, clock: Any) -> None:
-        self.samples = Samples(clock)
+        self.samples = samples(clock)
 
     def __iter__(self):
         return (self.samples[index] for index in range(BATCHES))
-
-
-class Spent(torch.autograd.Function):
-    """Its backward takes a while."""
-
-    @staticmethod
-    def forward(context: Any, loss: torch.Tensor, clock: Any) -> torch.Tensor:
-        context.clock = clock
-        return loss.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        context.clock.spend(BACKWARD)
-        return gradient, None
-
-
-class Optimizer(torch.optim.SGD):
-    """Its step takes a while, besides the closure."""
-
-    def __init__(self, parameters: Any, clock: Any) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.clock = clock
-
-    def step(self, closure: Any = None) -> Any:
-        result = super().step(closure)
-        self.clock.spend(STEP)
-        return result
 
 
 class Steps(Model):
@@ -104,28 +75,23 @@ class Steps(Model):
 
     def loss(self, batch):
         self.clock.spend(FORWARD)
-        return Spent.apply(super().loss(batch), self.clock)
+        loss = super().loss(batch)
+        if loss.requires_grad:
+            loss.register_hook(lambda gradient: self.clock.spend(BACKWARD))
+        return loss
 
     def configure_optimizers(self):
-        return Optimizer(self.parameters(), self.clock)
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: self.clock.spend(STEP))
+        return optimizer
 
 
-class Late(Callback):
-    """A callback that takes a while after each batch."""
-
-    def __init__(self, clock: Any) -> None:
-        self.clock = clock
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.clock.spend(CALLBACK)
-
-
-def fit(tmp_path, model: type[Steps] = Steps, data: Any = Samples, *, validate: bool = False, **options: Any) -> Any:
+def fit(tmp_path, model: type[Steps] = Steps, data: Any = samples, *, validate: bool = False, **options: Any) -> Any:
     """The timer of a fit, and its Trainer."""
     clock = options.pop("clock", None) or ManualClock()
-    timer = options.pop("timer", None) or Timed(clock)
-    loaders = [DataLoader(data(clock))] + [DataLoader(Samples(clock))] * validate
-    trainer = make_trainer(tmp_path, [Late(clock), timer], **options)
+    timer, late = Timed(clock), LambdaCallback(on_train_batch_end=lambda *_: clock.spend(CALLBACK))
+    loaders = [DataLoader(data(clock))] + [DataLoader(samples(clock))] * validate
+    trainer = make_trainer(tmp_path, [late, timer], **options)
     trainer.fit(model(clock), *loaders)
     return timer, trainer
 
@@ -168,25 +134,30 @@ class Fetches(Steps):
 WHOLE, VALIDATES = times(BATCHES), {"validate": True, "val_check_interval": 2}
 TWICE = {part: 2 * BATCHES * EACH[part] for part in ("forward", "backward", "optimizer")}
 CASES: dict[str, tuple[type[Steps], Any, dict[str, Any], list[dict[str, float]]]] = {
-    "clipping and AMP": (Steps, Samples, {"gradient_clip_val": 0.5, "precision": "bf16-mixed"}, [WHOLE] * 2),
-    "profiler": (Steps, Samples, {"profiler": "simple", "logger": False}, [WHOLE]),
-    "validation in the epoch": (Steps, Samples, VALIDATES, [WHOLE] * 2),
+    "clipping and AMP": (Steps, samples, {"gradient_clip_val": 0.5, "precision": "bf16-mixed"}, [WHOLE] * 2),
+    "profiler": (Steps, samples, {"profiler": "simple"}, [WHOLE]),
+    "validation in the epoch": (Steps, samples, VALIDATES, [WHOLE] * 2),
     # Lightning fetches the first batch of a stream before training starts.
     "stream": (Steps, Stream, VALIDATES, [times(BATCHES, wait=WAIT * (BATCHES - 1)), WHOLE]),
     # A step is one batch: of two, one has an optimiser.
-    "accumulation": (Steps, Samples, {"accumulate_grad_batches": 2}, [times(BATCHES, optimizer=STEP * BATCHES / 2)]),
-    "manual optimisation": (Gan, Samples, {}, [times(BATCHES, **TWICE)]),
-    "dataloader_iter": (Fetches, Samples, {}, [times(BATCHES, transfer=0.0, rest=CALLBACK * BATCHES)]),
+    "accumulation": (Steps, samples, {"accumulate_grad_batches": 2}, [times(BATCHES, optimizer=STEP * BATCHES / 2)]),
+    "manual optimisation": (Gan, samples, {}, [times(BATCHES, **TWICE)]),
+    "dataloader_iter": (Fetches, samples, {}, [times(BATCHES, transfer=0.0, rest=CALLBACK * BATCHES)]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_part_has_its_own_seconds(tmp_path, case):
-    """The seconds of each part are counted there and nowhere else."""
+    """The seconds of each part are counted there and nowhere else. Their means are logged once per epoch, and callbacks
+    can watch them."""
     model, data, options, expected = CASES[case]
-    timer, trainer = fit(tmp_path, model, data, epochs=len(expected), **options)
+    timer, trainer = fit(tmp_path, model, data, epochs=len(expected), log_every_n_steps=2, **options)
     assert told(timer) == expected
     assert type(trainer.profiler) is (SimpleProfiler if case == "profiler" else PassThroughProfiler)
+    for part in PARTS:
+        means = [epoch[part] / BATCHES for epoch in expected]
+        assert logged(trainer, f"stocache/step/{part}_seconds") == pytest.approx(means)
+        assert trainer.callback_metrics[f"stocache/step/{part}_seconds"] == pytest.approx(means[-1])
 
 
 def test_batches_without_a_loss_and_epochs_that_end_early(tmp_path):
@@ -209,26 +180,14 @@ def test_hooks_of_a_datamodule(tmp_path):
     """If the DataModule moves the batch, its hook is the transfer."""
     clock = ManualClock()
 
-    class Data(LightningDataModule):
-        def train_dataloader(self):
-            return DataLoader(Samples(clock))
-
+    class Moving(Data):
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
             clock.spend(100)
             return batch
 
     timer = Timed(clock)
-    make_trainer(tmp_path, [timer]).fit(Model(), Data())
+    make_trainer(tmp_path, [timer]).fit(Model(), Moving(samples(clock), batch_size=1))
     assert told(timer) == [dict.fromkeys(PARTS, 0.0) | {"wait": WAIT * BATCHES, "transfer": 100 * BATCHES}]
-
-
-def test_means_are_logged_per_epoch(tmp_path):
-    """Each part has one value per epoch, which callbacks can watch."""
-    timer, trainer = fit(tmp_path, epochs=2, log_every_n_steps=2)
-    for part, seconds in EACH.items():
-        assert logged(trainer, f"stocache/step/{part}_seconds") == pytest.approx([seconds] * 2)
-        assert trainer.callback_metrics[f"stocache/step/{part}_seconds"] == pytest.approx(seconds)
-        assert timer.epochs[-1][part] == pytest.approx(seconds)
 
 
 def calls_per_step(tmp_path, *callbacks: Callback) -> float:
@@ -268,14 +227,14 @@ def test_a_device_is_waited_for_at_the_end_of_an_epoch_alone(tmp_path):
             return Model.loss(self, batch)
 
         def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
+            return Model.configure_optimizers(self)
 
     timer, _ = fit(tmp_path, Launches, clock=device, epochs=2, log_every_n_steps=1)
     whole = 2 * BATCHES * (WAIT + MOVE + MOVED + CALLBACK)
     assert device.waits <= 2
-    seconds = [sum(epoch[part] for epoch in told(timer)) for part in PARTS]
-    assert seconds[PARTS.index("forward")] == 2 * BATCHES * 7
-    assert sum(seconds) < 2 * BATCHES * 7 + whole  # some of what the host did was hidden
+    seconds = {part: sum(epoch[part] for epoch in told(timer)) for part in PARTS}
+    assert seconds["forward"] == 2 * BATCHES * 7
+    assert sum(seconds.values()) < 2 * BATCHES * 7 + whole  # some of what the host did was hidden
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
@@ -325,7 +284,7 @@ def test_a_real_device(tmp_path):
     timer = StepTimer()
     trainer: Trainer = make_trainer(tmp_path, [timer], accelerator="gpu", epochs=2)
     begin = time.perf_counter()
-    trainer.fit(Large(), DataLoader(Samples(ManualClock()), pin_memory=True))
+    trainer.fit(Large(), DataLoader(samples(ManualClock()), pin_memory=True))
     seconds = {part: sum(epoch[part] for epoch in told(timer)) for part in PARTS}
     assert len(timer.epochs) == 2
     assert seconds["backward"] > seconds["transfer"] > 0

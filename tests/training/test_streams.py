@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stocache import CachedStream, FillProgress
 from tests.sources import CountedStream
-from tests.training.seen import Remembers
-from tests.training.tiny import Data, behind, logged, make_trainer, said
+from tests.training.tiny import Data, Remembers, behind, logged, make_trainer, said
 
 pytestmark = pytest.mark.processes
 

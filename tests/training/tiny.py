@@ -1,14 +1,15 @@
-"""A tiny model, DataModules, the doors around them, and a silent Trainer, for all tests of the training room."""
+"""Tiny models that record what they see, DataModules, the doors around them, and a silent Trainer."""
 
 import csv
+import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -25,24 +26,32 @@ __all__ = [
     "SLOT",
     "Data",
     "Epochs",
+    "Looking",
     "MadeInSetup",
     "Model",
     "Narrow",
     "Numbers",
     "Photos",
+    "Remembers",
+    "Watcher",
     "announced",
     "behind",
     "cached_datasets",
+    "data_hooks",
+    "fit",
     "logged",
     "make_trainer",
     "plain_loader",
     "said",
     "source",
+    "through",
 ]
 
 SAMPLES = 24
 SLOT = 3 * 8 * 8 + 8 + 1  # bytes: image, label and state
 DOORS = ("callback", "cache_datamodule", "ours")
+
+# ---- models ----
 
 
 class Model(LightningModule):
@@ -64,8 +73,7 @@ class Model(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.loss(batch)
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.loss(batch)
+    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
         return self.layer(batch[0].flatten(1).float() / 255).argmax(1)
@@ -92,15 +100,72 @@ class Narrow(Model):
         return self.layer(batch[0].float() / 255).square().mean()
 
 
-class Epochs(Callback):
-    """Keeps the caches' metrics of each epoch, by their names without "stocache/". It stands after the monitor."""
+class Watcher(LightningModule):
+    """A model that takes any batch, and notes each with its stage, bit for bit."""
 
     def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.batches: list[tuple[str, bytes]] = []
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "stocache/" in name}
-        self.metrics.append({name.removeprefix("stocache/"): value for name, value in metrics.items()})
+    def note(self, stage: str, batch: Any) -> torch.Tensor:
+        self.batches.append((stage, pickle.dumps(_plain(batch))))
+        return self.weight.sum()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.note("train", batch)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.note(f"val{dataloader_idx}", batch)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.note(f"test{dataloader_idx}", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.note(f"predict{dataloader_idx}", batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _plain(batch: Any) -> Any:
+    """A batch in a form that pickles the same each time: tensors as their bytes, objects as their contents."""
+    if isinstance(batch, torch.Tensor):
+        return str(batch.dtype), tuple(batch.shape), batch.detach().contiguous().numpy().tobytes()
+    if isinstance(batch, dict):
+        return {name: _plain(value) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch).__name__, [_plain(value) for value in batch]
+    if hasattr(batch, "to_dict"):  # torch_geometric's
+        return _plain(batch.to_dict())
+    return batch
+
+
+class Remembers(Watcher):
+    """Remembers the samples of each epoch of training and validation: of a tensor the first number of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epochs: list[list[Any]] = []
+        self.validated: list[list[Any]] = []
+
+    @property
+    def sorted_epochs(self) -> list[list[Any]]:
+        return list(map(sorted, self.epochs))
+
+    def on_train_epoch_start(self) -> None:
+        self.epochs.append([])
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated.append([])
+
+    def note(self, stage: str, batch: Any) -> torch.Tensor:
+        samples = self.epochs[-1] if stage == "train" else self.validated[-1]
+        samples += batch[:, 0].tolist() if isinstance(batch, torch.Tensor) else batch
+        return self.weight.sum()
+
+
+# ---- data ----
 
 
 class Numbers(Dataset[Any]):
@@ -114,6 +179,16 @@ class Numbers(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return torch.full((3, 8, 8), index, dtype=torch.uint8), index % 10
+
+
+def source(tmp_path: Path | str, name: str = "train", samples: int = SAMPLES) -> CountedSource:
+    """A counted source; sources of one name in one folder count together."""
+    return CountedSource(samples, log_path=Path(tmp_path) / f"{name}.loads")
+
+
+def plain_loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    """A loader as a user would make it."""
+    return DataLoader(dataset, **{"batch_size": 4} | options)
 
 
 class Data(LightningDataModule):
@@ -151,6 +226,34 @@ class MadeInSetup(Data):
         self.train, self.val = source(self.folder), source(self.folder, "val", 8)
 
 
+class DataHooks(LightningDataModule):
+    """Notes each hook that runs; `data_hooks` gives it loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        self.ran.append(f"setup {stage}")
+
+    def teardown(self, stage: str) -> None:
+        self.ran.append(f"teardown {stage}")
+
+
+def data_hooks(**loaders: Callable[[], Any]) -> DataHooks:
+    """A DataModule whose loader hooks, for the stages that are named, call these functions."""
+
+    def hook(stage: str) -> Callable[[DataHooks], Any]:
+        def give(dm: DataHooks) -> Any:
+            dm.ran.append(f"{stage}_dataloader at step {dm.trainer.global_step}")
+            return loaders[stage]()
+
+        return give
+
+    hooks = {f"{stage}_dataloader": hook(stage) for stage in loaders}
+    return type("Data", (DataHooks,), hooks)()
+
+
 def behind(door: str, data: Any, **options: Any) -> tuple[list[Callback], Any]:
     """The callbacks and the DataModule of a door with these options; of "none" the DataModule as it is.
 
@@ -166,6 +269,9 @@ def behind(door: str, data: Any, **options: Any) -> tuple[list[Callback], Any]:
     workers = loader.pop("num_workers", 0)
     options |= {"batch_size": data.batch_size, "num_workers": workers, "loader": loader}
     return [CacheMonitor()], StocacheDataModule(data.train, data.val, **options)
+
+
+# ---- fits ----
 
 
 def make_trainer(tmp_path: Path, callbacks: Sequence[Callback] = (), *, epochs: int = 1, **options: Any) -> Trainer:
@@ -185,27 +291,63 @@ def make_trainer(tmp_path: Path, callbacks: Sequence[Callback] = (), *, epochs: 
     return Trainer(callbacks=list(callbacks), **defaults | options)
 
 
+def through(door: str, tmp_path: Any, loaders: dict[str, Callable[[], Any]], **options: Any) -> Any:
+    """A Trainer, a model, a DataModule behind a door, or behind none, and a `Looking`."""
+    looking, model = Looking(), Watcher()
+    callbacks, dm = behind(door, data_hooks(**loaders), **options.pop("cache", {}))
+    return make_trainer(tmp_path, [looking, *callbacks], logger=False, **options), model, dm, looking
+
+
+def fit(door: str, tmp_path: Any, loaders: dict[str, Callable[[], Any]], **options: Any) -> Any:
+    """The model, the DataModule and the `Looking` after a fit with seed 0."""
+    trainer, model, dm, looking = through(door, tmp_path, loaders, **options)
+    seed_everything(0, verbose=False)
+    trainer.fit(model, datamodule=dm)
+    return model, dm, looking
+
+
+class Epochs(Callback):
+    """Keeps the caches' metrics of each epoch, by their names without "stocache/". It stands after the monitor."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "stocache/" in name}
+        self.metrics.append({name.removeprefix("stocache/"): value for name, value in metrics.items()})
+
+
+class Looking(Callback):
+    """Notes the loaders and the slots per stage while training runs."""
+
+    def __init__(self) -> None:
+        self.loaders: dict[str, Any] = {}
+        self.slots: dict[str, list[int]] = {}
+
+    def look(self, trainer: Any, *_: Any) -> None:
+        stages = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders}
+        stages |= {"test": trainer.test_dataloaders, "predict": trainer.predict_dataloaders}
+        for stage, loaders in stages.items():
+            if loaders is not None:
+                self.loaders[stage] = loaders
+                caches = [dataset.cache for dataset in cached_datasets(loaders)]
+                self.slots[stage] = [0 if cache is None else len(cache) for cache in caches]
+
+    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = look
+    on_train_end = on_validation_end = look
+
+
+def cached_datasets(loaders: Any) -> list[CachedDataset]:
+    """The CachedDatasets that are read in a nesting of loaders."""
+    return [dataset for dataset in cached_in_leaves(loaders) if isinstance(dataset, CachedDataset)]
+
+
 def logged(trainer: Trainer, key: str) -> list[float]:
     """The values of a key in the Trainer's CSV file, in the order of its rows."""
     assert trainer.logger is not None
     trainer.logger.save()
     with open(Path(str(trainer.logger.log_dir)) / "metrics.csv") as file:  # type: ignore[attr-defined]
         return [float(row[key]) for row in csv.DictReader(file) if row.get(key)]
-
-
-def source(tmp_path: Path | str, name: str = "train", samples: int = SAMPLES) -> CountedSource:
-    """A counted source; sources of one name in one folder count together."""
-    return CountedSource(samples, log_path=Path(tmp_path) / f"{name}.loads")
-
-
-def plain_loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
-    """A loader as a user would make it."""
-    return DataLoader(dataset, **{"batch_size": 4} | options)
-
-
-def cached_datasets(loaders: Any) -> list[CachedDataset]:
-    """The CachedDatasets that are read in a nesting of loaders."""
-    return [dataset for dataset in cached_in_leaves(loaders) if isinstance(dataset, CachedDataset)]
 
 
 def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
