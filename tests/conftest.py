@@ -62,7 +62,7 @@ def looks_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     rooms = {"growing", "insight", "loading", "training"}.intersection(path.parts)
     if rooms and not request.node.get_closest_marker("looks_apart"):
         monkeypatch.setattr(find, "start_method", lambda chosen: None)
-    if rooms - {"training"}:  # streams are read again here, too; `tests/training/test_streams.py` has that process
+    if rooms - {"training"}:  # streams are read again here, too; `tests/training/test_growing.py` has that process
         monkeypatch.setattr(first_samples, "start_method", lambda chosen: chosen)
 
 

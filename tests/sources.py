@@ -123,12 +123,17 @@ def write_photos(root: Path) -> Path:
 
 
 class CountedStream(IterableDataset[Any]):
-    """Samples of numbers from 0 up to a length, by default the class's; workers share them, and `reads` are counted."""
+    """Samples of numbers from 0 up to a length, by default the class's; workers share them, and `reads` are counted.
+
+    Args:
+        length: so many.
+        make: makes a sample of its number. None: the number is the sample.
+    """
 
     length = 0
 
-    def __init__(self, length: int = 0) -> None:
-        self.length = length or self.length
+    def __init__(self, length: int = 0, make: Callable[[int], Any] | None = None) -> None:
+        self.length, self.make = length or self.length, make
         self.counts = torch.zeros(9, dtype=torch.int64).share_memory_()  # one per worker: adding is not atomic
 
     @property
@@ -143,4 +148,4 @@ class CountedStream(IterableDataset[Any]):
             yield self.sample(number)
 
     def sample(self, number: int) -> Any:
-        return number
+        return number if self.make is None else self.make(number)

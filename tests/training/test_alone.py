@@ -5,18 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from tqdm.auto import tqdm
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
-from tests.sources import Made
+from tests.sources import CountedStream, Made
 from tests.training.tiny import (
     SAMPLES,
-    SLOT,
     Looking,
     Watcher,
     announced,
@@ -35,13 +33,6 @@ pytestmark = pytest.mark.processes
 tqdm.get_lock()  # lr_find has a bar, whose semaphore lives as long as the process
 
 PASSES = "passes through uncached"
-
-
-class Stream(IterableDataset[Any]):
-    """An iterable-style dataset."""
-
-    def __iter__(self):
-        return iter([torch.full((2,), float(number)) for number in range(6)])
 
 
 class Endless(Dataset[Any]):
@@ -86,6 +77,10 @@ class Batches:
         return self.loader.dataset
 
 
+def stream() -> CountedStream:
+    return CountedStream(6, lambda number: torch.full((2,), float(number)))
+
+
 def numbers() -> TensorDataset:
     return TensorDataset(torch.arange(12.0).reshape(6, 2))
 
@@ -93,8 +88,8 @@ def numbers() -> TensorDataset:
 ODD = {
     "empty": (lambda: DataLoader([], batch_size=2), "list passes through uncached: it is empty"),
     "iterable": (
-        lambda: DataLoader(Stream(), batch_size=2),
-        "Stream passes through uncached: it is iterable-style. streams=True keeps it",
+        lambda: DataLoader(stream(), batch_size=2),
+        "CountedStream passes through uncached: it is iterable-style. streams=True keeps it",
     ),
     "no length": (lambda: DataLoader(Endless(), batch_size=2, sampler=[1, 2]), "Endless .*no length.*__len__"),
     "begun": (lambda: Iterating(numbers(), batch_size=2), "TensorDataset .*Iterating reads it already"),
@@ -138,7 +133,7 @@ def test_an_odd_val_loader_passes_as_it_is(tmp_path, caplog, door, odd):
 
 def test_one_odd_loader_of_several_passes_alone(tmp_path, caplog):
     """Of several loaders one that cannot be cached is the user's own object, and the others are cached."""
-    odd, val = DataLoader(Stream(), 2), source(tmp_path, "val", 8)
+    odd, val = DataLoader(stream(), 2), source(tmp_path, "val", 8)
     loaders = {
         "train": lambda: CombinedLoader([odd, plain_loader(source(tmp_path))], "min_size"),
         "val": lambda: {"a": odd, "b": plain_loader(val)},
@@ -182,130 +177,19 @@ def test_a_cached_dataset_of_the_users_is_left_alone(tmp_path, caplog, door, wra
     dataset.close()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "sanity": {},
-    "reload": {"reload_dataloaders_every_n_epochs": 1},
-    "late reload": {"reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 0},
-    "overfit": {"overfit_batches": 2},
-    "val within epochs": {"val_check_interval": 2, "limit_val_batches": 1},
-    "no train": {"limit_train_batches": 0},
-}
-
-
-@pytest.mark.parametrize(
-    ("door", "name"), [*(("callback", name) for name in OPTIONS if name != "sanity"), ("cache_datamodule", "sanity")]
-)
-def test_hooks_run_when_and_as_often_as_without(tmp_path, door, name):
-    """In fit, validate, test and predict each hook runs at the same steps as without the cache, with the same
-    batches."""
-    data = {stage: source(tmp_path, stage, 8) for stage in ("train", "val", "test", "predict")}
-    loaders = {stage: lambda stage=stage: plain_loader(data[stage], shuffle=stage == "train") for stage in data}
-
-    def run(door: str) -> Any:
-        trainer, model, dm, _ = through(door, tmp_path, loaders, epochs=4, **OPTIONS[name])
-        seed_everything(0, verbose=False)
-        trainer.fit(model, datamodule=dm)
-        trainer.validate(model, datamodule=dm, verbose=False)
-        trainer.test(model, datamodule=dm, verbose=False)
-        trainer.predict(model, datamodule=dm)
-        return dm.ran, model.batches
-
-    assert run(door) == run("none")
-
-
-def test_what_a_hook_raises_is_raised(tmp_path):
-    """fit raises the user's error, and the Trainer has its own data sources again."""
-
-    def fail() -> Any:
-        raise ArithmeticError("mine")
-
-    trainer, model, dm, _ = through("callback", tmp_path, {"train": fail})
-    with pytest.raises(ArithmeticError, match="mine"):
-        trainer.fit(model, datamodule=dm)
-    assert "dataloader" not in vars(trainer.fit_loop._data_source)
-
-
-@pytest.mark.parametrize(
-    ("door", "budget", "sanity", "slots"),
-    [
-        ("callback", 48, 2, [24, 8]),
-        ("cache_datamodule", 16, 2, [8, 8]),
-        ("callback", 8, 2, [4, 4]),
-        ("cache_datamodule", 26, 0, [24, 2]),
-    ],
-    ids=["enough", "half", "less", "train first"],
-)
-def test_hooks_divide_the_budget_as_they_come(tmp_path, door, budget, sanity, slots):
-    """Val takes at most half before train, train the rest; without a sanity check train goes first."""
-    loaders = {"train": lambda: plain_loader(train), "val": lambda: plain_loader(val)}
-    train, val = source(tmp_path), source(tmp_path, "val", 8)
-    _, _, looking = fit(door, tmp_path, loaders, num_sanity_val_steps=sanity, cache={"budget": budget * SLOT})
-    assert [*looking.slots["train"], *looking.slots["val"]] == slots
-
-
-@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
-def test_where_nothing_is_left_for_val_a_warning_says_how_to_keep_it(tmp_path, caplog, door):
-    """If train has taken the budget, a later val set passes through, counted, with one warning for all reloads."""
-    train, val = source(tmp_path), source(tmp_path, "val", 8)
-    loaders = {"train": lambda: plain_loader(train), "val": lambda: plain_loader(val)}
-    options = {"num_sanity_val_steps": 0, "epochs": 2, "reload_dataloaders_every_n_epochs": 1}
-    budget = {"budget": SAMPLES * SLOT}
-    _, _, looking = fit(door, tmp_path, loaders, cache=budget, **options)
-    assert looking.slots == {"train": [SAMPLES], "val": [0]}
-    [warning] = said(caplog, PASSES)
-    assert re.search(r"val loader: CountedSource .*stage_budgets={'val': ...}", warning)
-    _, _, looking = fit(door, tmp_path, loaders, cache=budget | {"stage_budgets": {"val": 8 * SLOT}}, **options)
-    assert looking.slots == {"train": [SAMPLES], "val": [8]}
-
-
-@pytest.mark.parametrize("sanity", [0, 2])
-def test_loaders_given_to_fit_share_by_size(tmp_path, sanity):
-    """Loaders that are given to fit are known from the start: train and val share the budget by size."""
-    trainer, model, _, looking = through(
-        "callback", tmp_path, {}, num_sanity_val_steps=sanity, cache={"budget": 16 * SLOT}
-    )
-    trainer.fit(model, plain_loader(source(tmp_path)), plain_loader(source(tmp_path, "val", 8)))
-    assert looking.slots == {"train": [12], "val": [4]}
-
-
-def test_a_persistent_loader_that_comes_again_is_the_same(tmp_path):
-    """A loader that its hook returns again keeps its workers over reloads, and draws no second base seed."""
-    loader = plain_loader(source(tmp_path), shuffle=True, num_workers=1, persistent_workers=True)
-    options = {"epochs": 3, "reload_dataloaders_every_n_epochs": 1}
-    seen = []
-
-    class Noting(Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            seen.append(trainer.train_dataloader)
-
-    def run(*callbacks: Callback) -> Any:
-        seen.clear()
-        model = Watcher()
-        seed_everything(0, verbose=False)
-        make_trainer(tmp_path, callbacks, logger=False, **options).fit(
-            model, datamodule=data_hooks(train=lambda: loader)
-        )
-        return model.batches
-
-    plain = run()
-    assert run(StochasticCache(), Noting()) == plain
-    assert len(set(map(id, seen))) == 1
-    assert seen[0] is not loader
-
-
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("other", ["callback", "cache_datamodule", "ours"])
 def test_two_doors_cache_once(tmp_path, caplog, other):
     """A second StochasticCache, or one beside a DataModule that caches, opens nothing and changes nothing."""
     train, looking, extra = source(tmp_path), Looking(), StochasticCache()
     callbacks: list[Any] = [looking, extra]
-    dm: Any = data_hooks(train=lambda: plain_loader(train), val=lambda: DataLoader(Stream(), 2))
+    dm: Any = data_hooks(train=lambda: plain_loader(train), val=lambda: DataLoader(stream(), 2))
     if other == "callback":
         callbacks.insert(1, StochasticCache())
     elif other == "cache_datamodule":
         dm = cache_datamodule(dm)
     else:
-        dm = StocacheDataModule(train, Stream(), batch_size=4)
+        dm = StocacheDataModule(train, stream(), batch_size=4)
     trainer = make_trainer(tmp_path, callbacks, epochs=2)
     trainer.fit(Watcher(), datamodule=dm)
     assert train not in extra.caches
@@ -320,15 +204,15 @@ def test_sets_of_ours_that_cannot_be_cached_pass(tmp_path, caplog):
     """An empty and an iterable-style set of a StocacheDataModule pass through, transformed; train is cached."""
     train = source(tmp_path)
     dm = StocacheDataModule(
-        train, [Made(float, 0), Stream()], batch_size=2, transform=lambda sample: sample, eval_transform=torch.neg
+        train, [Made(float, 0), stream()], batch_size=2, transform=lambda sample: sample, eval_transform=torch.neg
     )
     looking, model = Looking(), Watcher()
     make_trainer(tmp_path, [looking], logger=False, num_sanity_val_steps=0).fit(model, datamodule=dm)
     negative = Watcher()
-    for batch in DataLoader(Stream(), 2):
+    for batch in DataLoader(stream(), 2):
         negative.note("val1", -batch)
     assert [entry for entry in model.batches if entry[0] == "val1"] == negative.batches
     assert looking.slots["train"] == [SAMPLES]
     assert len(said(caplog, PASSES)) == 2
     with pytest.raises(ValueError, match="val loader cannot be cached, Made: it is empty"):
-        StocacheDataModule(train, [Made(float, 0), Stream()], strict=True).setup("fit")
+        StocacheDataModule(train, [Made(float, 0), stream()], strict=True).setup("fit")

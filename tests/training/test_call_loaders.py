@@ -1,26 +1,23 @@
-"""The loaders of a call: their samplers on several ranks, what ranks agree on, and how stages divide the memory."""
+"""What a call knows of the Trainer and of the other ranks when it caches loaders."""
 
-from collections.abc import Callable
+import importlib
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from lightning_stocache.loading.loader_tree import loaders_in
-from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.training import lightning_internals
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import replicas
 from tests.logs import Log
 from tests.ranks import run_ranks
-from tests.sources import Made
 from tests.training.tiny import cached_datasets, make_trainer
 
-MIB = 2**20
 NUMBERS = [torch.tensor(number) for number in range(12)]
 
 
@@ -51,7 +48,7 @@ def test_lightning_shuffles_what_it_deals_out_for_training():
 def different(rank: int) -> tuple[list[list[bool]], list[str]]:
     """Which loaders are cached on this rank if the ranks have different loaders, and the log lines of this rank."""
     log, caches = Log(), CallCaches(CacheOptions())
-    given: dict[str, Callable[[], Any]] = {
+    given: dict[str, Any] = {
         "train": lambda: [DataLoader(NUMBERS), DataLoader(NUMBERS[: 5 + rank]), DataLoader(NUMBERS[: 2 - 2 * rank])],
         "val": lambda: [DataLoader(NUMBERS)] * (1 + rank),
     }
@@ -78,30 +75,22 @@ def test_ranks_agree_on_each_loader():
     assert not [line for line in silence if "passes through" in line]
 
 
-def large(index: int) -> torch.Tensor:
-    """A sample of one MiB."""
-    return torch.zeros(MIB, dtype=torch.uint8)
+def test_without_private_names_of_lightning_a_feature_is_off(caplog):
+    """Without the setting of samplers the default is assumed, and without data sources StochasticCache caches nothing,
+    each with one warning."""
+    importlib.reload(lightning_internals)  # each warning comes once in a process
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace()))
+    loops = {f"{name}_loop": loop for name in ("fit", "validate", "test", "predict")}
+    known: dict[str, Any] = {"distributed_sampler_kwargs": {"num_replicas": 2, "rank": 1}, "enable_validation": True}
 
+    def trainer_of(**connector: Any) -> Any:
+        return SimpleNamespace(_accelerator_connector=SimpleNamespace(**connector), **known, **loops)
 
-@pytest.mark.epoch_one_reads_all
-@pytest.mark.processes
-def test_scarce_memory_is_kept_for_train_and_promised_once(monkeypatch):
-    """With "auto" a val set that opens first takes at most half of the free memory. Memory that was granted to it,
-    filled or not, is not granted again."""
-    free = FreeMemory(filesystem=None, available=800 * MIB, cgroup=None, directory=None)
-    monkeypatch.setattr(FreeMemory, "measure", lambda *_: free)
-    data = {"train": Made(large, 800), "val": Made(large, 400)}
-    caches = CallCaches(CacheOptions())
-    getters = {stage: lambda stage=stage: DataLoader(data[stage]) for stage in data}  # type: ignore[misc]
-    trainer = MagicMock(
-        state=SimpleNamespace(fn="fit"), callbacks=[], overfit_batches=0, reload_dataloaders_every_n_epochs=0
-    )
-    trainer.strategy.root_device.type = "cuda"  # so the model takes no memory of the node
-    trainer.limit_val_batches, trainer.distributed_sampler_kwargs = 1.0, None
-    trainer.fit_loop.epoch_progress.current.processed = 0
-    call_loaders = CallLoaders(caches, getters, trainer)
-    slots = [len(cached_datasets(call_loaders(stage))[0].cache or ()) for stage in ("val", "train")]
-    caches.close()
-    assert 300 < slots[0] <= 400 - 64  # a margin of 64 MiB is left
-    assert slots[1] > 380
-    assert sum(slots) <= 800 - 64
+    assert lightning_internals.leaves_samplers_alone(trainer_of(use_distributed_sampler=False))
+    assert replicas(trainer_of(use_distributed_sampler=False)) == (1, 0)
+    assert replicas(trainer_of(use_distributed_sampler=True)) == (2, 1)
+    assert replicas(trainer_of()) == replicas(trainer_of()) == (2, 1)
+    assert caplog.text.count("use_distributed_sampler=False") == 1
+    assert lightning_internals.data_sources(trainer_of(), "fit") == {}
+    assert lightning_internals.data_sources(trainer_of(), "fit") == {}
+    assert caplog.text.count("StochasticCache caches nothing") == 1

@@ -13,7 +13,9 @@ from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSamp
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.datamodule import StocacheDataModule
-from tests.training.tiny import SAMPLES, SLOT, Model, make_trainer, source
+from tests.training.tiny import SAMPLES, Model, make_trainer, source
+
+pytestmark = pytest.mark.processes
 
 
 @contextlib.contextmanager
@@ -30,18 +32,6 @@ def caches_of(dm: StocacheDataModule, stage: str) -> list[CachedDataset]:
     return [loader.dataset for loader in (loaders if isinstance(loaders, list) else [loaders])]
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("options", "slots"), [({"budget": 40 * SLOT}, [30, 10]), ({"budget": "50%", "stage_budgets": {"val": 0}}, [30, 0])]
-)
-def test_sets_of_a_call_share_the_budget_by_size(tmp_path, options, slots):
-    """Train and val divide a budget in bytes by their sizes. A stage with a separate budget uses that."""
-    with ready(source(tmp_path, "train", 60), source(tmp_path, "val", 20), **options) as dm:
-        caches = [dataset.cache for stage in ("train", "val") for dataset in caches_of(dm, stage)]
-        assert [0 if cache is None else len(cache) for cache in caches] == slots
-
-
-@pytest.mark.processes
 def test_factories_are_called_once_after_prepare(tmp_path):
     """A function that makes a set is called in `setup`, after `prepare`, once for all calls of the Trainer."""
     order: list[str] = []
@@ -64,7 +54,6 @@ def double(sample):
     return sample[0] * 2, sample[1]
 
 
-@pytest.mark.processes
 def test_transforms_run_after_the_cache(tmp_path):
     """`transform` gets the source's samples in every epoch. Val has `eval_transform`, by default the same."""
     train, val = source(tmp_path), source(tmp_path, "val")
@@ -75,7 +64,6 @@ def test_transforms_run_after_the_cache(tmp_path):
                 assert torch.equal(caches_of(dm, "val")[0][3][0], val.expected(3)[0] * factor)
 
 
-@pytest.mark.processes
 def test_one_set_in_two_stages_is_cached_once_with_both_transforms(tmp_path):
     """One object as train and val has one cache, from the budget of train; each stage has its own transform."""
     both = source(tmp_path)
@@ -100,23 +88,16 @@ class Halve(torch.nn.Module):
         return batch[0] * self.factor.detach(), batch[1]
 
 
-@pytest.mark.processes
 def test_batch_transforms_run_on_transferred_batches(tmp_path):
     """A batch transform gets whole batches. Validation has `eval_batch_transform`, also in the sanity check."""
     training, evaluation = Halve(), Halve()
-    dm = StocacheDataModule(
-        source(tmp_path),
-        source(tmp_path, "val", 8),
-        batch_size=4,
-        batch_transform=training,
-        eval_batch_transform=evaluation,
-    )
+    transforms = {"batch_transform": training, "eval_batch_transform": evaluation}
+    dm = StocacheDataModule(source(tmp_path), source(tmp_path, "val", 8), batch_size=4, **transforms)
     make_trainer(tmp_path, num_sanity_val_steps=1).fit(Model(), dm)
     assert training.shapes == [(4, 3, 8, 8)] * 6
     assert evaluation.shapes == [(4, 3, 8, 8)] * 3
 
 
-@pytest.mark.processes
 def test_loader_options_reach_the_loaders(tmp_path):
     """`loader` overrides the DataLoader's arguments. Only the training loader gets `shuffle`, `drop_last` and
     samplers."""
@@ -136,7 +117,6 @@ def test_loader_options_reach_the_loaders(tmp_path):
 
 
 @pytest.mark.epoch_one_reads_all
-@pytest.mark.processes
 def test_setup_twice_opens_once(tmp_path):
     """A second `setup`, before or by the Trainer, keeps the cache and reads no sample."""
     train = source(tmp_path)
@@ -150,7 +130,6 @@ def test_setup_twice_opens_once(tmp_path):
     assert cache.closed
 
 
-@pytest.mark.processes
 def test_a_loader_that_a_subclass_hides_gives_its_cache_back(tmp_path):
     """If a subclass's hook returns no DataLoader, its set is read uncached, and the cache of the set is closed."""
 
@@ -173,7 +152,6 @@ def test_a_loader_that_a_subclass_hides_gives_its_cache_back(tmp_path):
     assert all([state["stages"] for state in held] == [["val"]] for held in states)
 
 
-@pytest.mark.processes
 def test_a_stage_without_a_set_is_undefined(tmp_path):
     """Without a val set Lightning sees no val loader, and without a test set it raises its own error."""
     dm = StocacheDataModule(source(tmp_path), batch_size=4)

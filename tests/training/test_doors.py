@@ -1,27 +1,25 @@
-"""The promises of all doors, over a counted source; then those of the callback and of cache_datamodule."""
+"""The promises of every door, over a counted source: by Lightning, by Fabric, and in a plain loop."""
 
-import gc
 import os
 import pickle
-import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch import LightningDataModule, Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, random_split
 from torchvision.transforms import v2
 
 from lightning_stocache.growing.stream import CachedStream
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.named import clean, named_segments
-from lightning_stocache.training.callbacks import FillProgress, StochasticCache
+from lightning_stocache.training.callbacks import FillProgress
 from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from lightning_stocache.training.step_timer import StepTimer
 from tests.sources import CountedSource, CountedStream, Made, TransformedSource
@@ -32,6 +30,7 @@ from tests.training.tiny import (
     MadeInSetup,
     Model,
     Photos,
+    Remembers,
     announced,
     behind,
     cached_datasets,
@@ -45,25 +44,7 @@ pytestmark = pytest.mark.processes
 
 ALL = (*DOORS, "Fabric", "plain PyTorch")
 every_door = pytest.mark.parametrize("door", ALL)
-
-
-class Seeing(Model):
-    """Keeps the batches of each epoch."""
-
-    def __init__(self, after: Callable[[], None]) -> None:
-        super().__init__()
-        self.epochs: list[list[Any]] = []
-        self.after = after
-
-    def on_train_epoch_end(self) -> None:
-        self.after()
-
-    def on_train_epoch_start(self) -> None:
-        self.epochs.append([])
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.epochs[-1].append(batch)
-        return self.layer.weight.sum()
+lightnings_doors = pytest.mark.parametrize("door", DOORS)
 
 
 def train(
@@ -72,16 +53,13 @@ def train(
     """The samples of two epochs of training through a door. `after` is called after each epoch."""
     seed_everything(0, verbose=False)
     if door in DOORS:
-        model = Seeing(after)
-        callbacks, data = behind(door, Data(dataset, collate_fn=list), **options)
-        make_trainer(tmp_path, callbacks, epochs=2, logger=False).fit(model, data)
-        return [[sample for batch in epoch for sample in batch] for epoch in model.epochs]
-    if options.pop("streams", False):
-        cached: Any = CachedStream(dataset, **options)
-    else:
-        cached = CachedDataset(dataset, **options)
-    shuffle = None if isinstance(dataset, IterableDataset) else True
-    loader = CachedLoader(cached, 4, shuffle, collate_fn=list)
+        model, callbacks = Remembers(), [LambdaCallback(on_train_epoch_end=lambda *_: after())]
+        more, data = behind(door, Data(dataset, collate_fn=list), **options)
+        make_trainer(tmp_path, [*more, *callbacks], epochs=2, logger=False).fit(model, data)
+        return model.epochs
+    cached: Any = CachedStream if options.pop("streams", False) else CachedDataset
+    cached = cached(dataset, **options)
+    loader = CachedLoader(cached, 4, None if isinstance(dataset, IterableDataset) else True, collate_fn=list)
     if door == "Fabric":
         loader = Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
     epochs: list[list[Any]] = []
@@ -145,28 +123,18 @@ def test_samples_of_any_kind_are_kept(door, tmp_path, caplog):
         assert sorted(epoch, key=str) == sorted((texts.expected(index) for index in range(SAMPLES)), key=str)
 
 
-class Files(Dataset[Any]):
-    """Samples that are decoded from files. Both steps are counted, in all processes."""
+class Files(CountedSource):
+    """Samples that are decoded from files. Its loads are the reads; `decodes` counts the others."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def count(self, what: str) -> int:
-        return os.path.getsize(self.folder / what)
-
-    def _note(self, what: str) -> None:
-        with open(self.folder / what, "ab", buffering=0) as log:
-            log.write(b".")
+        super().__init__(SAMPLES, log_path=folder / "reads")
+        self.decodes = source(folder, "decodes")
 
     def read(self, index: int) -> bytes:
-        self._note("reads")
-        return bytes([index] * 20)
+        return bytes([super().__getitem__(index)[1]] * 20)
 
     def decode(self, content: bytes, index: int) -> Any:
-        self._note("decodes")
+        self.decodes[index]
         return torch.tensor(list(content)), index
 
     def __getitem__(self, index: int) -> Any:
@@ -178,25 +146,16 @@ def test_files_may_be_kept_instead(door, tmp_path):
     """With store="encoded" epoch two reads no file, and decodes all samples."""
     files = Files(tmp_path)
     reads: list[int] = []
-    epochs = train(door, tmp_path, files, lambda: reads.append(files.count("reads")), store="encoded")
+    epochs = train(door, tmp_path, files, lambda: reads.append(files.loads), store="encoded")
     assert [sorted(index for _, index in epoch) for epoch in epochs] == [list(range(SAMPLES))] * 2
-    assert reads[0] == reads[1] == files.count("reads")
-    assert files.count("decodes") >= 2 * SAMPLES
-
-
-class Stream(CountedStream):
-    """A stream of tensors and their numbers."""
-
-    length = SAMPLES
-
-    def sample(self, number: int) -> Any:
-        return torch.full((3,), number), number
+    assert reads[0] == reads[1] == files.loads
+    assert files.decodes.loads >= 2 * SAMPLES
 
 
 @every_door
 def test_streams_are_kept_as_they_pass(door, tmp_path):
     """Epoch two comes from memory, in another order. Set-up reads the first 16 samples twice."""
-    stream = Stream()
+    stream = CountedStream(SAMPLES, lambda number: (torch.full((3,), number), number))
     epochs = bits(train(door, tmp_path, stream, streams=True, budget="16MiB"))
     assert sorted(epochs[0]) == sorted(epochs[1])
     assert epochs[0] != epochs[1]
@@ -225,9 +184,12 @@ def test_a_name_outlives_the_training(door, where, tmp_path, caplog):
 @every_door
 def test_strict_makes_errors(door, tmp_path):
     """A stream and a random source are refused; without `strict` they pass through."""
-    for data in (Stream(), Made(lambda index: torch.rand(3))):
-        with pytest.raises((TypeError, ValueError), match=r"iterable-style|got Stream|it is random"):
+    for data in (CountedStream(SAMPLES), Made(lambda index: torch.rand(3))):
+        with pytest.raises((TypeError, ValueError), match=r"iterable-style|got CountedStream|it is random"):
             train(door, tmp_path, data, strict=True)
+
+
+# ---- Lightning's doors ----
 
 
 class Stages(Data):
@@ -245,7 +207,7 @@ class Stages(Data):
 
 
 @pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("door", DOORS)
+@lightnings_doors
 def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
     """fit, validate, test and predict, twice each, load a set once. Epochs have a hit rate, and steps have parts."""
     sets = {name: source(tmp_path, name, 8) for name in ("train", "val", "test", "predict")}
@@ -267,98 +229,140 @@ def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
     (callbacks[0] if door == "callback" else data).caches.close()
 
 
-# ---- the callback ----
+class Dropping(Model):
+    """A model that draws random numbers itself."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        images = torch.nn.functional.dropout(images.flatten(1).float() / 255, training=self.training)
+        return torch.nn.functional.cross_entropy(self.layer(images), labels)
 
 
-@pytest.mark.epoch_one_reads_all
-def test_fast_dev_run_and_barebones(tmp_path, recwarn):
-    """A fit of one batch, and a Trainer that does not log: both run, without a warning about logging."""
-    barebones = Trainer(barebones=True, callbacks=[StochasticCache(), FillProgress()], accelerator="cpu", max_epochs=1)
-    for trainer in (make_trainer(tmp_path, [StochasticCache()], fast_dev_run=True), barebones):
-        trainer.fit(Model(), plain_loader(source(tmp_path)), plain_loader(source(tmp_path, "val", 8)))
-    assert not [warning for warning in recwarn if "self.log" in str(warning.message)]
+class Splitting(Data):
+    """May draw its splits inside of the loader hooks, from the global generator, and remembers them."""
+
+    def __init__(self, tmp_path: Path, workers: int, splits: bool) -> None:
+        super().__init__(source(tmp_path), source(tmp_path, "val", 8), num_workers=workers)
+        self.options["persistent_workers"] = workers > 0
+        self.splits, self.parts = splits, list[list[int]]()
+
+    def draw(self, dataset: Any) -> Any:
+        if not self.splits:
+            return dataset
+        self.parts.append((part := random_split(dataset, [0.75, 0.25])[0]).indices)
+        return part
+
+    def train_dataloader(self) -> Any:
+        return plain_loader(self.draw(self.train), shuffle=True, **self.options)
+
+    def val_dataloader(self) -> Any:
+        return plain_loader(self.draw(self.val), **self.options)
 
 
-class Anew(Model):
-    """Makes a new dataset for every epoch, by `make` of the number of earlier datasets."""
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize(("workers", "splits"), [(0, False), (2, False), (0, True)])
+def test_weights_are_the_same_with_and_without_a_cache(tmp_path, workers, splits):
+    """The same seed gives the same weights through every door, cached in full, in half, or not at all, also where
+    loader hooks draw splits. StocacheDataModule, which deals its samples by a sampler of its own, is compared with
+    `budget=0`."""
 
-    def __init__(self, make):
+    def weights(door: str, **options: Any) -> tuple[torch.Tensor, list[list[int]]]:
+        dm = Splitting(tmp_path, workers, splits)
+        callbacks, data = behind(door, dm, **options)
+        seed_everything(3)
+        model = Dropping()
+        make_trainer(tmp_path, [*callbacks, FillProgress()], epochs=3).fit(model, data)
+        return model.weights, dm.parts
+
+    plain, parts = weights("none")
+    for cached, cached_parts in (weights("callback"), weights("cache_datamodule", budget="50%")):
+        assert torch.equal(cached, plain)
+        assert cached_parts == parts
+    if not splits:
+        full, half, off = (weights("ours", budget=budget)[0] for budget in ("auto", "50%", 0))
+        assert torch.equal(full, off)
+        assert torch.equal(half, off)
+
+
+# ---- when caches open and close ----
+
+
+def data_for(door: str, folder: Path, **options: Any) -> Data:
+    """A DataModule that makes its datasets in `setup`, and for StocacheDataModule the datasets."""
+    if door == "ours":
+        return Data(source(folder), source(folder, "val", 8), **options)
+    return MadeInSetup(folder, **options)
+
+
+@pytest.mark.looks_apart
+@lightnings_doors
+def test_a_call_opens_two_segments_per_dataset(tmp_path, segments, door):
+    """A fit with a sanity check and reloads creates slots and counters of train and val once, and closes them."""
+    callbacks, dm = behind(door, data_for(door, tmp_path))
+    trainer = make_trainer(tmp_path, callbacks, epochs=3, reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Model(), dm)
+    assert len(segments) == 4
+    assert all(segment.closed for segment in segments)
+    trainer.validate(Model(), dm, verbose=False)
+    assert len(segments) == 6
+    assert all(segment.closed for segment in segments)
+
+
+class Failing(Model):
+    """Raises in the middle of an epoch."""
+
+    def __init__(self, error: type[BaseException]) -> None:
         super().__init__()
-        self.make, self.count = make, 0
+        self.error = error
 
-    def train_dataloader(self):
-        self.count += 1
-        return plain_loader(self.make(self.count - 1))
-
-
-@pytest.mark.epoch_one_reads_all
-def test_a_dataset_made_anew_goes_on_in_the_cache_of_the_one_before(tmp_path, caplog):
-    """Its samples are hits. If it is longer each time, new samples pass through."""
-    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, reload_dataloaders_every_n_epochs=1)
-    trainer.fit(Anew(lambda count: source(tmp_path, samples=SAMPLES + 4 * count)))
-    assert logged(trainer, "stocache/misses") == [SAMPLES, 0, 0]
-    assert logged(trainer, "stocache/hits") == [0, SAMPLES, SAMPLES]
-    assert logged(trainer, "stocache/bypasses") == [0, 4, 8]
-    assert logged(trainer, "stocache/coverage") == pytest.approx([1, SAMPLES / (SAMPLES + 4), SAMPLES / (SAMPLES + 8)])
-    assert logged(trainer, "stocache/hit_rate_expected") == [0]  # no formula holds for what grows
-    assert "came with a new" not in caplog.text
-    assert caplog.text.count("the new part of CountedSource passes through uncached") == 1
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            raise self.error("mine")
+        return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.epoch_one_reads_all
-def test_a_dataset_that_grows_in_place_keeps_its_cache(tmp_path, caplog):
-    """Its first samples are hits. Samples that came since the cache opened pass through, with one warning."""
-    images = source(tmp_path)
-
-    def grown(count):
-        images.length = SAMPLES + 4 * count
-        return images
-
-    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, reload_dataloaders_every_n_epochs=1)
-    trainer.fit(Anew(grown))
-    assert images.loads == SAMPLES + 4 + 8 + announced(caplog)
-    assert logged(trainer, "stocache/hits") == [0, SAMPLES, SAMPLES]
-    assert logged(trainer, "stocache/bypasses") == [0, 4, 8]
-    assert caplog.text.count("the new part of CountedSource passes through uncached") == 1
-
-
-class Other(CountedSource):
-    """Other samples in each object."""
-
-    def expected(self, index):
-        image, label = super().expected(index)
-        return image + int(Path(self.log_path).name), label
-
-
-@pytest.mark.epoch_one_reads_all
-def test_datasets_that_are_never_the_same_end_the_caching(tmp_path, caplog):
-    """The second new dataset without a hit in between passes through, with one warning that says what to do."""
-    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=5, reload_dataloaders_every_n_epochs=1)
-    trainer.fit(Anew(lambda count: Other(SAMPLES, log_path=tmp_path / str(count))))
-    assert logged(trainer, "stocache/misses")[:2] == [SAMPLES] * 2
-    assert caplog.text.count("not cached any more") == caplog.text.count("RollingCache") == 1
+@pytest.mark.looks_apart
+@pytest.mark.parametrize(
+    ("door", "workers", "error"),
+    [
+        ("callback", 0, ArithmeticError),
+        ("callback", 0, KeyboardInterrupt),
+        ("cache_datamodule", 0, SystemExit),
+        ("ours", 0, ArithmeticError),
+        ("ours", 2, KeyboardInterrupt),
+    ],
+)
+@pytest.mark.usefixtures("interruptible")
+def test_caches_are_closed_after_every_kind_of_end(tmp_path, segments, monkeypatch, door, error, workers):
+    """An exception, Ctrl-C or SystemExit in a step closes all segments, and the next fit works. The user's own
+    `on_exception` runs."""
+    ended_by: list[BaseException] = []
+    monkeypatch.setattr(MadeInSetup, "on_exception", lambda dm, exception: ended_by.append(exception))
+    callbacks, dm = behind(door, data_for(door, tmp_path, num_workers=workers))
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+        (trainer := make_trainer(tmp_path, callbacks)).fit(Failing(error), dm)
+    assert door == "ours" or type(ended_by[0]) is error
+    assert len(segments) >= 4
+    assert all(segment.closed for segment in segments)
+    assert "dataloader" not in vars(trainer.fit_loop._data_source), "the loaders are the user's own again"
+    trainer = make_trainer(tmp_path, callbacks, epochs=2)
+    trainer.fit(Model(), dm)
+    assert logged(trainer, "stocache/misses") == [SAMPLES, 0]
+    assert all(segment.closed for segment in segments)
 
 
 @pytest.mark.epoch_one_reads_all
-def test_a_loader_made_anew_for_every_epoch_goes_with_it(tmp_path):
-    """A call keeps only the last loader of a hook, also if a loader's own collate function refers to it."""
-    train, made, alive = source(tmp_path), [], []
-
-    class Anew(Model):
-        def train_dataloader(self):
-            loader = plain_loader(train)
-            loader.collate_fn = MethodType(lambda loader, samples: default_collate(samples), loader)
-            made.append(weakref.ref(loader))
-            gc.collect()
-            alive.append(sum(loader() is not None for loader in made))
-            return loader
-
-    make_trainer(tmp_path, [StochasticCache()], epochs=5, reload_dataloaders_every_n_epochs=1).fit(Anew())
-    assert len(alive) == 5
-    assert max(alive) <= 3
-
-
-# ---- cache_datamodule ----
+def test_a_kept_cache_outlives_a_failure(tmp_path, segments):
+    """With keep_cache=True the next fit hits the samples that a failed fit has loaded."""
+    callbacks, dm = behind("ours", Data(source(tmp_path), shuffle=False), keep_cache=True)
+    with pytest.raises(ArithmeticError):
+        make_trainer(tmp_path, callbacks).fit(Failing(ArithmeticError), dm)
+    trainer = make_trainer(tmp_path, callbacks)
+    trainer.fit(Model(), dm)
+    assert logged(trainer, "stocache/hits")[-1] == 16
+    dm.close()
+    assert all(segment.closed for segment in segments)
 
 
 def test_the_object_stays_what_it_is(tmp_path):
@@ -373,25 +377,6 @@ def test_the_object_stays_what_it_is(tmp_path):
     }
     assert overridden == {"train_dataloader", "val_dataloader"}
     assert not is_overridden("on_after_batch_transfer", dm)
-
-
-def test_the_users_on_exception_runs_and_the_caches_close(tmp_path):
-    """An exception in training reaches the user's on_exception, and the caches are closed after it."""
-
-    class Failing(Model):
-        def training_step(self, batch, batch_idx):
-            raise ArithmeticError("mine")
-
-    class Ending(Photos):
-        def on_exception(self, exception):
-            self.ended_by = type(exception).__name__
-
-    dm = cache_datamodule(Ending(str(tmp_path)))
-    trainer = make_trainer(tmp_path)
-    with pytest.raises(ArithmeticError, match="mine"):
-        trainer.fit(Failing(), dm)
-    assert dm.ended_by == "ArithmeticError"
-    assert [dataset.cache for dataset in cached_datasets(trainer.train_dataloader)] == [None]
 
 
 def test_a_kept_cache_is_replaced_when_setup_makes_a_new_dataset(tmp_path):
@@ -410,15 +395,22 @@ def test_a_kept_cache_is_replaced_when_setup_makes_a_new_dataset(tmp_path):
     dm.caches.close()
 
 
-def test_a_copy_in_another_process_has_nothing_open(tmp_path):
-    """A DataModule that is pickled with open caches keeps its hooks and options, and opens its own caches."""
-    dm = cache_datamodule(MadeInSetup(tmp_path), budget="1MiB")
-    dm.setup("fit")
-    dm.train_dataloader()
-    copy = pickle.loads(pickle.dumps(dm))
-    assert copy.caches.options == dm.caches.options
-    assert dm.train in dm.caches
-    assert copy.train not in copy.caches
-    assert cached_datasets(copy.train_dataloader())[0].cache is not cached_datasets(dm.train_dataloader())[0].cache
-    for module in (dm, copy):
-        module.teardown("fit")
+@pytest.mark.epoch_one_reads_all
+@lightnings_doors
+def test_a_copy_in_another_process_has_nothing_open(tmp_path, door):
+    """A Trainer with a DataModule that is pickled, as where ranks are spawned, keeps callbacks, hooks and options, and
+    opens its own caches, also if the caches of the DataModule are open."""
+    callbacks, dm = behind(door, data_for(door, tmp_path), budget="1MiB")
+    if door != "callback":
+        dm.setup("fit")
+        dm.train_dataloader()
+        assert dm.train in dm.caches
+    trainer, copy = pickle.loads(pickle.dumps((make_trainer(tmp_path, callbacks, epochs=2), dm)))
+    if door != "callback":
+        assert copy.caches.options == dm.caches.options
+        assert copy.train not in copy.caches
+    trainer.fit(Model(), copy)
+    assert logged(trainer, "stocache/hits") == [0, SAMPLES]
+    if door != "callback":
+        assert cached_datasets(dm.train_dataloader())[0].cache.filled == 0
+    dm.teardown("fit")

@@ -11,12 +11,13 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.monitor import CacheMonitor
+from tests.sources import Made
 from tests.training.tiny import SAMPLES, SLOT, Data, Model, behind, logged, make_trainer, plain_loader, said, source
 
 pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
@@ -26,6 +27,7 @@ KEYS = {
     *("bytes_from_cache", "bytes_from_source"),
     *("source_seconds", "fill_seconds", "gather_seconds"),
 }
+LIVE = "stocache/live/hit_rate"
 OF_TRAINING = {"data_wait_seconds", "compute_seconds", "samples_per_second", "hit_rate_expected"}
 
 
@@ -60,12 +62,15 @@ def test_values_are_the_sources_own(tmp_path, workers, budget, slots):
 
 
 def test_only_one_epoch_row_per_key(tmp_path):
-    """Exactly the documented keys are logged, once per epoch."""
-    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
+    """Exactly the documented keys are logged, once per epoch. The fills of the sanity check are hits of the first
+    validation, and its misses are not logged."""
+    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, num_sanity_val_steps=1)
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), source(tmp_path, "val", 8), batch_size=4))
     own = {key.removeprefix("stocache/") for key in trainer.callback_metrics if key.startswith("stocache/")}
     assert own == KEYS | OF_TRAINING | {f"val/{key}" for key in KEYS}
-    assert len(logged(trainer, "stocache/hits")) == len(logged(trainer, "stocache/val/hits")) == 2
+    assert logged(trainer, "stocache/hits") == [0, SAMPLES]
+    assert logged(trainer, "stocache/val/hits") == [4, 8]
+    assert logged(trainer, "stocache/val/misses") == [4, 0]
 
 
 def test_wait_and_compute_are_the_epoch(tmp_path):
@@ -79,17 +84,13 @@ def test_wait_and_compute_are_the_epoch(tmp_path):
         def validation_step(self, batch, batch_idx):
             time.sleep(0.2)
 
-    class Drive(Dataset):
-        def __len__(self):
-            return SAMPLES
-
-        def __getitem__(self, index):
-            time.sleep(0.01)
-            return source(tmp_path)[index]
+    def load(index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.01)
+        return torch.zeros(3, 8, 8, dtype=torch.uint8), 0
 
     trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, log_every_n_steps=100)  # no live values in between
     begin = time.perf_counter()
-    trainer.fit(Slow(), StocacheDataModule(Drive(), source(tmp_path, "val", 8), batch_size=4))
+    trainer.fit(Slow(), StocacheDataModule(Made(load, SAMPLES), source(tmp_path, "val", 8), batch_size=4))
     fitted = time.perf_counter() - begin
     waited, computed = (logged(trainer, f"stocache/{key}") for key in ("data_wait_seconds", "compute_seconds"))
     assert waited[0] >= 0.01 * SAMPLES
@@ -142,32 +143,21 @@ def test_live_values_come_at_the_trainers_cadence(tmp_path):
 
     trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, log_every_n_steps=2)
     trainer.fit(Logging(), StocacheDataModule(source(tmp_path), batch_size=4))
-    trainer.logger.save()
-    with open(Path(trainer.logger.log_dir, "metrics.csv")) as file:
-        rows = list(csv.DictReader(file))
-    live = [row for row in rows if row["stocache/live/fill_fraction"]]
-    assert (
-        [row["step"] for row in live] == [row["step"] for row in rows if row["loss"]] == ["1", "3", "5", "7", "9", "11"]
-    )
-    assert [float(row["stocache/live/fill_fraction"]) for row in live] == pytest.approx([2 / 6, 4 / 6, 1, 1, 1, 1])
-    assert [float(row["stocache/live/hit_rate"]) for row in live] == [0, 0, 0, 1, 1, 1]
-    assert len([row for row in rows if row["stocache/hit_rate"]]) == 2  # the epochs' alone
+    steps = {key: [step for step, row in rows_of(trainer.logger) if key in row] for key in ("loss", LIVE)}
+    assert steps["loss"] == steps[LIVE] == [1, 3, 5, 7, 9, 11]
+    assert logged(trainer, "stocache/live/fill_fraction") == pytest.approx([2 / 6, 4 / 6, 1, 1, 1, 1])
+    assert logged(trainer, LIVE) == [0, 0, 0, 1, 1, 1]
+    assert len(logged(trainer, "stocache/hit_rate")) == 2  # the epochs' alone
 
 
 class Recording(Logger):
-    """A user's logger that records `rows` of (step, metrics), and hyperparameters."""
+    """A user's logger that records rows of (step, metrics), and hyperparameters."""
 
     name, version = "recording", 0
 
     def __init__(self):
         super().__init__()
         self.rows, self.told = [], []
-
-    @property
-    def steps(self):
-        """The steps of each key of the caches."""
-        keys = sorted({key for _, metrics in self.rows for key in metrics if key.startswith("stocache/")})
-        return {key: [step for step, metrics in self.rows if key in metrics] for key in keys}
 
     def log_metrics(self, metrics, step=None):
         self.rows.append((step, dict(metrics)))
@@ -176,11 +166,17 @@ class Recording(Logger):
         self.told.append(params)
 
 
-def steps_in_csv(logger: CSVLogger) -> dict[str, list[int]]:
+def steps_of(rows: list[tuple[int, dict[str, float]]]) -> dict[str, list[int]]:
+    """The steps of each key of the caches."""
+    keys = sorted({key for _, metrics in rows for key in metrics if key.startswith("stocache/")})
+    return {key: [step for step, metrics in rows if key in metrics] for key in keys}
+
+
+def rows_of(logger: CSVLogger) -> list[tuple[int, dict[str, str]]]:
+    """The steps and the values of a CSV file."""
+    logger.save()
     with open(Path(logger.log_dir, "metrics.csv")) as file:
-        rows = list(csv.DictReader(file))
-    keys = sorted(key for key in rows[0] if key.startswith("stocache/"))
-    return {key: [int(row["step"]) for row in rows if row[key]] for key in keys}
+        return [(int(row["step"]), {key: text for key, text in row.items() if text}) for row in csv.DictReader(file)]
 
 
 def test_no_value_is_logged_twice(tmp_path):
@@ -197,17 +193,17 @@ def test_no_value_is_logged_twice(tmp_path):
     trainer = make_trainer(tmp_path, monitors, epochs=4, **options)
     trainer.fit(Model(), plain_loader(both), plain_loader(val), ckpt_path=tmp_path / "last.ckpt")
     monitors[0].close()
-    assert recording.steps["stocache/hit_rate"] == [5, 11, 17, 23]
-    assert recording.steps["stocache/live/hit_rate"] == list(range(24))
-    assert len(recording.steps["stocache/val/hit_rate"]) == 8
-    assert all(len(set(steps)) == len(steps) for steps in recording.steps.values())
-    assert steps_in_csv(csv_logger) == recording.steps
+    steps = steps_of(recording.rows)
+    assert steps["stocache/hit_rate"] == [5, 11, 17, 23]
+    assert steps[LIVE] == list(range(24))
+    assert len(steps["stocache/val/hit_rate"]) == 8
+    assert all(len(set(of_key)) == len(of_key) for of_key in steps.values())
+    assert steps_of(rows_of(csv_logger)) == steps
     events = import_module("tensorboard.backend.event_processing.event_accumulator")
     accumulator = events.EventAccumulator(tensorboard.log_dir)
     accumulator.Reload()
     tags = [tag for tag in accumulator.Tags()["scalars"] if tag.startswith("stocache/")]
-    written = {tag: [event.step for event in accumulator.Scalars(tag)] for tag in tags}
-    assert written == recording.steps
+    assert {tag: [event.step for event in accumulator.Scalars(tag)] for tag in tags} == steps
     assert len(recording.told) == 3  # once in each fit
 
 
@@ -228,14 +224,6 @@ def test_predict_has_a_hit_rate(tmp_path):
         assert trainer.callback_metrics == {}
     assert trainer.predict(Model(), loaders, return_predictions=False) is None
     callback.close()
-
-
-def test_sanity_check_moves_the_baseline_and_is_not_logged(tmp_path):
-    """The fills of the sanity check are hits of the first validation, and its misses are not logged."""
-    trainer = make_trainer(tmp_path, [CacheMonitor()], num_sanity_val_steps=1)
-    trainer.fit(Model(), StocacheDataModule(source(tmp_path), source(tmp_path, "val", 8), batch_size=4))
-    assert logged(trainer, "stocache/val/hits") == [4]
-    assert logged(trainer, "stocache/val/misses") == [4]
 
 
 def test_checkpoints_and_early_stopping_can_watch_the_hit_rate(tmp_path):

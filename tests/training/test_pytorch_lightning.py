@@ -33,32 +33,32 @@ class Other(pl.LightningModule):  # type: ignore[name-defined,misc]
 
 
 class OtherData(pl.LightningDataModule):  # type: ignore[name-defined,misc]
-    """A DataModule of the other package."""
+    """A DataModule of the other package, whose training loader is a CombinedLoader of that package."""
 
-    def __init__(self, train: Any) -> None:
+    def __init__(self, train: Any, val: Any) -> None:
         super().__init__()
-        self.train = train
+        self.train, self.val = train, val
 
     def train_dataloader(self):
-        return plain_loader(self.train)
+        return pl.utilities.CombinedLoader({"one": plain_loader(self.train)}, "min_size")
 
-
-def make_trainer(tmp_path, callbacks):
-    logger = pl.loggers.CSVLogger(tmp_path, name="logs")
-    silent = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    return pl.Trainer(
-        max_epochs=2, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks, log_every_n_steps=1, **silent
-    )
+    def val_dataloader(self):
+        return plain_loader(self.val)
 
 
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
-def test_the_callback_caches_and_logs(tmp_path, caplog):
-    """Loaders given to fit, a CombinedLoader of that package among them, are cached; the metrics are logged."""
+@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
+def test_both_doors_cache_and_log(tmp_path, caplog, door):
+    """Loaders given to fit, and those of a DataModule of that package, are cached; the metrics are logged."""
     train, val = source(tmp_path), source(tmp_path, "val", 8)
-    combined = pl.utilities.CombinedLoader({"one": plain_loader(train)}, "min_size")
-    trainer = make_trainer(tmp_path, [StochasticCache(), FillProgress()])
-    trainer.fit(Other(), combined, plain_loader(val))
+    dm = OtherData(train, val)
+    callbacks = [StochasticCache(), FillProgress()] if door == "callback" else [CacheMonitor()]
+    given = (dm.train_dataloader(), dm.val_dataloader()) if door == "callback" else (cache_datamodule(dm),)
+    silent = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    logger = pl.loggers.CSVLogger(tmp_path, name="logs")
+    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks, **silent)
+    trainer.fit(Other(), *given)
     assert logged(trainer, "stocache/hits") == [0, SAMPLES]
     assert logged(trainer, "stocache/val/misses")[-1] == 0
     assert train.loads <= SAMPLES + announced(caplog)
@@ -68,13 +68,3 @@ def test_its_combined_loader_keeps_its_class():
     """The copy of a CombinedLoader has the same class."""
     given = pl.utilities.CombinedLoader({"one": plain_loader(range(4))}, "sequential")
     assert type(rewrap(given, lambda loader: loader)) is type(given)
-
-
-@pytest.mark.epoch_one_reads_all
-@pytest.mark.processes
-def test_its_datamodule_can_be_cached(tmp_path):
-    """cache_datamodule also takes a DataModule of that package."""
-    train = source(tmp_path)
-    trainer = make_trainer(tmp_path, [CacheMonitor()])
-    trainer.fit(Other(), cache_datamodule(OtherData(train)))
-    assert logged(trainer, "stocache/hits") == [0, SAMPLES]

@@ -200,7 +200,7 @@ def test_validation_on_the_same_dataset_is_told_from_training(tmp_path, held_out
     check_expected(trainer)
 
 
-class Late(Watcher):
+class Late(Counting):
     """Validates on the newest samples, ten of which come while the first epoch trains."""
 
     def __init__(self, data: Any) -> None:
@@ -209,14 +209,14 @@ class Late(Watcher):
 
     def val_dataloader(self) -> Any:
         self.data.length = SAMPLES + 10
-        return DataLoader(self.data, BATCH, sampler=SubsetRandomSampler(range(SAMPLES + 2, SAMPLES + 10)))
+        return fold(self.data, range(SAMPLES + 2, SAMPLES + 10))
 
 
 def test_validation_draws_samples_that_came_since_training_began(tmp_path):
     """The cache of the training fold has no slot for them, so validation has a cache of its own."""
     data = source(tmp_path, samples=SAMPLES)
-    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, num_sanity_val_steps=0)
-    trainer.fit(Late(data), DataLoader(data, BATCH, sampler=SubsetRandomSampler(range(40))))
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=EPOCHS, num_sanity_val_steps=0)
+    trainer.fit(Late(data), fold(data, range(40)))
     assert logged(trainer, "stocache/hits")[1:] == [40, 40]
     assert logged(trainer, "stocache/val/hits")[1:] == [8, 8]
 

@@ -12,13 +12,13 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_stocache import StepTimer
 from lightning_stocache.insight.steps import PARTS, StepClock
 from lightning_stocache.training.lightning_internals import step_calls
 from tests.insight.devices import Device, ManualClock
-from tests.sources import Made
+from tests.sources import CountedStream, Made
 from tests.training.tiny import Data, Model, logged, make_trainer, said
 
 WAIT, MOVE, MOVED, FORWARD, BACKWARD, STEP, CALLBACK = 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0
@@ -48,14 +48,9 @@ def samples(clock: Any) -> Made:
     return Made(load, BATCHES)
 
 
-class Stream(IterableDataset[Any]):
+def stream(clock: Any) -> CountedStream:
     """The same samples as a stream."""
-
-    def __init__(self, clock: Any) -> None:
-        self.samples = samples(clock)
-
-    def __iter__(self):
-        return (self.samples[index] for index in range(BATCHES))
+    return CountedStream(BATCHES, samples(clock).make)
 
 
 class Steps(Model):
@@ -138,7 +133,7 @@ CASES: dict[str, tuple[type[Steps], Any, dict[str, Any], list[dict[str, float]]]
     "profiler": (Steps, samples, {"profiler": "simple"}, [WHOLE]),
     "validation in the epoch": (Steps, samples, VALIDATES, [WHOLE] * 2),
     # Lightning fetches the first batch of a stream before training starts.
-    "stream": (Steps, Stream, VALIDATES, [times(BATCHES, wait=WAIT * (BATCHES - 1)), WHOLE]),
+    "stream": (Steps, stream, VALIDATES, [times(BATCHES, wait=WAIT * (BATCHES - 1)), WHOLE]),
     # A step is one batch: of two, one has an optimiser.
     "accumulation": (Steps, samples, {"accumulate_grad_batches": 2}, [times(BATCHES, optimizer=STEP * BATCHES / 2)]),
     "manual optimisation": (Gan, samples, {}, [times(BATCHES, **TWICE)]),

@@ -1,72 +1,103 @@
-"""Sweeps: trials of one process and of several, by Hydra and by Optuna, and Lightning's Tuner."""
+"""Sweeps: trials of one process, by Hydra and by Optuna, and Lightning's Tuner."""
 
-import json
+import logging
+import math
 import os
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hydra
 import pytest
 import torch
+from hydra.core.config_store import ConfigStore
 from lightning.pytorch import seed_everything
 from lightning.pytorch.tuner import Tuner
+from omegaconf import DictConfig
 
 from lightning_stocache.node.named import clean
-from tests.training.sweep_job import SAMPLES, main
-from tests.training.tiny import DOORS, Data, Model, behind, make_trainer, source
+from tests.logs import Log
+from tests.training.tiny import DOORS, Data, Epochs, Model, behind, make_trainer, source
+
+pytestmark = pytest.mark.processes
 
 # --- Hydra
 
-hydra_starts = pytest.mark.skipif(
-    sys.version_info >= (3, 14) and hydra.__version__ < "1.4", reason="Hydra 1.3 starts no app on Python 3.14"
+SAMPLES = 80
+
+ConfigStore.instance().store(
+    name="sweep_job",
+    node={
+        "defaults": [{"cache": "stocache"}, {"callbacks": "stochastic_cache"}, {"data": None}, "_self_"],
+        "folder": "???",
+        "lr": 0.1,
+        "epochs": 2,
+        "door": "callback",
+        "hydra": {"sweep": {"dir": "${folder}/runs"}, "output_subdir": None},
+    },
 )
 
 
-def sweep(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    """The records of a sweep's trials in this process, in their order."""
-    quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none")
-    monkeypatch.setattr(sys, "argv", ["sweep_job", "-m", f"folder={folder}", *quiet, *overrides])
-    main()
-    return told(folder)
+@dataclass
+class Trial:
+    """What a trial did: samples read at set-up, and the hits and the loads of each epoch."""
+
+    looked: int = 0
+    hits: list[float] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
-    trials = [json.loads(line) for line in (folder / "trials").read_text().splitlines()]
-    return sorted(trials, key=lambda trial: int(trial["trial"]))
+trials: list[Trial] = []
+
+
+@hydra.main(version_base="1.3", config_path="pkg://lightning_stocache.configs", config_name="sweep_job")
+def main(config: DictConfig) -> float:
+    """A user's app: one trial, whose result is smallest at lr=0.01."""
+    log, epochs, folder = Log(), Epochs(), Path(config.folder)
+    logging.getLogger("lightning_stocache").setLevel(logging.INFO)
+    data, callbacks = Data(source(folder, samples=SAMPLES)), []
+    if config.door == "callback":
+        callbacks = [hydra.utils.instantiate(config.callbacks.stochastic_cache)]
+    else:
+        callbacks, data = behind("cache_datamodule", data, **{name: config.cache[name] for name in ("budget", "name")})
+    trainer = make_trainer(folder / str(len(trials)), [*callbacks, epochs], epochs=config.epochs)
+    trainer.fit(Model(), data)
+    hits = [epoch["hits"] for epoch in epochs.metrics]
+    loads = [epoch["misses"] + epoch["bypasses"] for epoch in epochs.metrics]
+    trials.append(Trial(sum(map(int, re.findall(r"(\d+) samples read at set-up", "\n".join(log.lines)))), hits, loads))
+    return abs(math.log10(config.lr) + 2)
 
 
 @pytest.fixture
 def name() -> Iterator[str]:
     """The name of a cache that is removed after the test."""
+    trials.clear()
     name = f"sweep-test-{os.getpid()}"
     yield name
     clean(f"{name}-train0")
 
 
-@hydra_starts
-@pytest.mark.processes
+@pytest.mark.skipif(
+    sys.version_info >= (3, 14) and hydra.__version__ < "1.4", reason="Hydra 1.3 starts no app on Python 3.14"
+)
 @pytest.mark.named
-@pytest.mark.parametrize("door", ["callback", "cached"])
+@pytest.mark.parametrize("door", ["callback", "cached", "optuna"])
 def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, door, name):
-    """Under the basic launcher, with a name, trials two and three have only hits."""
-    trials = sweep(monkeypatch, tmp_path, f"door={door}", "lr=0.1,0.01,0.001", f"cache.name={name}")
-    assert [trial["pid"] for trial in trials] == [os.getpid()] * 3
-    stored = trials[0]["looked"] // 2  # what set-up has read, twice each, is stored
-    assert [trial["hits"] for trial in trials] == [[stored, SAMPLES], [SAMPLES] * 2, [SAMPLES] * 2]
-    assert [trial["loads"] for trial in trials] == [[SAMPLES - stored, 0], [0, 0], [0, 0]]
-
-
-@hydra_starts
-@pytest.mark.processes
-@pytest.mark.named
-def test_optunas_sweeper(tmp_path, monkeypatch, name):
-    """Its trials run one after the other in this process, and share the cache of a name."""
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    more = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "lr=choice(0.1,0.01)")
-    trials = sweep(monkeypatch, tmp_path, *more, f"cache.name={name}", "epochs=1")
-    assert [trial["hits"] for trial in trials] == [[trials[0]["looked"] // 2], [SAMPLES], [SAMPLES]]
+    """With a name, trials two and three of this process have only hits, under the basic launcher and under Optuna's
+    sweeper."""
+    words = [f"door={door}", "lr=0.1,0.01,0.001"]
+    if door == "optuna":
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+        words = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "lr=choice(0.1,0.01)"]
+    quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none")
+    monkeypatch.setattr(sys, "argv", ["sweep", "-m", f"folder={tmp_path}", *quiet, *words, f"cache.name={name}"])
+    main()
+    stored = trials[0].looked // 2  # what set-up has read, twice each, is stored
+    assert [trial.hits for trial in trials] == [[stored, SAMPLES], [SAMPLES] * 2, [SAMPLES] * 2]
+    assert [trial.loads for trial in trials] == [[SAMPLES - stored, 0], [0, 0], [0, 0]]
 
 
 # --- Lightning's Tuner
@@ -96,7 +127,6 @@ def tuned(folder: Path, door: str, sets: Any) -> tuple[Any, Any]:
     return (found.results, model.weights.tolist()), closing
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("door", DOORS)
 def test_lightnings_tuner_builds_no_cache_twice(tmp_path, segments, door):
     """With `keep_cache` the search for a batch size, with new loaders each time, the search for a learning rate and the

@@ -8,7 +8,6 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -27,32 +26,21 @@ tqdm.get_lock()  # it is made at a first progress bar, in memory that is shared,
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Held:
-    """The resources of this process."""
-
-    descriptors: int
-    mappings: int
-    memory_files: int
-    threads: int
-    children: int
-    anonymous: int
-
-    @classmethod
-    def now(cls) -> "Held":
-        gc.collect()
-        multiprocessing.active_children()
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's, which keeps some for later
-            trim(0)
-        anonymous = re.search(r"^Pss_Anon: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
-        return cls(
-            len(os.listdir("/proc/self/fd")),
-            len(Path("/proc/self/maps").read_text().splitlines()),
-            len(memory_files({os.getpid()})),
-            threading.active_count(),
-            len(descendants()),
-            0 if anonymous is None else int(anonymous[1]) * 1024,
-        )
+def resources() -> dict[str, int]:
+    """What this process holds now."""
+    gc.collect()
+    multiprocessing.active_children()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's, which keeps some for later
+        trim(0)
+    anonymous = re.search(r"^Pss_Anon: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        "memory_files": len(memory_files({os.getpid()})),
+        "threads": threading.active_count(),
+        "children": len(descendants()),
+        "anonymous": 0 if anonymous is None else int(anonymous[1]) * 1024,
+    }
 
 
 class PrunedError(Exception):
@@ -91,14 +79,11 @@ class Corner(Model):
         return super().loss((batch[0][:, :, :8, :8], batch[1]))
 
 
-def pool() -> RollingCache:
-    return RollingCache(Large(24), budget="10MiB", fillers=1, minimum=8)
-
-
 def behind_a(door: str, **options: Any) -> tuple[list[Callback], Any]:
     """The callbacks and the DataModule of a kind of trials."""
     if door == "rolling":
-        return [], StocacheDataModule(train=pool(), batch_size=4)
+        pool = RollingCache(Large(24), budget="10MiB", fillers=1, minimum=8)
+        return [], StocacheDataModule(train=pool, batch_size=4)
     source = Text if door == "records" else Large
     users = Data(source(24), source(8), num_workers=door == "workers")
     return behind(door if door in DOORS else "callback", users, **options)
@@ -117,20 +102,18 @@ def loop() -> None:
             pass
 
 
-def trials(folder: Path, doors: Sequence[str]) -> Iterator[Held]:
+def trials(folder: Path, doors: Sequence[str]) -> Iterator[dict[str, int]]:
     """Run trials without end; the resources after each."""
     for number, door in enumerate(cycle(doors)):
         with contextlib.suppress(ArithmeticError, PrunedError):
             error = {2: ArithmeticError, 4: PrunedError}.get(number % 5)
             loop() if door == "plain" else fit(folder / str(number), door, error, keep_cache=number % 2 == 1)
-        yield Held.now()
+        yield resources()
 
 
-def grown(held: Sequence[Held], first: int) -> dict[str, int]:
+def grown(held: Sequence[dict[str, int]], first: int) -> dict[str, int]:
     """The growth of each resource from the first trials to the last: the difference of the minima at both ends."""
-    ends = [list(map(astuple, part)) for part in (held[:first], held[-first:])]
-    least = [[min(values) for values in zip(*part, strict=True)] for part in ends]
-    return {field.name: least[1][n] - least[0][n] for n, field in enumerate(fields(Held))}
+    return {name: min(now[name] for now in held[-first:]) - min(now[name] for now in held[:first]) for name in held[0]}
 
 
 FEW = [*DOORS, "plain"]

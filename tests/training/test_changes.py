@@ -1,0 +1,294 @@
+"""What changes while a model trains: loaders and datasets that are made anew, that grow, or whose contents change."""
+
+import gc
+import multiprocessing
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
+from torch.utils.data import Subset, default_collate
+from torchvision.transforms import v2
+from tqdm.auto import tqdm
+
+from lightning_stocache.training.callbacks import StochasticCache
+from tests.sources import CountedSource, CountedStream, TransformedSource
+from tests.training.tiny import (
+    SAMPLES,
+    Data,
+    Model,
+    Remembers,
+    Watcher,
+    announced,
+    behind,
+    data_hooks,
+    logged,
+    make_trainer,
+    plain_loader,
+    said,
+    source,
+    through,
+)
+
+pytestmark = pytest.mark.processes
+
+tqdm.get_lock()  # lr_find has a bar, whose semaphore lives as long as the process
+
+RELOADS = {"reload_dataloaders_every_n_epochs": 1}
+
+# ---- hooks and loaders ----
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sanity": {},
+    "reload": RELOADS,
+    "late reload": {"reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 0},
+    "overfit": {"overfit_batches": 2},
+    "val within epochs": {"val_check_interval": 2, "limit_val_batches": 1},
+    "no train": {"limit_train_batches": 0},
+}
+
+
+@pytest.mark.parametrize(
+    ("door", "name"), [*(("callback", name) for name in OPTIONS if name != "sanity"), ("cache_datamodule", "sanity")]
+)
+def test_hooks_run_when_and_as_often_as_without(tmp_path, door, name):
+    """In fit, validate, test and predict each hook runs at the same steps as without the cache, with the same
+    batches."""
+    data = {stage: source(tmp_path, stage, 8) for stage in ("train", "val", "test", "predict")}
+    loaders = {stage: lambda stage=stage: plain_loader(data[stage], shuffle=stage == "train") for stage in data}
+
+    def run(door: str) -> Any:
+        trainer, model, dm, _ = through(door, tmp_path, loaders, epochs=4, **OPTIONS[name])
+        seed_everything(0, verbose=False)
+        trainer.fit(model, datamodule=dm)
+        trainer.validate(model, datamodule=dm, verbose=False)
+        trainer.test(model, datamodule=dm, verbose=False)
+        trainer.predict(model, datamodule=dm)
+        return dm.ran, model.batches
+
+    assert run(door) == run("none")
+
+
+def test_what_a_hook_raises_is_raised(tmp_path):
+    """fit raises the user's error, and the Trainer has its own data sources again."""
+
+    def fail() -> Any:
+        raise ArithmeticError("mine")
+
+    trainer, model, dm, _ = through("callback", tmp_path, {"train": fail})
+    with pytest.raises(ArithmeticError, match="mine"):
+        trainer.fit(model, datamodule=dm)
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+
+
+def test_a_persistent_loader_that_comes_again_is_the_same(tmp_path):
+    """A loader that its hook returns again keeps its workers over reloads, and draws no second base seed."""
+    loader = plain_loader(source(tmp_path), shuffle=True, num_workers=1, persistent_workers=True)
+    seen, batches = [], []
+    noting = LambdaCallback(on_train_epoch_start=lambda trainer, _: seen.append(trainer.train_dataloader))
+    for callbacks in ([], [StochasticCache(), noting]):
+        model = Watcher()
+        seed_everything(0, verbose=False)
+        trainer = make_trainer(tmp_path, callbacks, logger=False, epochs=3, **RELOADS)
+        trainer.fit(model, datamodule=data_hooks(train=lambda: loader))
+        batches.append(model.batches)
+    assert batches[0] == batches[1]
+    assert len(set(map(id, seen))) == 1
+    assert seen[0] is not loader
+
+
+@pytest.mark.looks_apart
+@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
+def test_a_reloaded_loader_takes_its_workers_with_it(tmp_path, door):
+    """New loaders in every epoch leave no more worker processes than one epoch has."""
+    workers = list[int]()
+    counting = LambdaCallback(on_train_epoch_end=lambda *_: workers.append(len(multiprocessing.active_children())))
+    callbacks, cached = behind(door, Data(source(tmp_path), num_workers=1, persistent_workers=True), budget="50%")
+    make_trainer(tmp_path, [*callbacks, counting], epochs=4, **RELOADS).fit(Model(), cached)
+    assert workers == [1, 1, 1, 1]
+    gc.collect()
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.epoch_one_reads_all
+def test_a_loader_made_anew_for_every_epoch_goes_with_it(tmp_path):
+    """A call keeps only the last loader of a hook, also if a loader's own collate function refers to it."""
+    train, made, alive = source(tmp_path), [], []
+
+    def make() -> Any:
+        loader = plain_loader(train)
+        loader.collate_fn = MethodType(lambda loader, samples: default_collate(samples), loader)
+        made.append(weakref.ref(loader))
+        gc.collect()
+        alive.append(sum(loader() is not None for loader in made))
+        return loader
+
+    make_trainer(tmp_path, [StochasticCache()], epochs=5, **RELOADS).fit(Model(), datamodule=data_hooks(train=make))
+    assert len(alive) == 5
+    assert max(alive) <= 3
+
+
+# ---- datasets ----
+
+
+def fit_anew(tmp_path: Path, make: Callable[[int], Any], model: Any = Model, epochs: int = 3, **options: Any) -> Any:
+    """The Trainer and the model after a fit in which each epoch has a dataset, by the number of those before it."""
+    made: list[Any] = []
+
+    def give() -> Any:
+        made.append(make(len(made)))
+        return plain_loader(made[-1])
+
+    model, trainer = model(), make_trainer(tmp_path, [StochasticCache(**options)], epochs=epochs, **RELOADS)
+    trainer.fit(model, datamodule=data_hooks(train=give))
+    return trainer, model
+
+
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("new", [True, False])
+def test_a_dataset_that_grows_goes_on_in_its_cache(tmp_path, caplog, new):
+    """Whether it is made anew or grows in place, its first samples are hits, and new samples pass through, with one
+    warning."""
+    images = source(tmp_path)
+
+    def grown(count):
+        images.length = SAMPLES + 4 * count
+        return source(tmp_path, samples=images.length) if new else images
+
+    trainer, _ = fit_anew(tmp_path, grown)
+    assert logged(trainer, "stocache/misses") == [SAMPLES, 0, 0]
+    assert logged(trainer, "stocache/hits") == [0, SAMPLES, SAMPLES]
+    assert logged(trainer, "stocache/bypasses") == [0, 4, 8]
+    assert caplog.text.count("the new part of CountedSource passes through uncached") == 1
+    assert "came with a new" not in caplog.text
+    coverage = [1, SAMPLES / (SAMPLES + 4), SAMPLES / (SAMPLES + 8)]
+    assert logged(trainer, "stocache/coverage") == pytest.approx(coverage)
+    assert logged(trainer, "stocache/hit_rate_expected") == [0]  # no formula holds for what grows
+    if not new:  # the samples of another object are compared
+        assert images.loads == SAMPLES + 4 + 8 + announced(caplog)
+
+
+class Other(CountedSource):
+    """Other samples in each object."""
+
+    def expected(self, index):
+        image, label = super().expected(index)
+        return image + int(Path(self.log_path).name), label
+
+
+@pytest.mark.epoch_one_reads_all
+def test_datasets_that_are_never_the_same_end_the_caching(tmp_path, caplog):
+    """The second new dataset without a hit in between passes through, with one warning that says what to do."""
+    trainer, _ = fit_anew(tmp_path, lambda count: Other(SAMPLES, log_path=tmp_path / str(count)), epochs=5)
+    assert logged(trainer, "stocache/misses")[:2] == [SAMPLES] * 2
+    assert caplog.text.count("not cached any more") == caplog.text.count("RollingCache") == 1
+
+
+def as_tensor(number: int) -> torch.Tensor:
+    return torch.full((3,), float(number))
+
+
+def test_a_stream_that_is_made_anew_replaces_the_one_before(tmp_path, caplog):
+    """Loaders that are reloaded with a new stream give the memory of the old one back, with one warning."""
+    options = {"budget": "64MiB", "streams": True}
+    _, model = fit_anew(tmp_path, lambda count: CountedStream(40, as_tensor), Remembers, 4, **options)
+    assert model.sorted_epochs == [list(map(float, range(40)))] * 4
+    assert caplog.text.count("came with a new CountedStream") == 1
+
+
+# ---- what a dataset is made of ----
+
+
+class Brightness:
+    """A transform without a draw."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        return image * self.factor
+
+
+class Images(TransformedSource):
+    """Images of a strength, transformed."""
+
+    strength = 0
+
+    def __init__(self, transform: Any = None) -> None:
+        super().__init__(12)
+        self.transform = transform
+
+    def expected(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3, 8, 8), float(index)) + self.strength, index % 10
+
+
+class Schedule(Callback):
+    """Changes the dataset of the Trainer's loader, or the user's own object, at the start of an epoch."""
+
+    def __init__(self, change: Callable[[Any, Any, int], None], users: Any) -> None:
+        self.change, self.users = change, users
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.change(trainer.train_dataloader.dataset, self.users, trainer.current_epoch)
+
+
+def assign(shown: Any, users: Any, epoch: int) -> None:
+    """The workers do not see it."""
+    shown.strength = epoch
+
+
+def swap(shown: Any, users: Any, epoch: int) -> None:
+    """Detectors are trained so: without the strong transform in the last epochs."""
+    if epoch == 2:
+        shown.transform = Brightness(0.5)
+
+
+def switch_off(shown: Any, users: Any, epoch: int) -> None:
+    if epoch == 2:
+        shown.transform.transforms[1].p = 0
+
+
+def change_all(shown: Any, users: Any, epoch: int) -> None:
+    if epoch == 1:
+        users.dataset.strength = 7
+    elif epoch == 2:
+        shown.dataset.transform.factor = 3
+        shown.indices = list(range(8))
+
+
+def split(*steps: Any) -> Images:
+    return Images(v2.Compose([Brightness(2), *steps, v2.RandomErasing(1)]))
+
+
+CASES: dict[str, tuple[str, Callable[[], Any], dict[str, Any], Callable[[Any, Any, int], None], bool]] = {
+    "assigned": ("callback", Images, {"num_workers": 2, "persistent_workers": True}, assign, False),
+    "split transform": ("callback", lambda: split(v2.RandomHorizontalFlip()), {"num_workers": 2}, swap, True),
+    "step after the cache": ("callback", split, {}, switch_off, False),
+    "inside of a subset": (
+        *("cache_datamodule", lambda: Subset(Images(Brightness(1)), range(2, 10)), {}, change_all, True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_changes_take_effect_when_they_would_without_a_cache(tmp_path, caplog, case):
+    """In four epochs a model sees what it would see without a cache. One warning names what has changed, if
+    the process that reads samples sees the change, and the changed step does not run after the cache."""
+    door, make, options, change, warns = CASES[case]
+    seen = []
+    for behind_it in ("none", door):
+        users, model = make(), Watcher()
+        callbacks, data = behind(behind_it, Data(users, batch_size=5, **options))
+        torch.manual_seed(3)
+        trainer = make_trainer(tmp_path, [*callbacks, Schedule(change, users)], epochs=4, logger=False)
+        trainer.fit(model, datamodule=data)
+        seen.append(model.batches)
+    assert seen[0] == seen[1]
+    warnings = said(caplog, "has changed")
+    assert len(warnings) == warns
+    assert "transform" not in case or warnings[0].startswith("Images: its `transform` has changed")
