@@ -32,20 +32,16 @@ from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.allocation import allocate_pool, roomy_bytes
 from lightning_stocache.setup.find import SourceReader
 from lightning_stocache.setup.request import CacheRequest
-from lightning_stocache.setup.same_data import check_pool
+from lightning_stocache.setup.same_data import FingerprintError, check_pool
 from lightning_stocache.source.identity import identity
 
-__all__ = ["CacheInUseError", "FingerprintError", "fingerprint", "found_before", "open_cache", "open_pool"]
+__all__ = ["CacheInUseError", "fingerprint", "found_before", "open_cache", "open_pool"]
 
 log = logging.getLogger(__name__)
 
 _LONGEST = 400  # bytes of an entry: three of them, the title and the geometry fit in the header
 _TITLE = 100  # characters
 _JOB = 1 << 41  # the byte in the lock file of a rolling cache that the leader of its job locks
-
-
-class FingerprintError(ValueError):
-    """The cache of this name has other data."""
 
 
 class CacheInUseError(RuntimeError):
@@ -190,9 +186,7 @@ def open_pool(request: CacheRequest, codec: SampleCodec, length: int | None, wri
     pool = cast(RollingStore, store)
     try:
         with closing(SourceReader(request)) as reader:
-            words = check_pool(request, reader.read, pool)
-        if words is not None:
-            raise FingerprintError(words)
+            check_pool(request, reader.read, pool)
     except BaseException:
         pool.close()
         raise

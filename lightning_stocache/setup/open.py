@@ -41,7 +41,7 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.allocation import allocate
 from lightning_stocache.setup.find import Finding, SourceReader, parts_of
 from lightning_stocache.setup.forms import keeps_files
-from lightning_stocache.setup.named_cache import FingerprintError, found_before, open_cache
+from lightning_stocache.setup.named_cache import found_before, open_cache
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 from lightning_stocache.setup.same_data import store_or_refuse
@@ -128,7 +128,7 @@ def open_caches(
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: all samples pass through uncached")
         return [OpenCache.without(request, group) for request in requests]
-    _check_lengths(requests, group)
+    apart = _are_apart(requests, group)
     if not requests:
         return []
     domains = drawn_by_any([request.domain for request in requests], group)
@@ -145,7 +145,6 @@ def open_caches(
             stack.enter_context(closing(_Opening(request, budgets[request.pot], SourceReader(request))))
             for request in requests
         ]
-        apart = _are_apart(requests, group)
         later = Reserve(kept_back, later_bytes * len(group.members))
         plan, kind = group.lead(lambda: _plan(openings, apart, budgets, len(group.members), backend, later))
         for opening, (found, granted) in zip(openings, plan, strict=True):
@@ -192,26 +191,26 @@ def united(domains: Sequence[Domain | None]) -> Domain | None:
     return reduce(Domain.__or__, known) if len(known) == len(domains) else None
 
 
-def _check_lengths(requests: Sequence[CacheRequest], group: NodeGroup) -> None:
-    """Refuse sources of different lengths with a ValueError. Collective."""
-    lengths = group.exchange([request.length for request in requests])
-    for rank, others in enumerate(lengths):
-        if others != lengths[0]:
-            raise ValueError(
-                f"all ranks must open the same sources; those of rank 0 have {lengths[0]} samples, those of rank "
-                f"{rank} {others}. Give every rank the whole dataset and let a DistributedSampler divide it"
-            )
-
-
 def _are_apart(requests: Sequence[CacheRequest], group: NodeGroup) -> list[bool]:
     """Whether the ranks hold different data under one index, for each request. Collective.
 
     One cache serves all ranks of a node, so a rank would get the samples of another rank.
+
+    Raises:
+        ValueError: the ranks have sources of different lengths.
     """
     if group.world == 1:
         return [False] * len(requests)
-    digests = group.exchange(["" if request.as_stream else data_digest(request.source) for request in requests])
-    return [len(set(of_ranks)) > 1 for of_ranks in zip(*digests, strict=True)]
+    digests = ["" if request.as_stream else data_digest(request.source) for request in requests]
+    facts = group.exchange(([request.length for request in requests], digests))
+    first = facts[0][0]
+    for rank, (lengths, _) in enumerate(facts):
+        if lengths != first:
+            raise ValueError(
+                f"all ranks must open the same sources; those of rank 0 have {first} samples, those of rank {rank} "
+                f"{lengths}. Give every rank the whole dataset and let a DistributedSampler divide it"
+            )
+    return [len(set(of_ranks)) > 1 for of_ranks in zip(*(digests for _, digests in facts), strict=True)]
 
 
 def _with_directory(request: CacheRequest) -> CacheRequest:
@@ -355,27 +354,20 @@ def _store_or_refuse(openings: Sequence[_Opening], caches: Sequence[OpenCache], 
         FingerprintError: a named cache has other data and is strict; on the other ranks a RuntimeError. All caches are
             closed then.
     """
-
-    def refusal(opening: _Opening, opened: OpenCache) -> str | None:
-        request, found = opening.request, opening.found
-        if opened.cache is None or opened.counters is None:
-            return None
-        words = store_or_refuse(request, found, opening.reader.read, opened.cache, opened.counters)
-        if words is not None and request.strict:
-            raise FingerprintError(f"{request.title} cannot be cached: {words}")
-        if words is not None:
-            log.warning("%s passes through uncached: %s", request.title, words)
-        return words
-
     try:
-        refusals = group.lead(lambda: list(map(refusal, openings, caches)))
+        usable = group.lead(
+            lambda: [
+                store_or_refuse(opened, opening.found, opening.reader.read)
+                for opening, opened in zip(openings, caches, strict=True)
+            ]
+        )
     except BaseException:
         for opened in caches:
             opened.close()
         raise
     served = []
-    for opened, words in zip(caches, refusals, strict=True):
-        if words is not None and opened.cache is not None:
+    for opened, is_usable in zip(caches, usable, strict=True):
+        if opened.cache is not None and not is_usable:
             opened.cache.close()
             opened = replace(opened, cache=None, budget_bytes=0)
         served.append(opened)

@@ -39,7 +39,7 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.samples import same_sample
 
-__all__ = ["check_pool", "is_continued", "store_or_refuse"]
+__all__ = ["FingerprintError", "check_pool", "is_continued", "store_or_refuse"]
 
 log = logging.getLogger(__name__)
 
@@ -51,57 +51,69 @@ _TRIED = 64  # samples that are looked at until four could be compared
 _LOOKED_FOR = 256  # indices of a cache that goes on with another object
 
 
-def store_or_refuse(
-    request: CacheRequest,
-    found: Finding,
-    read: Read,
-    cache: Store,
-    counters: Counters,
-) -> str | None:
-    """Store the samples that set-up has read. Returns why the cache must not be used, in two lines, or None.
+class FingerprintError(ValueError):
+    """The cache of this name has other data."""
+
+
+def store_or_refuse(opened: OpenCache, found: Finding, read: Read) -> bool:
+    """Store the samples that set-up has read. Returns False, with a warning, if the cache has other data.
 
     Args:
-        request: the request for the cache.
+        opened: the open cache. Its counters count `setup_fills`.
         found: the finding about its source, with the codec of the cache.
         read: `SourceReader.read` of its source.
-        cache: the open cache.
-        counters: the counters of the cache. They count `setup_fills`.
+
+    Raises:
+        FingerprintError: (`strict`) the cache has other data.
     """
+    request, cache, counters = opened.request, opened.cache, opened.counters
+    if cache is None or counters is None:
+        return True
     if request.allow_random:
         if request.name is not None and cache.filled:
             _warn_of_trust(request, "a random source that is cached as it is has other samples in each job")
-        return None
+        return True
     contents = dict(read(found, list(filter(cache.has_place, found.seen)), False))
     if request.name is None:
         _store(cache, contents, counters)
-        return None
+        return True
     if not cache.filled:
         others = (index for index in map(cache.handle.arc.index, range(len(cache))) if index not in contents)
         contents |= read(found, list(islice(others, max(_COMPARED - len(contents), 0))), False)
         with cache.alone():
             if not cache.filled:
                 _store(cache, contents, counters)
-                return None
+                return True
     indices = [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]
     places = ((index, cache.place(index, verify=True)) for index in indices)
     other, equal = _compare(found, read, cache, places, contents)
     if other is None and equal:
         _store(cache, contents, counters)
-    return _refusal(request, other, equal)
+    words = _refusal(request, other, equal)
+    if words is not None and request.strict:
+        raise FingerprintError(f"{request.title} cannot be cached: {words}")
+    if words is not None:
+        log.warning("%s passes through uncached: %s", request.title, words)
+    return words is None
 
 
-def check_pool(request: CacheRequest, read: Read, pool: RollingStore) -> str | None:
+def check_pool(request: CacheRequest, read: Read, pool: RollingStore) -> None:
     """Compare resident samples of a rolling cache with the source, by their indices, before any process appends.
 
-    Returns why the cache must not be used, or None. Samples of a stream have no indices.
+    Samples of a stream have no indices.
+
+    Raises:
+        FingerprintError: the pool has other data.
     """
     if request.source is None or not pool.filled:
-        return None
+        return
     slots = np.empty(0, dtype=np.int64) if request.as_stream else pool.slots_by_index(request.length)
     indices = np.flatnonzero(slots != NO_PLACE)
     indices = indices[:: max(len(indices) // _TRIED, 1)]
     places = ((index, int(slots[index])) for index in indices.tolist() if pool.is_sound(int(slots[index])))
-    return _refusal(request, *_compare(Finding(pool.codec), read, pool, places, {}))
+    words = _refusal(request, *_compare(Finding(pool.codec), read, pool, places, {}))
+    if words is not None:
+        raise FingerprintError(words)
 
 
 def _compare(

@@ -16,7 +16,8 @@ from lightning_stocache.node import processes
 from lightning_stocache.node.files import prefix
 from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.setup.named_cache import CacheInUseError, FingerprintError
+from lightning_stocache.setup.named_cache import CacheInUseError
+from lightning_stocache.setup.same_data import FingerprintError
 from tests.processes import call, hanging, wait_until
 from tests.ranks import run_ranks
 from tests.sources import Allowance, CountedSource

@@ -20,7 +20,7 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.disk import DiskError
 from lightning_stocache.node.named import clean
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.setup.named_cache import FingerprintError
+from lightning_stocache.setup.same_data import FingerprintError
 from tests.processes import call, call_many
 from tests.sources import CountedSource
 

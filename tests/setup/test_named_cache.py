@@ -22,9 +22,10 @@ from lightning_stocache.node.files import HEADER_BYTES, Geometry, Manifest
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.named import clean, named_segments, open_named
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.setup.named_cache import FingerprintError, open_cache
+from lightning_stocache.setup.named_cache import open_cache
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.setup.same_data import FingerprintError
 from lightning_stocache.setup.segments import CacheMemoryError
 from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.names import path_of

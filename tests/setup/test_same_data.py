@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.setup.named_cache import FingerprintError
+from lightning_stocache.setup.same_data import FingerprintError
 from lightning_stocache.source.samples import same_sample
 from tests.processes import call, call_many
 from tests.ranks import run_ranks
