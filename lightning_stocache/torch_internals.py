@@ -23,7 +23,7 @@ import logging
 import multiprocessing
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import cache
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -121,8 +121,8 @@ class WorkerIterator:
 class _IdleQueue(Queue):  # type: ignore[type-arg]
     """A queue whose reading process works while the queue is empty."""
 
-    work: ClassVar[Callable[[], bool] | None] = None
-    """The work of the reading process: does a small part, and returns whether there may be more."""
+    work: ClassVar[Iterator[None] | None] = None
+    """The work of the reading process: each step does a small part."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """The next item, as from `Queue.get`. Working counts as waiting."""
@@ -130,13 +130,15 @@ class _IdleQueue(Queue):  # type: ignore[type-arg]
         while _IdleQueue.work is not None and self.empty():
             if end is not None and time.monotonic() >= end:
                 raise queue.Empty  # the worker checks then whether the main process is alive
-            if not _IdleQueue.work():
+            try:
+                next(_IdleQueue.work)
+            except StopIteration:
                 _IdleQueue.work = None
         return super().get(block, timeout)
 
 
-def do_when_idle(work: Callable[[], bool]) -> None:
-    """In a worker: call this whenever no request waits, until it returns False."""
+def do_when_idle(work: Iterator[None]) -> None:
+    """In a worker: take a step of this whenever no request waits, until it ends."""
     _IdleQueue.work = work
 
 

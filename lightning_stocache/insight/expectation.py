@@ -18,7 +18,7 @@ from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.cache.placement import NO_SLOT, Domain
 from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.loader_sampler import batches_of, index_sampler
-from lightning_stocache.loading.loader_tree import Cached, cached_behind, leaves_in
+from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.sampler_domain import draws_once, sampler_domain
 
@@ -114,7 +114,7 @@ class Expectation:
 def _reader(loaders: Any, dataset: Cached) -> Any:
     """The loader that reads a cached dataset; None if there are several. Loaders of Fabric count, too."""
     leaves = [leaf for leaf in leaves_in(loaders) if hasattr(leaf, "batch_sampler")]
-    readers = [leaf for leaf in leaves if any(each.counters is dataset.counters for each in cached_behind(leaf))]
+    readers = [leaf for leaf in leaves if any(each.counters is dataset.counters for each in cached_in_leaves(leaf))]
     return readers[0] if len(readers) == 1 else None
 
 

@@ -138,7 +138,8 @@ class CachedLoader(DataLoader[Any]):
         self.position.begin(self)
         cached = self._cached()
         if not started and cached is not None:
-            cached.look_at_ranks()
+            if not cached.knows_ranks:
+                cached.look_at_ranks()
             cached.refresh()  # persistent workers have a source of their own, which stays as it was
         resources = None if cached is None else self._resources_for(cached)
         if resources is not self.resources:

@@ -22,7 +22,6 @@ from lightning_stocache.sampling.residents import StreamBatches
 __all__ = [
     "Cached",
     "Stream",
-    "cached_behind",
     "cached_in_leaves",
     "is_rolling",
     "is_stream",
@@ -100,18 +99,13 @@ def wrapped_loader(leaf: Any) -> DataLoader[Any] | None:
     return leaf.loader if isinstance(leaf.loader, DataLoader) else None
 
 
-def cached_behind(*leaves: Any) -> list[Cached]:
-    """The cached datasets and streams behind the `dataset` of each leaf, DataLoader or not; one per cache."""
+def cached_in_leaves(loaders: Any) -> list[Cached]:
+    """The cached datasets and streams that a nesting of loaders reads, DataLoaders or not; one per cache."""
     found: dict[int, Cached] = {}
-    for leaf in leaves:
+    for leaf in leaves_in(loaders):
         for dataset in _inside(getattr(leaf, "dataset", None)):
             found.setdefault(id(dataset.counters or dataset), dataset)
     return list(found.values())
-
-
-def cached_in_leaves(loaders: Any) -> list[Cached]:
-    """The cached datasets and streams that a nesting of loaders reads, whether by DataLoaders or not (Fabric's)."""
-    return cached_behind(*leaves_in(loaders))
 
 
 def _inside(dataset: Any) -> Iterator[Cached]:

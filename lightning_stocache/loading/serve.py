@@ -61,7 +61,7 @@ class CachedSource:
     """
 
     def __init__(self, opened: OpenCache, transform: Callable[[Any], Any] | None = None) -> None:
-        self.transform, self._knows_ranks = transform, False
+        self.transform, self.knows_ranks = transform, False
         self._state = SourceState(opened.request.source, getattr(opened.tail, "steps", ()))
         self._serve_from(opened)
 
@@ -117,7 +117,7 @@ class CachedSource:
                 positions = [position_of(index, self.source) for index in indices]
             except TypeError:  # a sampler's keys, which only the source understands
                 return self._uncached(self.source, indices, self._transformed)
-            if not self._knows_ranks:
+            if not self.knows_ranks:
                 self.look_at_ranks()
             if (cache := self.cache) is not None:
                 return self._each_finished(self._serve(cache, positions))
@@ -133,7 +133,7 @@ class CachedSource:
 
         Processes have counters in common. Before `share` there are none, so the first worker warns for all.
         """
-        self._knows_ranks, (world, rank), worker = True, job_ranks(), get_worker_info()
+        self.knows_ranks, (world, rank), worker = True, job_ranks(), get_worker_info()
         if rank or self.opened.group.world >= world or (self.opened.counters is None and worker and worker.id):
             return
         if self._is_first("ranks alone"):

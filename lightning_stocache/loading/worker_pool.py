@@ -32,7 +32,7 @@ from lightning_stocache.loading.batch_pool import Attached, BatchPool, SharedBat
 from lightning_stocache.loading.collate import Packed, Rows, is_dense
 from lightning_stocache.loading.dataset import StandIn, cached_in, cached_source
 from lightning_stocache.loading.prefetch import held_back
-from lightning_stocache.loading.prefill import Prefill
+from lightning_stocache.loading.prefill import prefill
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.source.samples import is_plain, rebuilt
@@ -286,7 +286,7 @@ class InitOnSource:
         dataset = info.dataset.dataset if ours else info.dataset
         cached = cached_in(dataset)
         if ours and cached is not None and cached_source(cached).opened.request.prefill:
-            do_when_idle(Prefill(cached_source(cached), worker, info.num_workers))
+            do_when_idle(prefill(cached_source(cached), worker, info.num_workers))
         if cached is not None and isinstance(dataset, StandIn):  # a user who made a CachedDataset expects that
             dataset = cached.source
         set_worker_dataset(dataset if self.source is None else self.source)

@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.loader_tree import Cached, cached_behind, cached_in_leaves, wrapped_loader
+from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, wrapped_loader
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.setup.request import LoaderSettings, check_budget
@@ -150,7 +150,7 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None
         TypeError: the loader cannot be cached; the message has the reason and the remedy.
         ValueError: the dataset is empty, or the budget is a share of an unknown size.
     """
-    if cached_behind(leaf):
+    if cached_in_leaves(leaf):
         return None
     dataset = getattr(leaf, "dataset", None)
     is_stream = isinstance(dataset, IterableDataset)

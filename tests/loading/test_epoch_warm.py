@@ -69,21 +69,6 @@ def test_hits_are_counted_when_a_batch_is_handed_out(dataset: CachedDataset) -> 
         assert moved.gather_ns > 0
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_cache_that_is_closed_in_the_middle_is_passed_by(monkeypatch, num_workers: int) -> None:
-    """Blocks that lie in memory are handed out, and what follows is loaded, also what was not drawn yet."""
-    monkeypatch.setattr(epoch, "BLOCK_BYTES", 30 * SAMPLE_BYTES)
-    monkeypatch.setattr(epoch, "DRAWN", 60)
-    expected, served = list(DataLoader(Numbers(LENGTH), 10)), []
-    own = CachedDataset(Numbers(LENGTH))
-    own.__getitems__(list(range(LENGTH)))
-    for batch in CachedLoader(own, 10, num_workers=num_workers):
-        served.append(copied(batch))
-        if len(served) == 4:
-            own.close()
-    assert same(served, expected)
-
-
 def test_large_batches_are_gathered_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of more than 1 MiB shares its memory with no other; small ones share blocks of at most 2 MiB."""
     with closing(CachedDataset(Numbers(12, (3, 300, 300)))) as dataset:

@@ -10,7 +10,6 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 from lightning_stocache import CachedDataset, CachedStream, SampleSpec
 from lightning_stocache.loading.dataset import StandIn
 from lightning_stocache.loading.loader_tree import (
-    cached_behind,
     cached_in_leaves,
     leaves_in,
     loaders_in,
@@ -63,5 +62,5 @@ def test_what_has_a_dataset_and_is_no_dataloader(dataset: CachedDataset) -> None
     """It is asked for by its leaves."""
     stream = CachedStream([1.0], budget="1MiB")
     leaves = [SimpleNamespace(dataset=dataset), SimpleNamespace(dataset=stream), SimpleNamespace(dataset=stream), 7]
-    assert cached_behind(*leaves) == cached_in_leaves(leaves) == [dataset, stream]
+    assert cached_in_leaves(leaves) == [dataset, stream]
     stream.close()

@@ -32,6 +32,7 @@ LENGTH, BATCH, EPOCHS = 1200, 40, 4
         (DataLoader, 0, {}, "has a cache of its own"),
         (DataLoader, 2, {}, "has a cache of its own"),
         (CachedLoader, 2, {}, "has a cache of its own"),
+        (CachedLoader, 0, {"defer": True}, "loads its samples uncached"),
         (DataLoader, 2, {"budget": 0}, "loads its samples uncached"),
         (DataLoader, 0, {"defer": True}, "loads its samples uncached"),
     ],

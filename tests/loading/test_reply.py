@@ -71,26 +71,15 @@ class Graph:
         self.nodes = nodes
 
 
-class Point(tuple[Any, ...]):
-    """A tuple of the user's."""
-
-
 def collate_graphs(graphs: list[Graph], *, collate_fn_map: Any = None) -> Graph:
     return Graph(default_collate([graph.nodes for graph in graphs]))
-
-
-def collate_points(points: list[Point], *, collate_fn_map: Any = None) -> str:
-    return f"{len(points)} points"
 
 
 def test_types_that_the_user_registered_are_collated_by_the_users_function(monkeypatch):
     """Registered after the import too; what it makes is not looked into."""
     monkeypatch.setitem(default_collate_fn_map, Graph, collate_graphs)
-    monkeypatch.setitem(default_collate_fn_map, Point, collate_points)
     for got in through([(Graph(torch.tensor([i])), i) for i in range(3)]):
         assert got[0].nodes.flatten().tolist() == [0, 1, 2]
-    for got in through([{"p": Point((torch.tensor(i),))} for i in range(3)]):
-        assert got == {"p": "3 points"}
 
 
 @pytest.mark.parametrize(
