@@ -45,7 +45,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import dropwhile
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +62,7 @@ from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.processes import poll
 from lightning_stocache.node.segment import Segment, fence
 
-__all__ = ["FILLERS", "RollingStore", "Turn"]
+__all__ = ["FILLERS", "RollingStore"]
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +78,6 @@ _MOST_TRIES = 1000  # then the writers are faster than any copy
 _SMALLER = 4  # there are slots enough for records that are this much smaller than expected
 _KNOWN = 32  # with so many records, their mean size replaces the estimate of set-up
 _TOO_FAST = "a rolling cache is overwritten faster than it can be read: give it a larger budget, or fewer fillers"
-
-
-class Turn(NamedTuple):
-    """A slot that a writer has claimed, and the ticket of its sample. `is_new`: the slot had no sample before."""
-
-    slot: int
-    ticket: int
-    is_new: bool
 
 
 class RollingStore(Store):
@@ -234,19 +226,19 @@ class RollingStore(Store):
             OSError: there is no memory for a single sample.
         """
         contents = self.codec.contents(self.codec.encode(sample, None if index < 0 else index))
-        while (turn := self.take(self.layout.size(contents))) is not None:
+        while (slot := self.take(self.layout.size(contents))) is not None:
             try:
-                short = self._write_sample(turn, contents, index)
+                short = self._write_sample(slot, contents, index)
             except BaseException:
-                self.finish(turn, is_whole=False)
+                self.finish(slot, is_whole=False)
                 raise
             if short is None:
-                self.finish(turn)
+                self.finish(slot)
                 return True
-            self._stop_growing(turn, short)
+            self._stop_growing(slot, short)
         return False
 
-    def take(self, nbytes: int = 0) -> Turn | None:
+    def take(self, nbytes: int = 0) -> int | None:
         """Take the next slot, with room for a record of `nbytes`, until `finish`. None if a writer has the slot."""
         words, rows = self._words, isinstance(self.layout, Rows)
         if not rows and (aligned(nbytes) > words[_MOST] or nbytes >= LARGEST):
@@ -265,27 +257,27 @@ class RollingStore(Store):
                 self._claims.release(slot)
                 return None
             words[_NEXT] += slot == turn
-            ticket, is_evicted = int(words[_APPENDED]), is_complete(int(self.generations[slot]))
-            words[_EVICTED] += is_evicted
+            ticket = int(words[_APPENDED])
+            words[_EVICTED] += is_complete(int(self.generations[slot]))
             words[_APPENDED] += 1
             self.generations[slot] = 2 * ticket + 1
-        return Turn(slot, ticket, not is_evicted)
+        return slot
 
-    def finish(self, turn: Turn, *, is_whole: bool = True) -> None:
+    def finish(self, slot: int, *, is_whole: bool = True) -> None:
         """Release a slot. Readers may read its sample, if `is_whole`; else the sample is dropped."""
-        generation = 2 * turn.ticket + 2
+        generation = int(self.generations[slot]) + 1
         if is_whole:
-            self._times[turn.slot] = time.time_ns()
+            self._times[slot] = time.time_ns()
         fence()
-        self.generations[turn.slot] = generation if is_whole else -generation
-        self._claims.release(turn.slot)
+        self.generations[slot] = generation if is_whole else -generation
+        self._claims.release(slot)
 
-    def _write_sample(self, turn: Turn, contents: Sequence[memoryview], index: int) -> str | None:
+    def _write_sample(self, slot: int, contents: Sequence[memoryview], index: int) -> str | None:
         """Write a sample. If memory is short, return the reason in words."""
         layout, checksums, grows = self.layout, self._checksums, not self._words[_LAPPED]
-        if isinstance(layout, Rows) and not turn.is_new and checksums is None:
+        if isinstance(layout, Rows) and self._times[slot] and checksums is None:  # it had a sample before
             for rows, content in zip(layout.fields, contents, strict=True):
-                rows[turn.slot] = np.frombuffer(content, dtype=np.uint8)
+                rows[slot] = np.frombuffer(content, dtype=np.uint8)
             return None
         if grows:  # afterwards the store takes no more memory
             short = self._shortage.comes_with(layout.size(contents))
@@ -293,12 +285,12 @@ class RollingStore(Store):
                 return short
         try:
             if isinstance(layout, Rows):
-                layout.write([turn.slot], [contents])
+                layout.write([slot], [contents])
             else:
-                self.segment.store(int(layout.columns["begin"][turn.slot]), *contents)
+                self.segment.store(int(layout.columns["begin"][slot]), *contents)
             if checksums is not None:
-                layout.columns["index"][turn.slot] = index
-                checksums.seal(turn.slot, contents)
+                layout.columns["index"][slot] = index
+                checksums.seal(slot, contents)
         except OSError as error:
             short = refused(error, on_disk=checksums is not None)
             if short is None or (checksums is not None and not grows):
@@ -306,17 +298,17 @@ class RollingStore(Store):
             return short
         return None
 
-    def _stop_growing(self, turn: Turn, short: str) -> None:
+    def _stop_growing(self, slot: int, short: str) -> None:
         """From now on, roll within the slots or bytes that are in use. Warn once per node."""
         layout, rows = self.layout, isinstance(self.layout, Rows)
-        used = turn.slot if rows else int(layout.columns["begin"][turn.slot]) - layout.begin
+        used = slot if rows else int(layout.columns["begin"][slot]) - layout.begin
         if used:
             with self._claims.waiting(self.count):
                 if used < self._words[_MOST]:
                     self._words[_MOST] = used
                     if rows:
                         self._words[_NEXT], self._words[_LAPPED] = 0, 1
-        self.finish(turn, is_whole=False)
+        self.finish(slot, is_whole=False)
         if not used:
             needed = format_bytes(self.codec.nbytes)
             raise OSError(errno.ENOSPC, f"a rolling cache needs {needed} for its first sample: {short}")
