@@ -1,9 +1,9 @@
 """Every private name of torch that this package uses, and what happens without it.
 
 - `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, which `WorkerIterator` feeds. `_try_put_index`
-  pushes the feed, `_tasks_outstanding` and `_rcvd_idx` count requests and answers, `_workers` are the processes,
-  `_shutdown_workers` ends them. Without one of these, a loader with workers is a plain DataLoader, with one warning
-  (`knows_workers`).
+  pushes the feed, `_tasks_outstanding` and `_rcvd_idx` count requests and answers, `_data_queue` gives the answers,
+  `_workers` are the processes, `_shutdown_workers` ends them. Without one of these, a loader with workers is a plain
+  DataLoader, with one warning (`knows_workers`).
 - `_utils.collate` and `_utils.pin_memory`: without them, the import of this module fails.
 - `RandomSampler._num_samples`: without it, a RandomSampler is treated as a sampler of the user's.
 - Workers wait for requests in `get` of a queue that DataLoader makes with its `multiprocessing_context`. If a worker
@@ -25,6 +25,7 @@ import queue
 import time
 from collections.abc import Iterator
 from functools import cache
+from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -56,8 +57,9 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _TERMINATED_SECONDS = 2.0  # for a worker to end after SIGTERM, which torch's handler obeys at once
+_ENDING_SECONDS = 10.0  # for a worker to end after its socket has closed: milliseconds, on a busy machine seconds
 
-_OF_WORKERS = ("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_workers", "_shutdown_workers")
+_OF_WORKERS = ("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_data_queue", "_workers", "_shutdown_workers")
 
 
 @cache
@@ -85,6 +87,7 @@ class WorkerIterator:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._iterator = cast(Any, iter(loader))
+        self._iterator._data_queue = _Mailbox(self._iterator._data_queue, self._iterator._workers)
 
     def begin_epoch(self) -> None:
         """Wait for the answers of the last epoch and drop them. The first worker gets the next request."""
@@ -152,6 +155,25 @@ def idling_context(given: str | BaseContext | None) -> BaseContext:
     context: Any = copy.copy(base)
     context.Queue = lambda maxsize=0: _IdleQueue(maxsize, ctx=base)
     return cast(BaseContext, context)
+
+
+class _Mailbox:
+    """The queue of the workers' answers."""
+
+    def __init__(self, answers: Any, workers: list[BaseProcess]) -> None:
+        self._answers, self._workers = answers, workers
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The next answer. Raises `queue.Empty` if there is none within the timeout, in seconds."""
+        try:
+            return self._answers.get(timeout=timeout)
+        except (EOFError, ConnectionError, FileNotFoundError):
+            # A killed worker closes its sockets before it has ended. DataLoader raises its own error after the end.
+            ended = connection.wait([worker.sentinel for worker in self._workers], _ENDING_SECONDS)
+            for worker in self._workers:
+                if worker.sentinel in ended:
+                    worker.join()  # its sentinel is ready before it is dead
+            raise
 
 
 def shut_down(iterator: Any) -> None:
