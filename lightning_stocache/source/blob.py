@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from lightning_stocache.cache.codec import UnsupportedSampleError, memory_of, type_name
-from lightning_stocache.cache.records import written
-from lightning_stocache.source.samples import Path, is_pil
+from lightning_stocache.cache.records import is_image, written
+from lightning_stocache.source.samples import Path
 
 __all__ = ["EncodedFile", "decode_blob", "encode_blob", "image_of", "tensor_of"]
 
@@ -103,7 +103,7 @@ def _node(value: Any, path: Path, leaves: list[Any]) -> Any:
         return items if kind is list else {"tuple": items}
     if kind is dict and all(type(key) in (str, int) for key in value):
         return {"dict": [[key, _node(item, (*path, key), leaves)] for key, item in value.items()]}
-    if is_pil(value):
+    if is_image(kind):
         with_palette = value.mode in ("P", "PA")
         palette = [value.palette.mode, value.getpalette(value.palette.mode)] if with_palette else None
         parts = (value.mode, value.size, palette, value.info.get("transparency"), value.tobytes())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -47,28 +49,25 @@ def data_digest(source: Any) -> str:
         (False, True)
     """
     digest = hashlib.sha256()
-    for part in _parts(source, _DEEP):
-        digest.update(part.encode(errors="replace") + b"\0")
+    with suppress(Exception):  # an object of the user's that only looks like a list, for instance
+        for part in _parts(source, _DEEP):
+            digest.update(part.encode(errors="replace") + b"\0")
     return digest.hexdigest()
 
 
-def _parts(node: Any, deep: int) -> list[str]:
-    parts = [class_name(node)]
+def _parts(node: Any, deep: int) -> Iterator[str]:
+    yield class_name(node)
     if isinstance(node, torch.Tensor | np.ndarray):  # of a large one, its repr has the ends
-        return [*parts, f"{tuple(node.shape)} {'' if node.dtype == object else repr(node)}"]
-    if isinstance(node, list | tuple | range):
-        parts.append(str(len(node)))
+        yield f"{tuple(node.shape)} {'' if node.dtype == object else repr(node)}"
+    elif isinstance(node, list | tuple | range):
+        yield str(len(node))
         for item in (*node[:_ENDS], *node[-_ENDS:]):
-            parts += [repr(item)] if isinstance(item, str | bytes | int | float) else _parts_of_item(item, deep)
+            if isinstance(item, str | bytes | int | float):
+                yield repr(item)
+            elif deep:
+                yield from _parts(item, deep - 1)
     elif deep and isinstance(getattr(node, "__dict__", None), dict):
         for name, value in sorted(vars(node).items()):
             if isinstance(value, torch.Tensor | np.ndarray | list | tuple | range | Dataset):
-                parts += [name, *_parts_of_item(value, deep)]
-    return parts
-
-
-def _parts_of_item(item: Any, deep: int) -> list[str]:
-    try:
-        return _parts(item, deep - 1) if deep else []
-    except Exception:  # an object of the user's that only looks like one of these
-        return []
+                yield name
+                yield from _parts(value, deep - 1)

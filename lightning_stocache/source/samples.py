@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import sys
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -27,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_stocache.cache.records import canonical_bytes, written
+from lightning_stocache.cache.records import canonical_bytes, is_image, written
 from lightning_stocache.torch_internals import default_collate_fn_map
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "Path",
     "bits",
     "difference",
-    "is_pil",
     "is_plain",
     "mark_of",
     "part_at",
@@ -141,7 +139,7 @@ def _leaf_bits(node: Any) -> Any:
     if (array := _array_of(node)) is not None:  # by bits: NaN equals itself, 0.0 is not -0.0
         what, content = array
         return kind, what, content.tobytes(), _attribute_bits(node) if isinstance(node, torch.Tensor) else None
-    if is_pil(node):
+    if is_image(type(node)):
         return kind, node.mode, node.size, node.getpalette(), node.tobytes()
     if kind in _PLAIN:
         return kind, node
@@ -173,12 +171,6 @@ def _attribute_bits(tensor: torch.Tensor) -> Bits:
         for path, content in bits(vars(tensor)).items()
         if path[:1] != ("_applied_operations",) or path[-1] != "id"
     }
-
-
-def is_pil(node: Any) -> bool:
-    """Whether an object is an image of PIL, without importing it."""
-    module = sys.modules.get("PIL.Image")  # never imported: then nobody made one
-    return module is not None and isinstance(node, module.Image)
 
 
 def difference(left: Bits, right: Bits) -> str | None:
@@ -223,7 +215,7 @@ def _parts(node: Any) -> list[Any] | None:
     """The items of a sequence, or the parts from which an object is unpickled; None if it is in one piece."""
     if isinstance(node, list | tuple):
         return list(node)
-    if type(node) in _PLAIN or isinstance(node, type | FunctionType | BuiltinFunctionType) or is_pil(node):
+    if type(node) in _PLAIN or isinstance(node, type | FunctionType | BuiltinFunctionType) or is_image(type(node)):
         return None
     try:
         make, arguments, state, items, pairs = (*node.__reduce_ex__(4), None, None, None)[:5]
@@ -285,7 +277,7 @@ def _feed(digest: Any, node: Any, deep: int) -> None:
         digest.update(_digested(np.frombuffer(text, dtype=np.uint8)))
     elif (array := _array_of(node)) is not None:
         digest.update(repr(array[0]).encode() + _digested(array[1]))
-    elif is_pil(node):  # a row of it: the bytes of all would take half a millisecond
+    elif is_image(type(node)):  # a row of it: the bytes of all would take half a millisecond
         middle = node.crop((0, node.height // 2, node.width, node.height // 2 + 1))
         digest.update(f"{node.mode}{node.size}".encode() + middle.tobytes())
 

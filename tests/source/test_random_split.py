@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, get_worker_info, random_split
 from torchvision import transforms as v1
@@ -323,17 +322,6 @@ def test_a_source_is_split_through_subsets() -> None:
         assert parts.source.indices == source.indices
 
 
-@pytest.mark.parametrize("compose", [v1.Compose, v2.Compose])
-def test_a_pil_image_at_the_cut_is_kept(tmp_path: Path, compose: Any) -> None:
-    """The usual recipe draws before it makes a tensor: what is kept is the image of PIL."""
-    transform = compose([v1.RandomResizedCrop(8), v1.RandomHorizontalFlip(), v1.PILToTensor()])
-    source = ImageFolder(write_photos(tmp_path), transform=transform)
-    parts = split(source)
-    assert parts.reason is None
-    assert_same_stream(source, parts)
-    assert isinstance(parts.source[0][0], Image.Image)
-
-
 class Masks(VisionDataset):
     """Segmentation: image and mask go through one joint transform."""
 
@@ -345,16 +333,6 @@ class Masks(VisionDataset):
         mask = tv_tensors.Mask(image[:1] > 64)
         image, mask = self.transforms(image, mask)
         return {"image": image, "mask": mask, "index": index}
-
-
-def test_a_joint_transform_is_split() -> None:
-    """`transforms=` on image and mask draws once for both, before and after."""
-    steps = [v2.Resize(6), v2.RandomHorizontalFlip(), v2.ToDtype({tv_tensors.Image: torch.float32, "others": None})]
-    source = Masks(None, transforms=v2.Compose(steps))
-    parts = split(source)
-    assert repr(parts.tail) == "Tail(RandomHorizontalFlip, ToDtype)"
-    assert_same_stream(source, parts)
-    assert type(parts.source[0]["mask"]) is tv_tensors.Mask
 
 
 def test_the_transform_inside_a_standard_transform_is_split() -> None:
