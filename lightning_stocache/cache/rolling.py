@@ -434,11 +434,6 @@ class RollingStore(Store):
             self.substituted += 1
         raise RuntimeError(_TOO_FAST)
 
-    def readable(self, slots: Integers) -> npt.NDArray[np.bool_]:
-        """Which of these slots can be read now, bool of the same shape."""
-        readable: npt.NDArray[np.bool_] = is_complete(self.generations.take(slots, mode="clip"))
-        return readable
-
     def readable_slots(self) -> Integers:
         """The slots that can be read now, int64."""
         return np.flatnonzero(is_complete(self.generations[: self.limit]))
@@ -508,7 +503,7 @@ class RollingStore(Store):
         """Random slots that can be read now."""
         # A few random slots: a look at a hundred thousand slots takes half a millisecond.
         slots = self._chance.integers(0, self.count, 64 + 8 * count)
-        slots = slots[self.readable(slots)]
+        slots = slots[is_complete(self.generations.take(slots))]
         if len(slots) < count:
             for seconds in poll(pause=0.001):
                 if len(slots := self.readable_slots()):

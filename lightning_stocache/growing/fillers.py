@@ -10,8 +10,8 @@ what was drawn, if the draws are the same (`_PLAN`). Where the whole source has 
 verify what is resident, and load the rest.
 
 A sample that cannot be loaded, or does not match the codec, is left out. The filler sends its first error with the
-traceback, and ends after `MOST_FAILURES` failures in a row. A filler that dies is started again, at most
-`MOST_RESTARTS` times. `Fillers.look` does this on the trainer's own thread: when an epoch begins, while it waits for
+traceback, and ends after `_MOST_FAILURES` failures in a row. A filler that dies is started again, at most
+`_MOST_RESTARTS` times. `Fillers.look` does this on the trainer's own thread: when an epoch begins, while it waits for
 the minimum, and about once a second while indices are drawn. Another thread must not fork, because the child could
 inherit locks that the trainer's thread holds.
 
@@ -41,12 +41,12 @@ from lightning_stocache.node.processes import end_with_parent
 from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.torch_internals import become_worker
 
-__all__ = ["MOST_FAILURES", "MOST_RESTARTS", "Fillers"]
+__all__ = ["Fillers"]
 
 log = logging.getLogger(__name__)
 
-MOST_FAILURES = 20  # in a row
-MOST_RESTARTS = 3  # of one filler
+_MOST_FAILURES = 20  # in a row
+_MOST_RESTARTS = 3  # of one filler
 _DRAWN, _APPENDED, _FAILED, _SINCE, _INDEX, _STOP, _PLAN = range(7)  # the notes of a filler
 _END_SECONDS = 1.0  # that a filler has to end by itself
 _LONGEST = 8000  # characters of a traceback, which must fit into a pipe that is not read meanwhile
@@ -121,12 +121,12 @@ class Fillers:
         words = f"filler {number} died ({died}) after it had appended {notes[_APPENDED]} samples"
         if notes[_SINCE]:
             words += f", loading {_sample_name(int(notes[_INDEX]))}"
-        if self._restarts[number] < MOST_RESTARTS:
+        if self._restarts[number] < _MOST_RESTARTS:
             log.warning("%s; it is started anew, behind that sample", words)
             self._restarts[number] += 1
             self._start(number)
         else:
-            self._report(f"{words}, as it has {MOST_RESTARTS} times before; it is not started again")
+            self._report(f"{words}, as it has {_MOST_RESTARTS} times before; it is not started again")
 
     def describe(self) -> str:
         """Describe which samples the fillers are loading, and for how long."""
@@ -223,7 +223,7 @@ def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: 
             notes[_SINCE] = 0
             notes[_FAILED] += 1
             in_a_row += 1
-            ends = in_a_row >= MOST_FAILURES
+            ends = in_a_row >= _MOST_FAILURES
             if ends or int(notes[_FAILED]) == 1:
                 trace = "".join(traceback.format_exception(error))[-_LONGEST:]
                 outcome = f"after {in_a_row} failures in a row the filler ends" if ends else "others are only counted"

@@ -400,11 +400,11 @@ class RollingCache(Dataset[Any]):
         return self.dataset
 
 
-def share_pools(datasets: Iterable[Any], group: NodeGroup | None = None) -> None:
+def share_pools(datasets: Iterable[Any]) -> None:
     """Share the rolling caches among some datasets between the ranks, unless they are shared already. Collective."""
     for dataset in datasets:
         if isinstance(dataset, RollingCache):
-            group = NodeGroup.discover() if group is None else group
+            group = NodeGroup.discover()
             if not dataset.is_open or dataset.group != group:
                 dataset.share(group)
 

@@ -161,8 +161,6 @@ class LocalitySampler(DistributedSampler[int]):
         if begin == end or order.dtype == object:
             return order  # fewer indices than ranks, or what only the source understands
         slots = replace(arcs[around[0]], slots=arcs[0].size).slots_of(order)
-        if self.draws is None and arcs[0].domain is None:  # each index once: no need to sort
-            return order[(slots >= begin) & (slots < end)]
         return order[np.sort(np.argsort(slots, kind="stable")[begin:end])]
 
 
