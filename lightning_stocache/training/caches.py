@@ -228,10 +228,11 @@ class CallCaches:
         counts = Counts() if counters is None else counters.totals()
         hit = any(self._group.exchange(counts.hits > counts.setup_fills))  # epoch one hits what set-up stored
         self._fruitless[stage] += not hit
-        self._warn_once(
-            f"the {stage} loader came with a new {kind}: the cache of the one before is closed, and this one starts "
-            "empty.\nMake the dataset once, outside of the loader hook (with keep_cache: outside of setup)"
-        )
+        if before.dataset.cache is not None:
+            self._warn_once(
+                f"the {stage} loader came with a new {kind}: the cache of the one before is closed, and this one "
+                "starts empty.\nMake the dataset once, outside of the loader hook (with keep_cache: outside of setup)"
+            )
         if not hit and self._fruitless[stage] == _MOST_FRUITLESS:
             self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
             self._warn_once(

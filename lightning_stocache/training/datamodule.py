@@ -8,7 +8,6 @@ Between two Trainer calls no cache is open, unless `keep_cache=True`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -32,7 +31,6 @@ __all__ = ["StocacheDataModule", "cache_datamodule"]
 M = TypeVar("M", bound=LightningDataModule)
 Transform: TypeAlias = Callable[[Any], Any]
 
-_LOADER_ARGUMENTS = {*inspect.signature(DataLoader).parameters, "gather"} - {"dataset", "batch_size", "num_workers"}
 _ORDER = ("shuffle", "sampler", "batch_sampler")
 _SAID_BY_BATCH_SAMPLER = ("batch_size", "shuffle", "drop_last", "sampler")
 _STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
@@ -112,8 +110,6 @@ class StocacheDataModule(LightningDataModule):
             if isinstance(given, str) and given != "same":
                 raise ValueError(f"{argument} must be 'same', None or a function, got {given!r}")
         check_count("batch_size", batch_size, 1)
-        if wrong := [name for name in loader or () if name not in _LOADER_ARGUMENTS]:
-            raise ValueError(f"loader must hold arguments of DataLoader that are not given otherwise, got {wrong}")
         self.train, self.val, self.test, self.predict = train, val, test, predict
         self.batch_size = batch_size
         self.num_workers = num_workers
@@ -206,7 +202,7 @@ class StocacheDataModule(LightningDataModule):
             count, rank = replicas(self.trainer, always=True)
             shuffle, mode = bool(arguments.pop("shuffle")), self.caches.options.sampling
             dataset = self.caches.of(stage, source) if source in self.caches else source
-            arguments["sampler"] = locality_sampler(dataset, self.batch_size, shuffle, count, rank, mode=mode)
+            arguments["sampler"] = locality_sampler(dataset, arguments["batch_size"], shuffle, count, rank, mode=mode)
         return arguments
 
     def _transform_batch(self, batch: Any, dataloader_idx: int) -> Any:

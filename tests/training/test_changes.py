@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 from tqdm.auto import tqdm
 
 from lightning_stocache.training.callbacks import StochasticCache
-from tests.sources import CountedSource, CountedStream, TransformedSource
+from tests.sources import CountedSource, CountedStream, Made, TransformedSource
 from tests.training.tiny import (
     SAMPLES,
     Data,
@@ -187,6 +187,13 @@ def test_datasets_that_are_never_the_same_end_the_caching(tmp_path, caplog):
     trainer, _ = fit_anew(tmp_path, lambda count: Other(SAMPLES, log_path=tmp_path / str(count)), epochs=5)
     assert logged(trainer, "stocache/misses")[:2] == [SAMPLES] * 2
     assert caplog.text.count("not cached any more") == caplog.text.count("RollingCache") == 1
+
+
+def test_a_dataset_that_was_not_cached_has_no_cache_to_close(tmp_path, caplog):
+    """A random dataset passes through. When the next one comes, no warning says that a cache is closed."""
+    fit_anew(tmp_path, lambda count: Made(lambda index: (torch.rand(3, 8, 8), 0), 8), epochs=2)
+    assert "it is random" in caplog.text
+    assert "came with a new" not in caplog.text
 
 
 def as_tensor(number: int) -> torch.Tensor:

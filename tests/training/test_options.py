@@ -58,8 +58,6 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 REFUSED += [(ours, {"batch_size": size}, f"batch_size {WHOLE} {size!r}") for size in (None, 0, -1, "4", True, 2.0)]
 for flag in inspect.signature(CacheMonitor).parameters:
     REFUSED.append((CacheMonitor, {flag: "yes"}, f"{flag} must be true or false, got 'yes'"))
-for name in ("dataset", "batch_size", "pin_memry"):
-    REFUSED.append((ours, {"loader": {name: 1}}, rf"loader must hold arguments of DataLoader .*got \['{name}'\]"))
 for name in ("eval_transform", "eval_batch_transform"):
     REFUSED.append((ours, {name: "nope"}, f"{name} must be 'same', None or a function, got 'nope'"))
 
