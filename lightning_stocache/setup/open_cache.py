@@ -121,18 +121,6 @@ class OpenCache:
             f"{used} in use of {format_bytes(self.budget_bytes)}"
         )
 
-    def state(self) -> dict[str, Any]:
-        """The state of the cache on this node, as plain values."""
-        cache, request = self.live_cache, self.request
-        held = (0, 0, 0, 0) if cache is None else (len(cache), cache.filled, cache.memory_bytes, cache.disk_bytes)
-        return {
-            "samples": request.samples,
-            **dict(zip(("slots", "filled", "memory_bytes", "disk_bytes"), held, strict=True)),
-            "budget_bytes": self.budget_bytes,
-            "name": request.name,
-            "dir": request.dir,
-        }
-
     def tell(self) -> None:
         """Describe the cache once per node: in the log, or on stderr if the script has not set up logging.
 

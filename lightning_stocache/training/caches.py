@@ -65,13 +65,20 @@ class _Open:
 
     def state(self) -> dict[str, Any]:
         """The content of this cache on this node, as plain values."""
-        known: dict[str, Any] = {"dataset": type(self.source).__name__, "stages": sorted(self.stages)}
-        if isinstance(self.dataset, CachedDataset):
-            return known | cached_source(self.dataset).opened.state()
         cache = self.dataset.cache
-        slots, filled, used = (0, 0, 0) if cache is None else (len(cache), cache.filled, cache.memory_bytes)
-        held = {"slots": slots, "filled": filled, "memory_bytes": used, "disk_bytes": 0}
-        return known | held | {"budget_bytes": self.dataset.budget_bytes}
+        known: dict[str, Any] = {
+            "dataset": type(self.source).__name__,
+            "stages": sorted(self.stages),
+            "slots": 0 if cache is None else len(cache),
+            "filled": 0 if cache is None else cache.filled,
+            "memory_bytes": 0 if cache is None else cache.memory_bytes,
+            "disk_bytes": 0 if cache is None else cache.disk_bytes,
+            "budget_bytes": self.dataset.budget_bytes,
+        }
+        if isinstance(self.dataset, CachedDataset):
+            request = cached_source(self.dataset).opened.request
+            known |= {"samples": request.samples, "name": request.name, "dir": request.dir}
+        return known
 
 
 class CallCaches:
