@@ -4,8 +4,8 @@
 are compared in three ways:
 
 - `bits`: values by path that `==` compares bit for bit; `difference` says where two of them differ.
-- `same_sample`: by value, for another job or machine: sets and dicts have no order, and floating-point numbers may
-  differ in their last bits.
+- `same_sample`: by value, for another job: sets and dicts have no order, and floating-point numbers may differ in
+  their last bits.
 - `mark_of`: 64 bits made of the sums and the ends of the leaves, to find a sample among many.
 """
 
@@ -17,9 +17,7 @@ from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import reduce
-from itertools import repeat
 from operator import getitem
-from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -193,39 +191,19 @@ def same_sample(left: Any, right: Any) -> bool:
         >>> same_sample({"x": 0.1 + 0.2, "tags": {"a", "b"}}, {"x": 0.3, "tags": {"b", "a"}}), same_sample([1], [2])
         (True, False)
     """
-    return bits(left) == bits(right) or _alike(left, right, _DEEP)
-
-
-def _alike(left: Any, right: Any, deep: int) -> bool:
-    if type(left) is not type(right):
+    ours, theirs = bits(left), bits(right)
+    if ours.keys() != theirs.keys():
         return False
-    if isinstance(left, torch.Tensor | np.ndarray | np.generic | float | complex):
-        return bits(left) == bits(right) or _is_near(left, right)
-    if isinstance(left, set | frozenset):
-        return bool(left == right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_alike(left[key], right[key], deep - 1) for key in left)
-    ours, theirs = _parts(left), _parts(right)
-    if ours is None or theirs is None or not deep:
-        return bits(left) == bits(right)
-    return len(ours) == len(theirs) and all(map(_alike, ours, theirs, repeat(deep - 1)))
-
-
-def _parts(node: Any) -> list[Any] | None:
-    """The items of a sequence, or the parts from which an object is unpickled; None if it is in one piece."""
-    if isinstance(node, list | tuple):
-        return list(node)
-    if type(node) in _PLAIN or isinstance(node, type | FunctionType | BuiltinFunctionType) or is_image(type(node)):
-        return None
-    try:
-        make, arguments, state, items, pairs = (*node.__reduce_ex__(4), None, None, None)[:5]
-    except Exception:  # it is a name, or cannot be pickled
-        return None
-    return [make, *arguments, state, *(items or ()), *(pairs or ())]
+    differing = (path for path in ours if ours[path] != theirs[path])
+    return all(_is_near(part_at(left, path), part_at(right, path)) for path in differing)
 
 
 def _is_near(left: Any, right: Any) -> bool:
-    """Whether two floating-point numbers, arrays or tensors of them differ in their last bits alone."""
+    """Whether two objects at one path differ in the last bits of floating-point numbers or the order of keys alone."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, _DICTS):  # they have the same keys, because there are the same paths
+        return True
     if isinstance(left, torch.Tensor):
         if left.dtype != right.dtype or not (left.is_floating_point() or left.is_complex()):
             return False
