@@ -32,7 +32,7 @@ from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.random_split import split
 
-__all__ = ["Arm", "Curves", "Data", "Kind", "Paces", "PlanError", "Spread", "cached_bytes", "measure", "measure_curves"]
+__all__ = ["Arm", "Curves", "Data", "Kind", "Paces", "PlanError", "Spread", "measure", "measure_curves"]
 
 Kind: TypeAlias = Literal["uncached", "missed", "hit"]
 _LARGE = 256 * 2**20  # bytes of the full cache that hits are measured in: larger than the processor's caches
@@ -69,7 +69,6 @@ class Data:
     num_workers: int = 0  # of one rank
     transform: Callable[[Any], Any] | None = None  # per sample, after the cache
     settings: Mapping[str, Any] = field(default_factory=dict)  # further arguments of DataLoader
-    others: Sequence[Dataset[Any]] = ()  # the validation sets that share the budget
     allow_random: bool = False  # a random source is cached as it is
     mode: Mode = "locality"  # how samples are dealt to nodes
     nodes: int = 1
@@ -96,7 +95,6 @@ class Paces:
     codec: SampleCodec | None  # how a sample lies in the cache; None if it cannot be cached
     reason: str | None = None  # why it cannot be cached
     safe_bytes: int = 0  # the largest safe cache on this node
-    other_bytes: int = 0  # the validation sets that share the budget, cached whole
     threads: int = 1  # of torch in this process
 
 
@@ -146,8 +144,7 @@ def measure(data: Data, *, seconds: float = 3.0) -> Paces:
             found[arm].append(trial.pace(arm, seconds / _ROUNDS))
     uncached, *cached = map(Spread.of, found.values())
     missed, hit = cached or (uncached, uncached)
-    other_bytes, threads = sum(map(cached_bytes, data.others)), torch.get_num_threads()
-    return Paces(uncached, missed, hit, trial.codec, trial.reason, trial.room, other_bytes, threads)
+    return Paces(uncached, missed, hit, trial.codec, trial.reason, trial.room, torch.get_num_threads())
 
 
 def measure_curves(
@@ -237,7 +234,7 @@ class Trial:
             check_source(data.source, CachedDataset)
         except (TypeError, ValueError) as error:
             raise PlanError(str(error)) from error
-        with _reading(f"a sample of {type(data.source).__name__}"):
+        with _reading(data.source):
             trial = cls(data)
             try:
                 yield trial
@@ -292,23 +289,8 @@ class Trial:
         return dataset
 
 
-def cached_bytes(source: Dataset[Any]) -> int:
-    """The bytes of a whole dataset in the cache; 0 if it is empty or iterable-style, or if its samples do not fit one.
-
-    Raises:
-        PlanError: the dataset raises.
-    """
-    try:
-        check_source(source, CachedDataset)
-        with _reading(f"sample 0 of {type(source).__name__}"):
-            sample = source[0]
-        return len(cast(Sized, source)) * choose_codec([0], [sample]).slot_bytes
-    except (TypeError, ValueError):
-        return 0
-
-
 @contextmanager
-def _reading(what: str) -> Iterator[None]:
+def _reading(source: Dataset[Any]) -> Iterator[None]:
     """Turn any error of a dataset, in this process or in a worker, into one sentence.
 
     Raises:
@@ -322,7 +304,7 @@ def _reading(what: str) -> Iterator[None]:
         clear_frames(error.__traceback__)  # the frames hold the loader's iterator, which holds its workers
         lines = str(error).strip().splitlines() or [""]  # the last line of a worker's error is the original message
         words = lines[-1].strip() if "Traceback" in str(error) else f"{type(error).__name__}: {lines[0]}"
-        raise PlanError(f"{what} cannot be had: {words}") from error
+        raise PlanError(f"a sample of {type(source).__name__} cannot be had: {words}") from error
 
 
 def _both(tail: Callable[[Any], Any], transform: Callable[[Any], Any], sample: Any) -> Any:

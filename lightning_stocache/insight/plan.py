@@ -76,11 +76,11 @@ def plan(data: Data, paces: Paces, step: Spread | None = None) -> Plan:
         step: seconds of a training step, if there is a model.
     """
     law = _Law(data, paces, step)
-    safe = min(paces.safe_bytes / law.pot_bytes, 1.0) if law.pot_bytes else 0.0
+    safe = min(paces.safe_bytes / law.dataset_bytes, 1.0) if law.dataset_bytes else 0.0
     share, sentences = _advice(law, safe, step is not None)
     percent = math.ceil(round(100 * share, 3))
     budget = "0" if percent == 0 else "auto" if share == safe else f"{percent}%"
-    shares = {*_SHARES, safe, *([] if share == safe else [percent / 100])} if law.pot_bytes else {0.0}
+    shares = {*_SHARES, safe, *([] if share == safe else [percent / 100])} if law.dataset_bytes else {0.0}
     return Plan(data, paces, step, tuple(map(law.row, sorted(shares))), budget, tuple(sentences))
 
 
@@ -93,9 +93,7 @@ class _Law:
         self.uncached, self.missed, self.hit, self.step = (np.array(spread[:3]) for spread in spreads)
         self.samples = data.samples / (data.nodes * data.ranks)  # of one rank in an epoch
         self.batches = math.ceil(self.samples / data.batch_size)
-        self.pot_bytes = 0  # all sets that share the budget, cached whole
-        if paces.codec is not None:
-            self.pot_bytes = data.samples * paces.codec.slot_bytes + paces.other_bytes
+        self.dataset_bytes = 0 if paces.codec is None else data.samples * paces.codec.slot_bytes  # cached whole
 
     def hit_rate(self, share: float) -> float:
         """The hit rate of later epochs. If samples are dealt to the nodes at random, the nodes do not add up."""
@@ -120,7 +118,7 @@ class _Law:
         pays_in = None
         if share and faster.low > 1:
             pays_in = max(math.floor((first[1] - without[1]) / (without[1] - later[1])) + 2, 2)
-        percent, budget_bytes = round(100 * share, 7), math.floor(share * self.pot_bytes)
+        percent, budget_bytes = round(100 * share, 7), math.floor(share * self.dataset_bytes)
         budget = f"{percent:.0f}%" if percent == int(percent) else f"{percent:.1f}%"
         safe, epochs = budget_bytes <= self.paces.safe_bytes, (Spread(*first.tolist()), Spread(*later.tolist()))
         return Row(budget, budget_bytes, safe, rate, *epochs, faster, pays_in)

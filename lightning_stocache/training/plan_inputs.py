@@ -68,7 +68,6 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     datamodule.setup("fit")
     try:
         loaders = list(loaders_in(datamodule.train_dataloader()))
-        others = _validation_sets(datamodule) if options.pot("train") == options.pot("val") else ()
     finally:
         datamodule.teardown("fit")
     if len(loaders) != 1:
@@ -82,7 +81,7 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     names += ["multiprocessing_context", "prefetch_factor"] if loader.num_workers else []
     settings = {name: getattr(loader, name) for name in names}
     size, workers = settings_of(loader).batch_size, loader.num_workers
-    return Data(source, size, workers, transform, settings, others, options.allow_random, options.sampling)
+    return Data(source, size, workers, transform, settings, options.allow_random, options.sampling)
 
 
 def source_in(given: Any) -> Any:
@@ -147,16 +146,6 @@ def world(trainer: Mapping[str, Any]) -> tuple[int, int]:
     else:
         ranks = devices if isinstance(devices, int) else len(devices)
     return int(trainer.get("num_nodes") or 1), max(ranks, 1)
-
-
-def _validation_sets(datamodule: Any) -> tuple[Dataset[Any], ...]:
-    """The datasets of the validation loaders; empty if the hook is not overridden (in either package)."""
-    try:
-        return tuple(_without_cache(loader.dataset)[0] for loader in loaders_in(datamodule.val_dataloader()))
-    except Exception as error:
-        if type(error).__name__ != "MisconfigurationException":
-            raise
-        return ()
 
 
 def _without_cache(dataset: Dataset[Any]) -> tuple[Dataset[Any], Callable[[Any], Any] | None]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_stocache.insight import measurement
-from lightning_stocache.insight.measurement import Data, PlanError, cached_bytes, measure, measure_curves
+from lightning_stocache.insight.measurement import Data, PlanError, measure, measure_curves
 from tests.sources import CountedSource, CountedStream, Made
 
 QUICK = 0.01
@@ -121,13 +121,6 @@ def test_no_memory_is_one_sentence(monkeypatch):
     monkeypatch.setattr(Data, "safe_bytes", lambda *_: 100)
     with pytest.raises(PlanError, match="no memory for one sample"):
         measure(Data([torch.zeros(100)] * 8, 4), seconds=QUICK)
-
-
-def test_other_sets_count_their_cached_size():
-    """Validation sets take their share of the budget; one that cannot be cached takes none."""
-    assert [cached_bytes(source) for source in ([torch.zeros(1)] * 5, [lambda: 1], [])] == [5 * 5, 0, 0]
-    with pytest.raises(PlanError, match="sample 0 of Made"):
-        cached_bytes(Made(broken))
 
 
 SOURCE = [torch.full((50,), index) for index in range(64)]

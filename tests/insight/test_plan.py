@@ -46,12 +46,6 @@ def test_several_nodes_add_up():
     assert planned(nodes=4, samples=4000).budget == "25%"
 
 
-def test_validation_shares_the_budget():
-    """Bytes of a row are for all sets that draw on the budget; the samples are the training set's."""
-    half = row(planned(paces(other_bytes=100_000)), "50%")
-    assert (half.budget_bytes, half.hit_rate) == (100_000, 0.5)
-
-
 def test_it_pays_when_the_sum_of_epochs_is_smaller():
     """A slow first epoch pays in the first epoch that ends ahead of uncached training."""
     dear = planned(paces(missed=0.03))  # epoch one: 30 s instead of 11, then 1 s instead of 11
@@ -125,7 +119,7 @@ def test_the_whole_dataset_is_auto():
 
 def test_what_cannot_be_cached_is_said():
     """Without a codec there is one row, uncached, and the reason."""
-    plan = planned(paces(codec=None, reason="Samples hold strings.", other_bytes=100))
+    plan = planned(paces(codec=None, reason="Samples hold strings."))
     assert [row.budget for row in plan.rows] == ["0%"]
     assert plan.budget == "0"
     assert "Samples hold strings." in plan.sentences[0]

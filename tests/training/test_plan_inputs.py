@@ -55,14 +55,13 @@ def trainer(tmp_path) -> pl.Trainer:
 
 
 def test_the_datamodule_of_the_first_door():
-    """Source, transform, loader and the sets that share the budget come from the DataModule; no cache is open."""
+    """Source, transform and loader come from the DataModule; no cache is open."""
     module = StocacheDataModule(
-        train=SAMPLES, val=SAMPLES[:8], batch_size=4, num_workers=2, transform=id, sampling="sticky", allow_random=True
+        train=SAMPLES, batch_size=4, num_workers=2, transform=id, sampling="sticky", allow_random=True
     )
     found = training_data(module)
     assert found.source is SAMPLES
     assert found.transform is id
-    assert list(map(len, found.others)) == [8]
     assert (found.batch_size, found.num_workers) == (4, 2)
     assert (found.mode, found.allow_random) == ("sticky", True)
     assert SAMPLES not in module.caches
@@ -76,7 +75,6 @@ def test_a_datamodule_of_the_users(wrap):
     assert found.source is SAMPLES
     assert (found.batch_size, found.num_workers) == (5, 2)
     assert found.settings["prefetch_factor"] == 3
-    assert found.others == ()
     fold = wrap(Data(SAMPLES, sampler=SubsetRandomSampler(range(0, 32, 4))))
     assert [sample[0][0] for sample in training_data(fold).source] == [*range(0, 32, 4)]
     assert source_in(fold) is SAMPLES
