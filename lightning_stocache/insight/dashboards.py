@@ -97,10 +97,9 @@ def log_hyperparameters(logger: Any, values: dict[str, Any]) -> None:
         logger.log_hyperparams(values)
         return
     summaries: Any = import_module("torch.utils.tensorboard.summary")
+    metrics = {"stocache/hit_rate": 0.0}  # the name alone is written
     logger.log_hyperparams(values, metrics={})  # into `logger.hparams` alone
-    for summary in summaries.hparams(
-        dict(_flat(values)), {"stocache/hit_rate": 0.0}
-    ):  # of the metric, only the name is written
+    for summary in summaries.hparams(dict(_flat(values)), metrics):
         experiment.file_writer.add_summary(summary)
 
 

@@ -230,11 +230,8 @@ class Trial:
         Raises:
             PlanError: the dataset is empty, iterable-style or raises, or there is no memory for a sample.
         """
-        try:
-            check_source(data.source, CachedDataset)
-        except (TypeError, ValueError) as error:
-            raise PlanError(str(error)) from error
         with _reading(data.source):
+            check_source(data.source, CachedDataset)
             trial = cls(data)
             try:
                 yield trial
