@@ -56,7 +56,8 @@ class FillProgress(Callback):
             check_count("every_n_steps", every_n_steps, 1)
         check_flag("verbose", verbose)
         self.name, self.every_n_steps, self.verbose = name, every_n_steps, verbose
-        self._full, self._cadence = False, 1
+        self._full = False
+        self._cadence = 1
         self._waited_before = self._waited = 0.0  # seconds: before this fit, and in its whole epochs
         self._first_epoch, self._counts_before = True, Counts()
 
@@ -64,7 +65,8 @@ class FillProgress(Callback):
         """Note whether the cache is full already: a kept cache may be."""
         self._full = _are_full(_training_caches(trainer))
         self._first_epoch, self._counts_before = True, _training_counts(trainer)
-        self._waited_before, self._waited = loader_seconds(trainer.train_dataloader)[0], 0.0
+        self._waited_before, _ = loader_seconds(trainer.train_dataloader)
+        self._waited = 0.0
         tenth = int(min(trainer.num_training_batches, 10**6)) // 10 + 1  # inf: no length
         # Every training batch counts as a step here, also where gradients are accumulated.
         self._cadence = self.every_n_steps or min(log_every(trainer), tenth)
@@ -82,7 +84,8 @@ class FillProgress(Callback):
         """Show the value at the epoch's end, and say when the cache is full."""
         self._show(trainer)
         self._first_epoch, self._counts_before = False, _training_counts(trainer)
-        self._waited = loader_seconds(trainer.train_dataloader)[0] - self._waited_before  # NaN if it is not known
+        waited, _ = loader_seconds(trainer.train_dataloader)  # NaN if it is not known
+        self._waited = waited - self._waited_before
         self._say_when_full(trainer)
 
     def _show(self, trainer: Trainer) -> None:
@@ -108,8 +111,8 @@ class FillProgress(Callback):
         filled = sum(cache.filled for cache in caches)
         counts = _training_counts(trainer)
         share = min(filled / max(counts.misses + counts.bypasses, 1), 1.0)  # of what was loaded until now
-        waited = share * self._waited
-        after = f"; {waited:.1f} s of waiting for data will not be repeated" if waited > 0 else ""
+        saved = share * self._waited
+        after = f"; {saved:.1f} s of waiting for data will not be repeated" if saved > 0 else ""
         if any(isinstance(cache, RollingStore) for cache in caches):
             after = "; from now on new samples replace the oldest"
         memory, samples = sum(cache.memory_bytes for cache in caches), sum(map(samples_of, datasets))
@@ -183,8 +186,8 @@ class StochasticCache(CacheMonitor):
             return
         super().setup(trainer, pl_module, stage)  # after the check above: this call moves the callback to the front
         if not any(isinstance(other, FillProgress) for other in callbacks):
-            bar, others = FillProgress(verbose=self.verbose), (other for other in callbacks if other is not self)
-            trainer.callbacks = [self, bar, *others]  # type: ignore[attr-defined]
+            others = [other for other in callbacks if other is not self]
+            trainer.callbacks = [self, FillProgress(verbose=self.verbose), *others]  # type: ignore[attr-defined]
         sources = {  # without those of a DataModule that caches its own loaders
             name: source
             for name, source in data_sources(trainer, stage).items()

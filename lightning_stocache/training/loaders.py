@@ -161,7 +161,8 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None
         if hasattr(dataset, "__getitem__") and not is_stream:
             advice = f"Wrap its {type(dataset).__name__} with CachedDataset where you make it"
         raise TypeError(f"it is no torch.utils.data.DataLoader. {advice}")
-    kind, cached = type(leaf).__name__, "CachedStream" if is_stream else "CachedDataset"
+    kind = type(leaf).__name__
+    cached = "CachedStream" if is_stream else "CachedDataset"
     process = getattr(leaf.multiprocessing_context, "Process", None)
     if is_stream and (not options.streams or options.is_off(stage)):
         raise TypeError("it is iterable-style. streams=True keeps it as it passes, if all of it fits")
