@@ -351,7 +351,7 @@ class Watching(Epochs, Checkpoint):
 class Alone(CacheMonitor):
     """A monitor on one rank only, which a job should not have."""
 
-    patience = 0.5
+    patience = 0.1
 
     @property
     def monitors(self) -> bool:

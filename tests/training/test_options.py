@@ -1,10 +1,13 @@
-"""The options of the doors: each is described in `help`, and wrong values raise errors."""
+"""The options of the doors: described in `help`, plain values for LightningCLI; wrong values raise errors."""
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.cli import LightningCLI
 
 from lightning_stocache import (
     CachedDataset,
@@ -14,7 +17,7 @@ from lightning_stocache import (
     StochasticCache,
     cache_datamodule,
 )
-from tests.training.tiny import Data, source
+from tests.training.tiny import SAMPLES, Data, Model, Photos, logged, source
 
 DOORS = [CachedDataset, StocacheDataModule, StochasticCache, cache_datamodule]
 
@@ -67,3 +70,67 @@ def test_what_is_no_option_is_refused_at_once(door, options, words):
     """Each error names the argument, the rule and the value, or the step to do first, before any training."""
     with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
         door(**options)
+
+
+# ---- LightningCLI ----
+
+
+def cached(datamodule: LightningDataModule, budget: str = "auto", keep_cache: bool = False) -> LightningDataModule:
+    """A user's function around cache_datamodule for LightningCLI."""
+    return cache_datamodule(datamodule, budget, keep_cache=keep_cache)
+
+
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: Any, *words: str) -> LightningCLI:
+    """A fit of two epochs from the command line; {folder} in words is the folder of the test."""
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "log_every_n_steps": 1}
+    options |= dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), "false")
+    options |= {"logger": "lightning.pytorch.loggers.CSVLogger", "logger.save_dir": tmp_path}
+    trainer = [f"--trainer.{name}={value}" for name, value in options.items()]
+    arguments = [word.format(folder=tmp_path) for word in words]
+    monkeypatch.setattr("sys.argv", ["train.py"])  # without pytest's arguments, which LightningCLI would warn of
+    args = ["fit", *trainer, *arguments]
+    return LightningCLI(Model, data, args=args, save_config_callback=None, seed_everything_default=1)
+
+
+SOURCE, CALLBACKS = "tests.sources.CountedSource", "--trainer.callbacks+=lightning_stocache."
+MONITOR = f"{CALLBACKS}CacheMonitor"
+NAMED = ["--data.train=tests.training.tiny.Numbers", "--data.batch_size=4", MONITOR]
+CALLBACK = ["--data.folder={folder}", f"{CALLBACKS}StochasticCache", "--trainer.callbacks.budget=1MiB"]
+CALLBACK += ["--trainer.callbacks.stage_budgets={{val: 0}}", f"{CALLBACKS}FillProgress"]
+CACHED = ["--data.datamodule=tests.training.tiny.Photos", "--data.datamodule.folder={folder}", "--data.budget=50%"]
+OURS = [f"--data.train={SOURCE}", f"--data.train.length={SAMPLES}", f"--data.val={SOURCE}", "--data.val.length=8"]
+OURS += ["--data.budget=50%", "--data.stage_budgets={{val: 0}}", "--data.loader={{drop_last: true}}"]
+OURS += ["--data.batch_size=4", "--data.keep_cache=false", f"{CALLBACKS}FillProgress"]
+OURS += ["--trainer.callbacks.every_n_steps=5", MONITOR, "--trainer.callbacks.live=false"]
+
+
+@pytest.mark.processes
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize(
+    ("data", "words", "hits"),
+    [
+        (StocacheDataModule, NAMED, SAMPLES),
+        (StocacheDataModule, [*NAMED, "--data.train.length=8"], 8),
+        (StocacheDataModule, OURS, SAMPLES // 2),
+        (Photos, CALLBACK, SAMPLES),
+        (cache_datamodule, [*CACHED, MONITOR], SAMPLES // 2),
+        (cached, [*CACHED, MONITOR], SAMPLES // 2),
+    ],
+    ids=["a dataset by its name", "with an argument", "ours", "callback", "cache_datamodule", "a function around it"],
+)
+def test_every_door_takes_its_options_from_a_command_line(tmp_path, monkeypatch, data, words, hits):
+    """It takes a dataset by its name, all options of StocacheDataModule, the callback among the Trainer's, and in place
+    of a DataModule class cache_datamodule or a user's function around it."""
+    cli = run(tmp_path, monkeypatch, data, *words)
+    assert logged(cli.trainer, "stocache/hits") == [0, hits]
+    if words is OURS:
+        assert logged(cli.trainer, "stocache/val/bypasses") == [8, 8]
+        assert logged(cli.trainer, "stocache/live/hit_rate") == []
+
+
+@pytest.mark.processes
+def test_a_bad_budget_is_an_error_of_the_command_line(tmp_path, monkeypatch, capsys):
+    """A budget that cannot be read is refused by its value."""
+    with pytest.raises((SystemExit, ValueError)) as error:
+        run(tmp_path, monkeypatch, Photos, *CALLBACK[:2], "--trainer.callbacks.budget=lots")
+    assert "lots" in f"{error.value}{capsys.readouterr().err}"
