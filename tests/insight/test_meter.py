@@ -8,11 +8,11 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
-from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset, SubsetRandomSampler
 
 from lightning_stocache import CachedDataset, CachedLoader, CachedStream, CacheMeter, CacheMonitor
 from lightning_stocache.insight.metrics import LIVE, LIVE_METRICS
-from tests.insight.meter_job import loop, on_two_nodes
+from lightning_stocache.node.group import NodeGroup
 from tests.ranks import run_ranks
 from tests.sources import CountedSource
 from tests.training.tiny import SAMPLES, Model, logged, make_trainer
@@ -155,6 +155,38 @@ def test_a_fabric_loop_logs_it(tmp_path):
     assert granted["sampling"] == "RandomSampler"
     assert granted["slots"] == SAMPLES // 2
     assert "stocache/hit_rate" in (Path(logger.log_dir) / "metrics.csv").read_text()
+
+
+def loop(rank: int, samples: int) -> Any:
+    """The metrics of this rank's meter for two epochs, and the numbers of ranks and nodes."""
+    dataset = CachedDataset(CountedSource(samples), defer=True)
+    dataset.share()
+    sampler = DistributedSampler(dataset, 2, rank)
+    meter = CacheMeter(CachedLoader(dataset, batch_size=4, sampler=sampler))
+    found = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        list(meter)
+        found.append(meter.epoch())
+    granted = meter.hyperparameters()["stocache"]
+    dataset.close()
+    return found, granted["ranks"], granted["nodes"]
+
+
+def on_two_nodes(rank: int, samples: int) -> Any:
+    """The expected hit rates of three epochs on two nodes, whose memory holds a quarter and all of the dataset."""
+    dataset = CachedDataset(CountedSource(samples), budget=("25%", "100%")[rank], defer=True)
+    dataset.share(NodeGroup.discover(key=rank))
+    found = []
+    for sampling in ("locality", "global"):
+        loader = CachedLoader(dataset, batch_size=4, shuffle=True, sampling=sampling)
+        meter = CacheMeter(loader)
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            list(meter)
+            found.append(meter.epoch().get("stocache/hit_rate_expected"))
+    dataset.close()
+    return found
 
 
 @pytest.mark.processes

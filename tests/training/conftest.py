@@ -11,7 +11,8 @@ from lightning_stocache.node.segment import Segment
 
 @pytest.fixture(autouse=True)
 def the_package_is_heard(caplog: pytest.LogCaptureFixture) -> None:
-    """Record the package's INFO messages, for instance how many samples set-up has read."""
+    """Record INFO messages: the lines of epochs, and how many samples set-up has read."""
+    caplog.set_level(logging.INFO)
     caplog.set_level(logging.INFO, logger="lightning_stocache")
 
 

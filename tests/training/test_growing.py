@@ -27,11 +27,6 @@ from tests.training.tiny import DOORS, Data, Remembers, behind, data_hooks, logg
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(autouse=True)
-def _hear_everything(caplog):
-    caplog.set_level(logging.INFO)
-
-
 def load(allowed: Allowance | None, index: int) -> torch.Tensor:
     if allowed is not None:
         allowed(index)

@@ -1,7 +1,6 @@
 """CacheMonitor logs what the source itself has counted."""
 
 import csv
-import logging
 import time
 from importlib import import_module
 from pathlib import Path
@@ -260,7 +259,6 @@ def test_validate_and_test_return_what_they_return_without_a_monitor(tmp_path):
 @pytest.mark.parametrize("door", ["callback", "ours", "dataset"])
 def test_a_cache_that_is_off_says_so_and_gives_no_false_bytes(tmp_path, caplog, door):
     """With budget=0 the end of the run says that the cache is off; unknown bytes are left out."""
-    caplog.set_level(logging.INFO)
     if door == "dataset":
         callbacks, data = [CacheMonitor()], Data(CachedDataset(source(tmp_path), budget=0))
     else:

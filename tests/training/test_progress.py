@@ -1,6 +1,5 @@
 """FillProgress, alone or by StochasticCache: fill and hit rate in the Trainer's own bar, and one line when full."""
 
-import logging
 import re
 import time
 
@@ -8,20 +7,15 @@ import pytest
 import tqdm
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
-from torch.utils.data import Dataset
 
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
+from tests.sources import Made
 from tests.training.tiny import SAMPLES, Data, Model, make_trainer, said, source
 
 pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
 tqdm.tqdm.get_lock()  # a semaphore that tqdm makes once and keeps: not this test's to leave behind
-
-
-@pytest.fixture(autouse=True)
-def _hear_everything(caplog):
-    caplog.set_level(logging.INFO)
 
 
 FULL = "stocache: the cache is full"
@@ -57,12 +51,16 @@ def test_the_bar_shows_the_fill_and_later_the_hit_rate(tmp_path, caplog, bar, ou
     assert len(said(caplog, FULL)) == 1
 
 
-def test_a_half_cached_epoch_shows_its_hit_rate_so_far(tmp_path):
-    """After the first epoch the bar has the hits of the epoch so far over its samples, not those of the whole run."""
+def test_a_half_cached_epoch_shows_its_hit_rate_so_far(tmp_path, caplog):
+    """After the first epoch the bar has the hits of the epoch so far over its samples, not those of the whole run. At
+    the end of the first epoch one line says how many samples are cached and what that saves."""
     watching = watching_bar(TQDMProgressBar, "cache")
     trainer = make_trainer(tmp_path, [StochasticCache(budget="50%"), watching], epochs=3, enable_progress_bar=True)
     trainer.fit(Model(), Data(source(tmp_path)))
     assert watching.values[5::6] == ["fill 100 %", "hit 50 %", "hit 50 %"]
+    [line] = said(caplog, FULL)
+    assert "12 of 24 samples" in line
+    assert "will not be repeated" in line
 
 
 def test_options_of_the_bar(tmp_path, caplog):
@@ -76,25 +74,12 @@ def test_options_of_the_bar(tmp_path, caplog):
     assert said(caplog, FULL) == []
 
 
-def test_one_line_when_full(tmp_path, caplog):
-    """Once, at the end of the first epoch, a line says how many samples are cached and what that saves."""
-    trainer = make_trainer(tmp_path, [FillProgress()], epochs=3)
-    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4, budget="50%"))
-    [line] = said(caplog, FULL)
-    assert "12 of 24 samples" in line
-    assert "will not be repeated" in line
-
-
 def test_the_seconds_are_those_of_the_clock(tmp_path, caplog):
     """The seconds of loading in eight workers count as the time that training waited, not as their sum."""
 
-    class Slow(Dataset):
-        def __len__(self):
-            return SAMPLES
-
-        def __getitem__(self, index):
-            time.sleep(0.2)
-            return source(tmp_path)[index]
+    def load(index):
+        time.sleep(0.2)
+        return source(tmp_path).expected(index)
 
     class Clock(Callback):
         def on_train_start(self, trainer, pl_module):
@@ -105,8 +90,8 @@ def test_the_seconds_are_those_of_the_clock(tmp_path, caplog):
 
     clock = Clock()
     trainer = make_trainer(tmp_path, [FillProgress(), clock])
-    forked = {"multiprocessing_context": "fork"}  # a local class
-    trainer.fit(Model(), StocacheDataModule(Slow(), batch_size=3, num_workers=8, allow_random=True, loader=forked))
+    slow, forked = Made(load, SAMPLES), {"multiprocessing_context": "fork"}  # a local function
+    trainer.fit(Model(), StocacheDataModule(slow, batch_size=3, num_workers=8, allow_random=True, loader=forked))
     [line] = said(caplog, FULL)
     assert 0 < float(re.search(r"([\d.]+) s of waiting", line)[1]) <= clock.seconds + 0.05  # rounded; the sum is 4.8 s
 

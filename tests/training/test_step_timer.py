@@ -1,7 +1,6 @@
 """The parts of a Trainer's steps, by a clock that only the tests advance."""
 
 import contextlib
-import logging
 import sys
 import time
 from types import SimpleNamespace
@@ -243,7 +242,7 @@ def test_a_line_at_the_end(tmp_path, caplog, error):
             return super().training_step(batch, batch_idx)
 
     ends = pytest.raises(SystemExit if error is KeyboardInterrupt else error) if error else contextlib.nullcontext()
-    with caplog.at_level(logging.INFO, "lightning.pytorch"), ends:
+    with ends:
         fit(tmp_path, Breaks, epochs=2)
     line = (
         "stocache: a training step took 63500.00 ms in the last epoch: wait 1 %, transfer 2 %, forward 6 %, "
