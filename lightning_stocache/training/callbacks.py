@@ -74,10 +74,10 @@ class FillProgress(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Show the fill or the hit rate of this node. A stream decides in an epoch's first batch that it is full."""
+        """Show the fill or the hit rate of this node. A stream is known to be full in a later epoch's first batch."""
         if batch_idx % self._cadence == 0:
             self._show(trainer)
-        if batch_idx == 0:
+        if batch_idx == 0 and not self._first_epoch:  # workers may fill a cache during the first batch of all
             self._say_when_full(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
