@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,6 +23,7 @@ from torch.utils.data import (
     SequentialSampler,
     get_worker_info,
 )
+from torchvision import transforms
 from torchvision.transforms import v2
 
 from lightning_stocache.cache.rows import SampleSpec
@@ -40,6 +43,7 @@ from tests.loading.twins import (
     totals,
     unchanged,
 )
+from tests.sources import Made
 
 LENGTH = 50
 SPEC = SampleSpec.infer(Numbers(LENGTH)[0])
@@ -84,6 +88,10 @@ def source_and_transform(name: str) -> tuple[Dataset[Any], Callable[[Any], Any] 
     return Numbers(LENGTH), None if name == "none" else Jitter(name)
 
 
+def seed_all() -> None:
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)  # type: ignore[func-returns-value]
+
+
 def assert_equal_to_plain(
     *, sampler: str, share: str, transform: str, batch_size: int, drop_last: bool, generator: bool, **options: Any
 ) -> None:
@@ -96,15 +104,12 @@ def assert_equal_to_plain(
         own = {"generator": torch.Generator().manual_seed(5)} if generator else {}
         return options | own | sampling(sampler, batch_size, drop_last)
 
-    def seed() -> None:
-        torch.manual_seed(3), np.random.seed(3), random.seed(3)  # type: ignore[func-returns-value]
-
-    seed()
+    seed_all()
     expected = run(DataLoader(source if after is None else Transformed(source, after), **arguments()))
     with closing(CachedDataset(source, budget, transform=after, spec=spec)) as dataset:
         if share == "warm":
             dataset.__getitems__(list(range(LENGTH)))
-        seed()
+        seed_all()
         got = run(CachedLoader(dataset, **arguments()))
     assert len(got) == len(expected)
     for number, (one, other) in enumerate(zip(got, expected, strict=True)):
@@ -399,3 +404,144 @@ def test_a_persistent_loader_whose_cache_is_closed_draws_no_second_seed(own):
 
 def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(7)
+
+
+# ---- records: samples of any kind ----
+
+RECORDS = 26
+
+
+def text(index: int) -> Any:
+    """A string, its tokens and a label, of many lengths."""
+    return {"text": f"sample {index} " * (index % 5), "ids": list(range(index % 7 + 1)), "label": index % 3}
+
+
+class Photos(Dataset[Any]):
+    """Images of PIL of many sizes, cropped and flipped at random."""
+
+    def __init__(self) -> None:
+        steps = [transforms.RandomResizedCrop(8), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
+        self.transform = transforms.Compose(steps)
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> Any:
+        pixels = np.random.default_rng(index).integers(0, 256, (20 + index, 40 - index, 3), dtype=np.uint8)
+        return self.transform(Image.fromarray(pixels)), f"{index}.jpg"
+
+
+def boxed(index: int) -> Any:
+    """A large image with boxes of varying number."""
+    image = torch.full((3, 64, 60 + index), index, dtype=torch.uint8)
+    return image, {"boxes": torch.full((index % 4, 4), float(index)), "id": index, "name": str(index)}
+
+
+TEXTS, BOXES = Made(text, RECORDS), Made(boxed, RECORDS)
+
+
+def padded(samples: list[Any]) -> Any:
+    ids = [torch.tensor(sample["ids"]) for sample in samples]
+    texts, labels = [sample["text"] for sample in samples], torch.tensor([sample["label"] for sample in samples])
+    return {"ids": pad_sequence(ids, batch_first=True), "text": texts, "label": labels}
+
+
+def as_tuples(samples: list[Any]) -> Any:
+    return tuple(zip(*samples, strict=True))
+
+
+def twice(samples: list[Any]) -> Any:
+    """Large tensors of all sorts: the same one twice, one with other strides, an empty one, one in an object."""
+    large = torch.stack([torch.full((40, 50), float(len(str(sample)))) for sample in samples])
+    return [
+        large,
+        large,
+        large.permute(2, 0, 1),
+        torch.empty(0, 3),
+        None,
+        large[0].numpy().copy(),
+        {"deep": (large + 1, "x")},
+    ]
+
+
+WAYS: dict[str, tuple[Any, Any]] = {
+    "text, padded": (TEXTS, padded),
+    "photographs": (Photos(), None),
+    "photographs, tuples": (Photos(), as_tuples),
+    "boxes": (BOXES, as_tuples),
+    "odd batches": (TEXTS, twice),
+}
+
+DESIGNS = pairwise(
+    way=list(WAYS),
+    num_workers=[0, 2],
+    budget=["auto", "40%"],
+    persistent=[False, True],
+    batch_size=[4, 7],
+    shuffle=[True, False],
+    transform=[None, repr],
+)
+
+
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("design", DESIGNS, ids=lambda design: " ".join(map(str, design.values())))
+def test_batches_and_draws_of_records_are_those_of_dataloader(design: dict[str, Any]) -> None:
+    """In three epochs, one of them broken off, with all of it in the cache, or a part."""
+    source, collate = WAYS[design["way"]]
+    transform = design["transform"]
+    if transform is not None:
+        collate = list
+    arguments = {"batch_size": design["batch_size"], "shuffle": design["shuffle"], "collate_fn": collate}
+    arguments |= {"num_workers": design["num_workers"]}
+    arguments |= {"persistent_workers": design["persistent"] and design["num_workers"] > 0}
+    with closing(CachedDataset(source, design["budget"], transform=transform)) as dataset:
+        whole = source if transform is None else Transformed(source, transform)
+        seed_all()
+        plain = run(DataLoader(whole, **arguments))
+        seed_all()
+        loader = CachedLoader(dataset, **arguments)
+        cached = run(loader)
+        loader.close()
+        assert same(cached, plain)
+        counts = totals(dataset)
+        assert counts.hits > 0
+        assert counts.fills == dataset.cache.filled  # type: ignore[union-attr]
+
+
+def test_a_tensor_that_is_there_twice_is_one() -> None:
+    """What a collate function gives twice shares its memory, and strides are what they were."""
+    with closing(CachedDataset(TEXTS)) as dataset:
+        loader = CachedLoader(dataset, 4, collate_fn=twice, num_workers=1)
+        for _ in range(3):
+            batch = next(iter(loader))
+            batch[0][0, 0, 0] = -5.0
+            assert batch[1][0, 0, 0] == -5.0
+            assert batch[2].stride() == (1, 2000, 50)
+        loader.close()
+
+
+class Point:
+    """A part of samples, whose class gets another name."""
+
+    def __init__(self, x: int) -> None:
+        self.x = x
+
+
+def of_a_point(index: int, kind: type[Point] = Point) -> Any:
+    return {"point": kind(index), "text": "." * index}
+
+
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_record_that_cannot_be_decoded_is_a_miss(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that was renamed since its samples were stored costs loads, and ends no training."""
+    with closing(CachedDataset(Made(of_a_point, RECORDS))) as dataset:
+        loader = CachedLoader(
+            dataset, 4, collate_fn=lambda samples: [sample["point"].x for sample in samples], num_workers=num_workers
+        )
+        for epoch in range(2):
+            assert [x for batch in loader for x in batch] == list(range(RECORDS))
+            counts = totals(dataset)
+            assert (counts.hits, counts.served) == (0, (epoch + 1) * RECORDS)
+            monkeypatch.delattr(f"{__name__}.Point", raising=False)
+        loader.close()
