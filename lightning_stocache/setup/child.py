@@ -1,4 +1,4 @@
-"""A process that reads a source for set-up, answers questions about it, and then ends.
+"""A process that reads sources for set-up, answers questions about them, and then ends.
 
 Many sources open a file at their first read. If the trainer's process read them, all forked workers would share one
 file handle with one offset, and the sources could not be sent to spawned workers. Other sources draw from their own
@@ -17,10 +17,10 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -29,7 +29,7 @@ from lightning_stocache.node.processes import REPORT_SECONDS, end_with_parent, w
 from lightning_stocache.source.generators import Generators, reachable
 from lightning_stocache.torch_internals import set_worker_dataset, shut_down
 
-__all__ = ["Child", "NoProcessError", "start_method"]
+__all__ = ["Child", "NoProcessError", "Subject", "start_method"]
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +45,25 @@ def start_method(chosen: str | None) -> str | None:
     return chosen or ("fork" if sys.platform == "linux" else None)
 
 
-class Child:
-    """A process that starts at the first question, and answers until it is closed.
+class Subject(NamedTuple):
+    """A source, and the function that answers questions about it.
 
     Args:
         answer: called with the arguments of each question.
         source: the user's dataset, for `get_worker_info`.
         title: title of the source, for messages.
+    """
+
+    answer: Callable[..., Any]
+    source: Any
+    title: str
+
+
+class Child:
+    """A process that starts at the first question, and answers until it is closed.
+
+    Args:
+        subjects: the sources that the process reads: to start and to end a process takes 30 ms.
         method: start method; None: this process reads the source.
         init: the user's `worker_init_fn`.
         must: whether the process must read the source, however long that takes. Otherwise this process reads it if no
@@ -60,36 +72,35 @@ class Child:
 
     def __init__(
         self,
-        answer: Callable[..., Any],
-        source: Any,
-        title: str,
+        subjects: Sequence[Subject],
         method: str | None,
         *,
         init: Callable[[int], None] | None = None,
         must: bool = False,
     ) -> None:
-        self._answers, self._title, self._method, self._must = _Answers(answer, source, init), title, method, must
+        self._subjects, self._answers, self._method, self._must = subjects, _Answers(subjects, init), method, must
         self._questions = list[bytes]()
         self._process: Any = None
 
-    def ask(self, *question: Any) -> Any:
-        """Ask a question. After an error the next question goes to a new process.
+    def ask(self, *question: Any, number: int = 0) -> Any:
+        """Ask a question about subject `number`. After an error the next question goes to a new process.
 
         Raises:
             NoProcessError: (`must`) no process could be started, or its answer cannot be pickled.
             ChildProcessError: the source took too long, or the process has died.
             Exception: the error of `answer`.
         """
+        answer, source, title = self._subjects[number]
         if self._method is not None:
             try:
-                return self._ask_process(question)
+                return self._ask_process(title, (number, question))
             except BaseException as error:
                 self.close()
                 if self._must or not isinstance(error, NoProcessError):
                     raise
-                log.debug("%s is read in this process: %s", self._title, error)
-        with _put_back(self._answers.source):
-            return self._answers.answer(*question)
+                log.debug("%s is read in this process: %s", title, error)
+        with _put_back(source):
+            return answer(*question)
 
     def close(self) -> None:
         """End the process."""
@@ -97,7 +108,7 @@ class Child:
         if process is not None:
             shut_down(process)
 
-    def _ask_process(self, question: tuple[Any, ...]) -> Any:
+    def _ask_process(self, title: str, question: tuple[int, tuple[Any, ...]]) -> Any:
         try:
             self._questions[:] = [pickle.dumps(question)]
             if self._process is None:
@@ -127,7 +138,7 @@ class Child:
             if not self._must and time.monotonic() - begun > PATIENCE_SECONDS:
                 raise ChildProcessError(f"reading it has not ended in {PATIENCE_SECONDS:.0f} s")
             if not warned:
-                log.warning("set-up waits for %s: it reads a few samples to learn what they are", self._title)
+                log.warning("set-up waits for %s: it reads a few samples to learn what they are", title)
             warned = True
         if word == "raises":
             raise content
@@ -137,8 +148,8 @@ class Child:
 class _Answers(Dataset[bytes]):
     """The answers to pickled questions, pickled."""
 
-    def __init__(self, answer: Callable[..., Any], source: Any, init: Callable[[int], None] | None) -> None:
-        self.answer, self.source, self._init = answer, source, init
+    def __init__(self, subjects: Sequence[Subject], init: Callable[[int], None] | None) -> None:
+        self._subjects, self._init = subjects, init
 
     def begin(self, worker: int) -> None:
         """Prepare the process."""
@@ -147,12 +158,13 @@ class _Answers(Dataset[bytes]):
 
     def __getitem__(self, asked: Any) -> bytes:
         try:
-            question = pickle.loads(asked)
-            set_worker_dataset(self.source)
+            number, question = pickle.loads(asked)
+            subject = self._subjects[number]
+            set_worker_dataset(subject.source)
             init, self._init = self._init, None
             if init is not None:
                 init(0)
-            outcome = "gives", self.answer(*question)
+            outcome = "gives", subject.answer(*question)
         except Exception as error:  # the source is the user's, and may raise anything
             outcome = "raises", _sendable(error)
         try:

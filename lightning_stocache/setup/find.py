@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, cast
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import SampleCodec
-from lightning_stocache.setup.child import Child, start_method
+from lightning_stocache.setup.child import Child, Subject, start_method
 from lightning_stocache.setup.first_samples import FirstSampleError, codec_of
 from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files
 from lightning_stocache.setup.request import CacheRequest
@@ -74,14 +75,26 @@ class SourceReader:
 
     Args:
         request: the request with the source. The process starts as a worker of its loader does.
+        child: a process that reads several sources; by default a process of its own.
+        number: number of the source in that process.
     """
 
-    def __init__(self, request: CacheRequest) -> None:
-        self.request, self._failed = request, False
-        method, init, loader = None, None, request.reader
-        if loader is not None and loader.num_workers:
-            method, init = loader.start_method or multiprocessing.get_start_method(), loader.worker_init_fn
-        self._child = Child(_Reading(request), request.source, request.title, start_method(method), init=init)
+    def __init__(self, request: CacheRequest, child: Child | None = None, number: int = 0) -> None:
+        self.request, self._number, self._failed = request, number, False
+        if child is None:
+            method, init = _way(request)
+            child = Child([_subject(request)], method, init=init)
+        self._child = child
+
+    @classmethod
+    def of(cls, requests: Sequence[CacheRequest]) -> list[SourceReader]:
+        """The readers of sources that open together. One forked process reads all without a `worker_init_fn`."""
+        shared = [request for request in requests if _way(request) == ("fork", None)]
+        child, numbers = Child(list(map(_subject, shared)), "fork"), count()
+        return [
+            cls(request, child, next(numbers)) if _way(request) == ("fork", None) else cls(request)
+            for request in requests
+        ]
 
     def look(self, known: str = "") -> Finding:
         """Look at the source.
@@ -104,7 +117,7 @@ class SourceReader:
         if self.request.spec is not None:
             return Finding(self.request.spec)
         try:
-            return cast(Finding, self._child.ask("look", known))
+            return cast(Finding, self._child.ask("look", known, number=self._number))
         except Exception as error:  # the source is the user's, and may raise anything
             if self.request.strict:
                 raise
@@ -121,7 +134,8 @@ class SourceReader:
         if not indices or self._failed:
             return {}
         try:
-            return cast("dict[int, list[bytes]]", self._child.ask("encoded", found, indices, again))
+            answer = self._child.ask("encoded", found, indices, again, number=self._number)
+            return cast("dict[int, list[bytes]]", answer)
         except Exception as error:  # likewise
             log.debug("%s cannot be read: %s", self.request.title, error)
             self._failed = True
@@ -130,6 +144,18 @@ class SourceReader:
     def close(self) -> None:
         """End the process."""
         self._child.close()
+
+
+def _way(request: CacheRequest) -> tuple[str | None, Callable[[int], None] | None]:
+    """The start method of the process that reads a source, and the user's `worker_init_fn` for it."""
+    loader = request.reader
+    if loader is None or not loader.num_workers:
+        return start_method(None), None
+    return start_method(loader.start_method or multiprocessing.get_start_method()), loader.worker_init_fn
+
+
+def _subject(request: CacheRequest) -> Subject:
+    return Subject(_Reading(request), request.source, request.title)
 
 
 class _Reading:

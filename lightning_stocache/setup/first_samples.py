@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 from lightning_stocache.cache.records import SampleCodec
-from lightning_stocache.setup.child import Child, start_method
+from lightning_stocache.setup.child import Child, Subject, start_method
 from lightning_stocache.setup.forms import choose_codec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.draws import Draws, EndOfStreamError
@@ -49,7 +49,8 @@ def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -
     if must:  # read here, a generator would lose these samples
         method = method or multiprocessing.get_start_method()
     try:
-        with closing(Child(partial(_codec, draws), draws.source, title, method, must=must)) as child:
+        subject = Subject(partial(_codec, draws), draws.source, title)
+        with closing(Child([subject], method, must=must)) as child:
             return cast(SampleCodec, child.ask(layout))
     except Exception as error:  # the source is the user's, and may raise anything
         raise FirstSampleError(f"{title} cannot be cached: {error}") from error
@@ -63,7 +64,8 @@ def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None
         known: returns the stored samples with a mark.
     """
     try:
-        with closing(Child(partial(_differs, source, known), source, "a stream", start_method(None))) as child:
+        subject = Subject(partial(_differs, source, known), source, "a stream")
+        with closing(Child([subject], start_method(None))) as child:
             return cast("str | None", child.ask())
     except (RuntimeError, OSError) as error:
         return f"reading it again: {str(error).partition(chr(10))[0]}"

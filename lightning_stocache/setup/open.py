@@ -142,8 +142,8 @@ def open_caches(
     backend = "tmpfile" if is_named else backend  # where names are
     with ExitStack() as stack:
         openings = [
-            stack.enter_context(closing(_Opening(request, budgets[request.pot], SourceReader(request))))
-            for request in requests
+            stack.enter_context(closing(_Opening(request, budgets[request.pot], reader)))
+            for request, reader in zip(requests, SourceReader.of(requests), strict=True)
         ]
         later = Reserve(kept_back, later_bytes * len(group.members))
         plan, kind = group.lead(lambda: _plan(openings, apart, budgets, len(group.members), backend, later))

@@ -6,7 +6,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +309,48 @@ def test_one_process_reads_all_of_a_source(tmp_path: Path) -> None:
         [pid] = set((tmp_path / "pids").read_text().split())
         assert int(pid) != os.getpid()
     assert not os.path.exists(f"/proc/{pid}")
+
+
+class Killed(Reported):
+    """Ends the process that reads it."""
+
+    def __getitem__(self, index: int) -> Any:
+        super().__getitem__(index)
+        os._exit(1)
+
+
+def test_one_process_reads_all_sources_of_a_call(tmp_path: Path) -> None:
+    """One that raises or kills it is passed over, and the others are read all the same."""
+    pids = tmp_path / "pids"
+    unreadable = Made(lambda index: 1 // 0)
+    requests = [CacheRequest(source) for source in (Reported(pids), Reported(pids), unreadable, Killed(tmp_path / "k"))]
+    requests.append(CacheRequest(Reported(tmp_path / "last")))
+    openings = SourceReader.of(requests)
+    with ExitStack() as stack:
+        for reader in openings:
+            stack.enter_context(closing(reader))
+        founds = [reader.look() for reader in openings]
+        assert [found.codec is not None for found in founds] == [True, True, False, False, True]
+        assert "ZeroDivisionError" in str(founds[2].reason)
+        assert list(openings[0].read(founds[0], [0, 5])) == [0, 5]
+        assert len(set(pids.read_text().split())) == 2  # that of the looks, and after the death another one
+
+
+def test_a_loader_that_prepares_its_workers_has_a_process_of_its_own(tmp_path: Path) -> None:
+    """`worker_init_fn` is for one source, which `get_worker_info` names."""
+    sources = [Reported(tmp_path / name) for name in ("plain", "prepared")]
+    prepared = LoaderSettings(4, 1, worker_init_fn=_point_elsewhere)
+    requests = [CacheRequest(sources[0]), CacheRequest(sources[1], reader=prepared)]
+    with ExitStack() as stack:
+        for reader in SourceReader.of(requests):
+            assert stack.enter_context(closing(reader)).look().codec is not None
+    assert not (tmp_path / "prepared").exists()
+    assert set((tmp_path / "plain").read_text().split()).isdisjoint((tmp_path / "prepared.init").read_text().split())
+
+
+def _point_elsewhere(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.path = info.dataset.path.with_suffix(".init")
 
 
 # ---- the first samples of a stream, read again ----
