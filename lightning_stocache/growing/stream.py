@@ -11,12 +11,9 @@ of each rank. The source of an epoch is decided before the epoch begins:
     stream   the stream is read, and stored
       -> stream   the epoch was broken off, or raised: storing begins anew, because no sample may come twice
       -> cache    all samples were stored, and the first samples, read again, are among them
-      -> pass     anything else
+      -> pass     anything else, or three epochs were broken off
     cache    all samples come from memory
     pass     the stream is read, and not stored
-
-A stream passes through for good if it does not fit, is random, has other samples in every epoch, or is never read to
-its end: if three epochs were broken off.
 """
 
 from __future__ import annotations
