@@ -58,8 +58,8 @@ def plan(parser: argparse.ArgumentParser) -> Action:
     """Measure your data and model, by your Hydra configs, and calculate the gain of each budget."""
     _add_config(parser)
     workers, sizes = "also measure these numbers of workers", "also measure these batch sizes"
-    parser.add_argument("--workers", type=_numbers, default=[], metavar="N,N,..", help=workers)
-    parser.add_argument("--batch-sizes", type=_numbers, default=[], metavar="N,N,..", help=sizes)
+    parser.add_argument("--workers", type=whole_numbers, default=[], metavar="N,N,..", help=workers)
+    parser.add_argument("--batch-sizes", type=whole_numbers, default=[], metavar="N,N,..", help=sizes)
     threads = "the number that your app gives torch.set_num_threads (default: torch's own number)"
     parser.add_argument("--threads", type=int, metavar="N", help=threads)
     _add_png(parser, Path("plan.png"), "also draw the table and the curves as a picture (default: plan.png)")
@@ -207,7 +207,7 @@ def _add_png(parser: argparse.ArgumentParser, default: Path, purpose: str) -> No
     parser.add_argument("--png", type=Path, nargs="?", const=default, help=f"{purpose}; needs matplotlib")
 
 
-def _numbers(text: str) -> list[int]:
+def whole_numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",")]
 
 

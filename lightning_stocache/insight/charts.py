@@ -57,7 +57,7 @@ class Line(NamedTuple):
     points: Points
     colour: str
     style: str = "o-"
-    ranges: Sequence[tuple[float, float]] = ()  # lower and upper end of the error bar of each point
+    errors: Any = None  # in two rows: how far the error bar of each point reaches down and up
 
 
 class Bar(NamedTuple):
@@ -73,13 +73,10 @@ def draw_lines(axes: Axes, lines: Sequence[Line], unit: Unit, x: str = "epoch") 
     by_height = sorted((line for line in lines if line.points), key=lambda line: -line.points[-1][1])
     for line in by_height:
         xs, ys = zip(*line.points, strict=True)
-        errors = np.transpose([(y - low, high - y) for y, (low, high) in zip(ys, line.ranges, strict=False)])
         name = f"{write(ys[-1], unit)} {line.name}".strip()
-        bars = errors if line.ranges else None
+        style: dict[str, Any] = {"fmt": line.style, "color": line.colour, "capsize": 3, "clip_on": False}
         above = 3 - lines.index(line) / 100  # the first line lies above the others
-        axes.errorbar(
-            xs, ys, bars, fmt=line.style, color=line.colour, capsize=3, clip_on=False, label=name, zorder=above
-        )
+        axes.errorbar(xs, ys, line.errors, label=name, zorder=above, **style)
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     axes.set_xlabel(x)
     _scale(axes, unit)

@@ -212,8 +212,8 @@ def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
     blue, vermilion, *_, grey, _ = COLOURS
 
     def line(name: str, points: Sequence[tuple[float, Spread]], colour: str) -> Line:
-        ranges = [(seconds.low, seconds.high) for _, seconds in points]
-        return Line(name, [(x, seconds.median) for x, seconds in points], colour, ranges=ranges)
+        errors = np.transpose([(seconds.median - seconds.low, seconds.high - seconds.median) for _, seconds in points])
+        return Line(name, [(x, seconds.median) for x, seconds in points], colour, errors=errors)
 
     def draw_budgets(axes: Axes) -> None:
         rows = [(float(row.budget.rstrip("%")), row) for row in plan.rows]
