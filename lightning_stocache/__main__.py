@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "main"]
 
 Action: TypeAlias = Callable[[argparse.Namespace], None]
-_EXTRAS = {"matplotlib": "report", "jinja2": "report", "tensorboard": "tensorboard"}  # by the module that they bring
+_EXTRAS = {
+    "matplotlib": "report",
+    "jinja2": "report",
+    "tensorboard": "tensorboard",
+    "lmdb": "lmdb",
+}  # by the module that they bring
 _BESIDE = Path()  # stands for `--png` of `report` without a path
 
 

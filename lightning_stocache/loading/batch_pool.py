@@ -30,6 +30,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_stocache.cache.codec import aligned
+from lightning_stocache.loading.prefetch import held_back
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment, SegmentHandle
@@ -115,12 +116,13 @@ class BatchPool:
             return None
         segment = self._free.pop()
         if segment is None or segment.size < self._size:
-            if segment is not None:
-                self._drop(segment)
-            if (segment := self._reserved()) is None:
-                self._free.insert(0, None)  # segments that exist are taken first
-                return None
-            self._segments.add(segment)
+            with held_back():  # between a file's opening and its registration Ctrl-C would leave the file open for ever
+                if segment is not None:
+                    self._drop(segment)
+                if (segment := self._reserved()) is None:
+                    self._free.insert(0, None)  # segments that exist are taken first
+                    return None
+                self._segments.add(segment)
         return SharedBatch(segment, self._free)
 
     def _reserved(self) -> Segment | None:

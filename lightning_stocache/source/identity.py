@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from lightning_stocache.cache.codec import module_name
+from lightning_stocache.source.samples import mark_of
 
 __all__ = ["class_name", "data_digest", "identity"]
 
@@ -57,8 +58,9 @@ def data_digest(source: Any) -> str:
 
 def _parts(node: Any, deep: int) -> Iterator[str]:
     yield class_name(node)
-    if isinstance(node, torch.Tensor | np.ndarray):  # of a large one, its repr has the ends
-        yield f"{tuple(node.shape)} {'' if node.dtype == object else repr(node)}"
+    if isinstance(node, torch.Tensor | np.ndarray):
+        ends = [node[:_ENDS], node[-_ENDS:]] if node.ndim else node
+        yield f"{tuple(node.shape)} {mark_of(ends)}"
     elif isinstance(node, list | tuple | range):
         yield str(len(node))
         for item in (*node[:_ENDS], *node[-_ENDS:]):

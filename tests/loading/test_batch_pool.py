@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 
 from lightning_stocache.loading import batch_pool
 from lightning_stocache.loading.batch_pool import Attached, BatchPool, fields_of
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory
 
 SIZE = 1 << 16
@@ -195,3 +198,23 @@ def test_pinned_memory_is_torchs_own():
     pool = BatchPool(pinned=True)
     assert take(pool, [SIZE])[0].is_pinned()
     assert pool.idle_bytes == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transform", [None, abs], ids=["gathered", "made"])
+def test_loaders_leave_to_their_cache_what_it_has_not_filled_yet(monkeypatch, transform):
+    """Memory that fits only while the cache is empty would get the job killed when it is full."""
+    source: Any = [torch.full((1000,), i) for i in range(40)]
+    with closing(CachedDataset(source, transform=transform)) as dataset:
+        cache = dataset.cache
+        size = cache.segment.size
+
+        def read(*_: Any) -> FreeMemory:
+            return FreeMemory(None, 2**40, size + 1000 - cache.memory_bytes)
+
+        monkeypatch.setattr(batch_pool.FreeMemory, "now", read)
+        loader = CachedLoader(dataset, 4, num_workers=1, persistent_workers=True)
+        for _ in range(3):
+            assert [batch[:, 0].tolist() for batch in loader] == [[*range(i, i + 4)] for i in range(0, 40, 4)]
+            assert loader.resources.pool.shared_bytes == 0
+        loader.close()

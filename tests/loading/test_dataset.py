@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import traceback
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -35,7 +36,7 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup import allocation
-from tests.loading.twins import InBatches, Transformed, same, totals
+from tests.loading.twins import InBatches, Transformed, outcomes, same, totals
 from tests.logs import Log
 from tests.proc import memory_files
 from tests.processes import context, without_room
@@ -575,3 +576,47 @@ def test_a_copy_whose_memory_is_closed_passes_through(source: CountedSource) -> 
     assert same(other[3], source.expected(3))
     assert same(other.__getitems__([3]), [source.expected(3)])
     assert same(pickle.loads(pickle.dumps(other))[3], source.expected(3))
+
+
+class DiskError(Exception):
+    pass
+
+
+class Failing(CountedSource):
+    def __getitem__(self, index: int) -> Any:
+        if index == 6:
+            self.decode()
+        return super().__getitem__(index)
+
+    def decode(self) -> None:
+        raise DiskError("the disk is gone")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("budget", ["auto", 0])
+def test_the_users_own_exception_comes_through(budget: str | int, num_workers: int) -> None:
+    """With its type, text and traceback; the batches before and after it are served."""
+    with closing(CachedDataset(Failing(LENGTH), budget)) as dataset:
+        came = list(outcomes(DataLoader(dataset, 4, num_workers=num_workers)))
+    error, served = came[1], [came[0], *came[2:]]
+    assert same(served, [batch for k, batch in enumerate(DataLoader(CountedSource(LENGTH), 4)) if k != 1])
+    assert type(error) is DiskError
+    assert "the disk is gone" in str(error)
+    text = "".join(traceback.format_exception(error))
+    assert "in decode" in text
+    assert 'raise DiskError("the disk is gone")' in text
+
+
+@pytest.mark.parametrize("budget", [0, "50%", "auto"])
+def test_a_batch_that_holds_an_index_twice_reads_it_once(tmp_path: Path, budget: Any) -> None:
+    """Where it has a slot; each sample is served once, and both have memory of their own."""
+    source = CountedSource(LENGTH, log_path=tmp_path / "loads")
+    with closing(CachedDataset(source, budget)) as dataset:
+        wanted, before = [4, 5, 4, 6, 5, 7], source.loads
+        samples = dataset.__getitems__(wanted)
+        assert [label for _, label in samples] == [source.expected(index)[1] for index in wanted]
+        assert totals(dataset).served == len(wanted)
+        if budget == "auto":
+            assert source.loads - before == 4
+        samples[0][0].zero_()
+        assert torch.equal(samples[2][0], source.expected(4)[0])

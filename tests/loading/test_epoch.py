@@ -484,3 +484,40 @@ def stops_at_five(sample: Any) -> Any:
     if sample[1] == 5:
         raise StopIteration
     return sample
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_empty_batch_is_the_error_that_dataloader_raises(num_workers):
+    """A batch sampler that gives no index at all has nothing to collate."""
+    with closing(CachedDataset(Numbers(4))) as dataset:
+        loader = CachedLoader(dataset, batch_sampler=[[0, 1], [], [2, 3]], num_workers=num_workers)
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(IndexError):
+            next(iterator)
+        assert next(iterator)[1].tolist() == [2, 3]
+
+
+def test_memory_grows_with_the_batches():
+    """A first batch that is small does not keep later ones from being lent."""
+    batches: Any = [[0], *[list(range(start, start + 4)) for start in range(0, LENGTH, 4)]]
+    expected = list(DataLoader(Transformed(Numbers(LENGTH, WIDE), to_float), batch_sampler=batches))
+    with closing(CachedDataset(Numbers(LENGTH, WIDE), transform=to_float)) as dataset:
+        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=1, persistent_workers=True)
+        for _ in range(2):
+            assert same([copied(batch) for batch in loader], expected)
+        images = [image for image, _ in loader]
+        assert any(image.untyped_storage().nbytes() < 4 * 3 * 32 * 32 * 4 + 64 for image in images)
+        del images
+        loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_index_that_is_drawn_several_times_is_counted_each_time(num_workers):
+    """With replacement, the first is a miss and the others are hits, in one batch or in two that are under way."""
+    with closing(CachedDataset(Numbers(6))) as dataset:
+        sampler = RandomSampler(range(6), replacement=True, num_samples=60)
+        labels = torch.cat([batch[1] for batch in CachedLoader(dataset, 8, sampler=sampler, num_workers=num_workers)])
+        assert totals(dataset).served == 60
+        assert totals(dataset).fills == len(labels.unique())
+        assert totals(dataset).bypasses == 0

@@ -1,29 +1,32 @@
-"""Ctrl-C ends the epoch, and the next one is whole."""
+"""Ctrl-C at any moment ends the epoch, and a loader begins again as often as one likes."""
 
 from __future__ import annotations
 
+import dis
+import functools
+import gc
+import itertools
 import os
+import random
 import signal
+import sys
 import threading
-import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_stocache.cache.store import Store
-from lightning_stocache.loading import epoch
+from lightning_stocache.loading import batch_pool
+from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.prefetch import held_back
-from lightning_stocache.loading.serve import CachedSource
-from lightning_stocache.loading.worker_pool import WorkerPool
-from tests.loading.twins import Jitter, Numbers, same
+from tests.loading.twins import Faulty, Jitter, Numbers, Transformed, same, unchanged
 from tests.processes import wait_until
 
 LENGTH = 38
@@ -31,80 +34,199 @@ PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 
 pytestmark = [pytest.mark.usefixtures("seeded", "interruptible"), pytest.mark.processes]
 
-STEPS: dict[str, tuple[Any, str, dict[str, Any], Any]] = {
-    "drawing": (IndexStream, "draw", {}, None),
-    "looking up": (Store, "lookup", {}, None),
-    "gathering": (Store, "gather", {}, None),
-    "loading": (CachedSource, "load_into", {}, None),
-    "counting": (epoch, "count", {}, None),
-    "asking a worker": (WorkerPool, "send", PERSISTENT, None),
-    "waiting for a worker": (WorkerPool, "receive", PERSISTENT, None),
-    "gathering for a worker": (Store, "gather", {"num_workers": 2}, None),
-    "waiting for a batch": (WorkerPool, "receive", {"num_workers": 2}, Jitter("torch")),
-}
+
+@functools.cache
+def checked(code: CodeType) -> tuple[set[int], set[int]]:
+    """The offsets at which CPython has just looked for signals: after calls, and where functions and loops begin."""
+    after_calls, others, last = set[int](), set[int](), ""
+    for instruction in dis.get_instructions(code):
+        if last in ("CALL", "CALL_FUNCTION_EX", "CALL_KW"):
+            after_calls.add(instruction.offset)
+        elif last == "RESUME":
+            others.add(instruction.offset)
+        if instruction.opname == "JUMP_BACKWARD":
+            others.add(instruction.argval)
+        last = instruction.opname
+    return after_calls, others
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_ctrl_c_ends_the_epoch_and_the_next_one_is_whole(step: Any, after: bool, monkeypatch: Any) -> None:
-    """Before or after a step: no worker and no thread is left, and the iterator has ended."""
-    where, name, arguments, transform = step
-    done, armed = getattr(where, name), threading.Event()
+class Keyboard:
+    """Presses Ctrl-C while a batch is made: at the n-th of the moments at which CPython looks for signals."""
 
-    def pressed(*given: Any, **named: Any) -> Any:
-        if not armed.is_set():
-            return done(*given, **named)
-        armed.clear()
-        if after:
-            done(*given, **named)
-        raise KeyboardInterrupt
+    def __init__(self) -> None:
+        self.left = 0
+        self.returned_to: FrameType | None = None  # from Python code, after which it does not look
 
-    expected = list(DataLoader(Numbers(LENGTH), 4))
-    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
-        loader = CachedLoader(dataset, 4, **arguments)
-        list(loader)  # what is gathered is READY
-        monkeypatch.setattr(where, name, pressed)
-        for _ in range(2):
-            batches = iter(loader)
-            for _ in range(2):
-                next(batches)
-            armed.set()
-            with pytest.raises(KeyboardInterrupt):
-                list(batches)
-            assert active_children() == []
-            assert [thread for thread in threading.enumerate() if thread.name == "stocache-prefetch"] == []
-            assert next(batches, None) is None
-            got = list(loader)
-            assert [labels.tolist() for _, labels in got] == [labels.tolist() for _, labels in expected]
-            assert transform is not None or same(got, expected)
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Keyboard:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "return":
+            self.returned_to = frame.f_back
+        elif event == "opcode":
+            after_calls, others = checked(frame.f_code)
+            if frame.f_lasti in others or (frame.f_lasti in after_calls and self.returned_to is not frame):
+                self.left -= 1
+                if self.left == 0:
+                    signal.raise_signal(signal.SIGINT)
+            self.returned_to = None
+        return self
+
+    def next(self, batches: Any, moment: int) -> Any:
+        """The next batch."""
+        self.left = moment
+        sys.settrace(self)
+        try:
+            return batches.__next__()
+        finally:
+            sys.settrace(None)
+
+
+@pytest.mark.parametrize("budget", ["50%", "auto"])
+@pytest.mark.parametrize(
+    ("arguments", "transform"),
+    [({}, None), (PERSISTENT, None), ({"num_workers": 2}, Jitter("torch"))],
+    ids=["alone", "workers", "transforming workers"],
+)
+def test_ctrl_c_ends_the_epoch_and_the_next_one_is_whole(
+    arguments: dict[str, Any], transform: Any, budget: str, rng: random.Random
+) -> None:
+    """Whatever is interrupted: waiting, loading, gathering, counting, drawing, handing out; nothing is left of it."""
+    plain = list(DataLoader(Transformed(Numbers(LENGTH), unchanged), 4))
+    with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
+        loader, presses = CachedLoader(dataset, 4, **arguments), 0
+        for _ in range(12):
+            keyboard, batches = Keyboard(), iter(loader)
+            with suppress(StopIteration):
+                try:
+                    while True:
+                        keyboard.next(batches, int(2 ** rng.uniform(1, 11)))  # the first is before it has begun
+                except KeyboardInterrupt:
+                    presses += 1
+                    assert [process for process in active_children() if process.is_alive()] == []
+                    assert [thread for thread in threading.enumerate() if thread.name == "stocache-prefetch"] == []
+                    assert next(batches, None) is None
+        got = list(loader)
+        assert [labels.tolist() for _, labels in got] == [labels.tolist() for _, labels in plain]
+        assert transform is not None or same(got, plain)
+        assert presses > 6
         loader.close()
 
 
-class Leaving:
-    """Ends the worker without an error, as Ctrl-C in a terminal does, once a file is there."""
-
-    def __init__(self, sign: Path) -> None:
-        self.sign = sign
-
-    def __call__(self, worker: int) -> None:
-        threading.Thread(target=self.wait, daemon=True).start()
-
-    def wait(self) -> None:
-        while not self.sign.exists():
-            time.sleep(0.01)
-        os._exit(0)
+# ---- beginning again
 
 
-def test_workers_that_ctrl_c_has_ended_are_replaced(tmp_path: Path) -> None:
-    """They were not killed: the next epoch has new ones, without an error."""
+@pytest.mark.parametrize("transform", [None, Jitter("torch")])
+def test_persistent_workers_begin_again_any_number_of_times(transform: Any) -> None:
+    """Fifty epochs broken off in every way, with two workers and nothing left of each; then a whole one."""
+    source = Faulty(LENGTH, {17: OSError("sample 17 is broken")})
+    with closing(CachedDataset(source, "50%", transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, **PERSISTENT)
+        held: list[tuple[int, int, int]] = []
+        handlers = set[Any]()
+        for number in range(50):
+            pressed = False
+            try:
+                break_off(loader, ENDS[number % len(ENDS)], moment=number * 2)
+            except KeyboardInterrupt:
+                pressed = True
+            except (ArithmeticError, OSError):
+                pass
+            assert len(active_children()) == (0 if pressed else 2)
+            handlers.add(signal.getsignal(signal.SIGCHLD))
+            wait_for_feeders()
+            gc.collect()
+            held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), mapped()))
+        assert len(handlers) == 1
+        assert all(later <= first for first, later in zip(map(max, *held[:8]), map(max, *held[8:]), strict=True))
+        batches, labels = iter(loader), list[int]()
+        for number in range(10):
+            with pytest.raises(OSError) if number == 17 // 4 else nullcontext():
+                labels += next(batches)[1].tolist()
+        assert labels == [*range(16), *range(20, LENGTH)]
+        loader.close()
+
+
+ENDS = ["break", "Ctrl-C", "error of the consumer", "error of a worker"]
+
+
+def break_off(loader: DataLoader[Any], end: str, moment: int) -> None:
+    for number, _ in enumerate(batches := iter(loader)):
+        if number == 2 and end == "break":
+            return
+        if number == 2 and end == "error of the consumer":
+            raise ArithmeticError
+        if number == 2 and end == "Ctrl-C":
+            Keyboard().next(batches, moment)
+
+
+def wait_for_feeders() -> None:
+    """Until workers that have ended are fed no more: nobody joins the threads that do it, and they hold the queues."""
+
+    def feeders() -> int:
+        return sum(thread.name == "QueueFeederThread" for thread in threading.enumerate())
+
+    wait_until(lambda: feeders() <= len(active_children()))
+
+
+def mapped() -> int:
+    """How often this process has files in memory mapped."""
+    with open("/proc/self/maps") as file:
+        return sum("/dev/shm" in line or "/memfd:" in line for line in file)
+
+
+def waits_for_a_request(worker: BaseProcess) -> bool:
+    """Whether a worker is idle, as far as the kernel shows.
+
+    A signal inside of `Condition.notify`, in the `put` of its reply, loses a wake-up of the queue's thread (CPython
+    3.11): the worker then waits for that thread until its parent ends it.
+    """
+    place = Path(f"/proc/{worker.pid}/wchan").read_text()  # of one that runs "0", as where the kernel does not tell
+    state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state == "S" and (place == "0" or "poll" in place)
+
+
+def test_workers_that_ctrl_c_has_ended_are_replaced() -> None:
+    """A terminal sends Ctrl-C to workers, too. They were not killed: the next epoch has new ones, without an error."""
     with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
-        loader = CachedLoader(dataset, 4, worker_init_fn=Leaving(tmp_path / "leave"), **PERSISTENT)
-        list(loader)
-        (tmp_path / "leave").touch()
-        wait_until(lambda: not active_children())
-        (tmp_path / "leave").unlink()
-        assert [label for _, batch in loader for label in batch.tolist()] == list(range(LENGTH))
+        loader = CachedLoader(dataset, 4, **PERSISTENT)
+        for _ in range(3):
+            batches = iter(loader)
+            for _ in range(4):  # both have started: while one does, torch takes its end for a crash
+                next(batches)
+            wait_until(lambda: all(waits_for_a_request(child) for child in active_children()))
+            for child in active_children():
+                assert child.pid is not None
+                os.kill(child.pid, signal.SIGINT)
+            wait_until(lambda: not active_children())
+            del batches
+            assert [label for _, batch in loader for label in batch.tolist()] == list(range(LENGTH))
         loader.close()
+
+
+class PlentyOfMemory:
+    """Instead of FreeMemory, which asks the kernel in a thousand steps."""
+
+    bytes = 2**40
+
+    @classmethod
+    def now(cls, _: Any) -> PlentyOfMemory:
+        return cls()
+
+
+def test_shared_memory_that_is_being_taken_belongs_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever step Ctrl-C interrupts, closing the pool closes every file."""
+    monkeypatch.setattr(batch_pool, "FreeMemory", PlentyOfMemory)
+    open_files, presses = len(os.listdir("/proc/self/fd")), 0
+    for moment in itertools.count(1):
+        pool = BatchPool(shared=1)
+        try:
+            Keyboard().next(map(pool.take_shared, [[64]]), moment)
+        except KeyboardInterrupt:
+            presses += 1
+        pool.close()
+        assert len(os.listdir("/proc/self/fd")) == open_files, moment
+        if presses < moment:  # it was done before this moment came
+            break
+    assert presses > 20
 
 
 # ---- holding back

@@ -170,3 +170,15 @@ def test_what_comes_before_an_error_of_the_source_is_kept(kept: Kept) -> None:
         kept.load(Mixed(kept.size, broken=9), list(range(20)))
     stored = [index for index in range(9) if kept.has_place(index)]
     assert (kept.filled, kept.counted) == (stored, (9, len(stored), 9 - len(stored), len(stored)))
+
+
+def test_one_that_cannot_be_read_does_not_turn_a_frozen_cache_off() -> None:
+    """It may be one that no sampler asks for; the look passes it over."""
+
+    def gap(index: int) -> torch.Tensor:
+        if index == 0:
+            raise OSError("no file")
+        return rare(index)
+
+    with closing(CachedDataset(Made(gap, 400), allow_random=True)) as dataset:
+        assert torch.equal(dataset[305], dataset[305])

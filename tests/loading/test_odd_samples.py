@@ -194,3 +194,22 @@ def test_a_sample_whose_transform_is_not_called_is_loaded_every_time(of, caplog)
         list(told(DataLoader(dataset, batch_size=5), 1))
         assert source.reads == [ODD, ODD]  # the deterministic part, and the whole
     assert len([text for text in caplog.messages if f"For sample {ODD} the transform is called 0 times" in text]) == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["shape", "dtype", "str"])
+def test_an_index_that_comes_twice_in_a_batch(kind: str, num_workers: int) -> None:
+    """Each time it is loaded, and a bypass."""
+    batches = [[ODD, 3, ODD, 5], [1, ODD], [ODD], [ODD - LENGTH, 2], [1, 2, 3]]
+    arguments: dict[str, Any] = {"batch_sampler": batches, "num_workers": num_workers}
+    expected = [batch for batch, _ in told(DataLoader(TurnedRound(kind), **arguments))]
+    with closing(CachedDataset(TurnedRound(kind), layout="rows")) as dataset:
+        assert alike([batch for batch, _ in told(CachedLoader(dataset, **arguments))], expected)
+        assert totals(dataset).bypasses == 3 * 5
+
+
+class TurnedRound(OddOne):
+    """Knows indices from the end, too."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index % LENGTH)

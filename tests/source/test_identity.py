@@ -23,6 +23,13 @@ class Files(Dataset[Any]):
         return torch.tensor(index)
 
 
+def framed(value: float) -> torch.Tensor:
+    """Images with a black frame, whose middle has this value."""
+    images = torch.zeros(40, 1, 28, 28)
+    images[:, :, 8:20, 8:20] = value
+    return images
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -32,6 +39,8 @@ class Files(Dataset[Any]):
         (Files(np.arange(3)), Files(np.arange(4))),
         (Files(np.array(3)), Files(np.array(4))),
         (Files(np.arange(40).reshape(2, 20).T), Files(np.arange(1, 41).reshape(2, 20).T)),
+        (Files(framed(1.0)), Files(framed(1.00001))),
+        (Files(framed(1.0).numpy()), Files(framed(1.00001).numpy())),
         (Subset(Files(["a", "b"]), [0]), Subset(Files(["a", "c"]), [0])),
         (ConcatDataset([Files(["a"])]), ConcatDataset([Files(["b"])])),
         ([1, 2], (1, 2)),
