@@ -73,6 +73,14 @@ def test_a_machine_without_proc_is_sentences(tmp_path):
     assert "cannot be seen" in words_of(examine(tmp_path), "held")
 
 
+def test_a_machine_without_dev_shm_is_a_sentence(monkeypatch, tmp_path):
+    """Where there is no /dev/shm, the folder that takes its place is named."""
+    isdir = os.path.isdir
+    monkeypatch.setattr(doctor.os.path, "isdir", lambda path: path != "/dev/shm" and isdir(path))
+    monkeypatch.setattr(doctor, "memory_directory", lambda: str(tmp_path))
+    assert str(tmp_path) in words_of(examine(), "/dev/shm")
+
+
 def test_lines_fit_a_terminal(capsys):
     """Long commands of processes and long fixes are wrapped; options are not cut in two."""
     segment = Segment.create(8 * MIB)

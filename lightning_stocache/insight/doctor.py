@@ -122,6 +122,9 @@ def _memory(root: Path) -> Iterator[Finding]:
     if os.path.isdir("/dev/shm"):
         stats = os.statvfs("/dev/shm")
         yield shared_memory(stats.f_frsize * stats.f_blocks, stats.f_frsize * stats.f_bavail, ram)
+    else:
+        words = f"there is none ({platform.system()}): a cache is a file in {memory_directory()}, in the page cache"
+        yield Finding("/dev/shm", f"{words}; {_size(free.filesystem)} free there.")
     yield Finding("RAM", f"{_size(ram)}, of which {_size(free.available)} available.")
     if free.cgroup is None:
         yield Finding("cgroup", "no memory limit.")
