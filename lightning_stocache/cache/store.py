@@ -411,19 +411,21 @@ class Store:
         """
         states, claims = self.layout.states, self._claims
         outcomes: list[bool | None] = [False] * len(indices)
-        claimed: dict[int, int] = {}  # the numbers of the samples, by slot
+        claimed: dict[int, int] = {}  # by slot, the number of the sample
         try:
             for number, index in enumerate(indices):
                 slot = self.arc.slot(index)
                 if slot == NO_SLOT or not self.stores_misses:
                     outcomes[number] = None
                 elif states[slot] != READY and slot not in claimed and (claims.take(slot) or claims.is_mine(slot)):
-                    claimed[slot] = number
-            empty = [slot for slot in claimed if states[slot] != READY]
-            contents = [samples[claimed[slot]] for slot in empty]
-            if empty and self._has_memory(sum(map(self.layout.size, contents))):
-                for slot, stored in zip(empty, self._write(empty, contents), strict=False):
-                    outcomes[claimed[slot]] = stored or None
+                    if states[slot] == READY:
+                        claims.release(slot)
+                    else:
+                        claimed[slot] = number
+            contents = samples if len(claimed) == len(samples) else [samples[number] for number in claimed.values()]
+            if claimed and self._has_memory(sum(map(self.layout.size, contents))):
+                for number, stored in zip(claimed.values(), self._write(list(claimed), contents), strict=False):
+                    outcomes[number] = stored or None
         finally:
             for slot in claimed:
                 claims.release(slot)
@@ -474,7 +476,7 @@ class Store:
         checksums, states = self._checksums, self.layout.states
         try:
             written = self.layout.write(slots, samples)
-            ready = list(compress(slots, written))
+            ready = slots if all(written) else list(compress(slots, written))
             if checksums is not None:
                 for slot, contents in zip(ready, compress(samples, written), strict=True):
                     checksums.seal(slot, contents)

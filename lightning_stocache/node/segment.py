@@ -267,17 +267,12 @@ class Segment:
         """
         self._check_open()
         offset += HEADER_BYTES
-        first = written = 0  # the first part that is not written to its end, and how much of it is written
-        while first < len(parts):
-            waiting = parts[first : first + _MOST_PARTS]
-            if written:
-                waiting = (waiting[0][written:], *waiting[1:])
-            count = os.pwritev(self._data, waiting, offset)
-            offset += count
-            written += count
-            while first < len(parts) and written >= parts[first].nbytes:
-                written -= parts[first].nbytes
-                first += 1
+        several = 1 < len(parts) <= _MOST_PARTS and hasattr(os, "pwritev")  # macOS has it from 11 on
+        written = os.pwritev(self._data, parts, offset) if several else 0
+        for part in parts:
+            while written < part.nbytes:
+                written += os.pwrite(self._data, part[written:] if written else part, offset + written)
+            offset, written = offset + part.nbytes, written - part.nbytes
 
     def discard(self, offset: int = 0) -> None:
         """Zero the payload from `offset` on, in every process, and return its memory to the system at once.

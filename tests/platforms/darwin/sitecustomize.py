@@ -19,7 +19,8 @@ import types
 
 LACKS = {
     os: "memfd_create MFD_CLOEXEC O_TMPFILE O_NOATIME sched_getaffinity sched_setaffinity posix_fallocate "
-    "posix_fadvise fdatasync copy_file_range splice eventfd pidfd_open getxattr setxattr listxattr removexattr",
+    "posix_fadvise fdatasync copy_file_range splice eventfd pidfd_open getxattr setxattr listxattr removexattr "
+    "pwritev preadv",
     mmap: "MADV_REMOVE MADV_HUGEPAGE MADV_NOHUGEPAGE MADV_DONTFORK MADV_DOFORK MADV_POPULATE_READ MAP_POPULATE",
     fcntl: "F_OFD_GETLK F_OFD_SETLK F_OFD_SETLKW F_ADD_SEALS F_GET_SEALS F_SETPIPE_SZ F_GETPIPE_SZ",
     select: "epoll EPOLLIN EPOLLOUT",
