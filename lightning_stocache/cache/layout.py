@@ -328,7 +328,7 @@ class Records(_Slots):
         return bool(nbytes <= self.end - self.free and nbytes < LARGEST)
 
     def write(self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool]:
-        """Write records one behind the other in one system call, and their places.
+        """Write records one behind the other, all at once, and their places.
 
         Returns:
             Whether each record was written: there was room, and no other writer was stopped in the lock.
