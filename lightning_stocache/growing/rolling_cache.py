@@ -310,17 +310,11 @@ class RollingCache(Dataset[Any]):
         Their number is the length of this dataset until the next call. The sampler of `sampler` calls `begin_epoch`;
         with another sampler, call it before each epoch. Collective.
         """
-        resident = self.resident()
-        if self.group.is_leader:
-            self.store.begin_epoch()
-        return resident
+        return self._agreed(begins=True)
 
     def resident(self) -> Integers:
         """The resident slots, as `begin_epoch` returns them, without a new epoch. Collective."""
-        store = self.store
-        resident = self.group.lead(lambda: self._wait(store))
-        self._length = len(resident)
-        return resident
+        return self._agreed(begins=False)
 
     def sampler(self, *, shuffle: bool = True) -> RollingSampler:
         """Make a sampler that draws this rank's resident samples. CachedLoader makes one by itself. Collective."""
@@ -350,6 +344,20 @@ class RollingCache(Dataset[Any]):
             memory_bytes=store.memory_bytes,
             disk_bytes=store.disk_bytes,
         )
+
+    def _agreed(self, *, begins: bool) -> Integers:
+        """The resident slots, found by the leader, which begins an epoch before any rank of the node reads from it."""
+        store = self.store
+
+        def look() -> Integers:
+            resident = self._wait(store)
+            if begins:
+                store.begin_epoch()
+            return resident
+
+        resident = self.group.lead(look)
+        self._length = len(resident)
+        return resident
 
     def _wait(self, store: RollingStore) -> Integers:
         """Wait for the minimum, and return the resident slots. If no more samples can come, fewer are enough.

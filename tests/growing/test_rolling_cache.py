@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
 from lightning_stocache.node import processes
+from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.setup.first_samples import FirstSampleError
 from tests.proc import is_alive
@@ -82,6 +83,23 @@ def fillers_end() -> None:
 
 
 # ---- epochs ----
+
+
+def test_an_epoch_begins_before_any_rank_can_read_from_it(opened, monkeypatch):
+    """The leader begins it before the ranks of the node agree, or the others would count newer samples wrongly."""
+    pool, steps, lead = opened(budget=100 * EACH, spec=SPEC, minimum=10), [], NodeGroup.lead
+    write(pool, range(10))
+    begin = pool.store.begin_epoch
+
+    def agree(group: NodeGroup, work: Callable[[], Any]) -> Any:
+        outcome = lead(group, work)
+        steps.append("agreed")
+        return outcome
+
+    monkeypatch.setattr(pool.store, "begin_epoch", lambda: (steps.append("begun"), begin()))
+    monkeypatch.setattr(NodeGroup, "lead", agree)
+    pool.begin_epoch()
+    assert steps == ["begun", "agreed"]
 
 
 LOADERS = {
