@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, RichProgressBar, TQDMProgressBar
-from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler, default_collate
+from torch.utils.data import SubsetRandomSampler, default_collate
 from torchmetrics import MeanMetric
 
 from lightning_stocache.node.segment import Segment
@@ -34,10 +34,8 @@ from tests.training.tiny import (
     SAMPLES,
     Data,
     Epochs,
-    Looking,
     Model,
     Narrow,
-    Watcher,
     behind,
     cached_datasets,
     make_trainer,
@@ -258,39 +256,6 @@ def train(
                 raise
 
 
-# ---- samplers ----
-
-
-def samplers_of(data: Any, samples: int) -> dict[str, Any]:
-    fold = list(range(0, samples, 4))
-    return {
-        "distributed": DistributedSampler(data, 2, dist.get_rank()),
-        "weighted": WeightedRandomSampler(1.0 + torch.arange(samples) % 7, samples),
-        "fold": SubsetRandomSampler(fold),
-        "a fold of each rank": SubsetRandomSampler(fold[dist.get_rank() :: 2]),
-    }
-
-
-def samplers(folder: Path, *, ranks: dict[str, Any], samples: int = 120) -> None:
-    """Writes for each sampler by name whether its batches were those of a training without a cache, the number of
-    batches, the metrics of the epochs and the slots."""
-    options = RANKS | ranks
-    make_trainer(folder, epochs=1, **options).fit(Watcher(), DataLoader(source(folder, "first")))  # from here on: ranks
-    saw = {}
-    for name in samplers_of([0], samples):
-        seen, noted, looking = [], Epochs(), Looking()
-        options["use_distributed_sampler"] = name != "a fold of each rank"
-        for callbacks in ([], [StochasticCache("50%"), noted, looking]):
-            model, data = Watcher(), source(folder, f"{name}-{len(callbacks)}", samples)
-            seed_everything(0, verbose=False)
-            loader = DataLoader(data, 4, sampler=samplers_of(data, samples)[name])
-            make_trainer(folder, callbacks, epochs=3, log_every_n_steps=1000, **options).fit(model, loader)
-            seen.append(model.batches)
-        saw[name] = {"same": seen[0] == seen[1], "steps": len(seen[1]), "epochs": noted.metrics}
-        saw[name]["slots"] = looking.slots["train"]
-    write(folder, f"rank{dist.get_rank()}.jsonl", saw)
-
-
 # ---- crossing: callbacks and metrics with collectives of their own ----
 
 
@@ -382,7 +347,7 @@ def crossing(folder: Path, *, ranks: dict[str, Any]) -> None:
         dist.barrier()  # the sources count for all fits together
 
 
-KINDS = {"train": train, "samplers": samplers, "crossing": crossing}
+KINDS = {"train": train, "crossing": crossing}
 
 if __name__ in ("__main__", "__mp_main__"):  # in spawned ranks, too
     logging.basicConfig(filename=Path(sys.argv[2]) / f"{os.getpid()}.log", level=logging.INFO)
