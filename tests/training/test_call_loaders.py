@@ -1,13 +1,16 @@
-"""What a call knows of the Trainer and of the other ranks when it caches loaders."""
+"""Each loader of a call is cached, or stays the user's own object; the ranks agree on each."""
 
 import importlib
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_stocache import CachedDataset, StocacheDataModule, StochasticCache
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.training import lightning_internals
 from lightning_stocache.training.caches import CallCaches
@@ -16,52 +19,148 @@ from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import replicas
 from tests.logs import Log
 from tests.ranks import run_ranks
-from tests.training.tiny import cached_datasets, make_trainer
+from tests.sources import CountedStream, Made
+from tests.training.tiny import (
+    DOORS,
+    SAMPLES,
+    Data,
+    Looking,
+    Watcher,
+    announced,
+    behind,
+    cached_datasets,
+    fit,
+    logged,
+    make_trainer,
+    plain_loader,
+    said,
+    source,
+    through,
+)
 
-NUMBERS = [torch.tensor(number) for number in range(12)]
+pytestmark = pytest.mark.processes
+
+PASSES = "passes through uncached"
+
+# ---- loaders that cannot be cached ----
 
 
-def test_a_trainer_that_leaves_samplers_alone_divides_nothing(tmp_path):
-    """With use_distributed_sampler=False each rank has its own loader; the package's own sampler still deals."""
-    for leaves_alone, own in ((False, 4), (True, 1)):
-        trainer = make_trainer(
-            tmp_path, devices=2, num_nodes=2, strategy="ddp", use_distributed_sampler=not leaves_alone
-        )
-        assert replicas(trainer) == (own, 0)
-        assert replicas(trainer, always=True) == (4, 0)
+class Endless(Dataset[Any]):
+    """A dataset without a length."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index))
 
 
-@pytest.mark.processes  # set-up reads samples in a process of its own
-def test_lightning_shuffles_what_it_deals_out_for_training():
-    """Lightning gives a training loader a DistributedSampler that shuffles, whatever its order was; so does a door."""
-    arguments = {"num_replicas": 2, "rank": 0}
-    trainer = SimpleNamespace(distributed_sampler_kwargs=arguments, overfit_batches=0, state=SimpleNamespace(fn=None))
-    trainer.lightning_module, trainer.callbacks = None, []
-    caches = CallCaches(CacheOptions(budget="1MiB"))
-    loaders = {"train": lambda: DataLoader(NUMBERS, batch_size=3)}
-    try:
-        assert CallLoaders(caches, loaders, trainer)("train").sampler.shuffle is True
-    finally:
-        caches.close()
+class Iterating(DataLoader[Any]):
+    """Starts to read in its constructor, as timm's MultiEpochsDataLoader did."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.iterator = super().__iter__()
+
+    def __iter__(self):
+        return iter([next(self.iterator) for _ in range(2)])
+
+
+class Batches:
+    """An iterable that is no DataLoader and has one inside, as timm's PrefetchLoader."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader, self.dataset = loader, loader.dataset
+
+    def __iter__(self):
+        return iter(self.loader)
+
+    def __len__(self):
+        return len(self.loader)
+
+
+def stream() -> CountedStream:
+    return CountedStream(6, lambda number: torch.full((2,), float(number)))
+
+
+NUMBERS = TensorDataset(torch.arange(12.0).reshape(6, 2))
+ODD = {
+    f"list {PASSES}: it is empty": lambda: DataLoader([], 2),
+    f"CountedStream {PASSES}: it is iterable-style. streams=True keeps it": lambda: DataLoader(stream(), 2),
+    "Endless .*no length.*__len__": lambda: DataLoader(Endless(), 2, sampler=[1, 2]),
+    "TensorDataset .*Iterating reads it already": lambda: Iterating(NUMBERS, 2),
+    "Batches .*no .*DataLoader. Wrap its TensorDataset with Cac": lambda: Batches(DataLoader(NUMBERS, 2)),
+    "generator .*no .*DataLoader. Use a DataLoader": lambda: (torch.ones(2) for _ in range(2)),
+}
+
+
+@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
+def test_odd_loaders_pass_as_they_are(tmp_path, caplog, door):
+    """Loaders that cannot be cached are the user's own objects; the loaders beside them are cached. The batches are the
+    same as without a cache. One warning for each loader, in two epochs, names stage, dataset and reason. With
+    strict=True the reason is an error, unless the stage is off."""
+    odd, train, val = DataLoader(stream(), 2), source(tmp_path), source(tmp_path, "val", 8)
+    made: list[Any] = []
+
+    def val_loaders() -> Any:
+        made[:] = [make() for make in ODD.values()]
+        return {"odd": list(made), "plain": plain_loader(val)}
+
+    loaders = {"train": lambda: CombinedLoader([odd, plain_loader(train)], "min_size"), "val": val_loaders}
+    options = {"epochs": 2, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 1}
+    plain, *_ = fit("none", tmp_path, loaders, **options)
+    loads = train.loads
+    model, _, looking = fit(door, tmp_path, loaders, **options)
+    assert model.batches == plain.batches
+    assert looking.slots == {"train": [SAMPLES], "val": [8]}
+    assert train.loads - loads <= SAMPLES + announced(caplog)
+    assert all(loader is users for loader, users in zip(looking.loaders["val"]["odd"], made, strict=True))
+    assert looking.loaders["train"][0] is odd
+    warnings = said(caplog, PASSES)
+    assert len(warnings) == len(ODD) + 1
+    for warning, words in zip(warnings, ODD, strict=False):
+        assert re.fullmatch(f"val loader: {words}.*", warning)
+    assert warnings[-1].startswith(f"train loader: CountedStream {PASSES}: ")
+    with pytest.raises(ValueError, match="val loader cannot be cached, list: it is empty"):
+        fit(door, tmp_path, loaders, cache={"strict": True})
+    loaders["train"] = lambda: plain_loader(train)
+    fit(door, tmp_path, loaders, cache={"strict": True, "stage_budgets": {"val": 0}})
+
+
+def test_sets_of_ours_that_cannot_be_cached_pass(tmp_path, caplog):
+    """An empty and an iterable-style set of a StocacheDataModule pass through, transformed; train is cached."""
+    sets = source(tmp_path), [Made(float, 0), stream()]
+    dm = StocacheDataModule(*sets, batch_size=2, transform=lambda sample: sample, eval_transform=torch.neg)
+    looking, model, negative = Looking(), Watcher(), Watcher()
+    make_trainer(tmp_path, [looking], logger=False, num_sanity_val_steps=0).fit(model, datamodule=dm)
+    for batch in DataLoader(stream(), 2):
+        negative.note("val1", -batch)
+    assert [entry for entry in model.batches if entry[0] == "val1"] == negative.batches
+    assert looking.slots["train"] == [SAMPLES]
+    assert len(said(caplog, PASSES)) == 2
+    with pytest.raises(ValueError, match="val loader cannot be cached, Made: it is empty"):
+        StocacheDataModule(*sets, strict=True).setup("fit")
+
+
+def test_batches_in_memory_pass_in_silence(tmp_path, caplog):
+    """Tensors that are given as loaders need no cache and no warning."""
+    trainer, model, *_ = through("callback", tmp_path, {})
+    trainer.predict(model, [torch.ones(2, 3), torch.zeros(2, 3)])
+    assert len(model.batches) == 4
+    assert said(caplog, PASSES) == []
 
 
 def different(rank: int) -> tuple[list[list[bool]], list[str]]:
     """Which loaders are cached on this rank if the ranks have different loaders, and the log lines of this rank."""
     log, caches = Log(), CallCaches(CacheOptions())
-    given: dict[str, Any] = {
-        "train": lambda: [DataLoader(NUMBERS), DataLoader(NUMBERS[: 5 + rank]), DataLoader(NUMBERS[: 2 - 2 * rank])],
-        "val": lambda: [DataLoader(NUMBERS)] * (1 + rank),
+    train, val = [12, 5 + rank, 2 - 2 * rank], [12] * (1 + rank)
+    given = {
+        "train": lambda: [DataLoader(Made(torch.tensor, length)) for length in train],
+        "val": lambda: [DataLoader(Made(torch.tensor, length)) for length in val],
     }
     call_loaders = CallLoaders(caches, given)
-    try:
-        return [
-            [bool(cached_datasets(loader)) for loader in loaders_in(call_loaders(stage))] for stage in given
-        ], log.lines
-    finally:
-        caches.close()
+    cached = [[bool(cached_datasets(loader)) for loader in loaders_in(call_loaders(stage))] for stage in given]
+    caches.close()
+    return cached, log.lines
 
 
-@pytest.mark.processes
 def test_ranks_agree_on_each_loader():
     """On all ranks a loader passes through if its length differs between ranks, if it is empty on one rank, or if a
     rank lacks it. The other loaders are cached, and only rank 0 warns."""
@@ -75,6 +174,44 @@ def test_ranks_agree_on_each_loader():
     assert not [line for line in silence if "passes through" in line]
 
 
+# ---- loaders that are cached already ----
+
+
+@pytest.mark.parametrize(("door", "wrap"), [("callback", Batches), ("cache_datamodule", lambda loader: loader)])
+def test_a_cached_dataset_of_the_users_is_left_alone(tmp_path, caplog, door, wrap):
+    """A loader that reads a CachedDataset is not cached again, also inside of a wrapper. A reload keeps its cache, and
+    there is no warning."""
+    train = source(tmp_path)
+    dataset = CachedDataset(train, defer=True)
+    options = {"epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    model, *_ = fit(door, tmp_path, {"train": lambda: wrap(plain_loader(dataset))}, **options)
+    assert len(model.batches) == 12
+    assert train.loads <= SAMPLES + announced(caplog)
+    assert dataset.cache.filled == SAMPLES
+    assert said(caplog, PASSES) == []
+    dataset.close()
+
+
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("other", DOORS)
+def test_two_doors_cache_once(tmp_path, caplog, other):
+    """A second StochasticCache, or one beside a DataModule that caches, opens nothing and changes nothing."""
+    train, looking, extra = source(tmp_path), Looking(), StochasticCache()
+    callbacks, dm = behind(other, Data(train, stream()))
+    first = callbacks if other == "callback" else []
+    trainer = make_trainer(tmp_path, [looking, *first, extra], epochs=2)
+    trainer.fit(Watcher(), datamodule=dm)
+    assert train not in extra.caches
+    assert looking.slots["train"] == [SAMPLES]
+    assert train.loads <= SAMPLES + announced(caplog)
+    assert logged(trainer, "stocache/hits") == [0, SAMPLES]
+    assert len(said(caplog, PASSES)) == 1
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+
+
+# ---- Lightning's private names ----
+
+
 def test_without_private_names_of_lightning_a_feature_is_off(caplog):
     """Without the setting of samplers the default is assumed, and without data sources StochasticCache caches nothing,
     each with one warning."""
@@ -82,15 +219,8 @@ def test_without_private_names_of_lightning_a_feature_is_off(caplog):
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace()))
     loops = {f"{name}_loop": loop for name in ("fit", "validate", "test", "predict")}
     known: dict[str, Any] = {"distributed_sampler_kwargs": {"num_replicas": 2, "rank": 1}, "enable_validation": True}
-
-    def trainer_of(**connector: Any) -> Any:
-        return SimpleNamespace(_accelerator_connector=SimpleNamespace(**connector), **known, **loops)
-
-    assert lightning_internals.leaves_samplers_alone(trainer_of(use_distributed_sampler=False))
-    assert replicas(trainer_of(use_distributed_sampler=False)) == (1, 0)
-    assert replicas(trainer_of(use_distributed_sampler=True)) == (2, 1)
-    assert replicas(trainer_of()) == replicas(trainer_of()) == (2, 1)
+    trainer: Any = SimpleNamespace(_accelerator_connector=SimpleNamespace(), **known, **loops)
+    assert replicas(trainer) == replicas(trainer) == (2, 1)
     assert caplog.text.count("use_distributed_sampler=False") == 1
-    assert lightning_internals.data_sources(trainer_of(), "fit") == {}
-    assert lightning_internals.data_sources(trainer_of(), "fit") == {}
+    assert lightning_internals.data_sources(trainer, "fit") == lightning_internals.data_sources(trainer, "fit") == {}
     assert caplog.text.count("StochasticCache caches nothing") == 1
