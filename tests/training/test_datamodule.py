@@ -1,4 +1,4 @@
-"""StocacheDataModule: its loaders, its budget and its transforms."""
+"""StocacheDataModule: its loaders, its sets and its transforms."""
 
 import contextlib
 import warnings
@@ -11,9 +11,8 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler
 
-from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.training.datamodule import StocacheDataModule
-from tests.training.tiny import SAMPLES, Model, make_trainer, source
+from lightning_stocache import StocacheDataModule
+from tests.training.tiny import SAMPLES, Model, cached_datasets, make_trainer, source
 
 pytestmark = pytest.mark.processes
 
@@ -25,11 +24,6 @@ def ready(*sets: Any, **options: Any) -> Iterator[StocacheDataModule]:
     dm.setup("fit")
     yield dm
     dm.teardown("fit")
-
-
-def caches_of(dm: StocacheDataModule, stage: str) -> list[CachedDataset]:
-    loaders = getattr(dm, f"{stage}_dataloader")()
-    return [loader.dataset for loader in (loaders if isinstance(loaders, list) else [loaders])]
 
 
 def test_factories_are_called_once_after_prepare(tmp_path):
@@ -44,7 +38,7 @@ def test_factories_are_called_once_after_prepare(tmp_path):
         train=partial(make, "train"), val=[partial(make, "val")], batch_size=4, prepare=lambda: order.append("prepare")
     )
     assert order == []
-    trainer = make_trainer(tmp_path)
+    trainer = make_trainer(tmp_path, logger=False)
     trainer.fit(Model(), dm)
     trainer.validate(Model(), dm, verbose=False)
     assert order == ["prepare", "train", "val", "prepare"]
@@ -54,24 +48,18 @@ def double(sample):
     return sample[0] * 2, sample[1]
 
 
-def test_transforms_run_after_the_cache(tmp_path):
-    """`transform` gets the source's samples in every epoch. Val has `eval_transform`, by default the same."""
-    train, val = source(tmp_path), source(tmp_path, "val")
-    for option, factor in (({}, 2), ({"eval_transform": None}, 1)):
-        with ready(train, val, transform=double, **option) as dm:
-            for _ in range(2):
-                assert torch.equal(caches_of(dm, "train")[0][3][0], train.expected(3)[0] * 2)
-                assert torch.equal(caches_of(dm, "val")[0][3][0], val.expected(3)[0] * factor)
-
-
-def test_one_set_in_two_stages_is_cached_once_with_both_transforms(tmp_path):
-    """One object as train and val has one cache, from the budget of train; each stage has its own transform."""
+@pytest.mark.parametrize(("option", "factor"), [({}, 2), ({"eval_transform": None}, 1)])
+def test_transforms_run_after_the_cache(tmp_path, option, factor):
+    """`transform` gets the source's samples in every epoch. Val has `eval_transform`, by default the same. One object
+    as train and val has one cache, from the budget of train, and the transform of each stage."""
     both = source(tmp_path)
-    with ready(both, both, stage_budgets={"val": 0}, transform=double, eval_transform=None) as dm:
-        [train], [val] = caches_of(dm, "train"), caches_of(dm, "val")
+    image = both.expected(3)[0]
+    with ready(both, both, stage_budgets={"val": 0}, transform=double, **option) as dm:
+        [train], [val] = cached_datasets(dm.train_dataloader()), cached_datasets(dm.val_dataloader())
         assert train.cache is val.cache is not None
-        assert torch.equal(train[3][0], both.expected(3)[0] * 2)
-        assert torch.equal(val[3][0], both.expected(3)[0])
+        for _ in range(2):
+            assert torch.equal(train[3][0], image * 2)
+            assert torch.equal(val[3][0], image * factor)
     assert train.cache is None
 
 
@@ -93,7 +81,7 @@ def test_batch_transforms_run_on_transferred_batches(tmp_path):
     training, evaluation = Halve(), Halve()
     transforms = {"batch_transform": training, "eval_batch_transform": evaluation}
     dm = StocacheDataModule(source(tmp_path), source(tmp_path, "val", 8), batch_size=4, **transforms)
-    make_trainer(tmp_path, num_sanity_val_steps=1).fit(Model(), dm)
+    make_trainer(tmp_path, num_sanity_val_steps=1, logger=False).fit(Model(), dm)
     assert training.shapes == [(4, 3, 8, 8)] * 6
     assert evaluation.shapes == [(4, 3, 8, 8)] * 3
 
@@ -122,10 +110,11 @@ def test_setup_twice_opens_once(tmp_path):
     train = source(tmp_path)
     dm = StocacheDataModule(train, batch_size=4)
     dm.setup("fit")
-    reads, cache = train.loads, caches_of(dm, "train")[0].cache
+    reads, [dataset] = train.loads, cached_datasets(dm.train_dataloader())
+    cache = dataset.cache
     dm.setup("fit")
-    assert caches_of(dm, "train")[0].cache is cache
-    make_trainer(tmp_path).fit(Model(), dm)
+    assert cached_datasets(dm.train_dataloader())[0].cache is cache
+    make_trainer(tmp_path, logger=False).fit(Model(), dm)
     assert train.loads == reads + SAMPLES
     assert cache.closed
 
@@ -135,19 +124,16 @@ def test_a_loader_that_a_subclass_hides_gives_its_cache_back(tmp_path):
 
     class Hiding(StocacheDataModule):
         def train_dataloader(self):
-            return Hidden(super().train_dataloader())
+            return watched(super().train_dataloader())
 
-    class Hidden:
-        def __init__(self, loader):
-            self.loader = loader
-
-        def __iter__(self):
+    def watched(loader):
+        for batch in loader:
             states.append(dm.cache_state())
-            return iter(self.loader)
+            yield batch
 
     states = []
     dm = Hiding(source(tmp_path), source(tmp_path, "val", 8), batch_size=4)
-    make_trainer(tmp_path).fit(Model(), dm)
+    make_trainer(tmp_path, logger=False).fit(Model(), dm)
     assert states
     assert all([state["stages"] for state in held] == [["val"]] for held in states)
 
@@ -155,7 +141,7 @@ def test_a_loader_that_a_subclass_hides_gives_its_cache_back(tmp_path):
 def test_a_stage_without_a_set_is_undefined(tmp_path):
     """Without a val set Lightning sees no val loader, and without a test set it raises its own error."""
     dm = StocacheDataModule(source(tmp_path), batch_size=4)
-    trainer = make_trainer(tmp_path)
+    trainer = make_trainer(tmp_path, logger=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Total length")
         trainer.fit(Model(), dm)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback, TQDMProgressBar
-from torch.utils.data import DataLoader
 
 from lightning_stocache import (
     CachedLoader,
@@ -22,7 +21,7 @@ from lightning_stocache import (
     StocacheDataModule,
 )
 from tests.sources import Allowance, CountedStream, Made
-from tests.training.tiny import DOORS, Data, Remembers, behind, data_hooks, logged, make_trainer, said
+from tests.training.tiny import DOORS, Data, Remembers, behind, logged, make_trainer, said
 
 pytestmark = pytest.mark.processes
 
@@ -39,61 +38,49 @@ def pool_of(allowed: Allowance | None = None, budget: str = "100%", **options: A
 
 
 class Growing(Callback):
-    """After each epoch some more samples come."""
+    """After each epoch eight more samples come."""
 
-    def __init__(self, pool: RollingCache, allowed: Allowance, more: int = 8) -> None:
-        self.pool, self.allowed, self.more = pool, allowed, more
+    def __init__(self, pool: RollingCache, allowed: Allowance) -> None:
+        self.pool, self.allowed = pool, allowed
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         before = self.pool.stats().resident
-        self.allowed.more(self.more)
-        while before < 60 and self.pool.stats().resident == before:
+        self.allowed.more(8)
+        while self.pool.stats().resident == before:
             time.sleep(0.002)
 
 
-def test_the_datamodule_trains_on_what_is_resident(tmp_path):
-    """Epochs grow, because new loaders are made before each. The metrics count samples that came, left and were
-    seen."""
+@pytest.mark.parametrize("door", DOORS)
+def test_epochs_grow_with_the_resident_samples(tmp_path, caplog, door):
+    """New loaders are made before each epoch: one line names the Trainer's setting, which is restored at the end. The
+    metrics count samples that came, left and were seen. A StocacheDataModule closes its pool; a pool in a loader of the
+    user's, in a hook or given to `fit`, is left as it is and not cached again."""
     model, allowed = Remembers(), Allowance(tmp_path / "allowed", 8)
     pool = pool_of(allowed)
-    trainer = make_trainer(tmp_path, [CacheMonitor(), Growing(pool, allowed)], epochs=6)
-    trainer.fit(model, StocacheDataModule(train=pool, batch_size=4))
+    callbacks, data = behind(door, Data(pool, **({} if door == "ours" else {"sampler": pool.sampler()})))
+    if door == "callback":
+        data = CachedLoader(pool, batch_size=4, sampler=pool.sampler())
+    trainer = make_trainer(tmp_path, [*callbacks, Growing(pool, allowed)], epochs=4)
+    trainer.fit(model, data)
+    assert pool.is_open == (door != "ours")
+    pool.close()
     lengths = [len(epoch) for epoch in model.epochs]
+    assert lengths == sorted(set(lengths))
     assert 8 <= lengths[0] < lengths[-1] <= 60
     assert all(len(set(epoch)) == len(epoch) for epoch in model.epochs)
-    assert not pool.is_open
+    assert trainer.reload_dataloaders_every_n_epochs == 0
+    assert caplog.text.count("reload_dataloaders_every_n_epochs=1") == 1
+    assert "samples are in the rolling cache; training read each loaded sample" in caplog.text
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     names = ("resident", "appended_per_second", "evicted_per_second", "oldest_seconds", "times_seen")
     values = {name: logged(trainer, f"stocache/rolling/{name}") for name in names}
-    assert {name: len(epochs) for name, epochs in values.items()} == dict.fromkeys(names, 6)
+    assert {name: len(epochs) for name, epochs in values.items()} == dict.fromkeys(names, 4)
     assert values["resident"][-1] >= lengths[-1]
     assert values["appended_per_second"][1] > 0
     assert values["evicted_per_second"][-1] == 0
     assert 0 < values["oldest_seconds"][-1] < 600
     assert values["times_seen"][-1] >= 1
     assert logged(trainer, "stocache/hit_rate")[-1] == 1
-
-
-@pytest.mark.parametrize(
-    ("door", "make", "given"),
-    [("callback", CachedLoader, True), ("callback", DataLoader, False), ("cache_datamodule", DataLoader, False)],
-)
-def test_a_loader_of_a_pool_follows_it_and_is_left_as_it_is(tmp_path, caplog, door, make, given):
-    """A loader of a pool, given to `fit` or by a hook, grows with the resident samples, too, and is not cached again.
-    One line names the Trainer's changed setting, which is restored at the end."""
-    model, allowed = Remembers(), Allowance(tmp_path / "allowed", 8)
-    pool = pool_of(allowed)
-    loader = make(pool, batch_size=4, sampler=pool.sampler())
-    callbacks, data = behind(door, data_hooks(train=lambda: loader), budget="1MiB")
-    trainer = make_trainer(tmp_path, [*callbacks, Growing(pool, allowed)], epochs=3)
-    trainer.fit(model, loader if given else data)
-    assert trainer.reload_dataloaders_every_n_epochs == 0
-    lengths = [len(epoch) for epoch in model.epochs]
-    assert lengths == sorted(set(lengths))
-    assert caplog.text.count("reload_dataloaders_every_n_epochs=1") == 1
-    assert "samples are in the rolling cache; training read each loaded sample" in caplog.text
-    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert pool.is_open
-    pool.close()
 
 
 def test_a_full_pool_says_what_follows(tmp_path, caplog):
@@ -107,12 +94,11 @@ def test_a_full_pool_says_what_follows(tmp_path, caplog):
 
     allowed = Allowance(tmp_path / "allowed", 8)
     pool = pool_of(allowed, "50%")
-    trainer = make_trainer(tmp_path, [FillProgress(), LambdaCallback(on_train_batch_start=fill)])
+    trainer = make_trainer(tmp_path, [FillProgress(), LambdaCallback(on_train_batch_start=fill)], logger=False)
     trainer.fit(Remembers(), StocacheDataModule(train=pool, batch_size=4))
     assert caplog.text.count("Made: a pool of at most 30 samples, in at most ") == 1
     assert "the cache is full: 30 of 30 samples" in caplog.text
     assert "on this node; from now on new samples replace the oldest" in caplog.text
-    pool.close()
 
 
 def word(index: int) -> tuple[int, str]:
@@ -161,11 +147,10 @@ class Appends(Callback):
 @pytest.mark.parametrize(
     ("door", "options", "share", "steps", "validations"),
     [
-        *((door, {}, 1.0, 1, 1) for door in DOORS),
         ("callback", {"limit_train_batches": 0.5}, 0.5, 1, 1),
-        ("cache_datamodule", {"limit_train_batches": 3}, 3, 1, 1),
-        ("ours", {"val_check_interval": 0.5}, 1.0, 1, 2),
-        ("callback", {"accumulate_grad_batches": 3}, 1.0, 3, 1),
+        ("callback", {"accumulate_grad_batches": 3}, 1, 3, 1),
+        ("cache_datamodule", {}, 1, 1, 1),
+        ("ours", {"val_check_interval": 0.5}, 1, 1, 2),
     ],
 )
 def test_an_epoch_has_the_batches_that_the_trainer_has_counted(tmp_path, door, options, share, steps, validations):
@@ -173,21 +158,21 @@ def test_an_epoch_has_the_batches_that_the_trainer_has_counted(tmp_path, door, o
     number. Samples that leave before the first batch take no batch, no validation and no step away."""
     pool, model = RollingCache(Made(word, 1000), "60KiB", fillers=0, minimum=8, layout="records"), Texts()
     appends = Appends(pool, tmp_path)
-    appends.append(40)
+    appends.append(80)
     data = Data(pool, [torch.zeros(1)], **({} if door == "ours" else {"sampler": pool.sampler()}))
     callbacks, dm = behind(door, data)
     callbacks += [appends, TQDMProgressBar()]
-    trainer = make_trainer(tmp_path, callbacks, epochs=4, enable_progress_bar=True, **options)
+    trainer = make_trainer(tmp_path, callbacks, epochs=3, enable_progress_bar=True, **options)
     trainer.fit(model, dm)
     resident = [at_count for at_count, _ in appends.resident]
     assert any(later < at_count for at_count, later in appends.resident)
     batches = [-(-samples // 4) for samples in resident]
     assert len(set(batches)) > 1
-    counted = [int(number * share) if isinstance(share, float) else share for number in batches]
+    counted = [int(number * share) for number in batches]
     assert appends.counted == appends.shown == counted
     assert [-(-len(epoch) // 4) for epoch in model.epochs] == counted
     assert trainer.global_step == sum(-(-number // steps) for number in counted)
-    assert len(model.validated) == 1 + 4 * validations  # with the sanity check
+    assert len(model.validated) == 1 + 3 * validations  # with the sanity check
     pool.close()
 
 
@@ -195,7 +180,7 @@ def test_ranks_share_the_pool_and_have_the_batches_that_their_trainers_have_coun
     """All ranks run the same number of batches, epoch after epoch, all from the pool."""
     pool = RollingCache(Made(word, 1000), "60KiB", fillers=1, minimum=20, layout="records")
     callbacks, ranks = [CacheMonitor(), Appends(pool, tmp_path)], {"strategy": "ddp_fork", "devices": 2}
-    trainer = make_trainer(tmp_path, callbacks, epochs=3, **ranks)
+    trainer = make_trainer(tmp_path, callbacks, epochs=3, logger=False, **ranks)
     trainer.fit(Texts(), StocacheDataModule(train=pool, batch_size=4))
     assert trainer.callback_metrics["stocache/hit_rate"] == 1
     assert trainer.callback_metrics["stocache/hits"] >= 16
@@ -204,27 +189,19 @@ def test_ranks_share_the_pool_and_have_the_batches_that_their_trainers_have_coun
     assert [len(set(epoch.split())) for epoch in epochs[0]] == [1, 1, 1]
 
 
-def test_epochs_of_a_fixed_length(tmp_path):
-    """With `epoch_samples` all epochs have one length."""
-    model, allowed = Remembers(), Allowance(tmp_path / "allowed", 8)
-    pool = pool_of(allowed, minimum=4, epoch_samples=20)
-    dm = StocacheDataModule(train=pool, batch_size=4)
-    make_trainer(tmp_path, [Growing(pool, allowed, 20)], epochs=4).fit(model, dm)
-    assert [len(epoch) for epoch in model.epochs] == [20] * 4
-    assert len(set(model.epochs[0])) < len(set(model.epochs[-1])) <= 20
-
-
-def test_a_kept_pool_goes_on(tmp_path):
+def test_a_kept_pool_goes_on(tmp_path, caplog):
     """With `keep_cache=True` a second call trains on the samples that have come since. The DataModule's transform runs
-    in its workers, on served samples."""
-    model, pool = Remembers(), pool_of()
+    in its workers, on served samples. With `epoch_samples` all epochs have one length, and the Trainer's own setting
+    stays."""
+    model, pool = Remembers(), pool_of(epoch_samples=20)
     dm = StocacheDataModule(train=pool, batch_size=4, keep_cache=True, num_workers=1, transform=torch.neg)
-    make_trainer(tmp_path / "first").fit(model, dm)
+    make_trainer(tmp_path, logger=False).fit(model, dm)
     came = pool.stats().appended
-    make_trainer(tmp_path / "second").fit(model, dm)
+    make_trainer(tmp_path, logger=False).fit(model, dm)
     assert pool.stats().appended >= came > 0
-    assert len(model.epochs) == 2
+    assert [len(epoch) for epoch in model.epochs] == [20, 20]
     assert all(value <= 0 for epoch in model.epochs for value in epoch)
+    assert "reload_dataloaders_every_n_epochs" not in caplog.text
     dm.close()
     assert not pool.is_open
 
@@ -237,31 +214,32 @@ as_tensor = partial(load, None)
 KEEPS: dict[str, Any] = {"budget": "64MiB", "streams": True}
 
 
-@pytest.mark.parametrize("door", ["callback", "ours", "the user's"])
+@pytest.mark.parametrize("door", ["callback", "cache_datamodule", "ours"])
 def test_streams_are_kept(tmp_path, door, caplog):
-    """Every sample comes once an epoch. Later epochs come from memory, before the transform of StocacheDataModule. A
-    CachedStream in the user's own loader is monitored. One line says that a stream is stored, and one, in the first
-    epoch that comes from memory, that the cache is full."""
+    """Every sample comes once an epoch. Later epochs come from memory, in another order, before the transform of
+    StocacheDataModule. A CachedStream in the user's own loader (cache_datamodule) is left as it is and monitored. One
+    line says that a stream is stored, and one, in the first epoch that comes from memory, that the cache is full."""
     train, val = (CountedStream(length, as_tensor) for length in (LENGTH, 12))
     model = Remembers()
-    kept = CachedStream(train, "64MiB") if door == "the user's" else train
+    kept = CachedStream(train, "64MiB") if door == "cache_datamodule" else train
     more = {"transform": lambda sample: sample + 100} if door == "ours" else {}
     data = Data(kept, val, num_workers=2 if door == "callback" else 0)
-    callbacks, data = behind("callback" if door == "the user's" else door, data, **KEEPS | more)
-    trainer = make_trainer(tmp_path, [*callbacks, FillProgress()], epochs=4)
+    callbacks, data = behind(door, data, **KEEPS | more)
+    trainer = make_trainer(tmp_path, [*callbacks, FillProgress()], epochs=3)
     trainer.fit(model, data)
     shift = 100 if more else 0
-    assert model.sorted_epochs == [[number + shift for number in ALL]] * 4
-    assert list(map(sorted, model.validated[1:])) == [[float(number + shift) for number in range(12)]] * 4
+    assert model.sorted_epochs == [[number + shift for number in ALL]] * 3
+    assert len(set(map(tuple, model.epochs))) == 3
+    assert list(map(sorted, model.validated[1:])) == [[float(number + shift) for number in range(12)]] * 3
     assert train.reads <= LENGTH + 32
     assert caplog.text.count("CountedStream: a stream, stored as it passes, in at most") == 2
     lines = said(caplog, "stocache: ")
     [full] = [number for number, line in enumerate(lines) if "the cache is full: 40 of 40 samples" in line]
     assert "epoch 0" in lines[full - 1]
     assert "epoch 1" in lines[full + 1]
-    assert logged(trainer, "stocache/hit_rate") == [0, 1, 1, 1]
+    assert logged(trainer, "stocache/hit_rate") == [0, 1, 1]
     assert logged(trainer, "stocache/coverage")[-1] == 1
-    assert logged(trainer, "stocache/fill_fraction") == [1] * 4
+    assert logged(trainer, "stocache/fill_fraction") == [1] * 3
     if isinstance(kept, CachedStream):
         kept.close()
 
@@ -274,6 +252,6 @@ def test_a_stream_of_unknown_contents_passes_by(tmp_path, caplog, budget, batche
     model, data = Remembers(), Data(CountedStream(LENGTH, as_tensor))
     callbacks, data = behind("callback", data, **KEEPS | {"budget": budget})
     limit = batches if batches < 10 else 1.0
-    make_trainer(tmp_path, callbacks, epochs=5, limit_train_batches=limit).fit(model, data)
+    make_trainer(tmp_path, callbacks, epochs=5, limit_train_batches=limit, logger=False).fit(model, data)
     assert model.sorted_epochs == [ALL[: 4 * batches]] * 5
     assert caplog.text.count(words) == 1
