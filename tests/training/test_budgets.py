@@ -7,19 +7,14 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch.utils.data import DataLoader
 
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve
 from lightning_stocache.setup import allocation
-from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.call_loaders import CallLoaders, training_bytes
-from lightning_stocache.training.options import CacheOptions
+from lightning_stocache.training.call_loaders import training_bytes
 from tests.cgroups import Outcome, run_limited
 from tests.sources import Made
 from tests.training.tiny import (
@@ -30,7 +25,6 @@ from tests.training.tiny import (
     Looking,
     Model,
     behind,
-    cached_datasets,
     fit,
     make_trainer,
     plain_loader,
@@ -45,86 +39,61 @@ MIB = 2**20
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("door", "budget", "sanity", "slots"),
+    ("door", "options", "sanity", "slots"),
     [
-        ("callback", 48, 2, [24, 8]),
-        ("cache_datamodule", 16, 2, [8, 8]),
-        ("callback", 8, 2, [4, 4]),
-        ("cache_datamodule", 26, 0, [24, 2]),
+        ("callback", {"budget": 48 * SLOT}, 2, [24, 8]),
+        ("cache_datamodule", {"budget": 16 * SLOT}, 2, [8, 8]),
+        ("callback", {"budget": 8 * SLOT}, 2, [4, 4]),
+        ("cache_datamodule", {"budget": 26 * SLOT}, 0, [24, 2]),
+        ("loaders", {"budget": 16 * SLOT}, 0, [12, 4]),
+        ("loaders", {"budget": 16 * SLOT}, 2, [12, 4]),
+        ("ours", {"budget": 16 * SLOT}, 2, [12, 4]),
+        ("ours", {"budget": "50%", "stage_budgets": {"val": 0}}, 0, [12, 0]),
     ],
-    ids=["enough", "half", "less", "train first"],
 )
-def test_hooks_divide_the_budget_as_they_come(tmp_path, door, budget, sanity, slots):
-    """Val takes at most half before train, train the rest; without a sanity check train goes first."""
-    loaders = {"train": lambda: plain_loader(train), "val": lambda: plain_loader(val)}
-    train, val = source(tmp_path), source(tmp_path, "val", 8)
-    _, _, looking = fit(door, tmp_path, loaders, num_sanity_val_steps=sanity, cache={"budget": budget * SLOT})
+def test_stages_divide_the_budget(tmp_path, door, options, sanity, slots):
+    """Of hooks, val takes at most half before train, and train the rest; without a sanity check train goes first.
+    Loaders that are given to `fit`, and the sets of StocacheDataModule, divide a budget in bytes by their sizes. A
+    stage with a separate budget uses that."""
+    train, val, looking = source(tmp_path), source(tmp_path, "val", 8), Looking()
+    callbacks, dm = behind("callback" if door == "loaders" else door, Data(train, val), **options)
+    given = (plain_loader(train), plain_loader(val)) if door == "loaders" else (dm,)
+    trainer = make_trainer(tmp_path, [*callbacks, looking], num_sanity_val_steps=sanity, logger=False)
+    trainer.fit(Model(), *given)
     assert [*looking.slots["train"], *looking.slots["val"]] == slots
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
-def test_where_nothing_is_left_for_val_a_warning_says_how_to_keep_it(tmp_path, caplog, door):
+def test_where_nothing_is_left_for_val_a_warning_says_how_to_keep_it(tmp_path, caplog):
     """If train has taken the budget, a later val set passes through, counted, with one warning for all reloads."""
     train, val = source(tmp_path), source(tmp_path, "val", 8)
     loaders = {"train": lambda: plain_loader(train), "val": lambda: plain_loader(val)}
     options = {"num_sanity_val_steps": 0, "epochs": 2, "reload_dataloaders_every_n_epochs": 1}
     budget = {"budget": SAMPLES * SLOT}
-    _, _, looking = fit(door, tmp_path, loaders, cache=budget, **options)
+    _, _, looking = fit("callback", tmp_path, loaders, cache=budget, **options)
     assert looking.slots == {"train": [SAMPLES], "val": [0]}
     [warning] = said(caplog, "passes through uncached")
     assert re.search(r"val loader: CountedSource .*stage_budgets={'val': ...}", warning)
-    _, _, looking = fit(door, tmp_path, loaders, cache=budget | {"stage_budgets": {"val": 8 * SLOT}}, **options)
+    budget["stage_budgets"] = {"val": 8 * SLOT}
+    _, _, looking = fit("cache_datamodule", tmp_path, loaders, cache=budget, **options)
     assert looking.slots == {"train": [SAMPLES], "val": [8]}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("sanity", [0, 2])
-@pytest.mark.parametrize(
-    ("door", "options", "slots"),
-    [
-        ("loaders", {"budget": 16 * SLOT}, [12, 4]),
-        ("ours", {"budget": 16 * SLOT}, [12, 4]),
-        ("ours", {"budget": "50%", "stage_budgets": {"val": 0}}, [12, 0]),
-    ],
-)
-def test_sets_that_are_known_from_the_start_share_by_size(tmp_path, door, options, slots, sanity):
-    """Loaders that are given to `fit`, and the sets of StocacheDataModule, divide a budget in bytes by their sizes. A
-    stage with a separate budget uses that."""
-    train, val, looking = source(tmp_path), source(tmp_path, "val", 8), Looking()
-    callbacks, dm = behind("callback" if door == "loaders" else door, Data(train, val), **options)
-    given = (plain_loader(train), plain_loader(val)) if door == "loaders" else (dm,)
-    make_trainer(tmp_path, [*callbacks, looking], num_sanity_val_steps=sanity).fit(Model(), *given)
-    assert [*looking.slots["train"], *looking.slots["val"]] == slots
-
-
-def large(index: int) -> torch.Tensor:
-    """A sample of one MiB."""
-    return torch.zeros(MIB, dtype=torch.uint8)
 
 
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
-def test_scarce_memory_is_kept_for_train_and_promised_once(monkeypatch):
+def test_scarce_memory_is_kept_for_train_and_promised_once(tmp_path, monkeypatch):
     """With "auto" a val set that opens first takes at most half of the free memory. Memory that was granted to it,
     filled or not, is not granted again."""
     free = FreeMemory(filesystem=None, available=800 * MIB, cgroup=None, directory=None)
     monkeypatch.setattr(FreeMemory, "measure", lambda *_: free)
-    data = {"train": Made(large, 800), "val": Made(large, 400)}
-    caches = CallCaches(CacheOptions())
-    getters = {stage: lambda stage=stage: DataLoader(data[stage]) for stage in data}  # type: ignore[misc]
-    trainer = MagicMock(
-        state=SimpleNamespace(fn="fit"), callbacks=[], overfit_batches=0, reload_dataloaders_every_n_epochs=0
-    )
-    trainer.strategy.root_device.type = "cuda"  # so the model takes no memory of the node
-    trainer.limit_val_batches, trainer.distributed_sampler_kwargs = 1.0, None
-    trainer.fit_loop.epoch_progress.current.processed = 0
-    call_loaders = CallLoaders(caches, getters, trainer)
-    slots = [len(cached_datasets(call_loaders(stage))[0].cache or ()) for stage in ("val", "train")]
-    caches.close()
-    assert 300 < slots[0] <= 400 - 64  # a margin of 64 MiB is left
-    assert slots[1] > 380
-    assert sum(slots) <= 800 - 64
+    train, val = (Made(lambda _: torch.zeros(MIB, dtype=torch.uint8), length) for length in (800, 400))
+    loaders = {"train": lambda: plain_loader(train, batch_size=1), "val": lambda: plain_loader(val, batch_size=1)}
+    sanity_check = {"num_sanity_val_steps": 1, "limit_train_batches": 1, "check_val_every_n_epoch": 2}
+    _, _, looking = fit("callback", tmp_path, loaders, **sanity_check)
+    [train_slots], [val_slots] = looking.slots["train"], looking.slots["val"]
+    assert 300 < val_slots <= 400 - 64  # a margin of 64 MiB is left
+    assert train_slots > 380
+    assert train_slots + val_slots <= 800 - 64
 
 
 # ---- the training itself ----
@@ -177,23 +146,21 @@ def test_every_door_keeps_back_what_the_training_will_take(tmp_path, monkeypatch
 
     monkeypatch.setattr(allocation, "grant", noted)
     callbacks, data = behind(door, Data(source(tmp_path)), budget="1MiB")
-    make_trainer(tmp_path, callbacks).fit(Model(), data)
+    make_trainer(tmp_path, callbacks, limit_train_batches=1, logger=False).fit(Model(), data)
     assert {reserve.private for reserve in asked} == {7 * PARAMETER_BYTES}
-
-
-def trainer_of(module: LightningModule, device: str = "cpu", fn: str = "fit") -> Any:
-    strategy = SimpleNamespace(root_device=torch.device(device))
-    return SimpleNamespace(strategy=strategy, lightning_module=module, state=SimpleNamespace(fn=fn))
 
 
 def test_what_a_training_takes_of_this_memory():
     """Only trained parameters count, on the CPU, in a fit; lazy parameters have no size yet."""
+
+    def taken(device: str = "cpu", fn: str = "fit") -> int:
+        strategy = SimpleNamespace(root_device=torch.device(device))
+        return training_bytes(SimpleNamespace(strategy=strategy, lightning_module=model, state=SimpleNamespace(fn=fn)))
+
     model = Model()
-    assert training_bytes(trainer_of(model)) == 7 * PARAMETER_BYTES
-    assert training_bytes(trainer_of(model, "meta")) == 0
-    assert training_bytes(trainer_of(model, fn="validate")) == 0
-    assert training_bytes(None) == 0
+    assert taken() == 7 * PARAMETER_BYTES
+    assert taken("meta") == taken(fn="validate") == training_bytes(None) == 0
     model.layer.weight.requires_grad_(False)
-    assert training_bytes(trainer_of(model)) == 7 * 40
+    assert taken() == 7 * 40
     model.layer = torch.nn.LazyLinear(10)
-    assert training_bytes(trainer_of(model)) == 0
+    assert taken() == 0
