@@ -3,11 +3,12 @@
 import inspect
 from collections import Counter
 from itertools import chain, islice
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from scipy.sparse import csr_matrix
@@ -16,7 +17,9 @@ from torch.utils.data import DistributedSampler, SubsetRandomSampler, WeightedRa
 
 from lightning_stocache.cache.placement import Domain, Ring
 from lightning_stocache.sampling.assignment import Dealer
-from lightning_stocache.sampling.locality_sampler import LocalitySampler
+from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+
+MODES = get_args(Mode)
 
 
 def nodes_of(*ranks_per_node):
@@ -25,27 +28,23 @@ def nodes_of(*ranks_per_node):
     return tuple(tuple(islice(ranks, number)) for number in ranks_per_node)
 
 
-def ring_of(size, nodes, fractions):
+def ring_of(size, nodes, fractions, domain=None):
+    """A ring of all indices, or of a domain, of which each node caches a fraction."""
+    world, drawn = sum(map(len, nodes)), size if domain is None else len(domain)
+    shares, slots = [len(ranks) / world for ranks in nodes], [round(drawn * part) for part in fractions]
+    return Ring.cut(drawn, shares, slots, domain)
+
+
+def samplers_of(size, nodes, fractions, batch_size, domain=None, **options):
+    """The samplers of all ranks."""
     world = sum(map(len, nodes))
-    return Ring.cut(size, [len(ranks) / world for ranks in nodes], [round(size * part) for part in fractions])
-
-
-def samplers_of(size, nodes, fractions, batch_size, **options):
-    world, ring = sum(map(len, nodes)), ring_of(size, nodes, fractions)
-    return [
-        LocalitySampler(range(size), world, rank, batch_size=batch_size, ring=ring, nodes=nodes, **options)
-        for rank in range(world)
-    ]
-
-
-def plain(sampler):
-    """DistributedSampler with the same settings."""
-    return DistributedSampler(
-        sampler.dataset, sampler.num_replicas, sampler.rank, sampler.shuffle, sampler.seed, sampler.drop_last
-    )
+    options = {"batch_size": batch_size, "ring": ring_of(size, nodes, fractions, domain), "nodes": nodes} | options
+    return [LocalitySampler(range(size), world, rank, **options) for rank in range(world)]
 
 
 def epoch_of(sampler, epoch):
+    """An epoch of a rank whose generators are those of the others."""
+    torch.manual_seed(epoch)
     sampler.set_epoch(epoch)
     return list(sampler)
 
@@ -57,62 +56,127 @@ def pieces(order, batch_size):
 def hit_rates(samplers, epochs):
     """Train for a few epochs with caches that are only filled by a node that has the slot and loads the sample."""
     ring, nodes = samplers[0].ring, samplers[0].nodes
-    caches = [set() for _ in nodes]
+    caches = np.zeros((len(nodes), ring.arcs[0].length), dtype=bool)
     rates = []
     for epoch in range(epochs):
         hits = served = 0
         for arc, ranks, cache in zip(ring.arcs, nodes, caches, strict=True):
             for rank in ranks:
-                order = epoch_of(samplers[rank], epoch)
-                slots = arc.slots_of(np.array(order)).tolist()
-                hits += sum(index in cache for index in order)
+                order = np.array(epoch_of(samplers[rank], epoch))
+                hits += cache[order].sum()
                 served += len(order)
-                cache.update(index for index, slot in zip(order, slots, strict=True) if slot >= 0)
+                cache[order[arc.slots_of(order) >= 0]] = True
         rates.append(hits / served)
     return rates
 
 
-worlds = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(lambda ranks: nodes_of(*ranks))
+LENGTH = 120
+
+folds = st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=LENGTH)
+worlds = st.lists(st.integers(1, 3), min_size=1, max_size=4).map(lambda ranks: nodes_of(*ranks))
 jobs = worlds.flatmap(
     lambda nodes: st.fixed_dictionaries(
         {
-            "size": st.integers(0, 300),
+            "size": st.integers(0, 150),
             "nodes": st.just(nodes),
             "fractions": st.lists(st.sampled_from([0, 0.1, 0.3, 0.5, 1]), min_size=len(nodes), max_size=len(nodes)),
-            "batch_size": st.integers(1, 40),
+            "batch_size": st.integers(1, 20),
             "seed": st.integers(0, 3),
             "shuffle": st.booleans(),
             "drop_last": st.booleans(),
         }
     )
 )
+drawing = st.one_of(
+    folds,
+    folds.map(SubsetRandomSampler),
+    st.integers(1, 9).map(lambda n: WeightedRandomSampler([float(i % n) + 0.1 for i in range(LENGTH)], 75)),
+)
 
 
-@given(st.integers(0, 200), st.integers(1, 5), st.integers(1, 20), st.booleans(), st.booleans())
-@settings(deadline=None)
-def test_a_sticky_node_alone_keeps_every_order(size, ranks, batch_size, shuffle, drop_last):
-    """In `sticky` mode each rank's order is DistributedSampler's on one node, as in the other modes."""
-    options = {"mode": "sticky", "shuffle": shuffle, "drop_last": drop_last}
-    for sampler in samplers_of(size, nodes_of(ranks), [0.4], batch_size, **options):
-        assert epoch_of(sampler, 2) == epoch_of(plain(sampler), 2)
+# ---- the order ----
 
 
-@pytest.mark.parametrize("mode", ["locality", "global", "sticky"])
-def test_without_a_ring_every_order_is_kept(mode):
-    """Without a ring each rank's order is DistributedSampler's on several nodes too."""
-    for rank in range(4):
-        sampler = LocalitySampler(range(50), 4, rank, batch_size=3, ring=None, nodes=nodes_of(2, 2), mode=mode)
-        assert epoch_of(sampler, 1) == epoch_of(plain(sampler), 1)
+@given(
+    jobs,
+    st.none() | drawing,
+    st.none() | folds.map(lambda fold: Domain(fold, LENGTH)),
+    st.sampled_from(MODES),
+    st.sampled_from([{}, {}, {}, {"ring": None}]),
+)
+def test_global_batches_are_those_of_distributed_sampler_and_of_lightning(job, draws, domain, mode, without_ring):
+    """Without a sampler of the user's or with any, whatever part of the dataset is on the ring: every global batch
+    holds what DistributedSampler, or Lightning's wrapper, deals to the ranks for it, padding and tail included. On one
+    node, without a ring, and in `global` mode each rank's order is theirs."""
+    batch = job["batch_size"]
+    samplers = samplers_of(**job | {"size": LENGTH}, domain=domain, mode=mode, draws=draws, **without_ring)
+    options = {name: job[name] for name in ("seed", "shuffle", "drop_last")}
+    kind, drawn_from = (DistributedSampler, range(LENGTH)) if draws is None else (DistributedSamplerWrapper, draws)
+    plains = [kind(drawn_from, len(samplers), rank, **options) for rank in range(len(samplers))]
+    mine, theirs = ([pieces(epoch_of(sampler, 1), batch) for sampler in kinds] for kinds in (samplers, plains))
+    if mode == "global" or without_ring or len(job["nodes"]) == 1:
+        assert mine == theirs
+    assert [list(map(len, order)) for order in mine] == [list(map(len, order)) for order in theirs]
+    if mode != "sticky":
+        for dealt, drawn in zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True):
+            assert Counter(chain(*dealt)) == Counter(chain(*drawn))
 
 
 @given(jobs)
-@settings(deadline=None)
+def test_sticky_nodes_keep_to_their_part(job):
+    """In `sticky` mode a node sees the same part of the dataset in every epoch, and the parts make up the whole."""
+    size, world = job["size"], sum(map(len, job["nodes"]))
+    samplers = samplers_of(**job, mode="sticky")
+    parts = []
+    for ranks in job["nodes"]:
+        orders = [list(chain(*(epoch_of(samplers[rank], epoch) for rank in ranks))) for epoch in range(2)]
+        assert {len(order) for order in orders} == {samplers[0].num_samples * len(ranks)}
+        if size >= world and not job["drop_last"]:
+            assert set(orders[0]) == set(orders[1])
+            parts.append(set(orders[0]))
+    if parts:
+        assert set().union(*parts) == set(range(size))
+        assert sum(map(len, parts)) == size
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_skip_leaves_out_samples_of_the_next_iteration(mode):
+    """`skip` leaves out that many samples at the beginning of the next iteration only, and the length stays."""
+    for sampler in samplers_of(95, nodes_of(1, 1), [0.5, 0.3], 5, mode=mode):
+        whole = epoch_of(sampler, 2)
+        for batches in (0, 1, 4, 9, 10, 50):
+            sampler.skip = batches * 5
+            assert len(sampler) == 48
+            assert list(sampler) == whole[batches * 5 :]
+            assert list(sampler) == whole
+
+
+def test_order_is_drawn_when_the_iteration_begins():
+    """set_epoch after iter() changes nothing for the iteration that has begun, as in DistributedSampler."""
+    sampler = samplers_of(40, nodes_of(1, 1), [0.5, 0.5], 4)[0]
+    expected = epoch_of(sampler, 0)
+    begun = iter(sampler)
+    sampler.set_epoch(1)
+    assert list(begun) == expected
+
+
+@pytest.mark.parametrize("keys", [["a", "b", "c", "d"], [(0, 1), (2, 3), (4, 5), (6, 7)], [(0,), (1, 2), (3,), (4,)]])
+@pytest.mark.parametrize("mode", ["locality", "global"])
+def test_keys_that_are_no_indices_are_dealt_as_by_lightning(keys, mode):
+    """What only the source understands has no place on a ring, and stays what it is."""
+    samplers = samplers_of(LENGTH, nodes_of(1, 1), [0.5, 0.5], 1, mode=mode, draws=keys)
+    assert list(map(list, samplers)) == [list(DistributedSamplerWrapper(keys, 2, rank)) for rank in (0, 1)]
+
+
+# ---- the deal ----
+
+
+@given(jobs)
 def test_misses_are_even_within_a_node(job):
     """The ranks of a node have equally many misses in each batch, give or take one; `imbalance` counts all ranks."""
     size, nodes, batch_size = job["size"] + 1, job["nodes"], job["batch_size"]
-    ring, world = ring_of(size, nodes, job["fractions"]), sum(map(len, nodes))
-    dealer = Dealer(ring, nodes)
-    batch = np.random.default_rng(job["seed"]).integers(0, size, world * batch_size)
+    dealer = Dealer(ring_of(size, nodes, job["fractions"]), nodes)
+    batch = np.random.default_rng(job["seed"]).integers(0, size, sum(map(len, nodes)) * batch_size)
     deal = dealer.deal(batch)
     misses = [[deal.misses[dealer.share(deal, rank, turn=3)].sum() for rank in ranks] for ranks in nodes]
     assert all(max(node) - min(node) <= 1 for node in misses)
@@ -132,43 +196,21 @@ def test_sampler_reports_the_imbalance_of_its_latest_iteration():
     assert 0 < worst < 64
 
 
-@pytest.mark.parametrize("mode", ["locality", "global", "sticky"])
-@pytest.mark.parametrize("skip", [0, 1, 4, 9, 10, 50])
-def test_skip_leaves_out_samples_of_the_next_iteration(mode, skip):
-    """`skip` leaves out that many samples at the beginning of the next iteration only, and the length stays."""
-    for sampler in samplers_of(95, nodes_of(1, 1), [0.5, 0.3], 5, mode=mode):
-        whole = epoch_of(sampler, 2)
-        sampler.skip = skip * 5
-        assert len(sampler) == 48
-        assert list(sampler) == whole[skip * 5 :]
-        assert list(sampler) == whole
+@given(jobs, st.none() | folds, st.lists(st.integers(0, LENGTH - 1), min_size=1))
+def test_no_deal_hits_more(job, fold, batch):
+    """As many indices of a batch go to a node that has them as in a maximum matching of indices and places; others, and
+    those from outside of a fold, are misses wherever they go."""
+    nodes = job["nodes"]
+    batch = np.resize(np.array(batch), sum(map(len, nodes)) * job["batch_size"])
+    ring = ring_of(LENGTH, nodes, job["fractions"], None if fold is None else Domain(fold, LENGTH))
+    deal = Dealer(ring, nodes).deal(batch)
+    has = np.stack([arc.slots_of(batch) >= 0 for arc in ring.arcs], axis=1)
+    assert (deal.misses == ~has[np.arange(len(batch)), deal.nodes]).all()
+    seats = np.repeat(has, [len(ranks) * job["batch_size"] for ranks in nodes], axis=1)
+    assert (~deal.misses).sum() == (maximum_bipartite_matching(csr_matrix(seats), perm_type="column") >= 0).sum()
 
 
-def test_order_is_drawn_when_the_iteration_begins():
-    """set_epoch after iter() changes nothing for the iteration that has begun, as in DistributedSampler."""
-    sampler = samplers_of(40, nodes_of(1, 1), [0.5, 0.5], 4)[0]
-    expected = epoch_of(sampler, 0)
-    begun = iter(sampler)
-    sampler.set_epoch(1)
-    assert list(begun) == expected
-
-
-@given(jobs)
-@settings(deadline=None)
-def test_sticky_nodes_keep_to_their_part(job):
-    """In `sticky` mode a node sees the same part of the dataset in every epoch, and the parts make up the whole."""
-    size, world = job["size"], sum(map(len, job["nodes"]))
-    samplers = samplers_of(**job, mode="sticky")
-    parts = []
-    for ranks in job["nodes"]:
-        orders = [list(chain(*(epoch_of(samplers[rank], epoch) for rank in ranks))) for epoch in range(2)]
-        assert {len(order) for order in orders} == {samplers[0].num_samples * len(ranks)}
-        if size >= world and not job["drop_last"]:
-            assert set(orders[0]) == set(orders[1])
-            parts.append(set(orders[0]))
-    if parts:
-        assert set().union(*parts) == set(range(size))
-        assert sum(map(len, parts)) == size
+# ---- hit rates ----
 
 
 @pytest.mark.parametrize(
@@ -205,95 +247,20 @@ def test_what_never_fits_leaves_first():
     assert rates[1] >= 0.1 + 1 / 3 + 0.1 - 0.02
 
 
-LENGTH = 240
-
-
-def samplers_of_draws(draws, domain, nodes, fractions, batch_size, **options):
-    """Samplers that deal what another one gives, on a ring of a domain (of all, if None)."""
-    world, size = sum(map(len, nodes)), LENGTH if domain is None else len(domain)
-    shares, slots = [len(ranks) / world for ranks in nodes], [round(size * part) for part in fractions]
-    options |= {"batch_size": batch_size, "ring": Ring.cut(size, shares, slots, domain), "nodes": nodes, "draws": draws}
-    return [LocalitySampler(range(LENGTH), world, rank, **options) for rank in range(world)]
-
-
-def in_step(sampler, epoch):
-    """An epoch of a rank whose generators are those of the others."""
-    torch.manual_seed(epoch)
-    return epoch_of(sampler, epoch)
-
-
-folds = st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=LENGTH)
-drawing = st.one_of(
-    folds,
-    folds.map(SubsetRandomSampler),
-    st.integers(1, 9).map(lambda n: WeightedRandomSampler([float(i % n) + 0.1 for i in range(LENGTH)], 150)),
-)
-
-
-@given(jobs, st.none() | drawing, st.none() | folds.map(lambda fold: Domain(fold, LENGTH)), st.booleans())
-@settings(max_examples=150, deadline=None)
-def test_global_batches_are_those_of_distributed_sampler_and_of_lightning(job, draws, domain, as_it_is):
-    """Without a sampler of the user's or with any, whatever part of the dataset is on the ring: every global batch
-    holds what DistributedSampler, or Lightning's wrapper, deals to the ranks for it, padding and tail included."""
-    options = {name: job[name] for name in ("seed", "shuffle", "drop_last")}
-    mode = "global" if as_it_is else "locality"
-    samplers = samplers_of_draws(
-        draws, domain, job["nodes"], job["fractions"], batch := job["batch_size"], mode=mode, **options
-    )
-    for epoch in range(2):
-        mine = [pieces(in_step(sampler, epoch), batch) for sampler in samplers]
-        kind, drawn_from = DistributedSampler if draws is None else DistributedSamplerWrapper, draws or range(LENGTH)
-        plains = [kind(drawn_from, len(samplers), rank, **options) for rank in range(len(samplers))]
-        theirs = [pieces(in_step(sampler, epoch), batch) for sampler in plains]
-        if as_it_is or len(job["nodes"]) == 1:
-            assert mine == theirs
-        assert [list(map(len, order)) for order in mine] == [list(map(len, order)) for order in theirs]
-        for dealt, drawn in zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True):
-            assert Counter(chain(*dealt)) == Counter(chain(*drawn))
-
-
-@given(jobs, st.none() | folds, st.lists(st.integers(0, LENGTH - 1), min_size=1))
-@settings(max_examples=150, deadline=None)
-def test_no_deal_hits_more(job, fold, batch):
-    """As many indices of a batch go to a node that has them as in a maximum matching of indices and places; others, and
-    those from outside of a fold, are misses wherever they go."""
-    domain, nodes = None if fold is None else Domain(fold, LENGTH), job["nodes"]
-    size, world = LENGTH if domain is None else len(domain), sum(map(len, nodes))
-    batch = np.resize(np.array(batch), world * job["batch_size"])
-    slots = [round(size * part) for part in job["fractions"]]
-    ring = Ring.cut(size, [len(ranks) / world for ranks in nodes], slots, domain)
-    deal = Dealer(ring, nodes).deal(batch)
-    has = np.stack([arc.slots_of(batch) >= 0 for arc in ring.arcs], axis=1)
-    assert (deal.misses == ~has[np.arange(len(batch)), deal.nodes]).all()
-    seats = np.repeat(has, [len(ranks) * job["batch_size"] for ranks in nodes], axis=1)
-    assert (~deal.misses).sum() == (maximum_bipartite_matching(csr_matrix(seats), perm_type="column") >= 0).sum()
-
-
 @pytest.mark.parametrize("mode", ["locality", "sticky"])
 def test_a_fold_is_drawn_once_per_epoch_by_the_nodes_that_have_it(mode):
     """Two nodes with half of a fold each: each epoch has each index of it once, and later ones hit nearly all."""
     fold = list(range(3, LENGTH, 5))
-    domain = Domain(fold, LENGTH)
-    samplers = samplers_of_draws(SubsetRandomSampler(fold), domain, nodes_of(1, 1), [0.5, 0.5], 8, mode=mode)
-    caches, rates = [set(), set()], []
+    options = {"domain": Domain(fold, LENGTH), "draws": SubsetRandomSampler(fold), "mode": mode}
+    samplers = samplers_of(LENGTH, nodes_of(1, 1), [0.5, 0.5], 8, **options)
     for epoch in range(4):
-        orders = [in_step(sampler, epoch) for sampler in samplers]
-        assert sorted(chain(*orders)) == fold
-        rates.append(sum(len(cache & set(order)) for cache, order in zip(caches, orders, strict=True)) / len(fold))
-        for cache, order, arc in zip(caches, orders, samplers[0].ring.arcs, strict=True):
-            cache |= {index for index in order if arc.slot(index) >= 0}
+        assert sorted(chain(*(epoch_of(sampler, epoch) for sampler in samplers))) == fold
+    rates = hit_rates(samplers, 4)
     assert rates[0] == 0
     assert rates[3] >= 0.9 if mode == "locality" else rates[1:] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("keys", [["a", "b", "c", "d"], [(0, 1), (2, 3), (4, 5), (6, 7)], [(0,), (1, 2), (3,), (4,)]])
-@pytest.mark.parametrize("mode", ["locality", "global"])
-def test_keys_that_are_no_indices_are_dealt_as_by_lightning(keys, mode):
-    """What only the source understands has no place on a ring, and stays what it is."""
-    samplers = samplers_of_draws(keys, None, nodes_of(1, 1), [0.5, 0.5], 1, mode=mode)
-    assert [list(sampler) for sampler in samplers] == [
-        list(DistributedSamplerWrapper(keys, 2, rank)) for rank in (0, 1)
-    ]
+# ---- arguments ----
 
 
 def test_arguments_are_those_of_distributed_sampler():

@@ -11,20 +11,21 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.residents import RollingSampler
 
 
-class Group(NodeGroup):
-    """A group whose exchange returns given values."""
+def group_of(rank, nodes, said):
+    """The group of a rank, whose exchange returns given values."""
 
-    said: list[int]
+    class Group(NodeGroup):
+        def exchange(self, value):
+            return said
 
-    def exchange(self, value):
-        return self.said
+    return Group(rank, nodes)
 
 
 class Pool:
     """A pool with given resident slots for each epoch."""
 
     def __init__(self, residents: Sequence[Sequence[int]], group: NodeGroup | None = None) -> None:
-        self.residents, self.group, self.looks = list(residents), group or NodeGroup(), 0
+        self.residents, self.group = list(residents), group or NodeGroup()
 
     def __len__(self) -> int:
         return len(self.residents[0])
@@ -36,7 +37,7 @@ class Pool:
         return np.array(self.residents.pop(0))
 
     def look_after(self):
-        self.looks += 1
+        """Nothing to look after."""
 
 
 def test_each_epoch_draws_what_is_resident_then():
@@ -97,8 +98,7 @@ def test_all_ranks_draw_the_same_number_and_none_twice_on_a_node(ranks, extra, e
     said = [residents[node] // len(group) for node, group in enumerate(nodes) for _ in group]
     drawn = {}
     for rank in range(first):
-        group = Group(rank, tuple(nodes))
-        object.__setattr__(group, "said", said)
+        group = group_of(rank, tuple(nodes), said)
         drawn[rank] = list(RollingSampler(Pool([range(residents[group.node])] * 2, group), epoch_samples=epoch_samples))
     assert {len(indices) for indices in drawn.values()} == {min(said) if epoch_samples is None else epoch_samples}
     if epoch_samples is None:
@@ -109,7 +109,5 @@ def test_all_ranks_draw_the_same_number_and_none_twice_on_a_node(ranks, extra, e
 
 def test_fewer_samples_than_ranks_are_an_error():
     """An epoch without a batch for some rank would hang the others."""
-    group = Group(0, ((0, 1),))
-    object.__setattr__(group, "said", [0, 0])
     with pytest.raises(RuntimeError, match="fewer samples resident than ranks"):
-        RollingSampler(Pool([[1]], group))
+        RollingSampler(Pool([[1]], group_of(0, ((0, 1),), [0, 0])))
