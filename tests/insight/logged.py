@@ -12,7 +12,7 @@ def rows_of_a_run(share: float = 0.5, epochs: int = 3, *, without: tuple[str, ..
     for epoch in range(epochs):
         hits = round(100 * share) if epoch else 0
         for step in (5, 10):
-            fill = 1.0 if epoch else step / 10
+            fill = 1.0 if epoch else {5: 0.5, 10: 0.9}[step]
             now = {"hit_rate": hits / 100, "fill_fraction": fill, "memory_bytes": fill * share * 2**20}
             yield 10 * epoch + step - 1, None, {f"stocache/live/{name}": value for name, value in now.items()}
         counts = {"hits": hits, "misses": 100 - hits, "bypasses": 0, "fills": 0 if epoch else round(100 * share)}

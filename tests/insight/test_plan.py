@@ -1,49 +1,72 @@
 """The plan: its arithmetic and its advice, from given paces; its table and picture."""
 
 import pytest
+import torch
 
-from lightning_stocache.insight.measurement import Arm, Curves, Data
-from lightning_stocache.insight.plan import aligned, as_text, curves_as_text, save
-from tests.insight.planned import paces, planned, row, spread
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.insight.measurement import Arm, Curves, Data, Paces, Spread
+from lightning_stocache.insight.plan import Plan, Row, aligned, as_text, curves_as_text, plan, save
+
+SPEC = SampleSpec.infer(torch.zeros(99, dtype=torch.uint8))  # 100 bytes with its state
+
+
+def spread(value: float | list[float]) -> Spread:
+    """The spread of one value, or of several measurements."""
+    return Spread.of(value if isinstance(value, list) else [value])
+
+
+def paces(*, uncached=0.011, missed=0.01, hit=0.001, codec=SPEC, safe_bytes=10**9, **more) -> Paces:
+    """Paces in seconds per sample; a list is several measurements."""
+    return Paces(spread(uncached), spread(missed), spread(hit), codec, safe_bytes=safe_bytes, **more)
+
+
+def planned(measured: Paces | None = None, step: float | list[float] | None = None, samples=1000, **data) -> Plan:
+    """The plan for a dataset of this length."""
+    options = {"batch_size": 10, **data}
+    return plan(Data(range(samples), **options), measured or paces(), None if step is None else spread(step))
+
+
+def row(made: Plan, budget: str) -> Row:
+    """The row of a budget."""
+    return next(row for row in made.rows if row.budget == budget)
+
 
 QUICK = paces(hit=1e-6)
+STEPS = {"step": 0.05}
 
 
-def later(budget: str, measured=None, **changes) -> float:
-    return row(planned(measured, **changes), budget).later_epoch.median
+# ---- the law ----
 
 
-def test_the_law_is_linear():
-    """Epoch one is all misses; later the missing part is loaded and the rest gathered."""
-    quarter = row(planned(), "25%")
-    assert quarter.first_epoch.median == pytest.approx(10.0)
-    assert quarter.later_epoch.median == pytest.approx(7.5 + 0.25)
-    assert (quarter.hit_rate, quarter.budget_bytes) == (0.25, 25_000)
-    assert [later(f"{percent}%") for percent in (50, 75, 100)] == pytest.approx([5.5, 3.25, 1.0])
+@pytest.mark.parametrize(
+    ("budget", "options", "first", "later"),
+    [
+        ("0%", {}, 11, 11),  # what was measured uncached
+        ("25%", {}, 10, 7.5 + 0.25),  # all misses; then the missing part is loaded and the rest gathered
+        ("50%", {}, 10, 5.5),
+        ("75%", {}, 10, 3.25),
+        ("100%", {}, 10, 1),
+        ("50%", STEPS, 15, 5 + 0.5 + 5),  # without workers loading and steps add up
+        ("50%", STEPS | {"num_workers": 1}, 10, 5 + 0.5),  # with workers the slower counts
+        ("75%", STEPS | {"num_workers": 1}, 10, 5),
+        ("100%", STEPS, 15, 5),  # so it does where all is cached
+        ("25%", {"nodes": 4, "samples": 4000}, 10, 1),  # four quarters are the whole
+    ],
+)
+def test_the_law_is_linear(budget, options, first, later):
+    """The seconds of epoch one and of later epochs, by the budget, the step, the workers and the nodes."""
+    found = row(planned(**options), budget)
+    assert (found.first_epoch.median, found.later_epoch.median) == pytest.approx((first, later))
 
 
-def test_a_budget_of_zero_goes_by_what_was_measured_uncached():
-    """Every epoch costs the uncached loader's time, and nothing is gained."""
-    without = row(planned(), "0%")
-    assert (without.first_epoch.median, without.later_epoch.median) == pytest.approx((11.0, 11.0))
+def test_hit_rates_gains_and_bytes():
+    """The hit rate is the share that is cached: of all nodes, unless samples are dealt at random."""
+    without, quarter = row(planned(), "0%"), row(planned(), "25%")
     assert (without.hit_rate, without.faster.median, without.pays_in) == (0, 1, None)
-
-
-def test_the_step_hides_loading_only_where_workers_load():
-    """Without workers loading and steps add up; with workers, and where all is cached, the slower counts."""
-    assert later("50%", step=0.05) == pytest.approx(5 + 0.5 + 5)
-    assert later("50%", step=0.05, num_workers=1) == pytest.approx(5 + 0.5)
-    assert later("75%", step=0.05, num_workers=1) == pytest.approx(5)
-    assert later("100%", step=0.05) == pytest.approx(5)
-
-
-def test_several_nodes_add_up():
-    """Four nodes with a quarter each hit everything; samples that are dealt at random hit a quarter."""
-    four = row(planned(nodes=4, samples=4000), "25%")
-    assert four.hit_rate == 1
-    assert four.later_epoch.median == pytest.approx(1.0)
+    assert (quarter.hit_rate, quarter.budget_bytes) == (0.25, 25_000)
+    four = planned(nodes=4, samples=4000)
+    assert (row(four, "25%").hit_rate, four.budget) == (1, "25%")
     assert row(planned(nodes=4, samples=4000, mode="global"), "25%").hit_rate == 0.25
-    assert planned(nodes=4, samples=4000).budget == "25%"
 
 
 def test_it_pays_when_the_sum_of_epochs_is_smaller():
@@ -61,56 +84,40 @@ def test_what_was_measured_several_times_has_a_range():
     assert whole.faster[:3] == pytest.approx((8 / 4, 11 / 2, 20 / 1))
 
 
-def test_the_budget_that_is_enough_is_where_the_step_takes_over():
-    """With workers and a step of half the loading time, half of the dataset gains all there is to gain."""
-    plan = planned(QUICK, step=0.0505, num_workers=1)
-    assert plan.budget == "49%"  # loading the rest takes as long as the steps, and 2 % longer
-    assert "Beyond 49 % of the dataset nothing is gained: training waits for its steps." in plan.sentences
-    assert row(plan, plan.budget)
+# ---- the advice ----
 
-
-def test_training_that_waits_for_its_steps_needs_no_budget():
-    """If loading hides behind the step already, the advice is 0, and without a model the source is said to be fast."""
-    plan = planned(QUICK, step=0.2, num_workers=1)
-    assert plan.budget == "0"
-    assert plan.sentences == ("No budget gains anything: training waits for its steps, not for data.",)
-    plan = planned(paces(uncached=0.001, missed=0.0011))
-    assert plan.budget == "0"
-    assert plan.sentences == ("No budget gains anything: the source is as fast as the cache.",)
+NOTHING = "No budget gains anything: "
+NOISY = "Cannot tell whether a budget gains anything: repeated measurements differ by more than a cache would gain."
+ENOUGH = "of the dataset nothing is gained: training waits for its steps."
 
 
 @pytest.mark.parametrize(
-    ("measured", "step"),
+    ("measured", "step", "budget", "sentences"),
     [
-        (paces(hit=1e-6, uncached=[0.01, 0.011, 0.03]), 0.2),
-        (QUICK, [0.09, 0.2, 0.3]),
-        (paces(uncached=[0.009, 0.011], hit=[0.001, 0.01]), None),
+        # With steps of half the loading time, half of the dataset gains all there is to gain, and 2 % less is no loss.
+        (QUICK, 0.0505, "49%", [f"Beyond 49 % {ENOUGH}"]),
+        # The share is calculated from the slowest source and the quickest step: 1 - 1.02 * 5 / 12.
+        (paces(hit=1e-6, missed=[0.009, 0.01, 0.012]), [0.05, 0.0505, 0.06], "58%", [f"Beyond 58 % {ENOUGH}"]),
+        (QUICK, 0.2, "0", [NOTHING + "training waits for its steps, not for data."]),
+        (paces(uncached=0.001, missed=0.0011), None, "0", [NOTHING + "the source is as fast as the cache."]),
+        # Where measurements differ by more than a cache would gain, there is no advice.
+        (paces(hit=1e-6, uncached=[0.01, 0.011, 0.03]), 0.2, "auto", [NOISY]),
+        (QUICK, [0.09, 0.2, 0.3], "auto", [NOISY]),
+        (paces(uncached=[0.009, 0.011], hit=[0.001, 0.01]), None, "auto", [NOISY]),
+        # Ranges that do not overlap are no doubt, however wide they are.
+        (paces(uncached=[0.009, 0.011, 0.03], hit=[0.001, 0.002]), None, "auto", []),
+        (paces(), None, "auto", []),
     ],
 )
-def test_ranges_that_overlap_are_no_advice(measured, step):
-    """Where measurements differ by more than a cache would gain, the advice is auto, and why."""
-    plan = planned(measured, step, num_workers=1)
-    assert plan.budget == "auto"
-    [sentence] = plan.sentences
-    assert sentence.startswith("Cannot tell whether a budget gains anything: repeated measurements differ")
+def test_the_advice_is_the_budget_that_is_enough(measured, step, budget, sentences):
+    """It is a value for the config, with the reason for it, and a row of the table."""
+    made = planned(measured, step, num_workers=1)
+    assert (made.budget, list(made.sentences)) == (budget, sentences)
+    assert budget in ("0", "auto") or row(made, budget)
 
 
-def test_a_gain_that_is_larger_than_the_noise_is_told():
-    """Ranges that do not overlap are no doubt, however wide they are."""
-    plan = planned(paces(uncached=[0.009, 0.011, 0.03], hit=[0.001, 0.002]))
-    assert (plan.budget, plan.sentences) == ("auto", ())
-    assert row(plan, "100%").faster.low > 1
-
-
-def test_a_part_is_advised_only_if_it_is_enough_by_all_measurements():
-    """The advised share is calculated from the slowest source and the quickest step."""
-    noisy = paces(hit=1e-6, missed=[0.009, 0.01, 0.012])
-    assert planned(noisy, step=[0.05, 0.0505, 0.06], num_workers=1).budget == "58%"  # 1 - 1.02 * 5 / 12
-
-
-def test_the_whole_dataset_is_auto():
-    """Where every part of the dataset gains, the advice is auto, and so it is where less is free."""
-    assert planned().budget == "auto"
+def test_where_less_is_free_the_advice_is_that():
+    """Rows beyond the free memory are not safe, and a sentence has the share that is free."""
     short = planned(paces(safe_bytes=60_000))
     assert short.budget == "auto"
     assert [row.budget for row in short.rows if row.safe] == ["0%", "25%", "50%", "60%"]
@@ -119,13 +126,14 @@ def test_the_whole_dataset_is_auto():
 
 def test_what_cannot_be_cached_is_said():
     """Without a codec there is one row, uncached, and the reason."""
-    plan = planned(paces(codec=None, reason="Samples hold strings."))
-    assert [row.budget for row in plan.rows] == ["0%"]
-    assert plan.budget == "0"
-    assert "Samples hold strings." in plan.sentences[0]
+    made = planned(paces(codec=None, reason="Samples hold strings."))
+    assert [row.budget for row in made.rows] == ["0%"]
+    assert made.budget == "0"
+    assert "Samples hold strings." in made.sentences[0]
 
 
-TABLE = paces(hit=1e-6, uncached=[0.0105, 0.011, 0.0125])
+# ---- tables and pictures ----
+
 RATES = {
     **{Arm("uncached", 8, n): spread(rates) for n, rates in enumerate(([90, 110], [190, 210], [380, 420], [390, 425]))},
     **{Arm("hit", 8, n): spread([1000, 1200]) for n in range(4)},
@@ -137,8 +145,8 @@ CURVES = Curves(Data(range(1000), 8), RATES, ["One batch was left out."])
 
 def test_ranges_and_deviations_are_shown():
     """The lowest and the highest stand beside each median, with the standard deviation."""
-    plan = planned(TABLE)
-    lines = {line.split()[0]: line.split()[1:] for line in as_text(plan).splitlines() if line}
+    text = as_text(planned(paces(hit=1e-6, uncached=[0.0105, 0.011, 0.0125])))
+    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line}
     assert lines["uncached"] == ["11.00", "10.50..12.50", "1.04", "ms", "a", "sample"]
     assert lines["hit"] == ["1.0", "1.0..1.0", "0.0", "us", "a", "sample"]
     assert lines["25%"][-4:] == ["1.5x", "[1.4..1.7]", "epoch", "2"]
@@ -155,12 +163,13 @@ def test_the_table_fits_a_terminal(safe_bytes):
     assert ("75%*" in text) == (safe_bytes < 10**11)
 
 
-@pytest.mark.parametrize("plan", [planned(step=0.05), planned(paces(safe_bytes=60_000)), planned(paces(codec=None))])
-@pytest.mark.parametrize("curves", [None, CURVES])
-def test_the_picture_is_a_png(tmp_path, plan, curves):
-    """The plan can be drawn with a step and without, where not all is safe, where nothing is, and with curves."""
+@pytest.mark.parametrize(
+    ("measured", "curves"), [(paces(safe_bytes=60_000), CURVES), (paces(codec=None), None)], ids=["all", "nothing"]
+)
+def test_the_picture_is_a_png(tmp_path, measured, curves):
+    """The plan can be drawn without a step, where not all is safe and with curves, and where nothing can be cached."""
     pytest.importorskip("matplotlib")
-    save(plan, path := tmp_path / "plan.png", curves)
+    save(planned(measured), path := tmp_path / "plan.png", curves)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -181,8 +190,5 @@ def test_curves_have_a_table_and_sentences():
 
 def test_columns_begin_or_end_at_one_place():
     """Columns to the left begin at the same place in every line, the others end at the same place."""
-    assert aligned([["part", "ms"], ["forward", "4.00"], ["rest", "12.50"]], left=1) == [
-        "part        ms",
-        "forward   4.00",
-        "rest     12.50",
-    ]
+    lines = ["part        ms", "forward   4.00", "rest     12.50"]
+    assert aligned([["part", "ms"], ["forward", "4.00"], ["rest", "12.50"]], left=1) == lines

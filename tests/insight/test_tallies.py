@@ -36,6 +36,12 @@ def read(dataset: CachedDataset, *indices: int) -> None:
         assert dataset[index] == float(index)
 
 
+def end_epoch(tallies: Tallies, stage: str, loader: object, loop: Tally | None = None) -> dict[str, float]:
+    """The metrics of an epoch that ends on the only rank."""
+    tallies.post(stage, loader, loop)
+    return tallies.metrics(stage, loader, patience=1)
+
+
 def served(metrics: dict[str, float]) -> float:
     return metrics["hits"] + metrics["misses"] + metrics["bypasses"]
 
@@ -63,11 +69,9 @@ def test_every_sample_is_in_one_tally(steps: list[str]) -> None:
                 tallies.count("sanity check", loader)
                 del expected["new"]
             else:
-                tallies.post(step, loader)
                 due = expected.pop("new", 0) + (expected.pop("aside", 0) if step == "train" else 0)
-                assert served(tallies.metrics(step, loader, patience=1)) == due
-        tallies.post("train", loader)
-        assert served(tallies.metrics("train", loader, patience=1)) == expected.total()
+                assert served(end_epoch(tallies, step, loader)) == due
+        assert served(end_epoch(tallies, "train", loader)) == expected.total()
     finally:
         dataset.close()
 
@@ -86,8 +90,7 @@ def test_an_epoch_says_what_was_counted_and_what_is_there(dataset: CachedDataset
     tallies, loader = Tallies(), DataLoader(dataset)
     read(dataset, 0, 1, 1)
     live = tallies.live(loader, LOOP)
-    tallies.post("train", loader, LOOP)
-    metrics = tallies.metrics("train", loader, patience=1)
+    metrics = end_epoch(tallies, "train", loader, LOOP)
     assert (metrics["hits"], metrics["misses"], metrics["fills"], metrics["fill_fraction"]) == (1, 2, 2, 2 / 8)
     assert (metrics["data_wait_seconds"], metrics["compute_seconds"], metrics["samples_per_second"]) == (0.25, 0.5, 3)
     assert live == {name: metrics[name.removeprefix("stocache/live/")] for name in live}
@@ -102,8 +105,7 @@ def test_an_epoch_is_posted_once(dataset: CachedDataset) -> None:
     read(dataset, 1, 2)
     tallies.post("val", loader)
     assert served(tallies.metrics("val", loader, patience=1)) == 1
-    tallies.post("val", loader)
-    assert served(tallies.metrics("val", loader, patience=1)) == 2
+    assert served(end_epoch(tallies, "val", loader)) == 2
 
 
 def test_what_was_not_posted_has_no_metrics(dataset: CachedDataset) -> None:
@@ -120,18 +122,14 @@ def test_a_call_begins_where_the_last_one_ended(dataset: CachedDataset) -> None:
     read(dataset, 0, 1)
     end_call([dataset])
     read(dataset, 2)
-    tallies, loader = Tallies(), DataLoader(dataset)
-    tallies.post("train", loader, LOOP)
-    assert tallies.metrics("train", loader, patience=1)["misses"] == 1
+    assert end_epoch(Tallies(), "train", DataLoader(dataset), LOOP)["misses"] == 1
 
 
 def test_of_samples_without_a_cache_the_bytes_are_not_known() -> None:
     """Without a cache the size of a sample in a slot is unknown."""
     dataset = numbers(3, budget=0)
     read(dataset, 0, 2)
-    tallies, loader = Tallies(), DataLoader(dataset)
-    tallies.post("val", loader)
-    metrics = tallies.metrics("val", loader, patience=1)
+    metrics = end_epoch(Tallies(), "val", DataLoader(dataset))
     assert metrics["bypasses"] == 2
     assert "bytes_from_source" not in metrics
     dataset.close()
