@@ -3,10 +3,12 @@
 import logging
 import os
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,40 +23,32 @@ from tests.loading.twins import same
 from tests.sources import CountedStream
 
 LENGTH = 103
+ALL = list(range(LENGTH))
+
+
+def row(number: int, values: int = 4) -> Any:
+    return torch.full((values,), float(number)), number
+
+
+def text(number: int) -> Any:
+    return "a" * (number % 7), number
+
+
+def turning(turns_at: int, number: int) -> Any:
+    """A row at first, then another shape."""
+    return row(number, 4 + (number > turns_at))
+
+
+def augmented(number: int) -> Any:
+    """Draws for every sample."""
+    return row(number)[0] + torch.rand(1), number
 
 
 class Numbers(CountedStream):
-    """A tensor and its number."""
+    """Rows, or other samples of their numbers."""
 
-    length = LENGTH
-
-    def sample(self, number: int) -> Any:
-        return torch.full((4,), float(number)), number
-
-
-class Texts(Numbers):
-    """Samples that are records."""
-
-    def sample(self, number: int) -> Any:
-        return "a" * (number % 7), number
-
-
-class Turning(Numbers):
-    """Rows at first, then another shape."""
-
-    def __init__(self, turns_at: int) -> None:
-        super().__init__()
-        self.turns_at = turns_at
-
-    def sample(self, number: int) -> Any:
-        return torch.full((4 + (number > self.turns_at),), float(number)), number
-
-
-class Augmented(Numbers):
-    """Draws for every sample."""
-
-    def sample(self, number: int) -> Any:
-        return torch.full((4,), float(number)) + torch.rand(1), number
+    def __init__(self, make: Any = row, length: int = LENGTH) -> None:
+        super().__init__(length, make)
 
 
 class Secret(Numbers):
@@ -75,8 +69,13 @@ class Shuffled(Numbers):
         yield from samples
 
 
-def numbers_of(loader: Any) -> list[int]:
-    return [number for _, numbers in loader for number in (numbers.tolist() if hasattr(numbers, "tolist") else numbers)]
+Texts = partial(Numbers, text)
+TurningSoon = partial(Numbers, partial(turning, 5))  # among the sixteen samples that decide
+
+
+def numbers_of(batches: Any) -> list[int]:
+    """The numbers of batches, or of samples."""
+    return [number for _, numbers in batches for number in torch.as_tensor(numbers).reshape(-1).tolist()]
 
 
 def listed(samples: list[Any]) -> Any:
@@ -87,87 +86,126 @@ def plus_one(sample: Any) -> Any:
     return sample[0] + 1, sample[1]
 
 
-@pytest.mark.parametrize("kind", [Numbers, Texts, Shuffled])
-def test_epoch_one_is_the_stream_and_later_ones_come_from_memory(kind: type[Numbers]) -> None:
-    """The first epoch has the samples of the plain stream in order. Later epochs have each sample once, shuffled."""
+# ---- epochs ----
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "loader_kind", "options"),
+    [
+        (Numbers, DataLoader, {}),
+        (Shuffled, DataLoader, {}),
+        (Texts, DataLoader, {"num_workers": 2, "multiprocessing_context": "forkserver", "persistent_workers": True}),
+        (Texts, CachedLoader, {}),
+        (Numbers, CachedLoader, {"num_workers": 2, "persistent_workers": True}),
+        (TurningSoon, CachedLoader, {"num_workers": 2, "batch_size": None}),
+    ],
+)
+def test_epoch_one_is_the_stream_and_later_ones_come_from_memory(kind: Any, loader_kind: Any, options: Any) -> None:
+    """The first epoch has the batches of the plain stream. Later epochs have each sample once, shuffled, in batches of
+    the same kind, all whole but the last."""
+    options = {"batch_size": 4} | options
     random.seed(0)
-    plain = numbers_of(DataLoader(kind(), batch_size=4, collate_fn=listed))
+    plain = list(DataLoader(kind(), **options))
     random.seed(0)
     with closing(CachedStream(kind(), "16MiB")) as stream:
-        loader = DataLoader(stream, batch_size=4, collate_fn=listed)
-        epochs = [numbers_of(loader) for _ in range(4)]
+        loader = loader_kind(stream, **options)
+        epochs = [list(loader) for _ in range(4)]
         reads, counts = stream.source.reads, stream.counters.totals()
-    assert epochs[0] == plain
-    assert all(sorted(epoch) == list(range(LENGTH)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs[1:]}) == 3
+        if loader_kind is CachedLoader:
+            loader.close()
+        del loader
+    assert same(epochs[0], plain)
+    sizes = sorted(len(numbers_of([batch])) for batch in plain)
+    for epoch in epochs[1:]:
+        assert sorted(numbers_of(epoch)) == ALL
+        assert sorted(len(numbers_of([batch])) for batch in epoch) == sizes
+        assert [type(part) for part in epoch[0]] == [type(part) for part in plain[0]]
+    assert len({tuple(numbers_of(epoch)) for epoch in epochs[1:]}) == 3
     assert counts.hits == 3 * LENGTH
     assert counts.misses == counts.fills == LENGTH
     assert counts.bypasses == 0
     assert LENGTH < reads <= (3 * LENGTH if kind is Shuffled else LENGTH + 34)
 
 
-@pytest.mark.parametrize("turns_at", [5, 20])
-def test_samples_of_many_shapes_are_records_if_the_first_ones_show_it(turns_at: int, caplog: Any) -> None:
-    """The first sixteen samples decide. If a later sample differs, the stream passes through, with a warning."""
-    seen = turns_at < 16
-    with caplog.at_level(logging.WARNING), closing(CachedStream(Turning(turns_at=turns_at), "16MiB")) as stream:
-        assert [sorted(number for _, number in stream) for _ in range(3)] == [list(range(LENGTH))] * 3
-        assert stream.counters.totals().hits == (2 * LENGTH if seen else 0)
-    assert ('layout="records"' in caplog.text) != seen
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "loader_kind", "workers", "drop_last"),
+    [
+        (Numbers, CachedLoader, 0, True),
+        (Numbers, CachedLoader, 3, False),
+        (Texts, DataLoader, 3, True),
+        (Texts, CachedLoader, 3, True),
+    ],
+)
+def test_unshuffled_epochs_are_the_first_one(kind: Any, loader_kind: Any, workers: int, drop_last: bool) -> None:
+    """With shuffle=False, later epochs have the batches of the plain stream, in their order."""
+    arguments: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "drop_last": drop_last}
+    plain = list(DataLoader(kind(), **arguments))
+    with closing(CachedStream(kind(), "16MiB", shuffle=False)) as stream:
+        loader = loader_kind(stream, **arguments)
+        for _ in range(3):
+            assert same(list(loader), plain)
+        assert stream.counters.totals().hits >= 2 * (LENGTH - 12)
+        if loader_kind is CachedLoader:
+            loader.close()
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("method", "persistent"), [("fork", False), ("forkserver", True)])
-def test_workers_store_and_serve_their_shares(method: str, persistent: bool) -> None:
-    """With workers, every sample comes once in each epoch, and only the first epoch reads the stream."""
-    with closing(CachedStream(Texts(), "16MiB")) as stream:
-        loader = DataLoader(
-            stream, 4, num_workers=2, collate_fn=listed, multiprocessing_context=method, persistent_workers=persistent
-        )
-        plain = numbers_of(DataLoader(Texts(), batch_size=4, num_workers=2, collate_fn=listed))
-        epochs = [numbers_of(loader) for _ in range(3)]
-        counts = stream.counters.totals()
-        del loader
-    assert epochs[0] == plain
-    assert all(sorted(epoch) == list(range(LENGTH)) for epoch in epochs)
-    assert counts.hits == 2 * LENGTH
-    assert counts.misses == counts.fills == LENGTH
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_order_follows_from_the_seed(workers: int) -> None:
+def test_the_order_follows_from_the_seed() -> None:
     """Two runs with one seed have the same epochs, whichever worker was faster. Another seed gives another order."""
     orders = []
     for seed in (1, 1, 2):
         with closing(CachedStream(Numbers(), "16MiB", seed=seed)) as stream:
-            loader = DataLoader(stream, batch_size=4, num_workers=workers)
-            orders.append([numbers_of(loader) for _ in range(3)])
+            loader = DataLoader(stream, batch_size=4, num_workers=2)
+            orders.append([numbers_of(loader) for _ in range(2)])
     assert orders[0] == orders[1]
-    assert orders[0][1:] != orders[2][1:]
+    assert orders[0][1] != orders[2][1]
 
 
-@pytest.mark.parametrize(("kind", "word"), [(Augmented, "torch"), (Secret, "not among those")])
-def test_a_random_stream_is_not_frozen(kind: Any, word: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A stream that augments its samples passes through, with one warning that tells how to cache it."""
-    with caplog.at_level(logging.WARNING), closing(CachedStream(kind(), "16MiB")) as stream:
-        epochs = [{int(n): float(x[0]) for x, n in stream} for _ in range(3)]
-        counts = stream.counters.totals()
-    assert epochs[1] != epochs[2]
-    assert counts.hits == 0
-    assert counts.served == 3 * LENGTH
-    assert len(caplog.records) == 1
-    assert word in caplog.text
-    assert "transform=" in caplog.text
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_cached_loader_knows_the_other_arguments(workers: int) -> None:
+    """drop_last, a collate_fn and a transform work in every epoch."""
+    with closing(CachedStream(Numbers(), "16MiB", transform=plus_one)) as stream:
+        loader = CachedLoader(stream, batch_size=4, drop_last=True, num_workers=workers, collate_fn=listed)
+        epochs = [list(loader) for _ in range(3)]
+        loader.close()
+    assert all(len(numbers) == 4 for epoch in epochs for _, numbers in epoch)
+    assert [len(epoch) for epoch in epochs[1:]] == [25, 25]
+    assert all(float(x[0]) == n + 1 for epoch in epochs for xs, ns in epoch for x, n in zip(xs, ns, strict=True))
 
 
-@pytest.mark.parametrize("transform", [None, lambda sample: (sample[0] + torch.rand(1), sample[1])])
-def test_allow_random_freezes_the_stream_and_not_the_transform(transform: Any) -> None:
-    """allow_random=True caches the first draw of a random stream. The transform draws in every epoch."""
-    with closing(CachedStream(Augmented(), "16MiB", allow_random=True, transform=transform)) as stream:
-        epochs = [{int(n): float(x[0]) for x, n in stream} for _ in range(3)]
-        assert stream.counters.totals().hits == 2 * LENGTH
-    assert (epochs[0] == epochs[1] == epochs[2]) == (transform is None)
+def count_call(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.counts[0] += 1000 if info.dataset.reads < 1000 else 1
+
+
+@pytest.mark.processes
+def test_worker_init_fn_finds_the_stream() -> None:
+    """worker_init_fn changes the user's own stream, in the first epoch and later."""
+    with closing(CachedStream(Texts(), "16MiB")) as stream:
+        loader = CachedLoader(stream, batch_size=4, num_workers=1, worker_init_fn=count_call)
+        assert [len(numbers_of(loader)) for _ in range(3)] == [LENGTH] * 3
+        assert stream.source.reads == LENGTH + 1002 + 32
+        loader.close()
+
+
+def test_a_stream_that_is_shared_again_begins_anew() -> None:
+    """A loader that has served from the old memory serves from the new memory."""
+    with closing(CachedStream(Numbers(), "16MiB")) as stream, closing(CachedLoader(stream, batch_size=4)) as loader:
+        for _ in range(2):
+            assert [sorted(numbers_of(loader)) for _ in range(3)] == [ALL] * 3
+            assert stream.counters.totals().hits == 2 * LENGTH
+            stream.share()
+
+
+def test_a_stream_may_repeat_a_sample() -> None:
+    """In later epochs every sample comes as often as in the first."""
+    with closing(CachedStream(lambda: iter([1, 2, 1, 3, 1]), "1MiB")) as stream:
+        epochs = [list(stream) for _ in range(3)]
+        assert stream.counters.totals().hits == 10
+    assert [Counter(epoch) for epoch in epochs] == [Counter([1, 2, 1, 3, 1])] * 3
 
 
 @pytest.mark.processes
@@ -176,10 +214,61 @@ def test_a_broken_epoch_begins_again() -> None:
     with closing(CachedStream(Numbers(), "16MiB")) as stream:
         loader = DataLoader(stream, batch_size=4, num_workers=2)
         next(iter(loader))
-        epochs = [numbers_of(loader) for _ in range(3)]
-        hits = stream.counters.totals().hits
-    assert all(sorted(epoch) == list(range(LENGTH)) for epoch in epochs)
-    assert hits == 2 * LENGTH
+        assert [sorted(numbers_of(loader)) for _ in range(3)] == [ALL] * 3
+        assert stream.counters.totals().hits == 2 * LENGTH
+
+
+def test_a_known_length_ends_an_epoch() -> None:
+    """A loader that knows the length stops there. That epoch is whole."""
+
+    class Sized(Numbers):
+        def __len__(self) -> int:
+            return self.length
+
+    with closing(CachedStream(Sized(length=20), "1MiB")) as stream:
+        assert len(stream) == 20
+        for _ in range(3):
+            samples = iter(stream)
+            assert sorted(next(samples)[1] for _ in range(20)) == list(range(20))
+            assert stream.cache.fill_fraction == 1
+        assert stream.counters.totals().hits == 40
+
+
+# ---- streams that pass through ----
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (Numbers(partial(turning, 20)), 'layout="records"'),
+        (Numbers(augmented), "it moves the generators of torch .*transform="),
+        (Secret(), "not among those.*transform="),
+        (Numbers(partial(row, values=4096)), "its 103 samples take about 1.6 MiB, and its budget is 1 MiB"),
+    ],
+    ids=["another shape", "random", "random in secret", "large"],
+)
+def test_what_cannot_be_kept_passes_through(source: Any, words: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A stream that is random, does not fit, or has another shape after the first sixteen samples is the stream in
+    every epoch. One warning tells why, and its memory is released."""
+    with caplog.at_level(logging.WARNING), closing(CachedStream(source, "1MiB")) as stream:
+        epochs = [list(stream) for _ in range(3)]
+        counts = stream.counters.totals()
+        assert stream.cache.memory_bytes < 2**16
+    assert all(numbers_of(epoch) == ALL for epoch in epochs)
+    assert same(epochs[1], epochs[2]) == ("transform=" not in words)
+    assert (counts.hits, counts.served) == (0, 3 * LENGTH)
+    assert stream.source.reads <= 3 * LENGTH + 34
+    [record] = caplog.records
+    assert re.search(words, record.getMessage(), re.DOTALL)
+
+
+@pytest.mark.parametrize("transform", [None, lambda sample: (sample[0] + torch.rand(1), sample[1])])
+def test_allow_random_freezes_the_stream_and_not_the_transform(transform: Any) -> None:
+    """allow_random=True caches the first draw of a random stream. The transform draws in every epoch."""
+    with closing(CachedStream(Numbers(augmented), "16MiB", allow_random=True, transform=transform)) as stream:
+        epochs = [{int(n): float(x[0]) for x, n in stream} for _ in range(3)]
+        assert stream.counters.totals().hits == 2 * LENGTH
+    assert (epochs[0] == epochs[1] == epochs[2]) == (transform is None)
 
 
 def test_a_stream_that_is_always_broken_off_is_not_stored(caplog: pytest.LogCaptureFixture) -> None:
@@ -191,25 +280,6 @@ def test_a_stream_that_is_always_broken_off_is_not_stored(caplog: pytest.LogCapt
         assert stream.cache.filled == 0
     assert len(caplog.records) == 1
     assert "broken off" in caplog.text
-
-
-class Large(Numbers):
-    """Samples of 16 KiB."""
-
-    def sample(self, number: int) -> Any:
-        return torch.full((4096,), float(number)), number
-
-
-def test_a_stream_that_does_not_fit_passes_through(caplog: pytest.LogCaptureFixture) -> None:
-    """A stream is cached whole or not at all. One warning tells its size, and its memory is released."""
-    with caplog.at_level(logging.WARNING), closing(CachedStream(Large(200), "1MiB")) as stream:
-        epochs = [[number for _, number in stream] for _ in range(3)]
-        assert stream.source.reads <= 3 * 200 + 17
-        assert stream.counters.totals().hits == 0
-        assert stream.cache.memory_bytes < 2**16
-    assert epochs == [list(range(200))] * 3
-    [record] = caplog.records
-    assert "its 200 samples take about 3.1 MiB, and its budget is 1 MiB" in record.message
 
 
 def test_the_whole_of_a_stream_is_no_amount_that_memory_falls_short_of(monkeypatch: Any, caplog: Any) -> None:
@@ -235,14 +305,6 @@ def test_a_stream_that_never_ends_is_passed_on() -> None:
         assert 0 < stream.counters.totals().fills < 300
 
 
-def test_a_stream_may_repeat_a_sample() -> None:
-    """In later epochs every sample comes as often as in the first."""
-    with closing(CachedStream(lambda: iter([1, 2, 1, 3, 1]), "1MiB")) as stream:
-        epochs = [list(stream) for _ in range(3)]
-        assert stream.counters.totals().hits == 10
-    assert [Counter(epoch) for epoch in epochs] == [Counter([1, 2, 1, 3, 1])] * 3
-
-
 @pytest.mark.processes
 def test_a_stream_whose_first_samples_do_not_come_passes_through(monkeypatch: Any, caplog: Any) -> None:
     """Set-up gives it up after a while, and every epoch is the stream."""
@@ -263,28 +325,16 @@ def test_a_stream_whose_first_samples_do_not_come_passes_through(monkeypatch: An
     assert "reading it has not ended in 0 s" in caplog.text
 
 
-def test_a_known_length_ends_an_epoch() -> None:
-    """A loader that knows the length stops there. That epoch is whole."""
-
-    class Sized(Numbers):
-        def __len__(self) -> int:
-            return self.length
-
-    with closing(CachedStream(Sized(20), "1MiB")) as stream:
-        assert len(stream) == 20
-        for _ in range(3):
-            samples = iter(stream)
-            assert sorted(next(samples)[1] for _ in range(20)) == list(range(20))
-            assert stream.cache.fill_fraction == 1
-        assert stream.counters.totals().hits == 40
-
-
-def test_after_close_the_stream_passes_through() -> None:
-    """An epoch after `close` is the stream."""
-    stream = CachedStream(Numbers(), "1MiB")
-    list(stream)
-    stream.close()
-    assert [number for _, number in stream] == list(range(LENGTH))
+def test_after_close_and_without_a_budget_it_passes_through() -> None:
+    """An epoch after `close` is the stream. budget=0 stores no sample, and counts all as bypasses."""
+    closed, off = CachedStream(Numbers(), "1MiB"), CachedStream(Numbers(), 0)
+    assert [numbers_of(off) for _ in range(2)] == [ALL] * 2
+    assert off.cache is None
+    assert off.counters.totals().bypasses == 2 * LENGTH
+    list(closed)
+    closed.close()
+    assert numbers_of(closed) == ALL
+    off.close()
 
 
 @pytest.mark.parametrize(
@@ -305,102 +355,3 @@ def test_wrong_arguments_are_refused(given: Any, arguments: Any, error: type[Exc
     """The error tells what is allowed."""
     with pytest.raises(error, match=words):
         CachedStream(given, **arguments)
-
-
-def test_without_a_budget_it_passes_through() -> None:
-    """budget=0 stores no sample, and counts all as bypasses."""
-    with closing(CachedStream(Numbers(), 0)) as stream:
-        assert stream.cache is None
-        assert [len(list(stream)) for _ in range(2)] == [LENGTH] * 2
-        assert stream.counters.totals().bypasses == 2 * LENGTH
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("kind", "workers", "persistent"), [(Numbers, 0, False), (Numbers, 2, True), (Texts, 0, False), (Texts, 2, False)]
-)
-def test_a_cached_loader_makes_batches_from_memory(kind: type[Numbers], workers: int, persistent: bool) -> None:
-    """Its first epoch is DataLoader's. Later epochs have batches of the same kind, all whole but the last."""
-    arguments: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "persistent_workers": persistent}
-    plain = list(DataLoader(kind(), **arguments))
-    with closing(CachedStream(kind(), "16MiB")) as stream, closing(CachedLoader(stream, **arguments)) as loader:
-        epochs = [list(loader) for _ in range(4)]
-        counts = stream.counters.totals()
-    assert all(same(ours, theirs) for ours, theirs in zip(epochs[0], plain, strict=True))
-    for epoch in epochs[1:]:
-        assert [len(numbers) for _, numbers in epoch] == [4] * 25 + [3]
-        assert sorted(number for _, numbers in epoch for number in numbers.tolist()) == list(range(LENGTH))
-        assert [type(part) for part in epoch[0]] == [type(part) for part in plain[0]]
-    assert len({str(epoch[0][1]) for epoch in epochs[1:]}) == 3
-    assert counts.hits == 3 * LENGTH
-    assert counts.misses == LENGTH
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_cached_loader_knows_the_other_arguments(workers: int) -> None:
-    """drop_last, a collate_fn and a transform work in every epoch."""
-    with closing(CachedStream(Numbers(), "16MiB", transform=plus_one)) as stream:
-        loader = CachedLoader(stream, batch_size=4, drop_last=True, num_workers=workers, collate_fn=listed)
-        epochs = [list(loader) for _ in range(3)]
-        loader.close()
-    assert all(len(numbers) == 4 for epoch in epochs for _, numbers in epoch)
-    assert [len(epoch) for epoch in epochs[1:]] == [25, 25]
-    assert all(float(x[0]) == n + 1 for epoch in epochs for xs, ns in epoch for x, n in zip(xs, ns, strict=True))
-
-
-@pytest.mark.processes
-def test_a_cached_loader_without_batches_serves_samples() -> None:
-    """batch_size=None gives the samples of the stream, in every epoch."""
-    with closing(CachedStream(Numbers(), "16MiB")) as stream:
-        loader = CachedLoader(stream, batch_size=None, num_workers=2)
-        assert [sorted(number for _, number in loader) for _ in range(3)] == [list(range(LENGTH))] * 3
-        assert stream.counters.totals().hits == 2 * LENGTH
-
-
-def test_a_stream_that_is_shared_again_begins_anew() -> None:
-    """A loader that has served from the old memory serves from the new memory."""
-    with closing(CachedStream(Numbers(), "16MiB")) as stream, closing(CachedLoader(stream, batch_size=4)) as loader:
-        for _ in range(2):
-            assert [sorted(numbers_of(loader)) for _ in range(3)] == [list(range(LENGTH))] * 3
-            assert stream.counters.totals().hits == 2 * LENGTH
-            stream.share()
-
-
-@pytest.mark.processes
-def test_worker_init_fn_finds_the_stream() -> None:
-    """worker_init_fn changes the user's own stream, in the first epoch and later."""
-    with closing(CachedStream(Texts(), "16MiB")) as stream:
-        loader = CachedLoader(stream, batch_size=4, num_workers=1, worker_init_fn=count_call)
-        assert [len(numbers_of(loader)) for _ in range(3)] == [LENGTH] * 3
-        assert stream.source.reads == LENGTH + 1002 + 32
-        loader.close()
-
-
-def count_call(worker: int) -> None:
-    info: Any = get_worker_info()
-    info.dataset.counts[0] += 1000 if info.dataset.reads < 1000 else 1
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("kind", "loader_kind", "workers", "drop_last"),
-    [
-        (Numbers, DataLoader, 0, False),
-        (Numbers, CachedLoader, 0, True),
-        (Numbers, CachedLoader, 3, False),
-        (Texts, DataLoader, 3, True),
-        (Texts, CachedLoader, 3, True),
-    ],
-)
-def test_unshuffled_epochs_are_the_first_one(kind: Any, loader_kind: Any, workers: int, drop_last: bool) -> None:
-    """With shuffle=False, later epochs have the batches of the plain stream, in their order."""
-    arguments: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "drop_last": drop_last}
-    plain = list(DataLoader(kind(), **arguments))
-    with closing(CachedStream(kind(), "16MiB", shuffle=False)) as stream:
-        loader = loader_kind(stream, **arguments)
-        for _ in range(3):
-            assert same(list(loader), plain)
-        assert stream.counters.totals().hits >= 2 * (LENGTH - 12)
-        if loader_kind is CachedLoader:
-            loader.close()
