@@ -34,6 +34,7 @@ __all__ = [
     "call_many",
     "context",
     "default_method",
+    "ends_alive",
     "hanging",
     "idle_worker",
     "killed_at_line",
@@ -251,6 +252,27 @@ def _run(
         outcome = pickle.dumps((False, traceback.format_exc()))
     Path(answer + ".part").write_bytes(outcome)
     os.rename(answer + ".part", answer)
+
+
+def ends_alive(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether a function ends in a forked process, which is not killed before. It must not raise.
+
+    It takes a third of the time of a `Child`.
+    """
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            function(*args)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL), f"the process has ended with {code}"
+    return code == 0
 
 
 @contextmanager

@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-__all__ = ["bits", "same"]
-
 
 def same(left: Any, right: Any, met: dict[int, int] | None = None) -> bool:
     """Whether two samples are equal bit for bit: types, order, attributes, strides, and what is there twice."""

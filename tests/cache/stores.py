@@ -1,4 +1,4 @@
-"""Stores of each kind, as tests open them: samples, codecs, and how one gets a store for them.
+"""Stores of each kind, as tests open them: samples, codecs, how one gets a store for them, and what it serves.
 
 The fences of this room know stores by the contract (`Store`) and by this file, which alone changes when stores
 are made or opened in another way. The fences of the whole package, which a change of its inside leaves as they are:
@@ -15,11 +15,13 @@ import errno
 import os
 import random
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from lightning_stocache.cache.layout import ROLLING
@@ -31,50 +33,32 @@ from lightning_stocache.cache.store import NO_PLACE, Store, gathers
 from lightning_stocache.node.files import HEADER_BYTES, prefix
 from lightning_stocache.node.named import open_named
 from lightning_stocache.node.segment import Segment
-
-__all__ = [
-    "ARC",
-    "HEADER_BYTES",
-    "KINDS",
-    "LAYOUTS",
-    "LENGTH",
-    "NO_PLACE",
-    "SAMPLES",
-    "attach_rolling",
-    "codec_of",
-    "disk_store",
-    "encoded",
-    "evicted",
-    "gathers",
-    "infer_codec",
-    "memory_store",
-    "path_of",
-    "refuse_stores",
-    "resident",
-    "rolling_disk_store",
-    "rolling_store",
-]
+from tests.cache.equality import same
 
 KINDS = ("memory", "disk")
 LAYOUTS = ("rows", "records")
 LENGTH = 48
+ALL = list(range(LENGTH))
 ARC = Ring.cut(LENGTH, (1.0,), (LENGTH,)).arcs[0]
 GRANTED = 2**20
+PAGE = 4096
+
+# ---- samples ----
 
 
-def row(index: int) -> tuple[torch.Tensor, int]:
-    """A sample of fixed fields, of which no other has the bytes."""
-    return torch.from_numpy(np.random.default_rng(index).integers(0, 256, 700, dtype=np.uint8)), index
+def sample(layout: str, number: int) -> Any:
+    """A sample whose every word says which it is, and is not zero; a record has a size of its own, too."""
+    if layout == "rows":
+        return torch.full((1024,), ~number), number
+    words = random.Random(number).randrange(1, 1500)
+    return {"number": number, "words": torch.full((words,), ~number), "text": f"{number} " * (words % 50)}
 
 
-def record(index: int) -> dict[str, Any]:
-    """A sample of its own size, with text, numbers and an array."""
-    generator = random.Random(index)
-    array = torch.arange(generator.choice([0, 3, 5000]), dtype=torch.int32) + index
-    return {"index": index, "text": f"{index}," * generator.randrange(300), "array": array}
-
-
-SAMPLES = {"rows": row, "records": record}
+def number_of(read: Any) -> int:
+    """The number of a sample that was read, each word of which is compared with the sample that was stored."""
+    layout, number = ("rows", read[1]) if isinstance(read, tuple) else ("records", read["number"])
+    assert same(read, sample(layout, number)), f"sample {number} is torn or damaged"
+    return int(number)
 
 
 def infer_codec(layout: str, samples: list[Any]) -> Any:
@@ -83,13 +67,14 @@ def infer_codec(layout: str, samples: list[Any]) -> Any:
 
 
 def codec_of(layout: str) -> Any:
-    """The codec of `SAMPLES`."""
-    return infer_codec(layout, [SAMPLES[layout](index) for index in range(8)])
+    """The codec of these samples."""
+    return infer_codec(layout, [sample(layout, number) for number in range(20)])
 
 
-def encoded(codec: Any, sample: Any, index: int) -> list[memoryview]:
+def encoded(store: Any, number: int) -> list[memoryview]:
     """A sample as `put` takes it."""
-    return codec.contents(codec.encode(sample, index))
+    layout = "rows" if gathers(store) else "records"
+    return list(store.codec.contents(store.codec.encode(sample(layout, number), number)))
 
 
 # ---- opening ----
@@ -130,26 +115,122 @@ def rolling_disk_store(codec: Any, samples: int, directory: Path) -> Any:
     return RollingStore.open(segment, codec, found.geometry, found.geometry.size)
 
 
-# ---- what the contract of a store has no name for ----
+# ---- filling and reading ----
 
 
-def resident(store: Any) -> Any:
-    """The places of a rolling store that can be read now."""
-    return store.readable_slots()
+def filled(store: Any, indices: Iterable[int] = ALL) -> list[int]:
+    """Store samples under their numbers. Returns the indices that were stored."""
+    layout = "rows" if gathers(store) else "records"
+    return [index for index in indices if store.fill(index, sample(layout, index))]
 
 
-def evicted(store: Any) -> int:
-    """How many samples have left a rolling store for newer ones."""
-    return int(store.evicted)
+def served(store: Any) -> list[int]:
+    """The indices that can be read now; each sample is compared, by itself, among others and in a gather."""
+    places = store.lookup(np.array(ALL), verify=True)
+    found, ready = np.flatnonzero(places != NO_PLACE).tolist(), places[places != NO_PLACE]
+    assert [number_of(read) for read in store.read(ready)] == found
+    assert [number_of(store.get(index)) for index in found] == found
+    assert gathered(store, ready[::-1]) == found[::-1]
+    return list(found)
 
 
-_store = Segment.store
+def gathered(store: Any, places: Any) -> list[int]:
+    """The numbers of the samples that a gather of these places gives; records are read, as nothing gathers them."""
+    if not gathers(store):
+        return [number_of(read) for read in store.read(places)]
+    memory = [np.empty(size, dtype=np.uint8) for size in store.codec.sizes(len(places))]
+    store.gather(places, memory)
+    return [number_of(read) for read in store.codec.split(memory, len(places))]
 
 
-def refuse_stores(refused: bool) -> None:
-    """Have the system refuse to store anything from now on, as if memory and disk were full; or let it again."""
-    Segment.store = _refuse if refused else _store  # type: ignore[method-assign]
+def resident(store: Any) -> list[int]:
+    """The numbers of the samples that a rolling store has now, in order; each is compared, on a disk with its index."""
+    substituted = store.substituted
+    slots = np.array([slot for slot in store.readable_slots().tolist() if store.is_sound(slot)], dtype=np.int64)
+    numbers = [number_of(read) for read in store.read(slots)]
+    assert store.substituted == substituted
+    if store.segment.on_disk:
+        by_index = store.slots_by_index(max(numbers, default=0) + 1)
+        assert by_index[numbers].tolist() == slots.tolist()
+        assert np.count_nonzero(by_index != NO_PLACE) == len(numbers)
+    return sorted(numbers)
 
 
-def _refuse(segment: Segment, offset: int, *parts: memoryview) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def append_for_ever(handle: Any, layout: str, first: int) -> None:
+    """Append samples to a rolling store, from this number on, until this process or its parent is killed."""
+    store = attach_rolling(handle)
+    while os.getppid() != 1:
+        while not store.append(sample(layout, first), first):
+            pass
+        first += 1
+
+
+# ---- what happens to a disk ----
+
+
+class Disk:
+    """A directory in which one job after the other opens the same named store.
+
+    Args:
+        directory: where.
+        layout: rows or records.
+        granted: bytes for records.
+    """
+
+    def __init__(self, directory: Path, layout: str, granted: int = GRANTED) -> None:
+        self.directory, self.layout, self.granted = directory, layout, granted
+        self.codec, self.path = codec_of(layout), path_of(directory)
+
+    def open(self) -> Any:
+        """Open the store as the next job does, or make it."""
+        return disk_store(self.codec, self.directory, self.granted)
+
+    def fill(self, indices: Iterable[int] = ALL) -> None:
+        """Store samples, as one job."""
+        store = self.open()
+        filled(store, indices)
+        store.close()
+
+    def served(self) -> list[int]:
+        """The indices that the next job is served."""
+        store = self.open()
+        indices = served(store)
+        store.close()
+        return indices
+
+
+def flip(content: bytearray, generator: random.Random, count: int) -> None:
+    """Flip bits somewhere behind the header, each a different one."""
+    for place in generator.sample(range(HEADER_BYTES * 8, len(content) * 8), count):
+        content[place // 8] ^= 1 << place % 8
+
+
+def power_cut(before: bytes, after: bytes, generator: random.Random) -> bytes:
+    """What a disk may hold after a power cut: what was synced, and some of the pages that were written since."""
+    image = bytearray(before.ljust(len(after), b"\0"))
+    for start in range(0, len(after), PAGE):
+        if after[start : start + PAGE] != image[start : start + PAGE] and generator.random() < 0.5:
+            image[start : start + PAGE] = after[start : start + PAGE]
+    return bytes(image)
+
+
+def refuse_stores(patch: pytest.MonkeyPatch, error: int = errno.ENOSPC) -> None:
+    """Have the system refuse to store anything from now on, until `patch` is undone; a full disk by default."""
+
+    def refuse(segment: Segment, offset: int, *parts: memoryview) -> None:
+        raise OSError(error, os.strerror(error))
+
+    patch.setattr(Segment, "store", refuse)
+
+
+def break_one_block(patch: pytest.MonkeyPatch) -> None:
+    """Have the next read through a file fail, as from a bad block; later reads succeed."""
+    fetch, failed = Segment.fetch, []
+
+    def broken(segment: Segment, offset: int, length: int) -> bytes:
+        if not failed:
+            failed.append(offset)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return fetch(segment, offset, length)
+
+    patch.setattr(Segment, "fetch", broken)

@@ -4,7 +4,6 @@ One machine for both: in memory and on a disk. A sample that a store serves is t
 what was stored and not lost by a fault is served.
 """
 
-import os
 import random
 import shutil
 import tempfile
@@ -17,166 +16,156 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.cache.disks import Disk, flip
-from tests.cache.equality import same
 from tests.cache.stores import (
+    ALL,
     HEADER_BYTES,
     KINDS,
     LAYOUTS,
     LENGTH,
     NO_PLACE,
-    SAMPLES,
+    Disk,
     attach_rolling,
     codec_of,
     encoded,
-    gathers,
+    flip,
+    gathered,
     memory_store,
+    number_of,
     path_of,
     refuse_stores,
     resident,
     rolling_disk_store,
     rolling_store,
+    sample,
 )
 
 INDICES = st.lists(st.integers(0, LENGTH - 1), min_size=1, max_size=12)
+SEEDS = st.integers(0, 10**6)
+FLIPS = st.sampled_from([0, 0, 0, 1, 30, 1000])
+SHARES = st.one_of(*[st.just(1.0)] * 3, st.floats(0, 1))
 GRANTED = 2**19
 
 
-class Stores(RuleBasedStateMachine):
+class Machine(RuleBasedStateMachine):
+    """A store whose jobs end and whose disk fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder, self.patch = Path(tempfile.mkdtemp(prefix="stores-")), pytest.MonkeyPatch()
+        self.opened: list[Any] = []  # the store, and further readers of it
+        self.faulty = False  # whether something of what was stored may be lost
+
+    @property
+    def store(self) -> Any:
+        return self.opened[0]
+
+    def close(self) -> None:
+        while self.opened:
+            self.opened.pop().close()
+
+    def damage(self, path: Path, seed: int, flips: int, share: float = 1.0) -> None:
+        """Flip bits of a file, and cut it off, between two jobs."""
+        content = bytearray(path.read_bytes())
+        flip(content, random.Random(seed), flips)
+        path.write_bytes(content[: HEADER_BYTES + round((len(content) - HEADER_BYTES) * share)])
+        self.faulty |= flips > 0 or share < 1
+
+    def teardown(self) -> None:
+        self.patch.undo()
+        self.close()
+        shutil.rmtree(self.folder)
+
+
+class Stores(Machine):
     """A store, compared with a set of stored indices."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="stores-"))
         self.stored: set[int] = set()  # what was said to be stored, by this job or one before
-        self.faulty = False  # whether something of that may be lost
         self.full = False
 
     @initialize(kind=st.sampled_from(KINDS), layout=st.sampled_from(LAYOUTS))
     def begin(self, kind: str, layout: str) -> None:
         """Make a store of one kind for one codec."""
         self.kind, self.disk = kind, Disk(self.folder, layout, GRANTED)
-        self.store: Any = self.opened()
+        self.open()
 
-    def opened(self) -> Any:
-        return memory_store(self.disk.codec, GRANTED) if self.kind == "memory" else self.disk.open()
+    def open(self) -> None:
+        store = memory_store(self.disk.codec, GRANTED) if self.kind == "memory" else self.disk.open()
+        self.opened.append(store)
 
     @rule()
     def fill_all(self) -> None:
         """Store all samples."""
-        self.fill(list(range(LENGTH)))
+        self.fill(ALL)
 
     @rule(indices=INDICES)
     def fill(self, indices: list[int]) -> None:
         """Store samples, several at once."""
         new = list(dict.fromkeys(indices))
-        contents = [encoded(self.disk.codec, self.disk.sample(index), index) for index in new]
-        outcomes = self.store.put(new, contents)
+        outcomes = self.store.put(new, [encoded(self.store, index) for index in new])
         if not self.full:
             self.stored |= {index for index, stored in zip(new, outcomes, strict=True) if stored}
 
     @rule(indices=INDICES)
     def read(self, indices: list[int]) -> None:
-        """Look samples up, and read them: each is the one that was stored."""
+        """Look samples up, and read them, one by one and together: each is the one that was stored."""
         places = self.store.lookup(np.array(indices), verify=True)
         ready = places[places != NO_PLACE]
         found = [index for index, place in zip(indices, places.tolist(), strict=True) if place != NO_PLACE]
-        for index, sample in zip(found, self.store.read(ready), strict=True):
-            assert same(sample, self.disk.sample(index)), index
+        assert [number_of(read) for read in self.store.read(ready)] == found
+        assert gathered(self.store, ready) == found
         if not self.faulty:
             assert self.stored & set(indices) <= set(found)
 
-    @rule(indices=INDICES)
-    def gather(self, indices: list[int]) -> None:
-        """Rows come out together as they do one by one."""
-        places = self.store.lookup(np.array(indices), verify=True)
-        ready = places[places != NO_PLACE]
-        if not gathers(self.store) or not len(ready):
-            return
-        codec = self.disk.codec
-        memory = [np.zeros(size, dtype=np.uint8) for size in codec.sizes(len(ready))]
-        self.store.gather(ready, memory)
-        for one, other in zip(codec.split(memory, len(ready)), self.store.read(ready), strict=True):
-            assert same(one, other)
-
-    @rule()
-    def next_job(self) -> None:
-        """The job ends, and another one begins."""
-        self.store.close()
-        self.begin_again()
-
-    @precondition(lambda self: self.kind != "memory")
-    @rule(seed=st.integers(0, 10**6), count=st.sampled_from([1, 30, 1000]))
-    def bits_flip(self, seed: int, count: int) -> None:
-        """Bits of the file flip between two jobs."""
-        self.store.close()
-        content = self.disk.bytes()
-        flip(content, random.Random(seed), count)
-        self.disk.write(content)
-        self.faulty = True
-        self.begin_again()
-        self.read(list(range(LENGTH)))
-
-    @precondition(lambda self: self.kind != "memory")
-    @rule(share=st.floats(0, 1))
-    def cut_off(self, share: float) -> None:
-        """The file is cut off between two jobs."""
-        self.store.close()
-        size = self.disk.path.stat().st_size
-        os.truncate(self.disk.path, HEADER_BYTES + int((size - HEADER_BYTES) * share))
-        self.faulty = True
-        self.begin_again()
-        self.read(list(range(LENGTH)))
+    @rule(seed=SEEDS, flips=FLIPS, share=SHARES)
+    def next_job(self, seed: int, flips: int, share: float) -> None:
+        """The job ends, the disk may fail, and another job begins."""
+        self.close()
+        if self.kind == "memory":
+            self.stored.clear()
+        elif flips or share < 1:
+            self.damage(self.disk.path, seed, flips, share)
+        self.open()
+        self.read(ALL)
 
     @rule(full=st.booleans())
     def disk_full(self, full: bool) -> None:
         """From now on storing fails, or works again."""
         self.full = full
-        refuse_stores(full)
         if full:
             self.faulty = True
+            refuse_stores(self.patch)
         else:
-            self.next_job()  # one that was refused waits for a while before it tries again
+            self.patch.undo()
+            self.next_job(seed=0, flips=0, share=1.0)  # one that was refused waits for a while before it tries again
 
     @invariant()
     def counts(self) -> None:
         """The number of filled slots is in range."""
         assert 0 <= self.store.filled <= LENGTH
 
-    def begin_again(self) -> None:
-        if self.kind == "memory":
-            self.stored.clear()
-        self.store = self.opened()
 
-    def teardown(self) -> None:
-        refuse_stores(False)
-        if hasattr(self, "store"):
-            self.store.close()
-        shutil.rmtree(self.folder)
-
-
-class Rolling(RuleBasedStateMachine):
+class Rolling(Machine):
     """A store of which the oldest samples leave, and the list of all that have come."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="stores-"))
-        self.resident: list[int] = []  # all that have come, the last ones of which are resident
+        self.came: list[int] = []  # the last ones are resident
         self.number = 0
         self.refused = False
-        self.damaged = False
 
     @initialize(kind=st.sampled_from(KINDS), layout=st.sampled_from(LAYOUTS), samples=st.integers(12, 60))
     def begin(self, kind: str, layout: str, samples: int) -> None:
         """Make a store of one kind for one codec."""
-        self.kind, self.sample, self.codec, self.samples = kind, SAMPLES[layout], codec_of(layout), samples
-        self.store: Any = self.opened()
-        self.readers = [self.store]
+        self.kind, self.layout, self.codec, self.samples = kind, layout, codec_of(layout), samples
+        self.open()
 
-    def opened(self) -> Any:
+    def open(self) -> None:
         if self.kind == "disk":
-            return rolling_disk_store(self.codec, self.samples, self.folder)
-        return rolling_store(self.codec, self.samples)
+            self.opened.append(rolling_disk_store(self.codec, self.samples, self.folder))
+        else:
+            self.opened.append(rolling_store(self.codec, self.samples))
 
     @rule(count=st.integers(1, 40))
     def append(self, count: int) -> None:
@@ -187,32 +176,26 @@ class Rolling(RuleBasedStateMachine):
     @rule()
     def attach(self) -> None:
         """Another reader opens the store."""
-        self.readers.append(attach_rolling(self.store.handle))
+        self.opened.append(attach_rolling(self.store.handle))
 
-    @rule(seed=st.integers(0, 10**6))
+    @rule(seed=SEEDS)
     def read(self, seed: int) -> None:
         """What is resident are the last that came, each as it was, whoever reads."""
-        store = random.Random(seed).choice(self.readers)
-        slots = np.array([slot for slot in resident(store).tolist() if store.is_sound(slot)], dtype=np.int64)
-        last = self.resident[0 if self.damaged else len(self.resident) - len(slots) :]
-        found = [next(i for i in last if same(got, self.sample(i))) for got in store.read(slots)]
-        assert len(set(found)) == len(slots) == store.filled
-        assert self.damaged or sorted(found) == last
-        assert store.substituted == 0
+        store = random.Random(seed).choice(self.opened)
+        found = resident(store)
+        assert len(set(found)) == len(found) == store.filled
+        assert set(found) <= set(self.came)
+        assert self.faulty or found == self.came[len(self.came) - len(found) :]
 
     @precondition(lambda self: self.kind == "disk")
-    @rule(seed=st.integers(0, 10**6), flips=st.sampled_from([0, 0, 0, 1, 30, 1000]))
+    @rule(seed=SEEDS, flips=FLIPS)
     def next_job(self, seed: int, flips: int) -> None:
         """The job ends, bits may flip, and another job finds the same samples."""
         count = self.store.filled
-        for store in self.readers[::-1]:
-            store.close()
-        content = bytearray(path_of(self.folder).read_bytes())
-        flip(content, random.Random(seed), flips)
-        path_of(self.folder).write_bytes(content)
-        self.damaged |= flips > 0 or self.refused  # then an empty slot is filled before the oldest sample leaves
-        self.store = self.opened()
-        self.readers = [self.store]
+        self.close()
+        self.damage(path_of(self.folder), seed, flips)
+        self.faulty |= self.refused  # then an empty slot is filled before the oldest sample leaves
+        self.open()
         assert flips or self.store.filled == count
         self.read(0)
 
@@ -220,27 +203,20 @@ class Rolling(RuleBasedStateMachine):
     @rule()
     def full(self) -> None:
         """Where there is no memory left nothing is served that was not stored."""
-        refuse_stores(True)
+        refuse_stores(self.patch)
         self.refused = True
-        try:
-            self.come()
-        finally:
-            refuse_stores(False)
+        self.come()
+        self.patch.undo()
 
     def come(self) -> None:
         try:
-            if self.store.append(self.sample(self.number)):
-                self.resident.append(self.number)
+            if self.store.append(sample(self.layout, self.number), self.number):
+                self.came.append(self.number)
             else:
-                assert self.refused or self.damaged
+                assert self.refused or self.faulty
         except (OSError, ValueError):  # too little memory for this sample, now that it may not grow
             assert self.refused
         self.number += 1
-
-    def teardown(self) -> None:
-        for store in getattr(self, "readers", ())[::-1]:
-            store.close()
-        shutil.rmtree(self.folder)
 
 
 TestStores = Stores.TestCase
@@ -257,4 +233,4 @@ def test_any_store_for_long() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     for machine in (Stores, Rolling):
-        run_state_machine_as_test(machine, settings=settings(max_examples=300, stateful_step_count=40, deadline=None))
+        run_state_machine_as_test(machine, settings=settings(max_examples=1000, stateful_step_count=40, deadline=None))

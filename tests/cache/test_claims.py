@@ -14,7 +14,7 @@ import pytest
 from lightning_stocache.cache import store as store_module
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.node.segment import Segment
-from tests.cache.disks import Disk
+from tests.cache.stores import Disk
 from tests.processes import call, call_many, hanging
 
 

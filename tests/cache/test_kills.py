@@ -1,5 +1,6 @@
 """Processes that are killed while they fill leave samples or empty slots: no wrong sample, and no lock."""
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -7,20 +8,33 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.cache.equality import same
-from tests.cache.stores import KINDS, LAYOUTS, LENGTH, NO_PLACE, SAMPLES, codec_of, disk_store, encoded, memory_store
-from tests.processes import Child, ChildError, killed_at_line, wait_until
+from tests.cache.stores import (
+    ALL,
+    KINDS,
+    LAYOUTS,
+    LENGTH,
+    codec_of,
+    disk_store,
+    encoded,
+    filled,
+    gathers,
+    memory_store,
+    resident,
+    rolling_disk_store,
+    sample,
+    served,
+)
+from tests.processes import Child, ends_alive, killed_at_line, wait_until
 
 pytestmark = pytest.mark.processes
 
 Job = Callable[[], AbstractContextManager[Any]]
 """Opens the store: one in memory that is there for the test, or the next job's on a disk."""
 
-ALL = list(range(LENGTH))
 GRANTED = 2**23  # also for what those who are killed have taken and not stored
+ROLLING = 24  # samples of a rolling store
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -39,72 +53,93 @@ def job(request: Any, layout: str, tmp_path: Path) -> Iterator[Job]:
     store.close()
 
 
-def served(store: Any, layout: str) -> list[int]:
-    """The indices that are served, whose samples are compared with what was stored."""
-    places = store.lookup(np.array(ALL), verify=True)
-    found = np.flatnonzero(places != NO_PLACE).tolist()
-    for index, sample in zip(found, store.read(places[found]), strict=True):
-        assert same(sample, SAMPLES[layout](index)), f"a wrong sample under {index}"
-    return found
-
-
-def fill_the_rest(job: Job, layout: str) -> None:
+def fill_the_rest(job: Job) -> None:
     """Store all missing samples: no slot is lost or still claimed."""
     with job() as store:
-        found = served(store, layout)
-        assert all(store.fill(index, SAMPLES[layout](index)) for index in ALL if index not in found)
+        missing = [index for index in ALL if index not in served(store)]
+        assert filled(store, missing) == missing
     with job() as store:
-        assert served(store, layout) == ALL
+        assert served(store) == ALL
 
 
-def put_killed(job: Job, layout: str, index: int, line: int) -> None:
+def put_killed(job: Job, index: int, line: int) -> None:
     with job() as store:
-        contents = encoded(store.codec, SAMPLES[layout](index), index)
+        contents = encoded(store, index)
         with killed_at_line(line, "cache"):
             assert store.put([index], [contents]) == [True]
 
 
-def test_who_is_killed_at_any_line_does_no_harm(job: Job, layout: str) -> None:
+def test_who_is_killed_at_any_line_does_no_harm(job: Job) -> None:
     """Wherever in the code a writer dies, what was stored stays, the next writer finds the slot free, and no more room
     is lost than for the sample that was being stored."""
-    index = line = taken = 0
-    died = "of SIGKILL"
-    while died.endswith("of SIGKILL"):
-        line += 1
-        try:
-            Child(put_killed, job, layout, index, line).result()
-            died = ""
-        except ChildError as error:
-            died = str(error)
+    index = taken = 0
+    for line in itertools.count(1):
+        ended = ends_alive(put_killed, job, index, line)
         with job() as store:
-            found = served(store, layout)
-            if layout == "records":
-                most = taken + 64 + sum(map(len, encoded(store.codec, SAMPLES[layout](index), index)))
+            found = served(store)
+            if not gathers(store):
+                most = taken + 64 + sum(map(len, encoded(store, index)))
                 taken = store.layout.free - store.layout.begin
                 assert taken <= most
         assert found in (ALL[:index], ALL[: index + 1])
         index = len(found)
-    assert died == ""
+        if ended:
+            break
     assert line > 20
-    fill_the_rest(job, layout)
+    fill_the_rest(job)
 
 
-def fill_for_ever(job: Job, layout: str, begun: Path) -> None:
+def append_killed(job: Job, layout: str, number: int, line: int) -> None:
+    with job() as store, killed_at_line(line, "cache"):
+        assert store.append(sample(layout, number), number)
+
+
+def test_who_is_killed_at_any_line_of_rolling_does_no_harm(layout: str, tmp_path: Path) -> None:
+    """Wherever a writer dies, the next job finds all other samples, and the next writer goes on."""
+    codec = codec_of(layout)
+
+    def job() -> AbstractContextManager[Any]:
+        return closing(rolling_disk_store(codec, ROLLING, tmp_path))
+
+    def append(numbers: range) -> None:
+        with job() as store:
+            assert all(store.append(sample(layout, number), number) for number in numbers)
+
+    append(range(2 * ROLLING))
+    with job() as store:
+        before = resident(store)
+    number = 2 * ROLLING
+    for line in itertools.count(1):
+        ended = ends_alive(append_killed, job, layout, number, line)
+        with job() as store:
+            found = resident(store)
+        assert set(found) <= {*before, number}
+        assert found == list(range(found[0], found[-1] + 1))
+        before, number = found, found[-1] + 1
+        if ended:
+            break
+    assert line > 20
+    append(range(number, number + ROLLING))
+    with job() as store:
+        last = list(range(number + ROLLING - ROLLING // 2, number + ROLLING))
+        assert resident(store)[-len(last) :] == last
+
+
+def fill_for_ever(job: Job, begun: Path) -> None:
     with job() as store:
         begun.touch()
         while True:
-            for index in random.sample(ALL, LENGTH):
-                store.fill(index, SAMPLES[layout](index))
-                served(store, layout)
+            filled(store, random.sample(ALL, LENGTH))
+            served(store)
 
 
 @pytest.mark.parametrize("kills", [12, pytest.param(250, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
-def test_who_is_killed_at_any_moment_does_no_harm(job: Job, layout: str, tmp_path: Path, kills: int) -> None:
+def test_who_is_killed_at_any_moment_does_no_harm(job: Job, tmp_path: Path, kills: int) -> None:
     """Whenever one of two writers is killed, again and again, what is served is right, and the rest can be stored."""
     moments = random.Random(3)
 
     def started(number: int) -> Child:
-        writer = Child(fill_for_ever, job, layout, tmp_path / str(number))
+        writer = Child(fill_for_ever, job, tmp_path / str(number))
         wait_until((tmp_path / str(number)).exists)
         return writer
 
@@ -113,8 +148,8 @@ def test_who_is_killed_at_any_moment_does_no_harm(job: Job, layout: str, tmp_pat
         time.sleep(moments.random() * 0.05)
         writers.pop(0).kill()
         with job() as store:
-            served(store, layout)
+            served(store)
         writers.append(started(number))
     for writer in writers:
         writer.kill()
-    fill_the_rest(job, layout)
+    fill_the_rest(job)

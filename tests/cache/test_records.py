@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import io
+import itertools
 import os
 import random
 import sys
@@ -25,7 +26,8 @@ from PIL import Image
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import RecordCodec, canonical_bytes
-from tests.cache.equality import bits, same
+from tests.cache.equality import same
+from tests.cache.leaves import leaves_of
 from tests.sources import CountedSource
 
 CODEC = RecordCodec(0)
@@ -151,25 +153,11 @@ def test_plain_objects_come_back_as_they_were(sample: Any) -> None:
     assert same(came, {"sample": sample, "again": [sample]})
 
 
-DTYPES = [
-    dtype
-    for dtype in dict.fromkeys(dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
-    if str(dtype).removeprefix("torch.").rstrip("0123456789") in ("bool", "int", "uint", "float", "bfloat", "complex")
-    and dtype.itemsize * 8 >= int("".join(filter(str.isdigit, str(dtype))) or 8) / (2 if dtype.is_complex else 1)
-    and str(dtype) not in ("torch.complex32", "torch.bcomplex32")
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype: torch.dtype, rng: random.Random) -> None:
-    """All bit patterns come back, in the pickle (small tensors) and beside it (large tensors)."""
-    for count in (1, 3, 5000):
-        nbytes = count * dtype.itemsize
-        content = rng.randbytes(nbytes) if dtype is not torch.bool else bytes(rng.choices([0, 1], k=nbytes))
-        tensor = torch.frombuffer(bytearray(content), dtype=dtype)
-        came = through(tensor)
-        assert (came.dtype, came.shape) == (dtype, (count,))
-        assert bits(came) == content
+@pytest.mark.parametrize("kind", leaves_of(0))
+def test_leaves_of_every_sort_come_back_bit_for_bit(kind: str) -> None:
+    """All dtypes and bit patterns come back, in the pickle (small leaves) and beside it (large leaves)."""
+    for leaf in (leaves_of(1)[kind], leaves_of(2, size=1600)[kind]):
+        assert same(through(leaf), leaf)
 
 
 TENSORS: dict[str, Callable[[int], torch.Tensor]] = {
@@ -193,35 +181,35 @@ TENSORS: dict[str, Callable[[int], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS.keys())
-@pytest.mark.parametrize("count", [3, 2000])
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested")
 def test_tensors_come_back_with_values_strides_and_attributes(
-    make: Callable[[int], torch.Tensor], count: int, seeded: None
+    make: Callable[[int], torch.Tensor], seeded: None
 ) -> None:
     """Dense tensors keep the order of their dimensions in memory. A view stores only its elements."""
-    tensor = make(count)
-    came = through(tensor)
-    assert same(came, tensor)
-    if came.layout is torch.strided and not came.is_nested:
-        assert came.untyped_storage().nbytes() == came.numel() * came.element_size()
-        assert not came.is_conj()
-        assert not came.is_neg()
-    kept = weakref.ref(came)
-    del came
-    assert kept() is None
-
-
-@pytest.mark.parametrize("count", [4, 4000])
-@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:TypedStorage")
-def test_quantised_tensors_come_back_with_their_scale(count: int) -> None:
-    """Per tensor and per channel."""
-    values = torch.arange(2.0 * count).view(2, count)
-    whole = torch.quantize_per_tensor(values, 0.5, 3, torch.quint8)
-    rows = torch.quantize_per_channel(values, torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), 0, torch.qint8)
-    for tensor in (whole, rows):
+    for count in (3, 2000):
+        tensor = make(count)
         came = through(tensor)
-        assert (came.dtype, came.qscheme()) == (tensor.dtype, tensor.qscheme())
-        assert torch.equal(came.dequantize(), tensor.dequantize())
+        assert same(came, tensor)
+        if came.layout is torch.strided and not came.is_nested:
+            assert came.untyped_storage().nbytes() == came.numel() * came.element_size()
+            assert not came.is_conj()
+            assert not came.is_neg()
+        kept = weakref.ref(came)
+        del came
+        assert kept() is None
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:TypedStorage")
+def test_quantised_tensors_come_back_with_their_scale() -> None:
+    """Per tensor and per channel."""
+    for count in (4, 4000):
+        values = torch.arange(2.0 * count).view(2, count)
+        whole = torch.quantize_per_tensor(values, 0.5, 3, torch.quint8)
+        rows = torch.quantize_per_channel(values, torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), 0, torch.qint8)
+        for tensor in (whole, rows):
+            came = through(tensor)
+            assert (came.dtype, came.qscheme()) == (tensor.dtype, tensor.qscheme())
+            assert torch.equal(came.dequantize(), tensor.dequantize())
 
 
 @pytest.mark.parametrize("kind", [Wrapper, InnerWrapper])
@@ -261,22 +249,23 @@ ARRAYS: dict[str, npt.NDArray[Any]] = {
 }
 
 
-@pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS.keys())
-@pytest.mark.parametrize("times", [1, 3000])
-def test_arrays_come_back_with_dtype_shape_and_order(array: npt.NDArray[Any], times: int) -> None:
+@pytest.mark.parametrize("small", ARRAYS.values(), ids=ARRAYS.keys())
+def test_arrays_come_back_with_dtype_shape_and_order(small: npt.NDArray[Any]) -> None:
     """Arrays come back writable. Dense arrays keep the order of their dimensions in memory."""
-    if times > 1 and array.ndim and array.size:
-        large = np.concatenate([array] * times, axis=int(np.argmax(array.strides)))
+    large = small
+    if small.ndim and small.size:
+        large = np.concatenate([small] * 3000, axis=int(np.argmax(small.strides)))
         # Concatenating gives the first two orders of memory only.
-        order = np.argsort([-stride for stride in array.strides], kind="stable")
-        array = np.ascontiguousarray(large.transpose(order)).transpose(np.argsort(order))
-    came = through(array)
-    assert type(came) is np.ndarray
-    assert same(came, array)
-    assert came.flags.writeable
-    assert came.flags.aligned
-    if array.size > 1 and (array.transpose(np.argsort([-stride for stride in array.strides]))).flags.c_contiguous:
-        assert came.strides == array.strides
+        order = np.argsort([-stride for stride in small.strides], kind="stable")
+        large = np.ascontiguousarray(large.transpose(order)).transpose(np.argsort(order))
+    for array in (small, large):
+        came = through(array)
+        assert type(came) is np.ndarray
+        assert same(came, array)
+        assert came.flags.writeable
+        assert came.flags.aligned
+        if array.size > 1 and (array.transpose(np.argsort([-stride for stride in array.strides]))).flags.c_contiguous:
+            assert came.strides == array.strides
 
 
 def test_an_array_of_another_librarys_dtype_keeps_it() -> None:
@@ -320,14 +309,12 @@ def picture(mode: str, size: tuple[int, int]) -> Image.Image:
     return image
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_images_of_every_mode_come_back(mode: str, packed: bool) -> None:
-    """With size, palette and info, small, large and empty; and can be drawn into."""
-    codec = RecordCodec(0, packed=packed)
-    for size in ((3, 2), (101, 67), (0, 5)):
+def test_images_of_every_mode_come_back(mode: str) -> None:
+    """With size, palette and info, small, large and empty, packed or not; and can be drawn into."""
+    for size, packed in itertools.product([(3, 2), (101, 67), (0, 5)], [False, True]):
         image = picture(mode, size)
-        came = through(image, codec)
+        came = through(image, RecordCodec(0, packed=packed))
         assert same(came, image)
         if min(size):
             came.putpixel((0, 0), image.getpixel((size[0] - 1, size[1] - 1)))

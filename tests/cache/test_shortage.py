@@ -134,19 +134,17 @@ def test_the_kernel_kills_nobody() -> None:
     assert done.peak < 880 * MIB
 
 
+def fill_up() -> None:
+    log, cache = Log(), Store.create(SampleSpec.infer(sample(0)), Arc(80, 80))
+    cache.keep_free(MIB)
+    stored = sum(cache.fill(index, sample(index)) for index in range(80))
+    assert 54 <= stored <= 56
+    assert log.lines[0].startswith(f"the cache stops at {stored} of 80 samples: /dev/shm (")
+    assert "8 MiB kept for loaders' batches" in log.lines[0]
+    cache.close()
+
+
 @pytest.mark.processes
 def test_the_last_bytes_of_dev_shm_are_for_batches() -> None:
     """During training, 8 MiB of /dev/shm stay free for the batches of workers."""
-    stored, said = without_room(_filled_up)
-    assert 54 <= stored <= 56
-    assert said.startswith(f"the cache stops at {stored} of 80 samples: /dev/shm (")
-    assert "8 MiB kept for loaders' batches" in said
-
-
-def _filled_up() -> tuple[int, str]:
-    log = Log()
-    cache = Store.create(SampleSpec.infer(sample(0)), Arc(80, 80))
-    cache.keep_free(MIB)
-    stored = sum(cache.fill(index, sample(index)) for index in range(80))
-    cache.close()
-    return stored, log.lines[0]
+    without_room(fill_up)

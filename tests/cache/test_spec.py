@@ -22,10 +22,7 @@ from torchvision import tv_tensors
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.rows import SampleSpec
 from tests.cache.equality import same
-
-_NAMES = """bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64
-complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"""
-DTYPES = [getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)]  # the last one came with torch 2.7
+from tests.cache.leaves import leaves_of
 
 
 class Pair(NamedTuple):
@@ -219,65 +216,27 @@ def test_samples_let_go_of_their_memory_when_the_last_of_them_goes() -> None:
 # --- at their places of a batch
 
 
-def leaves_of(number: int) -> dict[str, Any]:
-    """A leaf of every sort that a sample may have, others for each number."""
-    generator = torch.Generator().manual_seed(number)
-    bits = torch.randint(0, 256, (4, 6, 16), dtype=torch.uint8, generator=generator)
-    of_dtypes = {
-        str(dtype): (lambda dtype=dtype: (bits % 2).view(dtype) if dtype == torch.bool else bits.view(dtype))
-        for dtype in DTYPES
-    }
-    others = {
-        "strided": lambda: bits.permute(2, 0, 1)[:, ::2],
-        "expanded": lambda: bits[:1, :1].expand(4, 6, 16),
-        "conjugate": lambda: bits.to(torch.float32).view(torch.complex64).conj(),
-        "negative": lambda: bits.to(torch.float32).view(torch.complex64).conj().imag,
-        "Image": lambda: tv_tensors.Image(bits[..., :3].permute(2, 0, 1)),
-        "Video": lambda: tv_tensors.Video(bits[..., None]),
-        "Mask": lambda: tv_tensors.Mask(bits[0] > 99),
-        "Parameter": lambda: torch.nn.Parameter(bits.to(torch.float32), requires_grad=False),
-        "scalar": lambda: torch.tensor(number, dtype=torch.int16),
-        "nothing": lambda: torch.zeros(3, 0),
-        "array": lambda: bits.numpy().view(np.float32).T,
-        "reversed": lambda: bits.numpy()[::2, ::-1],
-        "long double": lambda: np.arange(3, dtype=np.longdouble) + number,
-        "foreign": lambda: bits.numpy().view(">i2"),
-        "date": lambda: np.array([number, 5], "M8[s]"),
-        "scalar array": lambda: np.array(number),
-        "float32": lambda: np.float32(number),
-        "bool_": lambda: np.bool_(number % 2),
-        "uint64": lambda: np.uint64(2**64 - 1 - number),
-        "complex64": lambda: np.complex64(number - 2j),
-        "empty array": lambda: np.zeros((0, 3)),
-        "int": lambda: 2**63 - 1 - number,
-        "float": lambda: float("nan") if number == 1 else number / 3,
-        "complex": lambda: complex(number, -0.0),
-        "bool": lambda: bool(number % 2),
-        "None": lambda: None,
-    }
-    return {kind: make() for kind, make in (of_dtypes | others).items()}
-
-
 LEAVES = [leaves_of(number) for number in range(4)]
 
 
 @pytest.mark.parametrize("kind", LEAVES[0])
-@pytest.mark.parametrize("places", [[2, 3, 4, 5], [0, 2, 3, 5], [2, 4, 3, 5]], ids=["in a row", "apart", "in disorder"])
-def test_many_samples_land_as_single_ones_do(kind: str, places: list[int]) -> None:
+def test_many_samples_land_as_single_ones_do(kind: str) -> None:
     """Leaves of every sort come out bit for bit, of any value; many lie as bytes where single ones lie, and what is
     between them stays as it was."""
     samples = [{"a": leaves[kind], "b": [number]} for number, leaves in enumerate(LEAVES)]
     assert_round_trip(*samples)
     spec = SampleSpec.infer(samples[0])
-    memory, single = ([np.full(size, 9, dtype=np.uint8) for size in spec.sizes(6)] for _ in range(2))
-    contents = spec.put_many(spec.rows(memory, 6), places, [spec.encode(sample) for sample in samples])
-    for place, sample, content in zip(places, samples, contents, strict=True):
-        expected = [bytes(row.numpy().data) for row in spec.flatten(sample)]
-        parts = spec.encode(sample)
-        assert [bytes(field) for field in content] == expected
-        assert [bytes(field) for field in spec.contents(parts)] == expected
-        assert [bytes(field) for field in spec.put_many(spec.rows(single, 6), [place], [parts])[0]] == expected
-        assert [bytes(field.reshape(6, -1)[place]) for field in memory] == expected
-    for field, other in zip(memory, single, strict=True):
-        assert np.array_equal(field, other)
-        assert (np.delete(field.reshape(6, -1), places, axis=0) == 9).all()
+    in_a_row, apart, in_disorder = [2, 3, 4, 5], [0, 2, 3, 5], [2, 4, 3, 5]
+    for places in (in_a_row, apart, in_disorder):
+        memory, single = ([np.full(size, 9, dtype=np.uint8) for size in spec.sizes(6)] for _ in range(2))
+        contents = spec.put_many(spec.rows(memory, 6), places, [spec.encode(sample) for sample in samples])
+        for place, sample, content in zip(places, samples, contents, strict=True):
+            expected = [bytes(row.numpy().data) for row in spec.flatten(sample)]
+            parts = spec.encode(sample)
+            assert [bytes(field) for field in content] == expected
+            assert [bytes(field) for field in spec.contents(parts)] == expected
+            assert [bytes(field) for field in spec.put_many(spec.rows(single, 6), [place], [parts])[0]] == expected
+            assert [bytes(field.reshape(6, -1)[place]) for field in memory] == expected
+        for field, other in zip(memory, single, strict=True):
+            assert np.array_equal(field, other)
+            assert (np.delete(field.reshape(6, -1), places, axis=0) == 9).all()

@@ -1,6 +1,5 @@
 """Nobody is ever served half of one sample and half of another, while others write and are killed."""
 
-import os
 import random
 import time
 from pathlib import Path
@@ -14,38 +13,20 @@ from tests.cache.stores import (
     ARC,
     LAYOUTS,
     NO_PLACE,
+    append_for_ever,
     attach_rolling,
-    evicted,
+    codec_of,
     infer_codec,
     memory_store,
+    number_of,
     resident,
     rolling_store,
+    sample,
 )
 from tests.processes import Child, call_many
 
 BIG = 1 << 16
 SLOTS = 12
-
-
-def sample(layout: str, number: int) -> Any:
-    """A sample whose every word says which it is; a record has a size of its own, too."""
-    if layout == "rows":
-        return torch.full((4096,), number), number
-    words = random.Random(number).randrange(1, 4000)
-    return {"number": number, "words": torch.full((words,), number), "text": f"{number} " * (words % 50)}
-
-
-def whole(layout: str, read: Any) -> int:
-    """The number of a sample, after a check of every word."""
-    number, words = (read[1], read[0]) if layout == "rows" else (read["number"], read["words"])
-    assert (words == number).all(), f"sample {number} is torn: it has words of {words.unique().tolist()}"
-    if layout == "records":
-        assert read["text"] == f"{number} " * (len(words) % 50)
-    return int(number)
-
-
-def codec_of(layout: str) -> Any:
-    return infer_codec(layout, [sample(layout, number) for number in range(20)])
 
 
 def write_and_read(store: Any, mark: int) -> int:
@@ -60,35 +41,26 @@ def write_and_read(store: Any, mark: int) -> int:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("rounds", [5, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_writers_never_tear_a_sample(layout: str) -> None:
+def test_two_writers_never_tear_a_sample(layout: str, rounds: int) -> None:
     """Processes that store different bytes into the same slot at the same time: one wins, and all see it whole."""
     codec = infer_codec(layout, [torch.zeros(BIG, dtype=torch.uint8)])
-    for _ in range(15):
+    for _ in range(rounds):
         store = memory_store(codec, 64 * BIG)
         assert call_many(write_and_read, [(store, mark) for mark in (1, 2, 3)]) == [0, 0, 0]
         assert store.filled == ARC.size
         store.close()
 
 
-def append_for_ever(handle: Any, layout: str, first: int) -> None:
-    torch.set_num_threads(1)
-    store = attach_rolling(handle)
-    while os.getppid() != 1:
-        while not store.append(sample(layout, first)):
-            pass
-        first += 1
-
-
-def look(handle: Any, layout: str, over: Path, seed: int) -> int:
+def look(handle: Any, over: Path, seed: int) -> int:
     """Read batches of random places, each word of them; how many samples were read."""
-    torch.set_num_threads(1)
     store, random_places, read = attach_rolling(handle), np.random.default_rng(seed), 0
     while store.filled < 3:
         time.sleep(0.01)
     while read <= 50 or not over.exists():
         places = random_places.integers(0, max(min(store.capacity, store.filled), 1), 16)
-        read += len([whole(layout, each) for each in store.read(places)])
+        read += len([number_of(each) for each in store.read(places)])
     return read
 
 
@@ -98,11 +70,11 @@ def look(handle: Any, layout: str, over: Path, seed: int) -> int:
 def test_no_reader_sees_a_torn_sample(tmp_path: Path, layout: str, seconds: float) -> None:
     """Two readers look at every word of what two writers write, who are killed again and again at random moments."""
     moments, store, over = random.Random(7), rolling_store(codec_of(layout), SLOTS), tmp_path / "over"
-    readers = [Child(look, store.handle, layout, over, 7 + number) for number in range(2)]
+    readers = [Child(look, store.handle, over, 7 + number) for number in range(2)]
     writers = [Child(append_for_ever, store.handle, layout, 1_000_000 * number) for number in (1, 2)]
     killed, end = 2, time.monotonic() + seconds
     try:
-        while time.monotonic() < end or killed < 10 or evicted(store) <= 100:
+        while time.monotonic() < end or killed < 10 or store.evicted <= 100:
             time.sleep(moments.uniform(0.0, 0.2))
             number = moments.randrange(2)
             writers[number].kill()
@@ -116,7 +88,7 @@ def test_no_reader_sees_a_torn_sample(tmp_path: Path, layout: str, seconds: floa
     assert min(found) > 50
     for number in range(200):
         assert store.append(sample(layout, number))
-    last = sorted(whole(layout, read) for read in store.read(resident(store)))
+    last = resident(store)
     assert last == list(range(200 - len(last), 200))
     assert len(last) == store.capacity
     store.close()

@@ -38,80 +38,72 @@ def test_processes_of_one_machine_have_one_memory_key() -> None:
     assert call(memory_key, method="forkserver") == memory_key()
 
 
-def life_of_a_rank(rank: int) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
+def of_four(rank: int) -> None:
     group = NodeGroup.discover()
-    seen["one node"] = group.nodes
-    seen["exchange"] = group.exchange(f"of {rank}")
-    seen["lead"] = group.lead(lambda: f"made by {rank}")
+    assert group.nodes == ((0, 1, 2, 3),)
+    assert group.exchange(f"of {rank}") == ["of 0", "of 1", "of 2", "of 3"]
+    assert group.lead(lambda: f"made by {rank}") == "made by 0"
     lock = threading.Lock()  # stays where it was made
-    seen["together"] = group.together(lambda: lock) is lock
+    assert group.together(lambda: lock) is lock
 
     def failing() -> None:
         if rank == 1:
             raise ValueError("no luck here")
 
-    try:
+    with pytest.raises((ValueError, RuntimeError)) as failed:
         group.together(failing)
-    except (ValueError, RuntimeError) as error:
-        seen["failed together"] = repr(error)
-    try:
+    own = "ValueError('no luck here')"
+    assert repr(failed.value) == (own if rank == 1 else f'RuntimeError("setting up the cache failed on rank 1: {own}")')
+    with pytest.raises((TypeError, RuntimeError), match="cannot pickle") as refused:
         group.lead(threading.Lock)
-    except (TypeError, RuntimeError) as error:
-        seen["not to be sent"] = repr(error)
+    assert rank == 0 or "on rank 0" in str(refused.value)
 
     apart = NodeGroup.discover(key="left" if rank in (0, 2) else "right")
-    seen["two nodes"] = apart.nodes, apart.node, apart.is_leader
-    seen["lead apart"] = apart.lead(lambda: f"made by {rank}")
-    seen["still in step"] = group.exchange(rank)
+    assert (apart.nodes, apart.node, apart.is_leader) == (((0, 2), (1, 3)), rank % 2, rank < 2)
+    assert apart.lead(lambda: f"made by {rank}") == f"made by {rank % 2}"
+    assert group.exchange(rank) == [0, 1, 2, 3]  # still in step
     dist.barrier()
-    return seen
+
+
+def not_all_share(rank: int) -> None:
+    """Rank 1 has a /dev/shm of its own."""
+    group_module.memory_key = lambda: ("machine", int(rank == 1), 0)
+    warnings = Log()
+    groups = [NodeGroup.discover() for _ in range(2)]
+    dist.barrier()
+    assert groups[0] == groups[1]
+    assert groups[0].nodes == ((0, 2), (1,))
+    assert groups[0].exchange(rank) == [0, 1, 2]
+    assert len(warnings.lines) == (rank == 0)
 
 
 @pytest.mark.processes
 def test_four_ranks_agree() -> None:
     """Values reach every rank, a node's leader serves its node, errors are everybody's and name the rank."""
-    lives = run_ranks(life_of_a_rank, 4)
-    for rank, seen in enumerate(lives):
-        assert seen["one node"] == ((0, 1, 2, 3),)
-        assert seen["exchange"] == ["of 0", "of 1", "of 2", "of 3"]
-        assert seen["lead"] == "made by 0"
-        assert seen["together"]
-        own = "ValueError('no luck here')"
-        assert seen["failed together"] == (
-            own if rank == 1 else f'RuntimeError("setting up the cache failed on rank 1: {own}")'
-        )
-        assert "cannot pickle" in seen["not to be sent"]
-        assert rank == 0 or "on rank 0" in seen["not to be sent"]
-        assert seen["two nodes"] == (((0, 2), (1, 3)), rank % 2, rank < 2)
-        assert seen["lead apart"] == f"made by {rank % 2}"
-        assert seen["still in step"] == [0, 1, 2, 3]
-
-
-def apart(rank: int) -> tuple[Any, ...]:
-    """Ranks 1 and 3 have a /dev/shm of their own."""
-    group_module.memory_key = lambda: ("machine", rank if rank in (1, 3) else 0, 0)
-    warnings = Log()
-    groups = [NodeGroup.discover() for _ in range(2)]
-    dist.barrier()
-    return groups[0].nodes, groups[0] == groups[1], groups[0].exchange(rank), len(warnings.lines)
+    run_ranks(of_four, 4)
 
 
 @pytest.mark.processes
 def test_a_rank_that_cannot_share_is_a_node_of_its_own() -> None:
     """Such a rank has its own cache, and still agrees with all ranks. Rank 0 warns once."""
-    same = ((0, 2), (1,), (3,)), True, [0, 1, 2, 3]
-    assert run_ranks(apart, 4) == [(*same, 1), (*same, 0), (*same, 0), (*same, 0)]
+    run_ranks(not_all_share, 3)
 
 
-def rejoin(rank: int, folder: str) -> list[list[int]]:
-    seen = [NodeGroup.discover().exchange(rank)]
+def rejoin(rank: int, folder: str) -> None:
+    group = NodeGroup.discover()
+    assert group.exchange(rank) == [0, 1]
+    of_all = group.post("of all")
+    assert of_all.collect(1000) == ["of all"] * 2
+    if rank == 0:
+        group.post("of rank 0")
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
-    return [*seen, NodeGroup.discover().exchange(rank)]
+    assert NodeGroup.discover().exchange(rank) == [0, 1]
+    assert of_all.collect(1000) == ["of all"] * 2
 
 
 @pytest.mark.processes
 def test_a_second_process_group_is_not_the_first(tmp_path: Any) -> None:
-    """After the process group was destroyed and made anew, ranks talk over a new private group."""
-    assert run_ranks(rejoin, 2, os.fspath(tmp_path)) == [[[0, 1], [0, 1]]] * 2
+    """After the process group was destroyed and made anew, ranks talk over a new private group. A post that nobody has
+    answered ends with the first one."""
+    run_ranks(rejoin, 2, os.fspath(tmp_path))

@@ -18,7 +18,7 @@ from lightning_stocache.node.files import HEADER_BYTES, Geometry, Manifest
 from lightning_stocache.node.named import check_name, clean, join_named, named_segments, open_named
 from lightning_stocache.node.segment import Segment
 from tests.names import folder, path_of
-from tests.node.test_files import make_foreign, make_link, make_open_to_all
+from tests.node.test_files import make_foreign, make_link
 from tests.proc import descendants
 from tests.processes import Child, call, call_many, hanging, idle_worker, wait_until
 
@@ -187,7 +187,7 @@ def make_notes(path: Path) -> None:
     path.write_text("not a segment" * 1000)
 
 
-@pytest.mark.parametrize("make", [make_link, os.mkfifo, os.mkdir, make_open_to_all, make_foreign, make_notes])
+@pytest.mark.parametrize("make", [make_link, os.mkfifo, make_foreign, make_notes])  # others: test_files.py
 def test_what_is_no_segment_of_this_user_is_left_alone(name: str, make: Any) -> None:
     """Under the name of a cache it is neither opened, listed nor removed."""
     make(path_of(name))

@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import gc
-import itertools
 import mmap
 import os
 import pickle
@@ -25,7 +24,7 @@ BACKENDS: tuple[Backend, ...] = ("tmpfile", "memfd", "file")
 MIB = 2**20
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=["tmpfile", "file"])  # a memfd is a tmpfile that is made in another way
 def segment(request: pytest.FixtureRequest) -> Iterator[Segment]:
     segment = Segment.create(64 * 1024, request.param)
     yield segment
@@ -61,8 +60,8 @@ def test_a_new_segment_reads_as_zeroes_and_holds_its_header_only(segment: Segmen
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("method", "backend"),  # spawn takes 2 s, and the way in is that of the fork server
-    [*itertools.product(("fork", "forkserver"), BACKENDS), ("spawn", "tmpfile")],
+    ("method", "backend"),
+    [("fork", "tmpfile"), ("forkserver", "memfd"), ("forkserver", "file"), ("spawn", "tmpfile")],
 )
 def test_a_child_shares_the_segment(method: str, backend: Backend) -> None:
     """What a child stores is seen here, and the other way round, however the child was started."""
@@ -100,20 +99,18 @@ def test_attaching_twice_in_one_process_gives_one_segment(segment: Segment) -> N
 # --- what is not that segment
 
 
-def other_process_says(handle: SegmentHandle) -> str:
-    try:
-        Segment.attach(handle)
-    except ValueError as error:
-        return str(error)
-    return "attached"
+def cannot_attach(*handles: SegmentHandle) -> None:
+    for handle in handles:
+        with pytest.raises(ValueError, match="is not that segment"):
+            Segment.attach(handle)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("change", [{"inode": 1}, {"token": b"x" * 16}], ids=["inode", "token"])
-def test_a_handle_that_leads_elsewhere_is_refused(segment: Segment, change: dict[str, Any]) -> None:
+def test_a_handle_that_leads_elsewhere_is_refused(segment: Segment) -> None:
     """Another inode (a recycled pid) or another token behind a handle is an error, not foreign memory."""
-    handle = dataclasses.replace(segment.handle, **change)
-    assert "is not that segment" in call(other_process_says, handle, method="forkserver")
+    another_inode = dataclasses.replace(segment.handle, inode=1)
+    another_token = dataclasses.replace(segment.handle, token=b"x" * 16)
+    call(cannot_attach, another_inode, another_token, method="forkserver")
 
 
 def test_a_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
@@ -239,31 +236,27 @@ def create_with_workers(backend: Backend) -> Segment:
     return segment
 
 
-def killed(backend: Backend) -> dict[str, int]:
-    """MiB of the private /dev/shm in use: with everybody alive, after the creator's death, after everybody's."""
-
+def kill_one_after_the_other(backend: Backend) -> None:
     def used() -> int:
+        """MiB of the private /dev/shm in use."""
         stats = os.statvfs("/dev/shm")
         return (stats.f_blocks - stats.f_bfree) * stats.f_frsize // MIB
 
     with hanging(create_with_workers, backend) as creator:
-        workers = sorted(descendants() - {creator.process.pid})
-        seen = {"alive": used()}
-    seen["creator killed"] = used()
-    os.kill(workers[0], signal.SIGKILL)
-    seen["one worker killed"] = used()
-    os.kill(workers[1], signal.SIGKILL)
+        workers = descendants() - {creator.process.pid}
+        assert used() == 16
+    assert used() == 16
+    os.kill(workers.pop(), signal.SIGKILL)
+    assert used() == 16
+    os.kill(workers.pop(), signal.SIGKILL)
     wait_until(lambda: not used())
-    seen["all killed"] = used()
-    return seen
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["tmpfile", "file"])
 def test_nothing_is_left_when_everybody_is_killed(backend: Backend) -> None:
     """SIGKILL of the creator and of one worker keeps the memory of those that live; the last one's frees it."""
-    seen = without_room(killed, backend)
-    assert seen == {"alive": 16, "creator killed": 16, "one worker killed": 16, "all killed": 0}
+    without_room(kill_one_after_the_other, backend)
 
 
 # --- memory is promised before it is touched
@@ -316,8 +309,7 @@ def test_a_lock_is_kept_until_its_process_ends(segment: Segment) -> None:
     """Sending the segment to a Pool's task does not drop it; a process that is killed does."""
     segment.lock(3)
     with context("forkserver").Pool(1) as pool:
-        assert not pool.apply(Segment.lock, (segment, 3))
-        assert not pool.apply(Segment.lock, (segment, 3))
+        assert pool.starmap(Segment.lock, [(segment, 3)] * 2) == [False] * 2
     with hanging(segment.lock, 4):
         assert not segment.lock(4)
     assert segment.lock(4)
