@@ -11,7 +11,16 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-__all__ = ["Allowance", "CountedSource", "CountedStream", "Made", "TransformedSource", "write_photos"]
+__all__ = [
+    "Allowance",
+    "CountedFiles",
+    "CountedMade",
+    "CountedSource",
+    "CountedStream",
+    "Made",
+    "TransformedSource",
+    "write_photos",
+]
 
 _INDEX_BYTES = 8
 
@@ -36,13 +45,17 @@ class CountedSource(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if not 0 <= index < self.length:
             raise IndexError(f"index {index} is outside of {self.length} samples")
+        self.count(index)
+        return self.expected(index)
+
+    def count(self, index: int) -> None:
+        """Add a load to the file."""
         if self.log_path:
             log = os.open(self.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
                 os.write(log, int(index).to_bytes(_INDEX_BYTES, "little"))  # one write to its end: no load is lost
             finally:
                 os.close(log)
-        return self.expected(index)
 
     def expected(self, index: int) -> tuple[torch.Tensor, int]:
         """The sample of an index, without a load."""
@@ -59,6 +72,42 @@ class CountedSource(Dataset[tuple[torch.Tensor, int]]):
     def loads(self) -> int:
         """How many that are."""
         return os.path.getsize(self.log_path) // _INDEX_BYTES if os.path.exists(self.log_path) else 0
+
+
+class CountedMade(CountedSource):
+    """Whatever a function makes of an index, counted in the same way."""
+
+    def __init__(self, make: Callable[[int], Any], length: int = 12, log_path: str | Path = "") -> None:
+        super().__init__(length, log_path=log_path)
+        self.make = make
+
+    def expected(self, index: int) -> Any:
+        return self.make(index)
+
+
+class CountedFiles(CountedSource):
+    """Samples that are decoded from files, as a source whose files can be kept; each read of a file is counted.
+
+    Args:
+        content: gives the bytes of an index.
+        decoded: makes a sample of bytes and index.
+        length: number of samples.
+        log_path: the file of the counts.
+    """
+
+    def __init__(self, content: Any, decoded: Any, length: int = 12, log_path: str | Path = "") -> None:
+        super().__init__(length, log_path=log_path)
+        self.content, self.decoded = content, decoded
+
+    def __getitem__(self, index: int) -> Any:
+        return self.decode(self.read(index), index)
+
+    def read(self, index: int) -> bytes:
+        self.count(index)
+        return self.content(index)
+
+    def decode(self, content: bytes, index: int) -> Any:
+        return self.decoded(content, index)
 
 
 class TransformedSource(CountedSource):

@@ -20,9 +20,10 @@ from lightning_stocache.source.lmdb_source import MANIFEST_KEY, LMDBError, key_o
 from lightning_stocache.source.pack import pack
 from lightning_stocache.source.samples import bits
 from tests.processes import call, call_many
+from tests.source.lmdbs import entries, put
 from tests.sources import Made
 
-lmdb = pytest.importorskip("lmdb")
+pytest.importorskip("lmdb")
 
 LENGTH = 40
 
@@ -38,28 +39,15 @@ def number(index: int) -> Any:
     return torch.full((16,), float(index)), index
 
 
-PHOTOS = Made(photo, LENGTH)
-
-
 def jpeg(index: int) -> bytes:
     with io.BytesIO() as file:
         Image.new("RGB", (10 + index, 12), (index, 2 * index, 3)).save(file, "jpeg")
         return file.getvalue()
 
 
-def foreign(path: Path, values: dict[Any, bytes], *, subdir: bool = False) -> Path:
-    """An LMDB as others write it."""
-    environment = lmdb.open(str(path), subdir=subdir, map_size=1 << 24)
-    with environment.begin(write=True) as transaction:
-        for key, value in values.items():
-            transaction.put(key if isinstance(key, bytes) else str(key).encode(), value)
-    environment.close()
-    return path
-
-
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    pack(PHOTOS, tmp_path / "photos.lmdb")
+    pack(Made(photo, LENGTH), tmp_path / "photos.lmdb")
     return tmp_path / "photos.lmdb"
 
 
@@ -67,27 +55,25 @@ def photos(tmp_path: Path) -> Path:
 
 
 def test_packed_samples_come_back(photos: Path) -> None:
-    """Bit for bit, from the front and the back, and as slices."""
-    source, expected = LMDBSource(photos), PHOTOS
+    """Bit for bit, from the front and the back, and as slices; without a word on how it is read."""
+    source = LMDBSource(photos)
     assert len(source) == LENGTH
-    assert [bits(source[i]) for i in range(LENGTH)] == [bits(expected[i]) for i in range(LENGTH)]
-    assert bits(source[-1]) == bits(expected[LENGTH - 1])
-    assert bits(source[torch.tensor(3)]) == bits(source[np.int64(3)]) == bits(expected[3])
-    assert [sample["label"] for sample in source[1:9:4]] == [1, 1, 1][:2]
+    assert [bits(source[i]) for i in range(LENGTH)] == [bits(photo(i)) for i in range(LENGTH)]
+    assert bits(source[-1]) == bits(photo(LENGTH - 1))
+    assert bits(source[torch.tensor(3)]) == bits(source[np.int64(3)]) == bits(photo(3))
+    assert [sample["label"] for sample in source[1:9:4]] == [1, 1]
     assert sum(1 for _ in source) == LENGTH  # the protocol of sequences ends at an IndexError
-
-
-@pytest.mark.parametrize("index", [LENGTH, -LENGTH - 1])
-def test_an_index_outside_is_an_index_error(photos: Path, index: int) -> None:
-    """With the number of samples and what was asked for."""
-    with pytest.raises(IndexError, match=f"one of {LENGTH} samples, got {index}"):
-        LMDBSource(photos)[index]
+    for index in (LENGTH, -LENGTH - 1):
+        with pytest.raises(IndexError, match=f"one of {LENGTH} samples, got {index}"):
+            source[index]
+    with pytest.raises(ValueError, match="read by its manifest"):
+        LMDBSource(photos, kind="image")
 
 
 def test_encoded_files_of_others_are_images(tmp_path: Path) -> None:
     """As LSUN has them: every key a file, without one argument; in a folder as in a file."""
     for subdir in (True, False):
-        path = foreign(tmp_path / f"lsun{subdir}", {f"key{i:02}": jpeg(i) for i in range(5)}, subdir=subdir)
+        path = put(tmp_path / f"lsun{subdir}", {f"key{i:02}": jpeg(i) for i in range(5)}, subdir=subdir)
         source = LMDBSource(path)
         assert [image.size for image in source] == [(10 + i, 12) for i in range(5)]
         assert source[2].mode == "RGB"
@@ -96,14 +82,14 @@ def test_encoded_files_of_others_are_images(tmp_path: Path) -> None:
 def test_keys_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
     """b"10" comes after b"9", and what looks like __len__ is no sample."""
     values: dict[Any, bytes] = {i: b"%d" % i for i in range(12)} | {"__len__": b"x", "__keys__": b"y"}
-    source = LMDBSource(foreign(tmp_path / "numbers", values), kind="json")
+    source = LMDBSource(put(tmp_path / "numbers", values), kind="json")
     assert list(source) == list(range(12))
 
 
 def test_keys_may_be_given(tmp_path: Path) -> None:
     """Some of them, in an order, as bytes or strings; two sources over one file are stacked."""
     values: dict[Any, bytes] = {f"image-{i}": jpeg(i) for i in range(4)} | {f"label-{i}": b"%d" % i for i in range(4)}
-    path = foreign(tmp_path / "text", values)
+    path = put(tmp_path / "text", values)
     images = LMDBSource(path, keys=[f"image-{i}" for i in (3, 1)])
     labels = LMDBSource(path, kind="text", keys=[b"label-3", b"label-1"])
     image, label = StackDataset(images, labels)[0]
@@ -115,15 +101,15 @@ def test_keys_may_be_given(tmp_path: Path) -> None:
 def test_plain_values_are_read_as_they_are_said_to_be(tmp_path: Path) -> None:
     """Bytes, text, JSON, tensors of a dtype and a shape, safetensors, or by a function."""
     array = np.arange(12, dtype=np.int16).reshape(3, 4)
-    path = foreign(tmp_path / "plain", {"a": array.tobytes()})
+    path = put(tmp_path / "plain", {"a": array.tobytes()})
     assert LMDBSource(path, kind="bytes")[0] == array.tobytes()
     assert torch.equal(LMDBSource(path, dtype="int16", shape=[3, 4])[0], torch.from_numpy(array))
     assert LMDBSource(path, dtype=torch.int16)[0].shape == (12,)
     assert LMDBSource(path, decode=len)[0] == 24
-    assert LMDBSource(foreign(tmp_path / "t", {"a": "é".encode()}), kind="text")[0] == "é"
-    assert LMDBSource(foreign(tmp_path / "j", {"a": b'{"x": [1]}'}), kind="json")[0] == {"x": [1]}
+    assert LMDBSource(put(tmp_path / "t", {"a": "é".encode()}), kind="text")[0] == "é"
+    assert LMDBSource(put(tmp_path / "j", {"a": b'{"x": [1]}'}), kind="json")[0] == {"x": [1]}
     save = pytest.importorskip("safetensors.torch").save
-    blob = foreign(tmp_path / "s", {"a": save({"x": torch.ones(2, dtype=torch.bfloat16)})})
+    blob = put(tmp_path / "s", {"a": save({"x": torch.ones(2, dtype=torch.bfloat16)})})
     assert torch.equal(LMDBSource(blob, kind="safetensors")[0]["x"], torch.ones(2, dtype=torch.bfloat16))
 
 
@@ -138,15 +124,9 @@ def test_plain_values_are_read_as_they_are_said_to_be(tmp_path: Path) -> None:
 )
 def test_arguments_that_do_not_go_together_are_refused(tmp_path: Path, arguments: dict[str, Any], words: str) -> None:
     """With what was given."""
-    path = foreign(tmp_path / "any", {"a": b"x"})
+    path = put(tmp_path / "any", {"a": b"x"})
     with pytest.raises(ValueError, match=words):
         LMDBSource(path, **arguments)
-
-
-def test_a_packed_one_needs_no_arguments(photos: Path) -> None:
-    """It says itself how it is read."""
-    with pytest.raises(ValueError, match="read by its manifest"):
-        LMDBSource(photos, kind="image")
 
 
 def test_transforms_are_those_of_torchvision(tmp_path: Path) -> None:
@@ -187,8 +167,7 @@ def test_several_sources_share_a_file(photos: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("make", [number, photo])
-@pytest.mark.parametrize("store", ["decoded", "encoded", "auto"])
+@pytest.mark.parametrize(("make", "store"), [(number, "decoded"), (photo, "encoded"), (photo, "auto")])
 def test_it_is_cached(tmp_path: Path, make: Callable[[int], Any], store: str) -> None:
     """Decoded and as bytes, with workers: each sample is stored once, at set-up or in epoch one, then hit."""
     pack(Made(make, LENGTH), tmp_path / "x.lmdb")
@@ -206,20 +185,15 @@ def test_it_is_cached(tmp_path: Path, make: Callable[[int], Any], store: str) ->
 # ---- bad input ----
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    """No file; a folder without one."""
-    with pytest.raises(FileNotFoundError, match=r"nope\.lmdb"):
-        LMDBSource(tmp_path / "nope.lmdb")
-    with pytest.raises(FileNotFoundError, match=r"data\.mdb"):
-        LMDBSource(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"", b"x" * 10, b"x" * 10_000, bytes(10_000)])
-def test_what_is_no_lmdb_is_said(tmp_path: Path, content: bytes) -> None:
-    """Empty, short, other bytes, zeros."""
-    (tmp_path / "x").write_bytes(content)
-    with pytest.raises(LMDBError, match="is not an LMDB"):
-        LMDBSource(tmp_path / "x")
+def test_what_is_no_lmdb_is_said(tmp_path: Path) -> None:
+    """No file; a folder without one; an empty or short one, other bytes, zeros."""
+    for path, words in ((tmp_path / "nope.lmdb", r"nope\.lmdb"), (tmp_path, r"data\.mdb")):
+        with pytest.raises(FileNotFoundError, match=words):
+            LMDBSource(path)
+    for content in (b"", b"x" * 10, b"x" * 10_000, bytes(10_000)):
+        (tmp_path / "x").write_bytes(content)
+        with pytest.raises(LMDBError, match="is not an LMDB"):
+            LMDBSource(tmp_path / "x")
 
 
 def test_a_read_only_folder_is_no_obstacle(photos: Path) -> None:
@@ -233,18 +207,6 @@ def test_a_read_only_folder_is_no_obstacle(photos: Path) -> None:
         photos.parent.chmod(0o700)
 
 
-def value_of(path: Path, key: bytes) -> bytes:
-    with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as environment, environment.begin() as reading:
-        return bytes(reading.get(key))
-
-
-def change(path: Path, key: bytes, value: bytes | None) -> None:
-    environment = lmdb.open(str(path), subdir=False, lock=False, map_size=1 << 24)
-    with environment.begin(write=True) as transaction:
-        transaction.delete(key) if value is None else transaction.put(key, value)
-    environment.close()
-
-
 @pytest.mark.parametrize(
     ("replace", "words"),
     [
@@ -255,29 +217,27 @@ def change(path: Path, key: bytes, value: bytes | None) -> None:
 )
 def test_a_manifest_that_is_no_good_is_said(photos: Path, replace: tuple[bytes, bytes], words: str) -> None:
     """Of another version, of a pack that has not ended, of a larger number of samples."""
-    change(photos, MANIFEST_KEY, value_of(photos, MANIFEST_KEY).replace(*replace))
+    put(photos, {MANIFEST_KEY: entries(photos)[MANIFEST_KEY].replace(*replace)})
     with pytest.raises(LMDBError, match=words):
         LMDBSource(photos)
 
 
 def test_a_damaged_sample_is_an_error(photos: Path) -> None:
     """One flipped bit, another's blob, or a pickle: never a sample."""
-    source = LMDBSource(photos)
-    good, other = source.read(3), source.read(4)
-    del source
+    good, other = entries(photos)[key_of(3)], entries(photos)[key_of(4)]
     for bad, words in (
         (good[:-1] + bytes([good[-1] ^ 1]), "sample 3: .* damaged.*copy or pack it again"),
         (other, "here lies sample 4"),
         (pickle.dumps(3), "sample 3: .* are no packed sample"),
     ):
-        change(photos, key_of(3), bad)
+        put(photos, {key_of(3): bad})
         with pytest.raises(LMDBError, match=words):
             LMDBSource(photos)[3]
 
 
 def test_a_value_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     """The key, how it begins, and the way out; of a pickle, that nothing is unpickled."""
-    path = foreign(tmp_path / "x", {"a": b"GIF?", "b": pickle.dumps((b"x", 3)), "c": b"\xff"})
+    path = put(tmp_path / "x", {"a": b"GIF?", "b": pickle.dumps((b"x", 3)), "c": b"\xff"})
     for index, words in enumerate([r"value of b'a', 4 bytes that begin with b'GIF\?'", "nothing is unpickled here"]):
         with pytest.raises(LMDBError, match=words):
             LMDBSource(path)[index]
@@ -286,13 +246,12 @@ def test_a_value_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
             LMDBSource(path, **arguments)[2]
 
 
-def truncated(path: str, whole: str, positions: list[int], make: str) -> list[str]:
+def truncated(path: str, whole: str, positions: list[int], arguments: dict[str, Any]) -> list[str]:
     """What each truncation leads to: an error at opening, at reading, or samples."""
     found = []
     for position in positions:
         shutil.copyfile(whole, path)
         os.truncate(path, position)
-        arguments = {"kind": "bytes"} if make == "foreign" else {}
         try:
             source = LMDBSource(path, **arguments)
         except LMDBError:
@@ -308,10 +267,11 @@ def test_no_truncation_gives_a_sample(tmp_path: Path, make: str) -> None:
     """At 200 positions, in a process that would die of a missing page: each is refused; the whole file is not."""
     whole = tmp_path / "whole"
     values = {f"{i:04}": os.urandom(random.Random(i).choice([20, 900, 9000])) for i in range(200)}
-    pack(list(values.values()), whole) if make == "packed" else foreign(whole, values)
+    pack(list(values.values()), whole) if make == "packed" else put(whole, values)
     size = whole.stat().st_size
     positions = [*random.Random(0).sample(range(size), 200), 0, 4096, 8192, size - 1]
-    assert call(truncated, str(tmp_path / "x"), str(whole), [*positions, size], make) == [
+    arguments = {} if make == "packed" else {"kind": "bytes"}
+    assert call(truncated, str(tmp_path / "x"), str(whole), [*positions, size], arguments) == [
         *["refused"] * len(positions),
         "read",
     ]
