@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torchvision import tv_tensors
@@ -77,6 +77,7 @@ samples = st.recursive(
 
 
 @given(samples, st.integers(0, 2**40))
+@settings(max_examples=50)
 def test_any_structure_comes_back(sample: Any, index: int) -> None:
     """Types, order of keys, the bits of floats."""
     assert bits(decode_blob(encode_blob(sample, index), index)) == bits(sample)
@@ -118,27 +119,22 @@ def test_what_cannot_be_packed_is_named(sample: Any, words: str) -> None:
         encode_blob(sample, 0)
 
 
-def test_no_flipped_bit_gives_a_sample() -> None:
-    """Whichever bit it is, of the header or of the data."""
+def test_no_damaged_blob_gives_a_sample() -> None:
+    """With any bit flipped, cut anywhere, with zeros in place of the rest or more behind it; or of another index."""
     blob = encode_blob({"image": torch.arange(40), "label": 3}, 7)
-    chance = random.Random(0)
-    for bit in chance.sample(range(8 * len(blob)), 2000):
-        damaged = bytearray(blob)
-        damaged[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(ValueError, match="no packed sample"):
-            decode_blob(bytes(damaged), 7)
-
-
-def test_no_part_of_a_blob_gives_a_sample() -> None:
-    """Cut anywhere, with zeros in place of the rest or more behind it."""
-    blob = encode_blob((torch.arange(40), "x"), 7)
+    damaged = [blob + b" "]
+    for bit in random.Random(0).sample(range(8 * len(blob)), 2000):
+        flipped = bytearray(blob)
+        flipped[bit // 8] ^= 1 << bit % 8
+        damaged.append(bytes(flipped))
     for end in range(len(blob)):
-        for damaged in (blob[:end], blob[:end] + bytes(len(blob) - end)):
-            if damaged != blob:
-                with pytest.raises(ValueError, match="no packed sample"):
-                    decode_blob(damaged, 7)
-    with pytest.raises(ValueError, match="no packed sample"):
-        decode_blob(blob + b" ", 7)
+        damaged += [blob[:end], blob[:end] + bytes(len(blob) - end)]
+    for content in damaged:
+        if content != blob:
+            with pytest.raises(ValueError, match="no packed sample"):
+                decode_blob(content, 7)
+    with pytest.raises(ValueError, match="here lies sample 7"):
+        decode_blob(blob, 8)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +156,3 @@ def test_a_blob_that_others_have_made_is_no_crash(tree: str) -> None:
     blob = struct.pack("<I", len(header)) + header + b"\1" * 8
     with pytest.raises((ValueError, TypeError, LookupError, AttributeError, StopIteration, RuntimeError)):
         decode_blob(struct.pack("<I", zlib.crc32(blob)) + blob, 7)
-
-
-def test_a_blob_of_another_index_is_refused() -> None:
-    """It may lie under another's key."""
-    with pytest.raises(ValueError, match="here lies sample 7"):
-        decode_blob(encode_blob("x", 7), 8)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 from torchvision import transforms as v1
 from torchvision.datasets import ImageFolder
 from torchvision.io import read_image
@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 
 from lightning_stocache.source.encoded import EncodedSource, access_to
 from lightning_stocache.source.samples import bits
-from tests.sources import write_photos
+from tests.sources import CountedFiles, write_photos
 
 LENGTH = 6
 
@@ -27,24 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_photos(tmp_path_factory.mktemp("photos"))
 
 
-class Files(Dataset[Any]):
-    """A source of the user's, of which the files can be had."""
-
-    def __init__(self) -> None:
-        self.read_from_disk: list[int] = []
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> Any:
-        return self.decode(self.read(index), index)
-
-    def read(self, index: int) -> bytes:
-        self.read_from_disk.append(index)
-        return bytes([index]) * 10
-
-    def decode(self, content: bytes, index: int) -> Any:
-        return torch.frombuffer(bytearray(content), dtype=torch.uint8) + torch.rand(()), index
+def noisy(content: bytes, index: int) -> Any:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) + torch.rand(()), index
 
 
 def of_folder(folder: Path) -> Any:
@@ -87,7 +71,7 @@ def seed(number: int) -> None:
 
 
 SOURCES = {
-    "of the user's": lambda folder: Files(),
+    "of the user's": lambda folder: CountedFiles(lambda index: bytes([index]) * 10, noisy, LENGTH),
     "a folder": of_folder,
     "a folder of tensors": of_tensors,
     "a subset": of_a_subset,
