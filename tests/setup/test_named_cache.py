@@ -1,22 +1,27 @@
-"""A cache with a name outlives its job: the next one starts warm, and nobody is ever served what is not his."""
+"""A cache with a name, or on a disk, outlives its job: the next one starts warm, and is served its own data only."""
 
 import errno
 import logging
 import os
 import re
+import shutil
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Subset
+from torch.utils.data import Subset, default_collate
 
-from lightning_stocache.cache.placement import Arc
+from lightning_stocache.cache import shortage
+from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.loading import serve
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import HEADER_BYTES, Geometry, Manifest
 from lightning_stocache.node.group import NodeGroup
@@ -26,10 +31,11 @@ from lightning_stocache.setup.named_cache import open_cache
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.same_data import FingerprintError
-from lightning_stocache.setup.segments import CacheMemoryError
+from lightning_stocache.source.samples import bits
 from lightning_stocache.training.datamodule import StocacheDataModule
+from tests.loading.twins import same
 from tests.names import path_of
-from tests.processes import Child, call
+from tests.processes import call, call_many, hanging
 from tests.ranks import run_ranks
 from tests.sources import CountedSource
 
@@ -39,72 +45,100 @@ LENGTH = 40
 COMPARED = 4
 """Samples that set-up reads for a cache with a name: to store them, or to compare them with what lies there."""
 
+ROW = SampleSpec.infer(CountedSource(1).expected(0))
+
 
 class OtherSource(CountedSource):
     """Another class."""
 
 
-class StuckSource(CountedSource):
-    """A job that is caught in the middle: its 20th load does not end until a file `go on` is there."""
+class Texts(CountedSource):
+    """Samples that are no rows."""
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        sample = super().__getitem__(index)
-        while self.loads == 20 and not Path(self.log_path).with_name("go on").exists():
-            time.sleep(0.002)
-        return sample
+    def expected(self, index: int) -> Any:
+        return {"text": f"{index}," * (index % 17), "image": super().expected(index)[0]}
 
 
 @pytest.fixture(autouse=True)
 def set_up_reads_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of these tests start no process."""
-
     monkeypatch.setattr("lightning_stocache.setup.find.start_method", lambda chosen: None)
 
 
-def source(folder: Path | str, length: int = LENGTH) -> CountedSource:
-    return CountedSource(length, log_path=Path(folder) / "loads")
+def source(folder: Path | str, kind: type[CountedSource] = CountedSource) -> CountedSource:
+    return kind(LENGTH, log_path=Path(folder) / "loads")
 
 
 def cached(source: Any, name: str, **options: Any) -> CachedDataset:
-    options.setdefault("spec", SampleSpec.infer(CountedSource(1).expected(0)))  # no reads at set-up but `COMPARED`
-    return CachedDataset(source, name=name, **options)
+    """A cache for which set-up reads no more than four samples."""
+    known = {"allow_random": True} if isinstance(source, Texts) else {"spec": ROW}
+    return CachedDataset(source, name=name, **known | options)
 
 
-def read_all(folder: str, name: str) -> tuple[int, int, int]:
-    return read(cached(source(folder), name))
+def check(dataset: CachedDataset, count: int | None = None) -> CachedDataset:
+    """Read samples, by default all: each is that of the source."""
+    for index in range(len(dataset) if count is None else count):
+        assert bits(dataset[index]) == bits(dataset.source.expected(index))  # type: ignore[attr-defined]
+    return dataset
 
 
-def read(dataset: CachedDataset) -> tuple[int, int, int]:
-    """A job that reads everything once: its misses, its hits, and the slots that are filled at its end."""
-    check(dataset)
-    counts, filled = dataset.counters.totals(), dataset.cache.filled
-    dataset.close()
-    return counts.misses, counts.hits, filled
+def epoch(dataset: CachedDataset, num_workers: int = 0) -> None:
+    """Read every sample once, in batches of a random order, and compare each."""
+    order = torch.randperm(LENGTH).tolist()
+    loader = CachedLoader(dataset, batch_size=8, sampler=order, num_workers=num_workers)
+    for at, batch in zip(range(0, LENGTH, 8), loader, strict=True):
+        expected: Any = dataset.source.expected  # type: ignore[attr-defined]
+        assert same(batch, default_collate([expected(index) for index in order[at : at + 8]]))
 
 
-def check(dataset: CachedDataset) -> None:
-    """Every sample is that of the source."""
-    for index in range(len(dataset)):
-        image, label = dataset[index]
-        expected = dataset.source.expected(index)  # type: ignore[attr-defined]
-        assert torch.equal(image, expected[0])
-        assert label == expected[1]
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # --- warm starts
 
 
+def begin(folder: Path, name: str, kind: type[CountedSource], options: dict[str, Any]) -> CachedDataset:
+    """A job that has read 19 samples."""
+    return check(cached(source(folder, kind), name, **options), 19)
+
+
+def read_all(folder: Path, name: str, kind: type[CountedSource], options: dict[str, Any]) -> tuple[int, ...]:
+    """A job that reads everything once: the slots that were filled before, its misses, its hits, the filled slots."""
+    dataset = cached(source(folder, kind), name, **options)
+    before = dataset.cache.filled
+    check(dataset)
+    counts, filled = dataset.counters.totals(), dataset.cache.filled
+    dataset.close()
+    return before, counts.misses, counts.hits, filled
+
+
 @pytest.mark.processes
-def test_a_half_filled_cache_goes_on_filling(name: str, tmp_path: Path) -> None:
-    """The next job loads what is missing, and nothing else."""
-    first = cached(source(tmp_path), name)
-    for index in range(10):
-        first[index]
-    filled, loads = first.cache.filled, source(tmp_path).loads
-    first.close()
-    assert call(read_all, str(tmp_path), name) == (LENGTH - filled, filled, LENGTH)
-    assert sorted(set(source(tmp_path).loaded)) == list(range(LENGTH))
-    assert source(tmp_path).loads == loads + COMPARED + LENGTH - filled
+@pytest.mark.parametrize(
+    ("where", "kind", "end"),
+    [
+        ("memory", CountedSource, "closed"),
+        ("memory", Texts, "killed"),
+        ("disk", CountedSource, "killed"),
+        ("disk", Texts, "closed"),
+    ],
+)
+def test_the_next_job_goes_on_filling(
+    name: str, where: str, kind: type[CountedSource], end: str, tmp_path: Path
+) -> None:
+    """It loads what is missing, and nothing else; the one after it nothing at all. It may have been killed."""
+    options = {"dir": str(tmp_path / "caches")} if where == "disk" else {}
+    if end == "closed":
+        begin(tmp_path, name, kind, options).close()
+    else:
+        with hanging(begin, tmp_path, name, kind, options):
+            pass  # and then it is killed
+    loads = source(tmp_path).loads
+    before, misses, hits, filled = call(read_all, tmp_path, name, kind, options)
+    assert 19 <= before < LENGTH
+    assert (misses, hits, filled) == (LENGTH - before, before, LENGTH)
+    assert source(tmp_path).loads == loads + COMPARED + misses
+    assert call(read_all, tmp_path, name, kind, options) == (LENGTH, 0, LENGTH, LENGTH)
 
 
 def test_closing_says_once_what_is_kept(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -119,61 +153,70 @@ def test_closing_says_once_what_is_kept(name: str, tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.processes
-def test_a_job_that_is_killed_leaves_a_usable_cache(name: str, tmp_path: Path) -> None:
-    """SIGKILL in the middle of filling: what is READY is right, and the next job loads the rest."""
-    job = Child(fill_and_stick, str(tmp_path), name)
-    deadline = time.monotonic() + 120
-    while source(tmp_path).loads < 20:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    job.kill()
-    (tmp_path / "go on").touch()
-    misses, hits, filled = fill_and_stick(str(tmp_path), name)
-    assert hits == 19
-    assert (misses + hits, filled) == (LENGTH, LENGTH)
+@pytest.mark.parametrize(("where", "num_workers"), [("disk", 2), ("memory", 0)])
+def test_jobs_at_the_same_time_load_each_sample_once(name: str, tmp_path: Path, where: str, num_workers: int) -> None:
+    """Four trials that draw the same order share one fill: between them, each sample is loaded once."""
+    options = {"dir": str(tmp_path / "caches")} if where == "disk" else {}
+    call_many(trial, [(tmp_path, name, num_workers, options)] * 4)
+    assert sorted(source(tmp_path).loaded) == list(range(LENGTH))
 
 
-def fill_and_stick(folder: str, name: str) -> tuple[int, int, int]:
-    return read(cached(StuckSource(LENGTH, log_path=Path(folder) / "loads"), name))
+def trial(folder: Path, name: str, num_workers: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    with closing(cached(source(folder), name, allow_random=True, **options)) as dataset:  # set-up reads none
+        for _ in range(2):
+            epoch(dataset, num_workers)
 
 
 # --- what is refused
 
+WHOLE = CountedSource(LENGTH)
+
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("other", "options", "differs"),
+    ("first", "other", "options", "differs"),
     [
-        (CountedSource(LENGTH), {"fingerprint": "v2"}, "fingerprint"),
-        (CountedSource(LENGTH + 1), {}, "length"),
-        (CountedSource(LENGTH, (3, 8, 9)), {"spec": None}, "spec"),
-        (OtherSource(LENGTH), {}, "dataset"),
-        (CountedSource(LENGTH), {"allow_random": True, "spec": None}, "dataset"),
+        (WHOLE, WHOLE, {"fingerprint": "v2"}, "fingerprint"),
+        (WHOLE, CountedSource(LENGTH + 1), {}, "length"),
+        (WHOLE, CountedSource(LENGTH, (3, 8, 9)), {"spec": None}, "spec"),
+        (WHOLE, OtherSource(LENGTH), {}, "dataset"),
+        (WHOLE, WHOLE, {"allow_random": True, "spec": None}, "dataset"),
+        (Subset(WHOLE, range(20)), Subset(WHOLE, range(20, 40)), {}, "dataset"),  # two random splits of one length
     ],
 )
-def test_another_fingerprint_is_refused(name: str, other: Any, options: dict[str, Any], differs: str) -> None:
+def test_what_is_another_dataset_is_refused(
+    name: str, first: Any, other: Any, options: dict[str, Any], differs: str
+) -> None:
     """Both sides are shown, with the two ways out; what was there stays as it is."""
-    first = cached(CountedSource(LENGTH), name, fingerprint="v1")
-    with pytest.raises(FingerprintError) as caught:
-        cached(other, name, **{"fingerprint": "v1"} | options)
-    words = str(caught.value)
-    assert re.search(rf"\({differs}: .+, not .+\)", words)
-    assert "another name" in words
-    assert f"python -m lightning_stocache clean {name}" in words
-    assert first.cache.filled == COMPARED
-    first.close()
+    with closing(cached(first, name, fingerprint="v1")) as dataset:
+        with pytest.raises(FingerprintError) as caught:
+            cached(other, name, **{"fingerprint": "v1"} | options)
+        words = str(caught.value)
+        assert re.search(rf"\({differs}: .+, not .+\)", words)
+        assert "another name" in words
+        assert f"python -m lightning_stocache clean {name}" in words
+        assert dataset.cache.filled == COMPARED
 
 
-def test_another_part_of_the_dataset_is_refused(name: str) -> None:
-    """Two random splits of one length are told apart by their indices."""
-    whole = CountedSource(LENGTH)
-    first = cached(Subset(whole, list(range(0, 20))), name)
-    with pytest.raises(FingerprintError, match=r"\(dataset: "):
-        cached(Subset(whole, list(range(20, 40))), name)
-    first.close()
+@pytest.mark.parametrize("fingerprint", ["two\nlines", "\ud800", "\U0001f600" * 5000])
+def test_any_fingerprint_is_kept_and_told_apart(name: str, fingerprint: str) -> None:
+    """Texts that cannot be printed, that are long or that JSON escapes fit, and differ from their neighbours."""
+    for _ in range(2):
+        cached(WHOLE, name, fingerprint=fingerprint).close()
+    with pytest.raises(FingerprintError):
+        cached(WHOLE, name, fingerprint=fingerprint + "!")
 
 
-def test_the_indices_of_one_fold_are_not_those_of_another(tmp_path, name):
+def test_the_longest_texts_fit_together(name: str) -> None:
+    """Class, key and fingerprint of letters that take four bytes each: the header has room for all of them."""
+    words = "\U00020000" * 350
+    source = type(words, (CountedSource,), {"__getitem__": lambda self, index: {words: torch.zeros(3)}})(LENGTH)
+    for _ in range(2):
+        cached(source, name, spec=SampleSpec.infer(source[0]), fingerprint=words).close()
+
+
+def test_the_indices_of_one_fold_are_not_those_of_another(tmp_path: Path, name: str) -> None:
     """The job that draws the same finds its samples, whatever the order of its indices; another is refused."""
     fold = list(range(0, LENGTH, 4))
     with closing(cached(source(tmp_path), name, indices=fold)) as first:
@@ -188,86 +231,18 @@ def test_the_indices_of_one_fold_are_not_those_of_another(tmp_path, name):
             cached(source(tmp_path), name, **others)
 
 
-def test_the_source_of_a_script_is_the_same_in_a_spawned_rank(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_source_of_a_script_is_the_same_in_a_spawned_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is spawned calls the script `__mp_main__`, and joins what the script itself has made."""
     for module in ("__main__", "__mp_main__"):
         monkeypatch.setattr(OtherSource, "__module__", module)
-        dataset = cached(OtherSource(4, log_path=tmp_path / "loads"), name)
-        assert dataset[1][1] == 1
-        dataset.close()
-    assert source(tmp_path).loads == 4 + COMPARED
+        cached(OtherSource(4), name, strict=True).close()
 
 
 def test_bad_names_are_refused() -> None:
     """Before anything is opened."""
     for make in (cached, lambda source, name: StocacheDataModule(source, name=name)):
         with pytest.raises(ValueError, match="name must be"):
-            make(CountedSource(LENGTH), "../up")
-
-
-# --- geometry
-
-
-def test_geometry_wins_over_another_budget(name: str, tmp_path: Path) -> None:
-    """The samples are where they are: a later job has the slots of the first, whatever it asks for."""
-    first = cached(source(tmp_path), name, budget="50%")
-    check(first)
-    first.close()
-    assert source(tmp_path).loads == LENGTH
-    for budget in ("auto", "10%"):
-        later = cached(source(tmp_path), name, budget=budget)
-        assert (len(later.cache), later.cache.filled, later.ring.coverage) == (LENGTH // 2, LENGTH // 2, 0.5)
-        assert later.ring.arcs == (later.cache.arc,)
-        assert later.budget_bytes == LENGTH // 2 * later.cache.codec.slot_bytes
-        check(later)
-        later.close()
-    assert source(tmp_path).loads == 2 * (LENGTH + COMPARED)
-
-
-def test_a_budget_that_does_not_count_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A sweep over budgets under one name hears both and the ways out, or is refused; the same ones do not."""
-    for budget in ("50%", "50 %"):
-        cached(CountedSource(LENGTH), name, budget=budget, strict=True).close()
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-    cached(CountedSource(LENGTH), name, budget="10%").close()
-    [said] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert f"the cache {name!r} was made with budget='50%' and keeps its 20 slots; budget='10%' is not" in said
-    assert f"another name, or remove it: python -m lightning_stocache clean {name}" in said
-    assert said.count("\n") == 1
-    with pytest.raises(FingerprintError, match="budget='auto' is not looked at"):
-        cached(CountedSource(LENGTH), name, strict=True)
-
-
-def test_off_is_off(name: str, tmp_path: Path) -> None:
-    """A budget of 0 neither makes nor joins anything."""
-    dataset = cached(source(tmp_path), name, budget=0)
-    assert dataset.cache is None
-    assert name not in [one.name for one in named_segments()]
-    dataset.close()
-
-
-@pytest.mark.processes
-def test_datasets_open_beside_a_warm_one(name: str) -> None:
-    """One that is warm takes nothing from the budget of the others, nor do they from its own."""
-    warm = cached(CountedSource(LENGTH), name)
-    check(warm)
-    warm.close()
-    requests = [CacheRequest(CountedSource(LENGTH), "", name=name), CacheRequest(CountedSource(10), "")]
-    both = open_caches(requests, {"": Budget.parse("auto")}, NodeGroup())
-    assert [opened.cache.filled for opened in both if opened.cache is not None] == [LENGTH, 10]  # read at set-up
-    assert [len(opened.cache) for opened in both if opened.cache is not None] == [LENGTH, 10]
-    for opened in both:
-        opened.close()
-
-
-def test_what_lies_there_is_no_cache(name: str) -> None:
-    """A named segment of somebody else's making is refused, too."""
-    segment, _ = open_named(name, 4096, Manifest(Geometry(10, 10)))
-    with pytest.raises(FingerprintError, match="holds something else"):
-        cached(CountedSource(LENGTH), name)
-    segment.close()
+            make(WHOLE, "../up")
 
 
 def spoil(name: str, place: int, content: bytes) -> None:
@@ -277,79 +252,99 @@ def spoil(name: str, place: int, content: bytes) -> None:
         file.write(content)
 
 
+def replace(name: str) -> None:
+    """A named segment of somebody else's making."""
+    clean(name)
+    open_named(name, 4096, Manifest(Geometry(10, 10)))[0].close()
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda name, path: spoil(name, 64, bytes(4)), "does not say what it holds"),
-        (lambda name, path: spoil(name, 64, b"\xff" * 500), "is damaged"),
-        (lambda name, path: spoil(name, 24, b"\x63"), r"another version .*format 99"),
-        (lambda name, path: spoil(name, HEADER_BYTES + 3, b"\x05"), "a slot is in a state that there is not"),
-        (lambda name, path: os.truncate(path, HEADER_BYTES + LENGTH + 10), "do not fit in its 50 bytes"),
-        (lambda name, path: os.truncate(path, 100), "is cut off"),
+        (replace, "holds something else"),
+        (lambda name: spoil(name, 64, bytes(4)), "does not say what it holds"),
+        (lambda name: spoil(name, 64, b"\xff" * 500), "is damaged"),
+        (lambda name: spoil(name, 24, b"\x63"), r"another version .*format 99"),
+        (lambda name: spoil(name, HEADER_BYTES + 3, b"\x05"), "a slot is in a state that there is not"),
+        (lambda name: os.truncate(path_of(name), HEADER_BYTES + LENGTH + 10), "do not fit in its 50 bytes"),
+        (lambda name: os.truncate(path_of(name), 100), "is cut off"),
     ],
 )
 def test_a_damaged_cache_is_refused_by_name(name: str, damage: Any, words: str) -> None:
     """What outlives a job can be spoilt: it is refused before it is read, and the command that is named removes it."""
-    cached(CountedSource(LENGTH), name).close()
-    damage(name, path_of(name))
+    cached(WHOLE, name).close()
+    damage(name)
     with pytest.raises(ValueError, match=f"the cache '{name}' .*{words}.*python -m lightning_stocache clean {name}"):
-        cached(CountedSource(LENGTH), name)
+        cached(WHOLE, name)
     assert [one.name for one in clean(name)] == [name]
-    dataset = cached(CountedSource(LENGTH), name)
-    check(dataset)
-    dataset.close()
-
-
-@pytest.mark.parametrize("fingerprint", ["two\nlines", "\ud800", "\U0001f600" * 5000])
-def test_any_fingerprint_is_kept_and_told_apart(name: str, fingerprint: str) -> None:
-    """Texts that cannot be printed, that are long or that JSON escapes fit, and differ from their neighbours."""
-    cached(CountedSource(LENGTH), name, fingerprint=fingerprint).close()
-    cached(CountedSource(LENGTH), name, fingerprint=fingerprint).close()
-    with pytest.raises(FingerprintError):
-        cached(CountedSource(LENGTH), name, fingerprint=fingerprint + "!")
-
-
-def test_the_longest_texts_fit_together(name: str) -> None:
-    """Class, key and fingerprint of letters that take four bytes each: the header has room for all of them."""
-    words = "\U00020000" * 350
-    source = type(words, (CountedSource,), {"__getitem__": lambda self, index: {words: torch.zeros(3)}})(LENGTH)
-    for _ in range(2):
-        cached(source, name, spec=SampleSpec.infer(source[0]), fingerprint=words).close()
-
-
-def test_without_memory_no_name_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `strict` the error is that of any cache, else samples pass through, and nothing lies under the name."""
-
-    def full(segment: Segment, offset: int, length: int) -> None:
-        if segment.path is not None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Segment, "reserve", full)
-    with pytest.raises(CacheMemoryError, match="No space left"):
-        cached(CountedSource(LENGTH), name, strict=True)
-    dataset = cached(CountedSource(LENGTH), name)
-    assert dataset.cache is None
-    check(dataset)
-    assert name not in [one.name for one in named_segments()]
+    check(cached(WHOLE, name)).close()
 
 
 @pytest.mark.processes
 def test_a_cache_that_another_job_has_made_stays(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who comes too late to make it, joins it and finds no memory leaves it as it is."""
-    call(read_all, str(tmp_path), name)
+    call(read_all, tmp_path, name, CountedSource, {})
 
     def full(segment: Segment, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    spec, auto = SampleSpec.infer(CountedSource(1).expected(0)), Budget.parse("auto")
     monkeypatch.setattr(Segment, "reserve", full)
     with pytest.raises(OSError, match="No space left"):
-        open_cache(CacheRequest(source(tmp_path), name=name), spec, auto, Arc(LENGTH, LENGTH))
+        open_cache(CacheRequest(source(tmp_path), name=name), ROW, Budget.parse("auto"), Arc(LENGTH, LENGTH))
     monkeypatch.undo()
-    assert call(read_all, str(tmp_path), name) == (0, LENGTH, LENGTH)
+    assert call(read_all, tmp_path, name, CountedSource, {}) == (LENGTH, 0, LENGTH, LENGTH)
 
 
-# --- several ranks
+# --- slots
+
+
+def test_geometry_wins_over_another_budget(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The samples are where they are: a later job has the slots of the first, whatever it asks for.
+
+    A sweep over budgets under one name hears both and the ways out, or is refused; the same ones do not.
+    """
+    for budget in ("50%", "50 %"):
+        check(cached(WHOLE, name, budget=budget, strict=True)).close()
+    assert warnings(caplog) == []
+    with closing(cached(WHOLE, name, budget="10%")) as later:
+        assert (len(later.cache), later.cache.filled, later.ring.coverage) == (LENGTH // 2, LENGTH // 2, 0.5)
+        assert later.ring.arcs == (later.cache.arc,)
+        assert later.budget_bytes == LENGTH // 2 * later.cache.codec.slot_bytes
+        check(later)
+    [said] = warnings(caplog)
+    assert f"the cache {name!r} was made with budget='50%' and keeps its 20 slots; budget='10%' is not" in said
+    assert f"another name, or remove it: python -m lightning_stocache clean {name}" in said
+    assert said.count("\n") == 1
+    with pytest.raises(FingerprintError, match="budget='auto' is not looked at"):
+        cached(WHOLE, name, strict=True)
+
+
+@pytest.mark.processes
+def test_datasets_open_beside_a_warm_one(name: str) -> None:
+    """One that is warm takes nothing from the budget of the others, nor do they from its own."""
+    check(cached(WHOLE, name)).close()
+    requests = [CacheRequest(WHOLE, "", name=name), CacheRequest(CountedSource(10), "")]
+    both = open_caches(requests, {"": Budget.parse("auto")}, NodeGroup())
+    assert [opened.cache.filled for opened in both if opened.cache is not None] == [LENGTH, 10]  # read at set-up
+    assert [len(opened.cache) for opened in both if opened.cache is not None] == [LENGTH, 10]
+    for opened in both:
+        opened.close()
+
+
+def test_a_node_that_comes_new_takes_what_the_others_leave() -> None:
+    """One of four is lost and replaced: its arc is the new one's, and no other moves."""
+    ring = Ring.cut(1000, (0.25,) * 4, (250,) * 4)
+    for lost in range(4):
+        held = [None if node == lost else arc for node, arc in enumerate(ring.arcs)]
+        order = [held[(node + 1) % 4] for node in range(4)]  # the nodes may come in another order
+        again = ring.with_arcs(order)
+        assert again.coverage == 1.0
+        assert {arc.start for arc in again.arcs} == {0, 250, 500, 750}
+    fewer = Ring.cut(1000, (1 / 3,) * 3, (250,) * 3).with_arcs(ring.arcs[:3])
+    assert fewer.arcs == ring.arcs[:3]
+
+
+# --- several ranks, several sets
 
 
 @pytest.mark.processes
@@ -368,16 +363,12 @@ def half(rank: int, folder: str, name: str) -> tuple[int, int]:
     dataset = cached(source(folder), name, defer=True)
     dataset.share()
     for index in range(rank, LENGTH, 2):
-        image, _ = dataset[index]
-        assert torch.equal(image, CountedSource(LENGTH).expected(index)[0])
+        assert bits(dataset[index]) == bits(WHOLE.expected(index))
     dist.barrier()
     answer = dataset.cache.filled, dataset.cache.segment.handle.inode
     dist.barrier()
     dataset.close()
     return answer
-
-
-# --- several sets
 
 
 @pytest.mark.processes
@@ -390,3 +381,83 @@ def test_each_set_of_a_datamodule_has_a_name(name: str) -> None:
         dm.teardown(stage)
     kept = sorted(one.name.removeprefix(name) for one in named_segments() if one.name.startswith(name))
     assert kept == ["-test0", "-train0", "-val0", "-val1"]
+
+
+# --- on a disk
+
+
+def test_a_cache_on_a_disk_without_a_name_leaves_nothing(tmp_path: Path) -> None:
+    """It goes with its job, like one in memory; its budget is the disk's. One with a name is removed by its folder."""
+    folder = tmp_path / "caches"
+    each = ROW.slot_bytes + 8  # samples have checksums
+    with closing(CachedDataset(WHOLE, 10 * each, dir=str(folder), spec=ROW)) as dataset:
+        epoch(dataset)
+        assert (len(dataset.cache), dataset.cache.filled, dataset.budget_bytes) == (10, 10, 10 * each)
+        assert (dataset.cache.memory_bytes, dataset.cache.disk_bytes > 0) == (0, True)
+        assert "on the disk" in dataset.describe()
+    assert os.listdir(folder) == []
+    cached(WHOLE, "photos", dir=str(folder)).close()
+    with pytest.raises(FingerprintError, match=r"clean photos --dir .*caches"):
+        cached(WHOLE, "photos", dir=str(folder), fingerprint="v2")
+    assert [segment.name for segment in clean("photos", str(folder))] == ["photos"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", [CountedSource, Texts])
+def test_a_disk_that_hangs_is_waited_for_like_a_dataset(
+    kind: type[CountedSource], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an earlier job has left is read by workers; the loader's `timeout` ends the wait, and nothing is lost."""
+    options = {"dir": str(tmp_path / "caches")}
+    call(read_all, tmp_path, "photos", kind, options)
+    dataset, on, fetch = cached(source(tmp_path, kind), "photos", **options), tmp_path / "on", Segment.fetch
+
+    def hang(segment: Segment, offset: int, length: int) -> bytes:
+        while not on.exists():
+            time.sleep(0.01)
+        return fetch(segment, offset, length)
+
+    monkeypatch.setattr(Segment, "fetch", hang)
+    batches = iter(CachedLoader(dataset, batch_size=8, num_workers=1, timeout=1, collate_fn=list))
+    with pytest.raises(RuntimeError, match="timed out after 1 second"):
+        next(batches)
+    on.touch()
+    del batches
+    epoch(dataset, 1)
+    counts = dataset.counters.totals()  # type: ignore[union-attr]
+    assert (counts.misses, counts.fills) == (0, 0)
+    dataset.close()
+
+
+def test_storing_pauses_where_the_disk_is_slower_than_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once it has cost half a second more than loading, samples are served unstored for ten, with one warning."""
+    now, store = [0], Segment.store
+    clock = SimpleNamespace(perf_counter_ns=lambda: now[0], monotonic=lambda: now[0] / 1e9)
+
+    def slow(segment: Segment, offset: int, *parts: memoryview) -> None:
+        now[0] += 100_000_000
+        store(segment, offset, *parts)
+
+    with closing(CachedDataset(WHOLE, dir=str(tmp_path / "caches"), spec=ROW)) as dataset:
+        for module in (serve, shortage):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(Segment, "store", slow)
+        check(dataset, 20)
+        stored = dataset.cache.filled
+        assert 0 < stored < 10
+        counts = dataset.counters.totals()
+        assert (counts.misses, counts.bypasses, counts.fills) == (20, 0, stored)
+        now[0] += 10_000_000_000
+        dataset[20]
+        assert dataset.cache.filled == stored + 1
+    assert caplog.text.count("storing pauses for 10 s") == 1
+
+
+def test_a_directory_that_vanishes_harms_nobody(tmp_path: Path) -> None:
+    """The file is open; only the next job starts cold."""
+    with closing(cached(WHOLE, "photos", dir=str(tmp_path / "caches"))) as dataset:
+        epoch(dataset)
+        shutil.rmtree(tmp_path / "caches")
+        epoch(dataset)
