@@ -1,42 +1,41 @@
-"""A name never serves other data: what lies under it is compared with what the source gives."""
+"""What set-up has read lies in the cache when epoch one begins; under a name it is compared with what lies there."""
 
 import logging
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader
 
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.setup import find
 from lightning_stocache.setup.same_data import FingerprintError
+from lightning_stocache.source.random_split import spread
 from lightning_stocache.source.samples import same_sample
 from tests.processes import call, call_many
 from tests.ranks import run_ranks
+from tests.sources import CountedFiles, CountedMade, CountedSource
 
 pytestmark = [pytest.mark.named, pytest.mark.processes]
 
-LENGTH = 40
+LENGTH = 60  # a process reads some samples again once it has loaded 64, to see whether they are random
+FIRST = frozenset(spread(LENGTH, 4))
+"""The indices that set-up reads of any source, from the first to the last."""
+SEEN = FIRST.union(spread(LENGTH, 30)[1:-1])
+"""Those of a quick one: 28 more."""
+SEEN_RANDOM = FIRST.union(spread(LENGTH, 30)[1:2])
+"""Those of a random one: one more."""
 
 
-class Data(Dataset[Any]):
-    """Whatever a function makes of an index and a gain, which stands for the folder that it is read from."""
-
-    def __init__(self, make: Callable[[int, float], Any], gain: float = 1.0) -> None:
-        self.make, self.gain = make, gain
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index, self.gain)
-
-
-def row(index: int, gain: float) -> Any:
+def row(index: int, gain: float = 1.0) -> Any:
+    """The gain stands for the folder that a sample is read from."""
     return torch.linspace(-1, 1, 9) * (index + 1) * gain, {"mean": index / 7 * gain}
 
 
@@ -44,31 +43,18 @@ def record(index: int, gain: float) -> Any:
     return {"text": "a" * (index % 5), "tags": {f"tag {index * gain + k}" for k in range(9)}, "array": np.arange(index)}
 
 
-def noise(index: int, gain: float) -> Any:
+def noise(index: int) -> Any:
     return torch.rand(3)
 
 
-class Files(Data):
-    """Files that are decoded after the cache, where noise is added."""
-
-    def read(self, index: int) -> bytes:
-        return bytes([int(self.gain), index] * 50)
-
-    def decode(self, content: bytes, index: int) -> torch.Tensor:
-        return torch.tensor(list(content)) + torch.rand(1)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.decode(self.read(index), index)
-
-
-class Augmented(Data):
+class Augmented(CountedSource):
     """Its transform is split: the gain comes before the cache, the noise after it."""
 
-    def __init__(self, gain: float = 1.0) -> None:
-        super().__init__(row, gain)
+    def __init__(self, gain: float = 1.0, log_path: str | Path = "") -> None:
+        super().__init__(LENGTH, log_path=log_path)
         self.transform = torch.nn.Sequential(Gain(gain), torch.nn.Dropout(0.5))
 
-    def __getitem__(self, index: int) -> Any:
+    def expected(self, index: int) -> Any:
         return self.transform(torch.full((3,), index + 1.0)), index
 
 
@@ -81,18 +67,117 @@ class Gain(torch.nn.Module):
         return values * self.gain
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def rows(gain: float = 1.0, log_path: str | Path = "") -> CountedMade:
+    return CountedMade(partial(row, gain=gain), LENGTH, log_path)
+
+
+def records(gain: float = 1.0, log_path: str | Path = "") -> CountedMade:
+    return CountedMade(partial(record, gain=gain), LENGTH, log_path)
+
+
+def files(gain: float = 1.0, log_path: str | Path = "") -> CountedFiles:
+    """Files that are decoded after the cache, where noise is added."""
+
+    def content(index: int) -> bytes:
+        return bytes([int(gain), index] * 50)
+
+    return CountedFiles(content, lambda content, index: torch.tensor(list(content)) + torch.rand(1), LENGTH, log_path)
+
+
+SOURCES: dict[str, tuple[Callable[..., CountedSource], dict[str, Any]]] = {
+    "rows": (rows, {}),
+    "records": (records, {}),
+    "files": (files, {"store": "encoded"}),
+    "split": (Augmented, {}),
+    "spec": (rows, {"spec": SampleSpec.infer(row(0))}),
+    "a tenth": (rows, {"budget": "10%"}),
+}
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-SOURCES: dict[str, tuple[Callable[[float], Data], dict[str, Any]]] = {
-    "rows": (lambda gain: Data(row, gain), {}),
-    "records": (lambda gain: Data(record, gain), {}),
-    "files": (lambda gain: Files(record, gain), {"store": "encoded"}),
-    "split": (Augmented, {}),
-    "spec": (lambda gain: Data(row, gain), {"spec": SampleSpec.infer(row(0, 1))}),
-    "a tenth": (lambda gain: Data(row, gain), {"budget": "10%"}),
-}
+def read_anew(source: CountedSource) -> list[int]:
+    """The indices that have been read since this was asked last."""
+    indices = source.loaded
+    Path(source.log_path).unlink(missing_ok=True)
+    return indices
+
+
+# ---- stored ----
+
+
+@pytest.mark.parametrize("kind", ["rows", "records", "files", "split", "on a disk"])
+def test_what_was_read_is_hit_in_the_first_epoch(kind: str, tmp_path: Path) -> None:
+    """Each sample is loaded once after set-up, or was stored there; both are counted, each in its column."""
+    make, options = (rows, {"dir": str(tmp_path)}) if kind == "on a disk" else SOURCES[kind]
+    source = make(1, tmp_path / "log")
+    with closing(CachedDataset(source, **options)) as dataset:
+        cache, counters = dataset.cache, dataset.counters
+        seen = SEEN_RANDOM if kind in ("files", "split") else SEEN
+        assert set(read_anew(source)) >= seen
+        assert cache.filled == counters.totals().setup_fills == len(seen)
+        assert (counters.totals().fills, counters.totals().served) == (0, 0)
+        assert sum(1 for _ in DataLoader(dataset, 8, collate_fn=list)) == 8
+        counts, loads = counters.totals(), LENGTH - len(seen)
+        assert sorted(read_anew(source)) == sorted(set(range(LENGTH)) - seen)
+        assert (counts.hits, counts.misses, counts.fills, cache.filled) == (len(seen), loads, loads, LENGTH)
+
+
+def test_what_has_no_slot_is_not_stored() -> None:
+    """A budget for fewer samples than set-up reads is not exceeded."""
+    with closing(CachedDataset(rows(), budget="10%")) as dataset:
+        held = [index for index in range(LENGTH) if dataset.cache.has_place(index)]
+        assert len(held) == LENGTH // 10
+        assert dataset.cache.filled == dataset.counters.totals().setup_fills == len(SEEN.intersection(held))
+
+
+def test_what_is_too_large_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many samples are kept as fit in 64 MiB, here in less; the others are loaded in the first epoch."""
+    monkeypatch.setattr(find, "MOST_BYTES", 5 * SampleSpec.infer(row(0)).nbytes)
+    source = rows(1, tmp_path / "log")
+    with closing(CachedDataset(source)) as dataset:
+        assert dataset.cache.filled == 5
+        assert len(read_anew(source)) == 2 * len(SEEN)
+        assert same_sample([dataset[index] for index in range(LENGTH)], list(map(row, range(LENGTH))))
+        assert len(read_anew(source)) == LENGTH - 5
+
+
+def test_random_samples_are_not_stored() -> None:
+    """A source that is cached as it is has the draws of the training, not those of set-up."""
+    with closing(CachedDataset(rows(), allow_random=True)) as dataset:
+        assert dataset.cache.filled == 0
+
+
+# ---- compared ----
+
+
+@pytest.mark.parametrize(("kind", "served"), [("rows", 0), ("files", LENGTH), ("split", LENGTH)])
+def test_a_job_over_a_named_cache_reads_four_samples(kind: str, served: int, name: str, tmp_path: Path) -> None:
+    """They show that the data is that which lies there; of the first job's samples, nothing else is read again."""
+    make, options = SOURCES[kind]
+    with closing(CachedDataset(make(), name=name, **options)) as first:
+        for index in range(served):
+            first[index]
+        source = make(1, tmp_path / "log")
+        with closing(CachedDataset(source, name=name, strict=True, **options)) as second:
+            assert second.cache.filled == (served or len(SEEN))
+            assert set(source.loaded) == FIRST
+
+
+def test_what_four_samples_do_not_show_is_looked_for_again(name: str, tmp_path: Path) -> None:
+    """Records, of which the first four look like rows, are found to be records."""
+
+    def make(index: int) -> torch.Tensor:
+        return torch.zeros(2 + (index not in FIRST))
+
+    source = CountedMade(make, LENGTH, tmp_path / "log")
+    with closing(CachedDataset(CountedMade(make, LENGTH), name=name)) as first:
+        with closing(CachedDataset(source, name=name)) as second:
+            assert first.cache is not None
+            assert second.cache is not None
+            assert set(source.loaded) == SEEN
 
 
 @pytest.mark.parametrize(
@@ -117,7 +202,7 @@ def test_other_data_passes_through_and_the_same_is_joined(name, kind, served, on
             first[index]
         with closing(CachedDataset(make(1), strict=True, **options)) as second:
             assert second.cache.filled == first.cache.filled > 0
-        assert said(caplog) == []
+        assert warnings(caplog) == []
         other = make(3)
         with closing(CachedDataset(other, **options)) as third:
             assert third.cache is None
@@ -127,7 +212,7 @@ def test_other_data_passes_through_and_the_same_is_joined(name, kind, served, on
             torch.manual_seed(1)
             assert same_sample(samples, [other[index] for index in range(LENGTH)])
             assert third.counters.totals().bypasses == LENGTH
-        [words] = said(caplog)
+        [words] = warnings(caplog)
         assert words.count("\n") == 1
         assert "passes through uncached: there is other data under this name" in words
         assert f"another name, or remove it: python -m lightning_stocache clean {name}" in words
@@ -137,17 +222,16 @@ def test_other_data_passes_through_and_the_same_is_joined(name, kind, served, on
 
 def test_other_processes_join_their_own_cache(name) -> None:
     """Sets have another order there, generators other seeds, and a decoder may compute other last bits."""
-    for seed, method in ((1, "fork"), (2, "spawn")):
+    for seed, method in ((1, "fork"), (2, "forkserver")):
         assert call(joins_each, name, seed, method=method) == [True, True, True]
 
 
 def joins_each(name: str, seed: int) -> list[bool]:
-    last_bits = 1 + seed * torch.finfo(torch.float32).eps
-    sources = Data(record), Augmented(), Data(row, last_bits)
+    sources = records(), Augmented(), rows(1 + seed * torch.finfo(torch.float32).eps)
     return [joins(source, f"{name}-{number}", seed) for number, source in enumerate(sources)]
 
 
-def joins(source: Data, name: str, seed: int) -> bool:
+def joins(source: CountedSource, name: str, seed: int) -> bool:
     torch.manual_seed(seed)
     with closing(CachedDataset(source, name=name, strict=True)) as dataset:
         return dataset.cache is not None and len([dataset[index] for index in range(LENGTH)]) == LENGTH
@@ -157,55 +241,53 @@ def joins(source: Data, name: str, seed: int) -> bool:
 def test_random_samples_are_no_other_data(name, fingerprint, caplog) -> None:
     """They differ from themselves: the cache is joined, with a warning unless its user says what it holds."""
     options: dict[str, Any] = {"name": name, "fingerprint": fingerprint, "allow_random": True}
-    with closing(CachedDataset(Data(noise), **options)) as first:
-        samples = [first[index] for index in range(LENGTH)]
-        with closing(CachedDataset(Data(noise), **options)) as second:
-            assert all(map(torch.equal, samples, (second[index] for index in range(LENGTH))))
-    assert ["fingerprint=" in words for words in said(caplog)] == [True] * (not fingerprint)
+    with closing(CachedDataset(CountedMade(noise), **options)) as first:
+        samples = [first[index] for index in range(len(first))]
+        with closing(CachedDataset(CountedMade(noise), **options)) as second:
+            assert all(map(torch.equal, samples, (second[index] for index in range(len(second)))))
+    assert ["fingerprint=" in words for words in warnings(caplog)] == [True] * (not fingerprint)
 
 
 def test_random_samples_are_not_stored_for_a_spec(name, caplog) -> None:
     """With `spec=` nobody has looked for what is random: neither set-up nor training freezes a draw."""
-    options: dict[str, Any] = {"name": name, "spec": SampleSpec.infer(torch.rand(3))}
-    with closing(CachedDataset(Data(noise), **options)) as first:
-        for index in range(LENGTH):
+    options: dict[str, Any] = {"name": name, "spec": SampleSpec.infer(noise(0))}
+    with closing(CachedDataset(CountedMade(noise), **options)) as first:
+        for index in range(len(first)):
             first[index]
-        with closing(CachedDataset(Data(noise), **options)) as second:
+        with closing(CachedDataset(CountedMade(noise), **options)) as second:
             assert second.cache.filled == 0
-    assert ["draws random numbers" in words for words in said(caplog)] == [True]
+    assert ["draws random numbers" in words for words in warnings(caplog)] == [True]
 
 
-@pytest.mark.parametrize("gains", [(1, 1, 1, 1), (1, 3, 1, 3)])
-def test_jobs_that_start_at_once_on_one_name(name, gains) -> None:
+def test_jobs_that_start_at_once_on_one_name(name) -> None:
     """Who comes first says what lies there; who has other data trains on its own."""
+    gains = [1, 3, 1, 3]
     cached = call_many(train, [(name, gain) for gain in gains])
     assert len({gain for gain, was_cached in zip(gains, cached, strict=True) if was_cached}) == 1
-    assert cached.count(True) == max(gains.count(gain) for gain in gains)
+    assert cached.count(True) == 2
 
 
 def train(name: str, gain: int) -> bool:
-    source = Data(row, gain)
+    source = rows(gain)
     with closing(CachedDataset(source, name=name)) as dataset:
         for _ in range(2):
             assert all(same_sample(dataset[index], source[index]) for index in range(LENGTH))
         return dataset.cache is not None
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_all_ranks_do_the_same(name, strict) -> None:
+def test_all_ranks_do_the_same(name) -> None:
     """The leader of the node compares; no rank is left waiting."""
-    with closing(CachedDataset(Data(row), name=name)):
-        assert run_ranks(of_rank, 2, name, strict) == [strict or "passes through"] * 2
+    with closing(CachedDataset(rows(), name=name)):
+        assert run_ranks(of_rank, 2, name) == [True, True]
 
 
-def of_rank(rank: int, name: str, strict: bool) -> Any:
-    dataset = CachedDataset(Data(row, 3), name=name, strict=strict, defer=True)
-    try:
-        dataset.share()
-    except (FingerprintError, RuntimeError) as error:
-        return "other data under this name" in str(error)
+def of_rank(rank: int, name: str) -> bool:
+    dataset = CachedDataset(rows(3), name=name, defer=True)
+    dataset.share()
     assert dataset.cache is None
     assert same_sample(dataset[5 + rank], row(5 + rank, 3))
     dist.barrier()
     dataset.close()
-    return "passes through"
+    with pytest.raises((FingerprintError, RuntimeError), match="other data under this name"):
+        CachedDataset(rows(3), name=name, strict=True, defer=True).share()
+    return True
