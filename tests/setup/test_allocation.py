@@ -214,23 +214,19 @@ def pool(budget: int | str, length: int | None = None, writers: int = 1) -> tupl
 
 
 def test_the_budget_of_a_pool_is_divided_into_slots() -> None:
-    """As many as fit, and no more than the source has samples."""
+    """As many as fit, and no more than the source has samples. A stream has no share, as nobody knows its length.
+
+    One sample more than the writers write at a time has to be readable.
+    """
     assert pool(100 * POOL_SLOT) == (100, False)
     assert pool(100 * POOL_SLOT, length=40) == (40, True)
     assert pool(100 * POOL_SLOT, length=400) == (100, False)
     assert pool("50%", length=400) == (200, False)
-
-
-def test_too_little_room_for_a_pool_is_an_error() -> None:
-    """One sample more than the writers write at a time has to be readable."""
-    with pytest.raises(ValueError, match="room for 6 samples"):
-        pool(5 * POOL_SLOT, writers=4)
-    with pytest.raises(ValueError, match="room for"):
-        pool(0)
     assert pool(1 * POOL_SLOT, length=1, writers=4) == (1, True)
-
-
-def test_a_share_of_a_stream_is_no_number() -> None:
-    """Nobody knows how long a stream is."""
-    with pytest.raises(ValueError, match="for a stream, got auto"):
-        pool("auto")
+    for budget, writers, words in (
+        (5 * POOL_SLOT, 4, "room for 6 samples"),
+        (0, 1, "room for"),
+        ("auto", 1, "for a stream, got auto"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            pool(budget, writers=writers)

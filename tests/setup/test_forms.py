@@ -1,6 +1,7 @@
 """In which form samples are stored: rows or records, decoded or as their files."""
 
 import datetime
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -27,6 +27,7 @@ from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.random_split import split
 from lightning_stocache.source.samples import bits
 from lightning_stocache.source.transform_split import Cut, TransformCut
+from tests.sources import CountedFiles, Made
 
 # ---- rows or records ----
 
@@ -199,42 +200,33 @@ def test_encoded_takes_a_tenth_and_gives_the_same(folder: Path) -> None:
         assert [dataset[index][1] for index in range(12)] == [0] * 12
 
 
+def lying() -> Any:
+    """Its file is not all that a sample is made of."""
+    source: Any = Made("sample {}".format, 3)
+    source.read = lambda index: b"sample"
+    source.decode = lambda content, index: content.decode()
+    return source
+
+
 @pytest.mark.processes
-def test_unknown_files_are_kept_decoded_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (["a", "bc", "d"], r"the files of a list are not known.*read\(index\)"),
+        (lying(), "sample 0, decoded from its file, is not the sample that the source returns"),
+    ],
+)
+def test_what_is_not_known_by_its_files_is_kept_decoded(
+    source: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """What was asked for cannot be had: a warning says why, and how; with `strict` it is an error."""
-    source: Any = ["a", "bc", "d"]
     with closing(CachedDataset(source, store="encoded")) as dataset:
-        assert [dataset[index] for index in range(3)] == source
+        assert [dataset[index] for index in range(3)] == [source[index] for index in range(3)]
         assert dataset.cache is not None
     [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert "the files of a list are not known" in warning
-    assert "read(index)" in warning
-    with pytest.raises(ValueError, match="store='encoded' cannot be had"):
+    assert re.search(words, warning)
+    with pytest.raises(ValueError, match=f"store=.encoded. cannot be had: {words}"):
         CachedDataset(source, store="encoded", strict=True)
-
-
-class Lying(Dataset[Any]):
-    """Its file is not all that its samples are made of."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return f"sample {index}"
-
-    def read(self, index: int) -> bytes:
-        return b"sample"
-
-    def decode(self, content: bytes, index: int) -> Any:
-        return content.decode()
-
-
-@pytest.mark.processes
-def test_a_decoder_that_gives_another_sample_is_not_believed(caplog: pytest.LogCaptureFixture) -> None:
-    """The look compares; samples are kept decoded then."""
-    with closing(CachedDataset(Lying(), store="encoded")) as dataset:
-        assert [dataset[index] for index in (3, 3)] == ["sample 3"] * 2
-    assert "sample 0, decoded from its file, is not the sample that the source returns" in caplog.text
 
 
 class Clock:
@@ -247,39 +239,26 @@ class Clock:
         return cls.now
 
 
-class Slow(Dataset[Any]):
-    """Long to read or to decode, and ten times as large then."""
+def slow(read: float = 0.0, decode: float = 0.0, log_path: str | Path = "") -> CountedFiles:
+    """Samples that take so long to read and to decode, and are ten times as large then."""
 
-    def __init__(self, read: float, decode: float) -> None:
-        self.seconds = read, decode
-
-    def __len__(self) -> int:
-        return 400
-
-    def __getitem__(self, index: int) -> Any:
-        return self.decode(self.read(index), index)
-
-    def read(self, index: int) -> bytes:
-        Clock.now += self.seconds[0]
+    def content(index: int) -> bytes:
+        Clock.now += read
         return bytes([index % 256]) * 1000
 
-    def decode(self, content: bytes, index: int) -> Any:
-        Clock.now += self.seconds[1]
+    def decoded(content: bytes, index: int) -> Any:
+        Clock.now += decode
         return torch.frombuffer(bytearray(content), dtype=torch.uint8).repeat(10), index
 
+    return CountedFiles(content, decoded, 400, log_path)
 
-def test_no_index_outside_the_domain_is_read() -> None:
+
+def test_no_index_outside_the_domain_is_read(tmp_path: Path) -> None:
     """What no sampler asks for may not be there."""
-    read = set[int]()
-
-    class Noted(Slow):
-        def read(self, index: int) -> bytes:
-            read.add(index)
-            return super().read(index)
-
-    source = Noted(0, 0)
+    source = slow(log_path=tmp_path / "log")
     domain = Domain(range(3, 60, 3), len(source))
     look_at_files(source, split(source, domain=domain), domain)
+    read = set(source.loaded)
     assert len(read) > 4
     assert read <= set(range(3, 60, 3))
 
@@ -298,7 +277,7 @@ def test_auto_takes_the_better_form_for_all(
 ) -> None:
     """By the seconds and bytes of both, and what is granted."""
     monkeypatch.setattr(forms, "time", Clock)
-    with closing(CachedDataset(Slow(read, decode), budget, store="auto")) as dataset:
-        assert all(epochs(dataset, Slow(0, 0)))
+    with closing(CachedDataset(slow(read, decode), budget, store="auto")) as dataset:
+        assert all(epochs(dataset, slow()))
         assert filled <= dataset.cache.filled <= 1.05 * filled
         assert bytes_of_one <= dataset.cache.memory_bytes / dataset.cache.filled < 1.35 * bytes_of_one
