@@ -37,6 +37,7 @@ Any number can be an index: a negative index counts from the end of the dataset,
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -75,6 +76,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 _WINDOW = 1 << 24  # slots in which `some_stored` looks for ready ones
 _ALONE = 1 << 40  # a byte of the lock file, behind the bytes of all slots
 _RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
+_COPIED_BYTES = 1 << 20  # that `take_over` copies at once
 _DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most this part of the granted bytes
 
 
@@ -430,6 +432,23 @@ class Store:
             for slot in claimed:
                 claims.release(slot)
         return outcomes
+
+    def take_over(self, other: Store) -> None:
+        """Store the samples of another store in memory whose indices have a slot here, too.
+
+        Raises:
+            SampleMismatchError: a sample does not match the codec.
+        """
+        slots = np.flatnonzero(other._stored)
+        parts = math.ceil(other.stored_bytes(slots) / _COPIED_BYTES)
+        for places in np.array_split(slots, max(parts, 1)):
+            samples = zip(map(other.arc.index, places.tolist()), other.read(places), strict=True)
+            contents = {
+                index: self.codec.contents(self.codec.encode(sample, index))
+                for index, sample in samples
+                if sample is not UNREADABLE
+            }
+            self.put(list(contents), list(contents.values()))
 
     def replace(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
         """Store a row as soon as no other process fills its slot. Without `overwrite`, False if it has other bytes."""

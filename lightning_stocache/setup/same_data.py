@@ -15,20 +15,22 @@ warning says so.
 
 The resident samples of a rolling cache on a disk are compared in the same way, by their indices (`check_pool`).
 
-`is_continued` compares four samples of a dataset object that replaces another, as some loader hooks make it.
+`is_continued` compares four samples of a dataset object that replaces another, as some loader hooks make it. A dataset
+that has grown gets a larger cache, which takes over the samples of the smaller (`take_over`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.rolling import RollingStore
@@ -39,7 +41,7 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.samples import same_sample
 
-__all__ = ["FingerprintError", "check_pool", "is_continued", "store_or_refuse"]
+__all__ = ["FingerprintError", "check_pool", "is_continued", "store_or_refuse", "take_over"]
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +181,14 @@ def is_continued(opened: OpenCache, dataset: Any) -> bool:
     with closing(SourceReader(replace(request, source=dataset, reader=None))) as reader:
         other, equal = _compare(Finding(cache.codec), reader.read, cache, places, {})
     return other is None and equal == len(places)
+
+
+def take_over(larger: Store, smaller: Store) -> None:
+    """Copy the samples of a dataset's smaller cache, unless a sample that set-up has read is another one there."""
+    indices = [index for index in larger.some_stored(_COMPARED) if smaller.place(index) != NO_PLACE]
+    if all(same_sample(smaller.get(index), larger.get(index)) for index in indices):
+        with suppress(SampleMismatchError):
+            larger.take_over(smaller)
 
 
 def _store(cache: Store, contents: Mapping[int, Sequence[bytes]], counters: Counters) -> None:

@@ -7,8 +7,9 @@ A hook may return another object in place of a dataset. If the compared samples 
 uses the cache of the old one. If samples differ, the old cache is closed, and the new cache starts empty. When that has
 happened twice without a hit, the stage is not cached any more.
 
-The new object may be longer, and a dataset may grow in place. Its ring keeps the indices that it had when the cache
-opened: new samples pass through, with one warning when the loaders are made again.
+The new object may be longer, and a dataset may grow in place. When its loaders are made again, a larger cache opens,
+and takes over the samples of the smaller one; both take memory meanwhile. New samples pass through, with one warning,
+if not all samples have room, on several nodes, and for a cache with a name, a directory or a domain.
 
 Caches that other ranks opened (by hand, before the Trainer started its processes) are closed and opened again for all
 ranks. A copy in another process (pickled for ddp_spawn) has the options and no open caches.
@@ -26,6 +27,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.placement import Domain
+from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.growing.stream import CachedStream, stream_source
 from lightning_stocache.insight.tallies import end_call
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
@@ -36,7 +38,7 @@ from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import drawn_by_any, open_caches, united
 from lightning_stocache.setup.request import CacheRequest
-from lightning_stocache.setup.same_data import is_continued
+from lightning_stocache.setup.same_data import is_continued, take_over
 from lightning_stocache.training.options import CacheOptions
 
 __all__ = ["CallCaches"]
@@ -56,12 +58,50 @@ class _Open:
     domain: Domain | None = None
     stages: set[str] = field(default_factory=set)
     idle: bool = False  # kept from an earlier call, and not read in this call
+    is_largest: bool = False  # a larger cache could not be had
 
     def serves(self, request: CacheRequest) -> bool:
         """Whether this cache can serve the loader of a request, too."""
         if self.source is not request.source:
             return False
         return _stage(request) in self.stages or self.domain is None or self.domain.covers(request.domain)
+
+    @property
+    def codec(self) -> SampleCodec | None:
+        """The codec of whole samples; None if the cache has the deterministic part of the samples, or is a stream."""
+        store = self.dataset.cache
+        is_whole = isinstance(self.dataset, CachedDataset) and cached_source(self.dataset).opened.source is self.source
+        return store.codec if is_whole and store is not None else None
+
+    def may_grow(self, request: CacheRequest) -> bool:
+        """Whether the dataset has grown, and a larger cache may take the place of this one."""
+        store, fixed = self.dataset.cache, (request.name, request.dir, request.domain, self.domain)
+        if self.is_largest or store is None or isinstance(self.dataset, CachedStream):
+            return False
+        return fixed == (None,) * 4 and request.store != "auto" and request.length > store.length
+
+    def replaced_by(self, larger: _Open, group: NodeGroup) -> _Open:
+        """The larger cache with the samples of this one; this one, if not all samples have a slot there. Collective.
+
+        Rings of two sizes give different indices a slot, so a part would lose samples that this cache has.
+        """
+        before, after = self.dataset.cache, larger.dataset.cache
+
+        def copy() -> bool:
+            if before is None or after is None or len(after) < after.length:
+                return False
+            if after.granted_bytes <= before.granted_bytes:
+                return False
+            take_over(after, before)
+            return True
+
+        if not group.lead(copy):
+            larger.dataset.close()
+            self.is_largest = True
+            return self
+        self.dataset.close()
+        larger.stages |= self.stages
+        return larger
 
     def state(self) -> dict[str, Any]:
         """The content of this cache on this node, as plain values."""
@@ -139,6 +179,7 @@ class CallCaches:
         drawn = drawn_by_any(known, group)
         requests = [replace(request, domain=domain) for request, domain in zip(requests, drawn, strict=True)]
         self._replace_sources(requests)
+        grown = self._take_grown(requests)
         self._close_unread(requests, set(stages))
         new: dict[int, CacheRequest] = {}
         for request in requests:  # a source of several stages has pot and name of the first, and slots for all
@@ -146,6 +187,8 @@ class CallCaches:
                 pot = self.options.pot(_stage(request))  # as it is now: `_close_unread` may have given a stage up
                 domain = united([other.domain for other in requests if other.source is request.source])
                 asked = replace(request, pot=pot, budget=self.options.budgets[pot], domain=domain)
+                if (smaller := grown.get(id(request.source))) is not None:
+                    asked = replace(asked, spec=smaller.codec)  # with a codec, set-up has nothing to find out
                 new[id(request.source)] = asked
         datasets = [request for request in new.values() if not isinstance(request.source, IterableDataset)]
         left = {request.pot: self._left(request) for request in datasets}
@@ -157,8 +200,12 @@ class CallCaches:
             kept_back=self._kept_back(left),
         ):
             request, dataset = cache.request, dataset_over(CachedSource(cache))
-            self._open.append(_Open(request.source, dataset, request.pot, request.domain))
-            cache.tell()
+            opened = _Open(request.source, dataset, request.pot, request.domain)
+            if (smaller := grown.get(id(request.source))) is not None:
+                opened = smaller.replaced_by(opened, group)
+            self._open.append(opened)
+            if opened is not smaller:
+                cache.tell()
         self._open_streams([request for request in new.values() if isinstance(request.source, IterableDataset)])
         for request in requests:
             serving = self._serving(request)
@@ -212,6 +259,24 @@ class CallCaches:
             if all(self._group.exchange(is_continued(before, new.source))):
                 cache = replace(before, request=replace(before.request, source=new.source), source=new.source)
                 opened.source, opened.dataset = new.source, dataset_over(CachedSource(cache))
+
+    def _take_grown(self, requests: Sequence[CacheRequest]) -> dict[int, _Open]:
+        """Take the caches of datasets that have grown out of the open ones, by the id of the dataset. Collective."""
+        if len(self._group.nodes) > 1:
+            return {}
+        serving = [self._serving(request) for request in requests]
+        grown = [
+            opened if opened is not None and opened.may_grow(request) else None
+            for opened, request in zip(serving, requests, strict=True)
+        ]
+        agreed = map(all, zip(*self._group.exchange([opened is not None for opened in grown]), strict=True))
+        taken = {
+            id(request.source): opened
+            for request, opened, is_agreed in zip(requests, grown, agreed, strict=True)
+            if opened is not None and is_agreed
+        }
+        self._open = [opened for opened in self._open if opened not in taken.values()]
+        return taken
 
     def _close_unread(self, requests: Sequence[CacheRequest], stages: set[str]) -> None:
         """Close caches that no loader of these stages reads any more. New caches get their memory."""

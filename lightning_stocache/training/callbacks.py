@@ -174,6 +174,7 @@ class StochasticCache(CacheMonitor):
         super().__init__(live=live, hyperparameters=hyperparameters, verbose=verbose)
         self.caches = CallCaches(options)
         self._call: CallLoaders | None = None
+        self._progress: FillProgress | None = None  # no callback of the Trainer: each costs a step 30 us
         self._sources: list[Any] = []  # Lightning's data sources, whose loaders are replaced
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -185,9 +186,8 @@ class StochasticCache(CacheMonitor):
             warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
             return
         super().setup(trainer, pl_module, stage)  # after the check above: this call moves the callback to the front
-        if not any(isinstance(other, FillProgress) for other in callbacks):
-            others = [other for other in callbacks if other is not self]
-            trainer.callbacks = [self, FillProgress(verbose=self.verbose), *others]  # type: ignore[attr-defined]
+        has_progress = any(isinstance(other, FillProgress) for other in callbacks)
+        self._progress = None if has_progress else FillProgress(verbose=self.verbose)
         sources = {  # without those of a DataModule that caches its own loaders
             name: source
             for name, source in data_sources(trainer, stage).items()
@@ -199,6 +199,26 @@ class StochasticCache(CacheMonitor):
         self._sources = list(sources.values())
         for name, source in sources.items():
             source.dataloader = partial(self._call, name)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock, and log what was granted."""
+        super().on_train_start(trainer, pl_module)
+        if self._progress is not None:
+            self._progress.on_train_start(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log live values, and show the cache in the progress bar."""
+        super().on_train_batch_end(trainer, pl_module)
+        if self._progress is not None:
+            self._progress.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the epoch's values, and say when the cache is full."""
+        super().on_train_epoch_end(trainer, pl_module)
+        if self._progress is not None:
+            self._progress.on_train_epoch_end(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the caches of the call, unless they are kept."""
