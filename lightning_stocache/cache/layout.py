@@ -203,7 +203,9 @@ class Rows(_Slots):
         self._row_bytes: tuple[int, ...] = codec.row_bytes
         self._nbytes: int = sum(self._row_bytes)
         dtypes = _field_dtypes(codec)
-        self._fields = [offset for name, offset in offsets(dtypes, count, self.begin).items() if name != _END]
+        starts = offsets(dtypes, count, self.begin)
+        self._end = starts.pop(_END)
+        self._fields = list(starts.values())
         self.fields = list(columns(segment, dtypes, count, self.begin).values())
         """The array of each field, live, uint8 `[slots, nbytes]`."""
         self.granted_bytes = count * (self._nbytes + self._head.slot_bytes)
@@ -253,6 +255,15 @@ class Rows(_Slots):
         for rows, nbytes, memory in zip(self.fields, self._row_bytes, into, strict=True):
             # The mode "raise" would copy first, to leave the memory unchanged after an error.
             rows.take(slots, 0, memory.reshape(len(slots), nbytes), "clip")
+
+    def reserve_all(self) -> None:
+        """Reserve the memory of all rows. An OSError (ENOSPC) without memory."""
+        self._segment.reserve(self.begin, self._end - self.begin)
+
+    def scatter(self, slots: Integers, memory: Memory) -> None:
+        """Write many rows at once, from memory as `gather` fills it, into slots whose memory is reserved."""
+        for rows, content in zip(self.fields, memory, strict=True):
+            rows[slots] = content.reshape(len(slots), rows.shape[1])
 
     def fetch(self, slot: int) -> list[bytes]:
         """Read the row of a slot through the file, bytes `[nbytes]` per field; zeroes where no sample was written."""

@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.rolling import RollingStore
@@ -183,12 +182,20 @@ def is_continued(opened: OpenCache, dataset: Any) -> bool:
     return other is None and equal == len(places)
 
 
-def take_over(larger: Store, smaller: Store) -> None:
-    """Copy the samples of a dataset's smaller cache, unless a sample that set-up has read is another one there."""
+def take_over(larger: Store, smaller: Store) -> bool:
+    """Copy the samples of a dataset's smaller cache, unless a sample that set-up has read is another one there.
+
+    Returns False without memory for them, or if the samples look different now.
+    """
+    if larger.codec.title != smaller.codec.title:
+        return False
     indices = [index for index in larger.some_stored(_COMPARED) if smaller.place(index) != NO_PLACE]
     if all(same_sample(smaller.get(index), larger.get(index)) for index in indices):
-        with suppress(SampleMismatchError):
+        try:
             larger.take_over(smaller)
+        except OSError:
+            return False
+    return True
 
 
 def _store(cache: Store, contents: Mapping[int, Sequence[bytes]], counters: Counters) -> None:

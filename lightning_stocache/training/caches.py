@@ -92,8 +92,7 @@ class _Open:
                 return False
             if after.granted_bytes <= before.granted_bytes:
                 return False
-            take_over(after, before)
-            return True
+            return take_over(after, before)
 
         if not group.lead(copy):
             larger.dataset.close()
