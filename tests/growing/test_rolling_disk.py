@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_stocache import RollingCache
 from lightning_stocache.cache.layout import contents_of
@@ -203,18 +204,22 @@ def test_writers_in_other_processes_append(on_disk):
     assert epoch(pool)[0] == 0
 
 
-def train_on(rank: int, folder: str) -> tuple[list[int], int]:
-    pool = RollingCache(Numbers(), "100%", spec=SPEC, fillers=2, minimum=LENGTH, dir=folder, name="pool")
-    pool.share()
-    found, came = epoch(pool), pool.stats().appended
-    pool.close()
-    return found, came
+def train_on(rank: int, folder: str) -> list[tuple[list[int], int]]:
+    """The epochs of two jobs, each with the samples that came in it."""
+    found = []
+    for _ in range(2):
+        pool = RollingCache(Numbers(), "100%", spec=SPEC, fillers=2, minimum=LENGTH, dir=folder, name="pool")
+        pool.share()
+        found.append((epoch(pool), pool.stats().appended))
+        pool.close()
+        dist.barrier()
+    return found
 
 
 def test_ranks_share_a_pool_on_a_disk(tmp_path):
     """The ranks divide the resident samples, in this job and in the next one."""
-    for came in (LENGTH, 0):
-        (first, all_came), (second, _) = run_ranks(train_on, 2, str(tmp_path / "pools"))
+    jobs = zip(*run_ranks(train_on, 2, str(tmp_path / "pools")), strict=True)
+    for came, ((first, all_came), (second, _)) in zip((LENGTH, 0), jobs, strict=True):
         assert sorted(first + second) == list(range(LENGTH))
         assert all_came == came
 

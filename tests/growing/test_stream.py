@@ -319,6 +319,7 @@ def test_a_stream_whose_first_samples_do_not_come_passes_through(monkeypatch: An
     monkeypatch.setattr(first_samples, "start_method", lambda chosen: "fork")
     monkeypatch.setattr(child, "REPORT_SECONDS", 0.5)
     monkeypatch.setattr(child, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # after which torch ends a process
     with caplog.at_level(logging.WARNING), closing(CachedStream(Stuck(), "1MiB")) as stream:
         assert [len(list(stream)) for _ in range(3)] == [LENGTH] * 3
         assert stream.counters.totals().bypasses == 3 * LENGTH

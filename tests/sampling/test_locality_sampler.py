@@ -44,7 +44,7 @@ def samplers_of(size, nodes, fractions, batch_size, domain=None, **options):
 
 def epoch_of(sampler, epoch):
     """An epoch of a rank whose generators are those of the others."""
-    torch.manual_seed(epoch)
+    torch.default_generator.manual_seed(epoch)  # torch.manual_seed asks each device, which takes longer than an epoch
     sampler.set_epoch(epoch)
     return list(sampler)
 
