@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_stocache import (
@@ -88,11 +87,6 @@ def test_what_is_no_option_is_refused_at_once(door, options, words):
 # ---- LightningCLI ----
 
 
-def cached(datamodule: LightningDataModule, budget: str = "auto", keep_cache: bool = False) -> LightningDataModule:
-    """A user's function around cache_datamodule for LightningCLI."""
-    return cache_datamodule(datamodule, budget, keep_cache=keep_cache)
-
-
 SOURCE, CALLBACKS = "tests.sources.CountedSource", "--trainer.callbacks+=lightning_stocache."
 MONITOR = f"{CALLBACKS}CacheMonitor"
 NAMED = ["--data.train=tests.training.tiny.Numbers", "--data.batch_size=4", MONITOR]
@@ -114,13 +108,12 @@ OURS += ["--trainer.callbacks.every_n_steps=5", MONITOR, "--trainer.callbacks.li
         (StocacheDataModule, OURS, SAMPLES // 2),
         (Photos, CALLBACK, SAMPLES),
         (cache_datamodule, [*CACHED, MONITOR], SAMPLES // 2),
-        (cached, [*CACHED, MONITOR], SAMPLES // 2),
     ],
-    ids=["a dataset by its name", "ours", "callback", "cache_datamodule", "a function around it"],
+    ids=["a dataset by its name", "ours", "callback", "cache_datamodule"],
 )
 def test_every_door_takes_its_options_from_a_command_line(tmp_path, monkeypatch, data, words, hits):
-    """It takes a dataset by its name, all options of StocacheDataModule, the callback among the Trainer's, and in place
-    of a DataModule class cache_datamodule or a user's function around it."""
+    """It takes a dataset by its name, all options of StocacheDataModule, the callback among the Trainer's, and
+    cache_datamodule in place of a DataModule class."""
     options = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "log_every_n_steps": 1}
     options |= dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), "false")
     options |= {"logger": "lightning.pytorch.loggers.CSVLogger", "logger.save_dir": tmp_path}
