@@ -22,9 +22,11 @@ from lightning_stocache import (
     FillProgress,
     StepTimer,
     StocacheDataModule,
+    StochasticCache,
     cache_datamodule,
 )
 from lightning_stocache.node.named import clean, named_segments
+from lightning_stocache.training.loaders import rewrap
 from tests.sources import CountedSource, Made, TransformedSource
 from tests.training.tiny import (
     DOORS,
@@ -204,6 +206,42 @@ def test_weights_are_the_same_with_and_without_a_cache(tmp_path, workers):
     full, half, off = (weights("ours", budget=budget)[0] for budget in ("auto", "50%", 0))
     assert torch.equal(full, off)
     assert torch.equal(half, off)
+
+
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
+def test_the_package_pytorch_lightning_is_served_too(tmp_path, caplog, door):
+    """Its loaders that are given to `fit`, and those of its DataModule, which was made from datasets, are cached; the
+    metrics are logged."""
+    pl = pytest.importorskip("pytorch_lightning")
+
+    class Other(pl.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer.weight.sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        validation_step = training_step
+
+    train, val = source(tmp_path), source(tmp_path, "val", 8)
+    combined = pl.utilities.CombinedLoader({"one": plain_loader(train)}, "min_size")
+    assert type(rewrap(combined, lambda loader: loader)) is type(combined)
+    callbacks, given = [StochasticCache(), FillProgress()], (combined, plain_loader(val))
+    if door == "cache_datamodule":
+        data = pl.LightningDataModule.from_datasets(train, val, batch_size=4)
+        callbacks, given = [CacheMonitor()], (cache_datamodule(data),)
+    silent = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    logger = pl.loggers.CSVLogger(tmp_path, name="logs")
+    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks, **silent)
+    trainer.fit(Other(), *given)
+    assert logged(trainer, "stocache/hits") == [0, SAMPLES]
+    assert logged(trainer, "stocache/val/misses")[-1] == 0
+    assert train.loads <= SAMPLES + announced(caplog)
 
 
 # ---- when caches open and close ----
