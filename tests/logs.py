@@ -6,12 +6,23 @@ __all__ = ["Log"]
 
 
 class Log(logging.Handler):
-    """Collects what the package logs in this process, from now on."""
+    """Collects what the package logs in this process, from now on or, as a context, until its end.
 
-    def __init__(self) -> None:
-        super().__init__()
+    Args:
+        level: from which on.
+    """
+
+    def __init__(self, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
         self.lines: list[str] = []
-        logging.getLogger("lightning_stocache").addHandler(self)
+        self.package = logging.getLogger("lightning_stocache")
+        self.package.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.package.removeHandler(self)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from PIL import Image
 from torch.utils.data import Dataset
 
@@ -50,24 +51,27 @@ def _as_floats(pixels: np.ndarray) -> torch.Tensor:
     return _as_tensor(pixels).float() / 255
 
 
+def _one_or_two(steps: list[Any], dice: random.Random) -> list[Any]:
+    return dice.sample(steps, dice.randint(1, 2))
+
+
+def _with_probability(module: Any, names: str, p: float) -> list[Any]:
+    """The transforms of these names, of a library that calls their probability `p`."""
+    return [getattr(module, name)(p=p) for name in names.split()]
+
+
 def _torchvision(module: Any, p: float, dice: random.Random) -> tuple[Any, Any]:
     steps = [
-        module.RandomHorizontalFlip(p),
-        module.RandomVerticalFlip(p),
-        module.RandomGrayscale(p),
-        module.RandomInvert(p),
+        *_with_probability(module, "RandomHorizontalFlip RandomVerticalFlip RandomGrayscale RandomInvert", p),
         module.RandomPosterize(4, p),
         module.RandomSolarize(128, p),
         module.RandomAdjustSharpness(2, p),
-        module.RandomAutocontrast(p),
-        module.RandomEqualize(p),
-        module.RandomPerspective(p=p),
-        module.RandomErasing(p),
+        *_with_probability(module, "RandomAutocontrast RandomEqualize RandomPerspective RandomErasing", p),
         module.RandomApply([module.ColorJitter(0.5)], p),
         module.RandomRotation(20),
         module.RandomCrop(16, padding=2),
     ]
-    return module.Compose(dice.sample(steps, dice.randint(1, 2))), _as_tensor
+    return module.Compose(_one_or_two(steps, dice)), _as_tensor
 
 
 def torchvision_v1(p: float, dice: random.Random) -> tuple[Any, Any]:
@@ -83,20 +87,9 @@ def torchvision_v2(p: float, dice: random.Random) -> tuple[Any, Any]:
 
 def albumentations(p: float, dice: random.Random) -> tuple[Any, Any]:
     A = pytest.importorskip("tests.interop.sources.albumentations").A
-    steps = [
-        A.HorizontalFlip(p=p),
-        A.VerticalFlip(p=p),
-        A.RandomBrightnessContrast(p=p),
-        A.RandomRotate90(p=p),
-        A.GaussNoise(p=p),
-        A.Blur(p=p),
-        A.CoarseDropout(p=p),
-        A.HueSaturationValue(p=p),
-        A.ToGray(p=p),
-        A.ChannelShuffle(p=p),
-        A.RandomGamma(p=p),
-    ]
-    return A.Compose([*dice.sample(steps, dice.randint(1, 2)), A.Normalize()], seed=dice.randrange(1000)), np.copy
+    names = "HorizontalFlip VerticalFlip RandomBrightnessContrast RandomRotate90 GaussNoise Blur CoarseDropout"
+    steps = _with_probability(A, f"{names} HueSaturationValue ToGray ChannelShuffle RandomGamma", p)
+    return A.Compose([*_one_or_two(steps, dice), A.Normalize()], seed=dice.randrange(1000)), np.copy
 
 
 def monai(p: float, dice: random.Random) -> tuple[Any, Any]:
@@ -111,7 +104,7 @@ def monai(p: float, dice: random.Random) -> tuple[Any, Any]:
         T.RandAdjustContrast(prob=p),
         T.RandGaussianSmooth(prob=p),
     ]
-    chosen = [*dice.sample(steps, dice.randint(1, 2)), T.EnsureType(track_meta=False)]
+    chosen = [*_one_or_two(steps, dice), T.EnsureType(track_meta=False)]
     return T.Compose(chosen).set_random_state(dice.randrange(1000)), _as_floats
 
 
@@ -132,16 +125,12 @@ def timm(p: float, dice: random.Random) -> tuple[Any, Any]:
 def kornia(p: float, dice: random.Random) -> tuple[Any, Any]:
     K = pytest.importorskip("kornia.augmentation")
     steps = [
-        K.RandomHorizontalFlip(p=p),
-        K.RandomVerticalFlip(p=p),
         K.ColorJiggle(0.2, 0.2, p=p),
-        K.RandomGaussianNoise(p=p),
-        K.RandomErasing(p=p),
-        K.RandomGrayscale(p=p),
         K.RandomRotation(20.0, p=p),
-        K.RandomInvert(p=p),
+        *_with_probability(K, "RandomHorizontalFlip RandomVerticalFlip RandomGaussianNoise RandomErasing", p),
+        *_with_probability(K, "RandomGrayscale RandomInvert", p),
     ]
-    return torch.nn.Sequential(*dice.sample(steps, dice.randint(1, 2))), _as_floats
+    return torch.nn.Sequential(*_one_or_two(steps, dice)), _as_floats
 
 
 LIBRARIES: dict[str, Callable[[float, random.Random], tuple[Any, Any]]] = {
@@ -153,9 +142,9 @@ def make_setup(library: str, seed: int) -> Augmented:
     """The set-up of a seed; all generators start as its seed says."""
     dice = random.Random(seed)
     p = dice.choice([0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0])
-    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)  # type: ignore[func-returns-value]
+    seed_everything(seed, verbose=False)
     augment, convert = LIBRARIES[library](p, dice)
     kind = AugmentedByKeyword if library == "albumentations" else Augmented
     setup = kind(augment, convert, as_transform=dice.random() < 0.7)
-    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)  # type: ignore[func-returns-value]
+    seed_everything(seed, verbose=False)
     return setup

@@ -5,18 +5,23 @@ import os
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import DataLoader
 
 from tests.interop.fingerprint import fingerprint
+from tests.interop.sources.files import SAMPLES
+from tests.logs import Log
+from tests.sources import Made
+from tests.training.tiny import Watcher, make_trainer
 
-__all__ = ["EPOCHS", "Run", "Setting", "train"]
+__all__ = ["Run", "Setting", "train"]
 
 EPOCHS = 3
 
@@ -33,11 +38,11 @@ class Run:
         loads: how many samples had been read from the source at each epoch's end; empty if it cannot be counted.
     """
 
-    batches: list[Any] = field(default_factory=list)
-    states: Any = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    loads: list[int] = field(default_factory=list)
+    batches: list[Any]
+    states: Any
+    metrics: dict[str, float]
+    warnings: list[str]
+    loads: list[int]
 
     @property
     def loads_of_last_epoch(self) -> int:
@@ -45,42 +50,12 @@ class Run:
         return self.loads[-1] - self.loads[-2] if self.loads else 0
 
 
-class _Noting(LightningModule):
-    """Notes each batch, and trains a number that has nothing to do with it."""
+class _Noting(Watcher):
+    """Notes each batch, whatever it is."""
 
-    def __init__(self, run: Run) -> None:
-        super().__init__()
-        self.run = run
-        self.number = torch.nn.Parameter(torch.ones(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.run.batches.append(fingerprint(batch))
-        return self.number**2
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class _Loads(Callback):
-    """Notes at each epoch's end how much of the source has been read."""
-
-    def __init__(self, run: Run, path: Path) -> None:
-        self.run, self.path = run, path
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.path.exists():
-            self.run.loads.append(self.path.stat().st_size)
-
-
-class _Warnings(logging.Handler):
-    """Collects the warnings of the package."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    def note(self, stage: str, batch: Any) -> torch.Tensor:
+        self.batches.append(fingerprint(batch))
+        return self.weight.sum()
 
 
 @dataclass
@@ -107,6 +82,10 @@ class Setting:
         """The loader of a dataset whose loads are counted."""
         return kind(self.counted(dataset), **self.options | options)
 
+    def made(self, make: Callable[[int], Any], *, length: int = SAMPLES, **options: Any) -> Any:
+        """The loader of samples that a function makes of their index."""
+        return self.loader(Made(make, length), **options)
+
     def counted(self, dataset: Any) -> Any:
         """The same object; every sample that it loads, in any process, is noted.
 
@@ -131,28 +110,22 @@ class Setting:
 
 def train(way: Callable[[Setting], Any], setting: Setting, callbacks: list[Callback]) -> Run:
     """Make the loader under a seed, train on it, and give what was seen."""
-    run, log = Run(), _Warnings()
-    random.seed(7), np.random.seed(7), torch.manual_seed(7)  # type: ignore[func-returns-value]
-    loader = way(setting)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=EPOCHS,
-        callbacks=[*callbacks, _Loads(run, setting.loads)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+    seed_everything(7, verbose=False)
+    loader, model, loads = way(setting), _Noting(), list[int]()
+
+    def count(*_: Any) -> None:
+        if setting.loads.exists():
+            loads.append(setting.loads.stat().st_size)
+
+    counting = LambdaCallback(on_train_epoch_end=count)
+    trainer = make_trainer(setting.folder, [*callbacks, counting], epochs=EPOCHS, logger=False)
+    with Log(logging.WARNING) as log, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, loader)
+    return Run(
+        batches=model.batches,
+        states=fingerprint([torch.get_rng_state(), np.random.get_state(), random.getstate()]),
+        metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+        warnings=log.lines + [str(each.message) for each in caught if "lightning_stocache" in each.filename],
+        loads=loads,
     )
-    package = logging.getLogger("lightning_stocache")
-    package.addHandler(log)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.fit(_Noting(run), loader)
-    finally:
-        package.removeHandler(log)
-    run.states = fingerprint([torch.get_rng_state(), np.random.get_state(), random.getstate()])
-    run.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    run.warnings = log.lines + [str(one.message) for one in caught if "lightning_stocache" in one.filename]
-    return run

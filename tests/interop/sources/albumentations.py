@@ -7,7 +7,6 @@ import pytest
 from torch.utils.data import Dataset
 
 from tests.interop.sources.files import SAMPLES, pictures
-from tests.interop.training import Setting
 
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it asks the network for a later version when it is imported
 A = pytest.importorskip("albumentations")
@@ -15,17 +14,24 @@ ToTensorV2 = pytest.importorskip("albumentations.pytorch").ToTensorV2
 
 
 class _Images(Dataset[Any]):
-    def __init__(self, transform: Any, *, of_one_size: bool = True) -> None:
-        self.transform, self.of_one_size = transform, of_one_size
+    """Images of one size, augmented by these steps."""
+
+    def __init__(self, *steps: Any, **options: Any) -> None:
+        self.transform = A.Compose([*steps, A.Normalize(), ToTensorV2()], seed=137, **options)
 
     def __len__(self) -> int:
         return SAMPLES
 
     def load(self, index: int) -> Any:
-        return pictures()[index, : 16 if self.of_one_size else 12 + index % 5]
+        return pictures()[index]
 
     def __getitem__(self, index: int) -> Any:
         return self.transform(image=self.load(index))["image"], index
+
+
+class _OfManySizes(_Images):
+    def load(self, index: int) -> Any:
+        return pictures()[index, : 12 + index % 5]
 
 
 class _Masks(_Images):
@@ -42,34 +48,15 @@ class _Boxes(_Images):
         return done["image"], done["bboxes"], done["labels"]
 
 
-def _pipeline(*steps: Any, **options: Any) -> Any:
-    return A.Compose([*steps, A.Normalize(), ToTensorV2()], seed=137, **options)
-
-
-def flip(setting: Setting) -> Any:
-    return setting.loader(_Images(_pipeline(A.HorizontalFlip(p=0.5))))
-
-
-def crop_and_flip(setting: Setting) -> Any:
-    return setting.loader(_Images(_pipeline(A.RandomCrop(12, 12), A.HorizontalFlip(p=0.5))))
-
-
-def rare_brightness(setting: Setting) -> Any:
-    return setting.loader(_Images(_pipeline(A.RandomBrightnessContrast(p=0.1))))
-
-
-def image_and_mask(setting: Setting) -> Any:
-    return setting.loader(_Masks(_pipeline(A.HorizontalFlip(p=0.5), A.RandomRotate90(p=0.5))))
-
-
-def eval_(setting: Setting) -> Any:
-    return setting.loader(_Images(_pipeline(A.CenterCrop(12, 12))))
-
-
-def many_sizes(setting: Setting) -> Any:
-    return setting.loader(_Images(_pipeline(A.RandomCrop(10, 10)), of_one_size=False))
-
-
-def boxes(setting: Setting) -> Any:
-    parameters = A.BboxParams("pascal_voc", label_fields=["labels"])
-    return setting.loader(_Boxes(_pipeline(A.HorizontalFlip(p=0.5), bbox_params=parameters)), collate_fn=list)
+WAYS = {
+    "flip": lambda setting: setting.loader(_Images(A.HorizontalFlip(p=0.5))),
+    "crop_and_flip": lambda setting: setting.loader(_Images(A.RandomCrop(12, 12), A.HorizontalFlip(p=0.5))),
+    "rare_brightness": lambda setting: setting.loader(_Images(A.RandomBrightnessContrast(p=0.1))),
+    "image_and_mask": lambda setting: setting.loader(_Masks(A.HorizontalFlip(p=0.5), A.RandomRotate90(p=0.5))),
+    "eval_": lambda setting: setting.loader(_Images(A.CenterCrop(12, 12))),
+    "many_sizes": lambda setting: setting.loader(_OfManySizes(A.RandomCrop(10, 10))),
+    "boxes": lambda setting: setting.loader(
+        _Boxes(A.HorizontalFlip(p=0.5), bbox_params=A.BboxParams("pascal_voc", label_fields=["labels"])),
+        collate_fn=list,
+    ),
+}

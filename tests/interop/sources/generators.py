@@ -38,32 +38,28 @@ class _Owner(_Noisy):
         return float(self.generator.random())
 
 
-def numpy_in_every_sample(setting: Setting) -> Any:
-    return setting.loader(_Owner(np.random.default_rng(0)))
-
-
-def numpy_in_one_of_five(setting: Setting) -> Any:
-    return setting.loader(_Owner(np.random.default_rng(0), every=5))
-
-
-def random_in_every_sample(setting: Setting) -> Any:
-    return setting.loader(_Owner(random.Random(0)))
-
-
 class _TorchOwner(_Owner):
     def drawn(self) -> float:
         return float(torch.rand((), generator=self.generator))
 
 
-def torch_in_every_sample(setting: Setting) -> Any:
-    return setting.loader(_TorchOwner(torch.Generator().manual_seed(0)), persistent_workers=False)
-
-
-def module_global(setting: Setting) -> Any:
+def _module_global(setting: Setting) -> Any:
     _OF_THE_MODULE.bit_generator.state = np.random.default_rng(0).bit_generator.state
     return setting.loader(_Noisy(lambda: float(_OF_THE_MODULE.random())))
 
 
-def closure(setting: Setting) -> Any:
+def _closure(setting: Setting) -> Any:
     generator = np.random.RandomState(0)
     return setting.loader(_Noisy(lambda: float(generator.rand())))
+
+
+WAYS = {
+    "numpy_in_every_sample": lambda setting: setting.loader(_Owner(np.random.default_rng(0))),
+    "numpy_in_one_of_five": lambda setting: setting.loader(_Owner(np.random.default_rng(0), every=5)),
+    "random_in_every_sample": lambda setting: setting.loader(_Owner(random.Random(0))),
+    "torch_in_every_sample": lambda setting: setting.loader(
+        _TorchOwner(torch.Generator().manual_seed(0)), persistent_workers=False
+    ),
+    "module_global": _module_global,
+    "closure": _closure,
+}

@@ -22,22 +22,13 @@ def _images() -> Any:
     return datasets.Dataset.from_dict({"image": list(pictures(SAMPLES, 8, 8)), "label": LABELS}, features=features)
 
 
+def _named_images() -> Any:
+    return _images().add_column("name", [f"image {number}" for number in range(SAMPLES)])
+
+
 def _tokens(length: int | None) -> Any:
     ids = [[number % 7 + 1] * (length or 3 + number % 4) for number in range(SAMPLES)]
     return datasets.Dataset.from_dict({"input_ids": ids, "label": LABELS})
-
-
-def image_and_label(setting: Setting) -> Any:
-    return setting.loader(_images().with_format("torch"))
-
-
-def with_a_string(setting: Setting) -> Any:
-    named = _images().add_column("name", [f"image {number}" for number in range(SAMPLES)])
-    return setting.loader(named.with_format("torch"))
-
-
-def fixed_tokens(setting: Setting) -> Any:
-    return setting.loader(_tokens(6).with_format("torch"))
 
 
 def _padded(samples: list[Any]) -> Any:
@@ -45,35 +36,22 @@ def _padded(samples: list[Any]) -> Any:
     return {"input_ids": pad_sequence([sample["input_ids"] for sample in samples], batch_first=True), "label": labels}
 
 
-def varying_tokens(setting: Setting) -> Any:
-    return setting.loader(_tokens(None).with_format("torch"), collate_fn=_padded)
+def _mapped_and_split() -> Any:
+    summed = _tokens(6).map(lambda row: {"sum": sum(row["input_ids"])}, keep_in_memory=True)
+    return summed.train_test_split(4, seed=1)["train"]
 
 
-def plain_ints(setting: Setting) -> Any:
-    return setting.loader(datasets.Dataset.from_dict({"number": list(range(SAMPLES)), "label": LABELS}))
-
-
-def numpy_format(setting: Setting) -> Any:
-    return setting.loader(_images().with_format("numpy"))
-
-
-def mapped_and_split(setting: Setting) -> Any:
-    brighter = _tokens(6).map(lambda row: {"sum": sum(row["input_ids"])}, keep_in_memory=True)
-    return setting.loader(brighter.train_test_split(4, seed=1)["train"].with_format("torch"))
-
-
-def from_disk(setting: Setting) -> Any:
+def _from_disk(setting: Setting) -> Any:
     path = setting.folder / "arrow"
     if not path.exists():
         _images().save_to_disk(path)
-    return setting.loader(datasets.load_from_disk(path).with_format("torch"))
+    return datasets.load_from_disk(path)
 
 
-def pil_images(setting: Setting) -> Any:
+def _pil_images() -> Any:
     rows = {"image": [Image.fromarray(pixels) for pixels in pictures()], "label": LABELS}
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    dataset = datasets.Dataset.from_dict(rows, features=features)
-    return setting.loader(dataset, collate_fn=lambda samples: [np.asarray(sample["image"]) for sample in samples])
+    return datasets.Dataset.from_dict(rows, features=features)
 
 
 def _normalised(rows: dict[str, Any]) -> dict[str, Any]:
@@ -84,26 +62,39 @@ def _noisy(rows: dict[str, Any]) -> dict[str, Any]:
     return rows | {"image": [torch.tensor(image) + torch.rand(()) for image in rows["image"]]}
 
 
-def deterministic_transform(setting: Setting) -> Any:
-    return setting.loader(_images().with_transform(_normalised))
-
-
-def random_transform(setting: Setting) -> Any:
-    return setting.loader(_images().with_transform(_noisy))
-
-
 def _shaken(rows: dict[str, Any]) -> dict[str, Any]:
     """Two draws for a batch, and one for each image."""
     scale, shift = torch.rand(2)
     return {"image": [(torch.tensor(image) + torch.rand(())) * scale + shift for image in rows["image"]]}
 
 
-def random_transform_of_a_column(setting: Setting) -> Any:
+def _random_transform_of_a_column(setting: Setting) -> Any:
     dataset = _images()
     dataset.set_transform(_shaken, columns=["image"], output_all_columns=True)
     return setting.loader(dataset)
 
 
-def iterable(setting: Setting) -> Any:
+def _iterable(setting: Setting) -> Any:
     stream = _images().to_iterable_dataset(num_shards=2).with_format("torch")
     return DataLoader(stream, **setting.options | {"shuffle": False})
+
+
+WAYS = {
+    "image_and_label": lambda setting: setting.loader(_images().with_format("torch")),
+    "with_a_string": lambda setting: setting.loader(_named_images().with_format("torch")),
+    "fixed_tokens": lambda setting: setting.loader(_tokens(6).with_format("torch")),
+    "varying_tokens": lambda setting: setting.loader(_tokens(None).with_format("torch"), collate_fn=_padded),
+    "plain_ints": lambda setting: setting.loader(
+        datasets.Dataset.from_dict({"number": list(range(SAMPLES)), "label": LABELS})
+    ),
+    "numpy_format": lambda setting: setting.loader(_images().with_format("numpy")),
+    "mapped_and_split": lambda setting: setting.loader(_mapped_and_split().with_format("torch")),
+    "from_disk": lambda setting: setting.loader(_from_disk(setting).with_format("torch")),
+    "pil_images": lambda setting: setting.loader(
+        _pil_images(), collate_fn=lambda samples: [np.asarray(sample["image"]) for sample in samples]
+    ),
+    "deterministic_transform": lambda setting: setting.loader(_images().with_transform(_normalised)),
+    "random_transform": lambda setting: setting.loader(_images().with_transform(_noisy)),
+    "random_transform_of_a_column": _random_transform_of_a_column,
+    "iterable": _iterable,
+}

@@ -1,6 +1,5 @@
 """Volumes as MONAI's users hold them: dictionary transforms, with and without its MetaTensor."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,16 +15,17 @@ transforms = pytest.importorskip("monai.transforms")
 KEYS = ["image", "label"]
 
 
-def _volumes(folder: Path, *, of_one_size: bool = True) -> list[dict[str, str]]:
+def _volumes(setting: Setting, *, of_one_size: bool = True) -> list[dict[str, str]]:
     """Volumes and their labels, each in a file."""
-    root = folder / ("volumes" if of_one_size else "varying_volumes")
-    root.mkdir(exist_ok=True)
+    root = setting.folder / ("volumes" if of_one_size else "varying_volumes")
     rows = [{key: str(root / f"{key}{number}.npy") for key in KEYS} for number in range(SAMPLES)]
-    for number, row in enumerate(rows):
-        shape = (8, 8, 8) if of_one_size else (8 + number % 3, 9, 8 + number % 2)
-        volume = np.random.default_rng(number).random(shape, dtype=np.float32)
-        np.save(row["image"], volume)
-        np.save(row["label"], (volume > 0.5).astype(np.float32))
+    if not root.exists():
+        root.mkdir()
+        for number, row in enumerate(rows):
+            shape = (8, 8, 8) if of_one_size else (8 + number % 3, 9, 8 + number % 2)
+            volume = np.random.default_rng(number).random(shape, dtype=np.float32)
+            np.save(row["image"], volume)
+            np.save(row["label"], (volume > 0.5).astype(np.float32))
     return rows
 
 
@@ -41,46 +41,20 @@ def _steps(*more: Any, track_meta: bool = True) -> Any:
     return transforms.Compose([*load, *more])
 
 
-def _flip_and_shift() -> list[Any]:
-    return [transforms.RandFlipd(KEYS, prob=0.5, spatial_axis=0), transforms.RandShiftIntensityd("image", 0.1, prob=1)]
+def _flip_and_shift(*, track_meta: bool = True) -> Any:
+    flip, shift = (
+        transforms.RandFlipd(KEYS, prob=0.5, spatial_axis=0),
+        transforms.RandShiftIntensityd("image", 0.1, prob=1),
+    )
+    return _steps(flip, shift, track_meta=track_meta)
 
 
 def _crops() -> Any:
-    return transforms.RandCropByPosNegLabeld(KEYS, "label", spatial_size=(4, 4, 4), num_samples=2)
+    return _steps(transforms.RandCropByPosNegLabeld(KEYS, "label", spatial_size=(4, 4, 4), num_samples=2))
 
 
-def _loader(setting: Setting, steps: Any, *, of_one_size: bool = True) -> Any:
-    dataset = monai_data.Dataset(_volumes(setting.folder, of_one_size=of_one_size), steps)
-    return setting.loader(dataset, monai_data.DataLoader)
-
-
-def deterministic(setting: Setting) -> Any:
-    return _loader(setting, _steps())
-
-
-def deterministic_in_a_plain_loader(setting: Setting) -> Any:
-    dataset = monai_data.Dataset(_volumes(setting.folder), _steps())
-    return setting.loader(dataset, DataLoader, collate_fn=monai_data.list_data_collate)
-
-
-def deterministic_without_meta(setting: Setting) -> Any:
-    return _loader(setting, _steps(track_meta=False))
-
-
-def random_flip_and_shift(setting: Setting) -> Any:
-    return _loader(setting, _steps(*_flip_and_shift()))
-
-
-def random_flip_and_shift_without_meta(setting: Setting) -> Any:
-    return _loader(setting, _steps(*_flip_and_shift(), track_meta=False))
-
-
-def random_crops(setting: Setting) -> Any:
-    return _loader(setting, _steps(_crops()))
-
-
-def random_crops_of_varying_volumes(setting: Setting) -> Any:
-    return _loader(setting, _steps(_crops()), of_one_size=False)
+def _loader(setting: Setting, steps: Any, kind: Any = monai_data.DataLoader, **options: Any) -> Any:
+    return setting.loader(monai_data.Dataset(_volumes(setting), steps), kind, **options)
 
 
 class _Arrays(Dataset[Any]):
@@ -97,10 +71,22 @@ class _Arrays(Dataset[Any]):
         return self.transform(np.load(self.rows[index]["image"])[None])
 
 
-def array_transforms_in_a_dataset_of_ones_own(setting: Setting) -> Any:
-    return setting.loader(_Arrays(_volumes(setting.folder)), monai_data.DataLoader)
-
-
-def monai_cache_dataset(setting: Setting) -> Any:
-    dataset = monai_data.CacheDataset(_volumes(setting.folder), _steps(*_flip_and_shift()), progress=False)
-    return setting.loader(dataset, monai_data.DataLoader)
+WAYS = {
+    "deterministic": lambda setting: _loader(setting, _steps()),
+    "deterministic_in_a_plain_loader": lambda setting: _loader(
+        setting, _steps(), DataLoader, collate_fn=monai_data.list_data_collate
+    ),
+    "deterministic_without_meta": lambda setting: _loader(setting, _steps(track_meta=False)),
+    "random_flip_and_shift": lambda setting: _loader(setting, _flip_and_shift()),
+    "random_flip_and_shift_without_meta": lambda setting: _loader(setting, _flip_and_shift(track_meta=False)),
+    "random_crops": lambda setting: _loader(setting, _crops()),
+    "random_crops_of_varying_volumes": lambda setting: setting.loader(
+        monai_data.Dataset(_volumes(setting, of_one_size=False), _crops()), monai_data.DataLoader
+    ),
+    "array_transforms_in_a_dataset_of_ones_own": lambda setting: setting.loader(
+        _Arrays(_volumes(setting)), monai_data.DataLoader
+    ),
+    "monai_cache_dataset": lambda setting: setting.loader(
+        monai_data.CacheDataset(_volumes(setting), _flip_and_shift(), progress=False), monai_data.DataLoader
+    ),
+}

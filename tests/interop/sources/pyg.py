@@ -7,23 +7,32 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.interop.sources.files import SAMPLES
-from tests.interop.training import Setting
 
 pyg_data = pytest.importorskip("torch_geometric.data")
-pyg_loader = pytest.importorskip("torch_geometric.loader")
-pyg_transforms = pytest.importorskip("torch_geometric.transforms")
+PyGLoader = pytest.importorskip("torch_geometric.loader").DataLoader
+RandomJitter = pytest.importorskip("torch_geometric.transforms").RandomJitter
 
 
-def _graph(index: int, nodes: int) -> Any:
-    ring = torch.arange(nodes)
-    edges = torch.stack([ring, ring.roll(1)])
-    return pyg_data.Data(
-        x=torch.full((nodes, 3), float(index)), edge_index=edges, y=index % 2, pos=torch.rand(nodes, 2)
-    )
+def _graphs(*, of_equal_size: bool = True) -> list[Any]:
+    graphs = []
+    for index in range(SAMPLES):
+        nodes = 5 if of_equal_size else 3 + index % 4
+        ring = torch.arange(nodes)
+        edges, positions = torch.stack([ring, ring.roll(1)]), torch.rand(nodes, 2)
+        x = torch.full((nodes, 3), float(index))
+        graphs.append(pyg_data.Data(x=x, edge_index=edges, y=index % 2, pos=positions))
+    return graphs
 
 
-def _graphs(*, of_equal_size: bool) -> list[Any]:
-    return [_graph(index, 5 if of_equal_size else 3 + index % 4) for index in range(SAMPLES)]
+def _hetero_graphs() -> list[Any]:
+    graphs = []
+    for index in range(SAMPLES):
+        graph = pyg_data.HeteroData()
+        graph["user"].x = torch.full((2, 3), float(index))
+        graph["item"].x = torch.ones(3, 2)
+        graph["user", "buys", "item"].edge_index = torch.tensor([[0, 1], [1, 2]])
+        graphs.append(graph)
+    return graphs
 
 
 class _Graphs(Dataset[Any]):
@@ -38,30 +47,12 @@ class _Graphs(Dataset[Any]):
         return graph if self.transform is None else self.transform(graph)
 
 
-def graphs_of_varying_size(setting: Setting) -> Any:
-    return setting.loader(_graphs(of_equal_size=False), pyg_loader.DataLoader)
-
-
-def graphs_of_equal_size(setting: Setting) -> Any:
-    return setting.loader(_Graphs(_graphs(of_equal_size=True)), pyg_loader.DataLoader)
-
-
-def graphs_with_a_random_transform(setting: Setting) -> Any:
-    jitter = pyg_transforms.RandomJitter(0.1)
-    return setting.loader(_Graphs(_graphs(of_equal_size=True), jitter), pyg_loader.DataLoader)
-
-
-def graphs_in_a_plain_loader(setting: Setting) -> Any:
-    collate = pyg_data.Batch.from_data_list
-    return setting.loader(_Graphs(_graphs(of_equal_size=False)), DataLoader, collate_fn=collate)
-
-
-def hetero_graphs(setting: Setting) -> Any:
-    graphs = []
-    for index in range(SAMPLES):
-        graph = pyg_data.HeteroData()
-        graph["user"].x = torch.full((2, 3), float(index))
-        graph["item"].x = torch.ones(3, 2)
-        graph["user", "buys", "item"].edge_index = torch.tensor([[0, 1], [1, 2]])
-        graphs.append(graph)
-    return setting.loader(_Graphs(graphs), pyg_loader.DataLoader)
+WAYS = {
+    "graphs_of_varying_size": lambda setting: setting.loader(_graphs(of_equal_size=False), PyGLoader),
+    "graphs_of_equal_size": lambda setting: setting.loader(_Graphs(_graphs()), PyGLoader, follow_batch=["x"]),
+    "graphs_with_a_random_transform": lambda setting: setting.loader(_Graphs(_graphs(), RandomJitter(0.1)), PyGLoader),
+    "graphs_in_a_plain_loader": lambda setting: setting.loader(
+        _Graphs(_graphs(of_equal_size=False)), DataLoader, collate_fn=pyg_data.Batch.from_data_list
+    ),
+    "hetero_graphs": lambda setting: setting.loader(_Graphs(_hetero_graphs()), PyGLoader),
+}

@@ -2,41 +2,30 @@
 
 import io
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from tests.interop.sources.files import SAMPLES
 from tests.interop.training import Setting
+from tests.sources import CountedStream
 
 
-class _Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return (torch.full((3,), number) for number in range(first, SAMPLES, step))
-
-
-class _SizedStream(_Stream):
+class _SizedStream(CountedStream):
     def __len__(self) -> int:
         return SAMPLES
 
 
-def _in_order(setting: Setting) -> dict[str, Any]:
-    return setting.options | {"shuffle": False}
+def _numbers(number: int) -> torch.Tensor:
+    return torch.full((3,), number)
 
 
-def iterable_dataset(setting: Setting) -> Any:
-    return DataLoader(_Stream(), **_in_order(setting))
-
-
-def iterable_dataset_with_length(setting: Setting) -> Any:
-    return DataLoader(_SizedStream(), **_in_order(setting))
+def _in_order(setting: Setting, dataset: Any) -> Any:
+    return DataLoader(dataset, **setting.options | {"shuffle": False})
 
 
 def _shards(folder: Path) -> list[str]:
@@ -57,11 +46,15 @@ def _webdataset(setting: Setting) -> Any:
     return wds.WebDataset(_shards(setting.folder), shardshuffle=False).decode().to_tuple("npy")
 
 
-def webdataset_in_a_loader(setting: Setting) -> Any:
-    return DataLoader(_webdataset(setting), **_in_order(setting))
-
-
-def web_loader(setting: Setting) -> Any:
+def _web_loader(setting: Setting) -> Any:
     dataset = _webdataset(setting).batched(4)
     loader = pytest.importorskip("webdataset").WebLoader(dataset, batch_size=None, num_workers=setting.workers)
     return loader.with_epoch(4)
+
+
+WAYS = {
+    "iterable_dataset": lambda setting: _in_order(setting, CountedStream(SAMPLES, _numbers)),
+    "iterable_dataset_with_length": lambda setting: _in_order(setting, _SizedStream(SAMPLES, _numbers)),
+    "webdataset_in_a_loader": lambda setting: _in_order(setting, _webdataset(setting)),
+    "web_loader": _web_loader,
+}

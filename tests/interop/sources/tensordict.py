@@ -7,7 +7,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.interop.sources.files import SAMPLES
-from tests.interop.training import Setting
 
 tensordict = pytest.importorskip("tensordict")
 
@@ -31,15 +30,6 @@ class _Rows(Dataset[Any]):
         return row if self.change is None else self.change(row)
 
 
-def samples_stacked_in_collate(setting: Setting) -> Any:
-    return setting.loader(_Rows(), collate_fn=torch.stack)
-
-
-def as_dataset(setting: Setting) -> Any:
-    """Its `__getitems__` gives a whole batch, so the collate_fn has nothing to do. A TensorDict cannot be counted."""
-    return DataLoader(_table(), collate_fn=lambda batch: batch, **setting.options)
-
-
 @tensordict.tensorclass
 class _Record:
     image: torch.Tensor
@@ -50,9 +40,10 @@ def _record(row: Any) -> Any:
     return _Record(image=row["image"], label=row["label"], batch_size=[])
 
 
-def tensor_class(setting: Setting) -> Any:
-    return setting.loader(_Rows(_record), collate_fn=torch.stack)
-
-
-def turned_into_dicts(setting: Setting) -> Any:
-    return setting.loader(_Rows(lambda row: row.to_dict()))
+WAYS = {
+    "samples_stacked_in_collate": lambda setting: setting.loader(_Rows(), collate_fn=torch.stack),
+    # Its `__getitems__` gives a whole batch, so the collate_fn has nothing to do. A TensorDict cannot be counted.
+    "as_dataset": lambda setting: DataLoader(_table(), collate_fn=lambda batch: batch, **setting.options),
+    "tensor_class": lambda setting: setting.loader(_Rows(_record), collate_fn=torch.stack),
+    "turned_into_dicts": lambda setting: setting.loader(_Rows(lambda row: row.to_dict())),
+}
