@@ -1,4 +1,4 @@
-"""The command line in tests: what it is given, and how it ends where its input is no good."""
+"""The command line in tests: what it is given, what it prints, and how it ends where its input is no good."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from lightning_stocache.__main__ import main
 
-__all__ = ["refused", "write_files"]
+__all__ = ["refused", "said", "write_files"]
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
@@ -16,6 +16,14 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """What a command prints on stdout; nothing stands on stderr."""
+    main([*map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import lightning.pytorch as pl
 import pytest
 import torch
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tqdm import tqdm
 
 import lightning_stocache
 from lightning_stocache.training.options import CacheOptions
+from tests.training.tiny import Watcher, make_trainer
 
 tqdm.get_lock()  # made once per process, and not what a test leaves behind
 
@@ -81,7 +81,7 @@ def test_shipped_keys_are_the_constructors(path, node):
     """YAML that the wheel carries names this package alone, by its public names. Keys and constructor arguments are
     the same sets, so that every knob can be overridden and none is invented."""
     module, _, name = node["_target_"].rpartition(".")
-    known = set(inspect.signature(hydra.utils.get_object(node["_target_"])).parameters)
+    known = set(inspect.signature(get_object(node["_target_"])).parameters)
     assert module == "lightning_stocache"
     assert name in lightning_stocache.__all__
     assert arguments(node) == known
@@ -91,7 +91,7 @@ def test_shipped_keys_are_the_constructors(path, node):
 def test_example_keys_are_the_functions(path, node):
     """The example's YAML names exactly the arguments of its modules, and of Lightning's classes those that matter
     here; its DataModule inherits the shipped leaf."""
-    parameters = inspect.signature(hydra.utils.get_object(node["_target_"])).parameters
+    parameters = inspect.signature(get_object(node["_target_"])).parameters
     if node["_target_"].startswith("lightning.pytorch"):
         assert arguments(node) <= set(parameters)
     elif any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -103,27 +103,16 @@ def test_example_keys_are_the_functions(path, node):
 
 
 @pytest.mark.parametrize("with_cache_group", [True, False])
-@pytest.mark.parametrize(
-    ("group", "name"),
-    [
-        ("data", "stocache"),
-        ("data", "stocache_wrapped"),
-        ("data", "stocache_dataset"),
-        ("data", "rolling"),
-        ("callbacks", "stochastic_cache"),
-        ("callbacks", "step_timer"),
-    ],
-)
-def test_defaults_are_the_constructors(group, name, with_cache_group):
+def test_defaults_are_the_constructors(with_cache_group):
     """Without an override every key has the constructor's default, whether the app has the cache group or not."""
-    config = composed("train", "model=boring")
-    leaf = OmegaConf.load(ROOT / "configs" / group / f"{name}.yaml")
-    parts = {"cache": config.cache} if with_cache_group else {}
-    values = OmegaConf.to_container(OmegaConf.create({**parts, group: leaf}), resolve=True)[group]
-    for node in targets(values):
-        for key, parameter in inspect.signature(hydra.utils.get_object(node["_target_"])).parameters.items():
-            if parameter.default is not parameter.empty:
-                assert given(node[key]) == parameter.default, key
+    parts = {"cache": composed("train", "model=boring").cache} if with_cache_group else {}
+    for path in [*(ROOT / "configs/data").glob("*.yaml"), *(ROOT / "configs/callbacks").glob("*.yaml")]:
+        group = path.parent.name
+        values = OmegaConf.to_container(OmegaConf.create({**parts, group: OmegaConf.load(path)}), resolve=True)[group]
+        for node in targets(values):
+            for key, parameter in inspect.signature(get_object(node["_target_"])).parameters.items():
+                if parameter.default is not parameter.empty:
+                    assert given(node[key]) == parameter.default, (path.name, key)
 
 
 def given(value: Any) -> Any:
@@ -216,16 +205,11 @@ def test_shipped_groups_instantiate(tmp_path, logger, callbacks):
     ],
     ids=["stocache", "rolling"],
 )
-def test_shipped_data_trains(overrides):
+def test_shipped_data_trains(tmp_path, overrides):
     """data=stocache with `_partial_` sources, and data=rolling with the source of its rolling cache."""
     datamodule = instantiate(composed("train", "model=boring", *overrides, "data.batch_size=4").data)
-    trainer = pl.Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False)
-    from lightning.pytorch.demos.boring_classes import BoringModel
-
-    class Training(BoringModel):
-        validation_step = None
-
-    trainer.fit(Training(), datamodule=datamodule)
+    trainer = make_trainer(tmp_path, logger=False, max_steps=1)
+    trainer.fit(Watcher(), datamodule=datamodule)
     assert trainer.global_step == 1
 
 

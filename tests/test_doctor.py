@@ -2,12 +2,12 @@
 
 import os
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_stocache.__main__ import main
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.layout import Contents, contents_of
 from lightning_stocache.cache.placement import Arc
@@ -18,7 +18,7 @@ from lightning_stocache.insight.doctor import Finding, as_text, examine, shared_
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.open_files import open_files
 from lightning_stocache.node.segment import Segment
-from tests.commands import write_files
+from tests.commands import refused, said, write_files
 from tests.processes import without_room
 from tests.sources import CountedSource
 
@@ -83,10 +83,9 @@ def test_a_machine_without_dev_shm_is_a_sentence(monkeypatch, tmp_path):
 
 def test_lines_fit_a_terminal(capsys):
     """Long commands of processes and long fixes are wrapped; options are not cut in two."""
-    segment = Segment.create(8 * MIB)
-    main(["doctor"])
-    segment.close()
-    text = capsys.readouterr().out + as_text([Finding("a cache", "may."), shared_memory(64 * MIB, 60 * MIB, 32 * GIB)])
+    with closing(Segment.create(8 * MIB)):
+        text = said(capsys, "doctor")
+    text += as_text([Finding("a cache", "may."), shared_memory(64 * MIB, 60 * MIB, 32 * GIB)])
     assert max(map(len, text.splitlines())) <= 80
     assert "--shm-size=16g" in text
 
@@ -94,10 +93,7 @@ def test_lines_fit_a_terminal(capsys):
 def test_windows_is_a_sentence_and_code_2(monkeypatch, capsys):
     """Where nothing can be shared the doctor says so, with exit code 2 and no traceback."""
     monkeypatch.setattr(doctor.sys, "platform", "win32")
-    with pytest.raises(SystemExit) as end:
-        main(["doctor"])
-    assert end.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert refused(capsys, "doctor").count("\n") == 1
 
 
 @pytest.mark.parametrize("backend", ["tmpfile", "memfd", "file"])
@@ -151,8 +147,7 @@ def test_the_verdict_comes_first_then_what_is_to_be_mended(monkeypatch, capsys):
     """The command prints the verdict, then what has a fix with its fix below it, then everything else."""
     findings = [Finding("a cache", "may take 1 GiB."), Finding("a", "good."), Finding("b", "bad.", "mend it")]
     monkeypatch.setattr(doctor, "examine", lambda directories: findings)
-    main(["doctor"])
-    assert capsys.readouterr().out == (
+    assert said(capsys, "doctor") == (
         "a cache may take 1 GiB.\n\n1 to mend\n  b: bad.\n      fix: mend it\n\ndetails\n  a: good.\n"
     )
 

@@ -7,16 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
+from collections.abc import Iterator
 from datetime import datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
 import pytest
 import torch
+from torch.utils.data import Dataset, IterableDataset
 from tqdm import tqdm
 
 from lightning_stocache import LMDBSource
@@ -25,22 +27,25 @@ from lightning_stocache.cache.layout import READY
 from lightning_stocache.insight import measurement
 from lightning_stocache.node.files import Geometry, Manifest
 from lightning_stocache.node.named import clean, named_segments, open_named
-from tests.commands import refused, write_files
+from tests.commands import refused, said, write_files
 from tests.names import path_of
 from tests.processes import Child, call, wait_until
+from tests.training.tiny import Watcher
 
 pytestmark = pytest.mark.named
 tqdm.get_lock()  # made once per process, and not what a test leaves behind
 
 CSV = "epoch,step,stocache/hit_rate,stocache/hits\n0,9,0.5,5\n"
+PNG = b"\x89PNG\r\n"
 
 
 @pytest.mark.processes
 def test_help_lists_the_commands_and_imports_little(tmp_path):
-    """--help names every command, and imports neither torch nor Lightning nor Hydra nor NumPy."""
+    """`python -m lightning_stocache --help` names every command, and imports neither torch nor Lightning nor Hydra."""
     code = (
-        "import sys, lightning_stocache.__main__ as command\n"
-        "try:\n    command.main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "import runpy, sys\nsys.argv = ['command', '--help']\n"
+        "try:\n    runpy.run_module('lightning_stocache', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
         "print(sorted({'torch', 'lightning', 'hydra', 'numpy', 'matplotlib'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -53,17 +58,6 @@ def test_the_version_is_told(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert (end.value.code, capsys.readouterr().out) == (0, f"lightning-stocache {version('lightning-stocache')}\n")
-
-
-@pytest.mark.processes
-def test_it_runs_as_a_module(tmp_path):
-    """python -m lightning_stocache report writes report.html into the working directory, and prints its path."""
-    (tmp_path / "metrics.csv").write_text(CSV)
-    command = [sys.executable, "-m", "lightning_stocache", "report", "."]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout == "report.html\n"
-    assert done.stderr == ""
-    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.parametrize(
@@ -84,17 +78,22 @@ def test_bad_input_is_exit_code_2_and_a_sentence(tmp_path, capsys, arguments, wo
 
 
 @pytest.mark.parametrize(
-    ("arguments", "picture"),
-    [(["--png"], "page.png"), (["--png", "mine.png"], "mine.png"), (["--png=mine.png"], "mine.png")],
+    ("chosen", "written"),
+    [
+        ("", ["report.html"]),
+        ("--output page.html --png", ["page.html", "page.png"]),
+        ("--png mine.png", ["report.html", "mine.png"]),
+    ],
 )
-def test_a_picture_needs_no_path(tmp_path, monkeypatch, capsys, arguments, picture):
-    """--png alone draws beside the page; with a path it draws there."""
+def test_a_report_is_written_where_it_is_told(tmp_path, monkeypatch, capsys, chosen, written):
+    """A page in the working directory, and with --png a picture beside it or at a path; their paths are printed."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "metrics.csv").write_text(CSV)
-    main(["report", ".", "--output", "page.html", *arguments])
-    assert capsys.readouterr().out == f"page.html\n{picture}\n"
-    assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert said(capsys, "report", ".", *chosen.split()).split() == written
+    for name in written:
+        start = PNG if name.endswith(".png") else b"<!DOCTYPE html>"
+        assert (tmp_path / name).read_bytes().startswith(start)
 
 
 def test_runs_that_are_left_out_are_told(tmp_path, capsys):
@@ -107,83 +106,76 @@ def test_runs_that_are_left_out_are_told(tmp_path, capsys):
     assert "holds no stocache/ value" in err
 
 
-DATA = """
-import time
-import torch
-from torch.utils.data import Dataset, IterableDataset
-import lightning.pytorch as pl
+# ---- plan ----
 
 
-class Squares(Dataset):
-    def __init__(self, length=64, broken=False, seconds=0.0, odd=-1):
+class Squares(Dataset[Any]):
+    """What configs name: pairs of numbers, one of which may be odd, from a source that may be broken or slow."""
+
+    def __init__(self, length: int = 64, broken: bool = False, seconds: float = 0.0, odd: int = -1) -> None:
         self.length, self.broken, self.seconds, self.odd = length, broken, seconds, odd
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Any:
         if self.broken:
             raise ValueError("no such file")
         time.sleep(self.seconds)
         return torch.full((8,), float(index)), {index} if index == self.odd else index % 2
 
 
-def a_number():
-    return 3
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
         yield 1
 
 
-class Model(pl.LightningModule):
-    def __init__(self, broken=False):
-        super().__init__()
-        self.layer, self.broken = torch.nn.Linear(8, 1), broken
+def a_number() -> int:
+    return 3
 
-    def training_step(self, batch, batch_idx):
-        if self.broken:
-            raise RuntimeError("no such layer")
-        return self.layer(batch[0]).sum()
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.01)
-"""
+class Broken(Watcher):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        raise RuntimeError("no such layer")
+
+
 CONFIGS = {
-    "squares_for_plan.py": DATA,
+    "beside_configs.py": f"from {__name__} import Broken, Endless, Squares, Watcher, a_number\n",
     "conf/data/squares.yaml": (
         "defaults: [stocache, _self_]\nbatch_size: 4\n"
-        "train: {_target_: squares_for_plan.Squares, length: 64, broken: false}\n"
+        "train: {_target_: beside_configs.Squares, length: 64, broken: false}\n"
     ),
     "conf/data/sources.yaml": (
         "_target_: lightning_stocache.StocacheDataModule\n"
-        "train: {_target_: squares_for_plan.Squares, length: 20, seconds: 0.0, odd: -1}\n"
-        "val: {_target_: squares_for_plan.Squares, _partial_: true, length: 5}\n"
-        "test: {_target_: squares_for_plan.a_number}\n"
+        "train: {_target_: beside_configs.Squares, length: 20, seconds: 0.0, odd: -1}\n"
+        "val: {_target_: beside_configs.Squares, _partial_: true, length: 5}\n"
+        "test: {_target_: beside_configs.a_number}\n"
     ),
+    "conf/data/endless.yaml": "defaults: [stocache, _self_]\ntrain: {_target_: beside_configs.Endless}\n",
     "conf/model/none.yaml": "nothing: 0\n",  # the primary config asks for one
-    "conf/data/endless.yaml": "defaults: [stocache, _self_]\ntrain: {_target_: squares_for_plan.Endless}\n",
-    "conf/model/line.yaml": "_target_: squares_for_plan.Model\nbroken: false\n",
+    "conf/model/line.yaml": "_target_: beside_configs.Watcher\n",
+    "conf/model/broken.yaml": "_target_: beside_configs.Broken\n",
     "conf/mine.yaml": (
         "hydra: {searchpath: ['pkg://lightning_stocache.configs']}\n"
         "defaults: [data: squares, _self_]\n"
         "trainer: {num_nodes: 2, accelerator: cpu}\n"
     ),
 }
+ON_CPU = "++trainer.accelerator=cpu"
 
 
 @pytest.fixture
 def configs(tmp_path, monkeypatch):
-    """A folder of configs with the modules of their data and model beside it. What a command changes is put back."""
+    """A folder of configs with a module of their data and model beside it. What a command changes is put back."""
     threads = torch.get_num_threads()
     write_files(tmp_path, CONFIGS)
     monkeypatch.setattr(sys, "path", list(sys.path))
     # Not three seconds for each measurement.
     monkeypatch.setattr(measurement, "measure", partial(measurement.measure, seconds=0.01))
+    monkeypatch.setattr(measurement, "measure_curves", partial(measurement.measure_curves, seconds=0.2, limit=1e9))
     with warnings.catch_warnings():
         yield str(tmp_path / "conf")
-    sys.modules.pop("squares_for_plan", None)
+    sys.modules.pop("beside_configs", None)
     logging.disable(logging.NOTSET)
     ours = logging.getLogger("lightning_stocache")
     ours.handlers = [handler for handler in ours.handlers if type(handler) is not logging.NullHandler]
@@ -194,24 +186,19 @@ def test_plan_of_data_alone(configs, capsys, monkeypatch):
     """Without a model the table is about the loader, and the last line is for the config; nothing else is said. A key
     that begins as `model` does is no model."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script: pytest's would take what is said
-    options = ["--threads", "3", "data=squares", "++trainer.accelerator=cpu", "+model_dir=x"]
-    main(["plan", "--config-dir", configs, *options])
-    out, err = capsys.readouterr()
+    out = said(capsys, "plan", "--config-dir", configs, "--threads", "3", "data=squares", ON_CPU, "+model_dir=x")
     assert "64 samples of 40 B, batches of 4" in out
     assert "threads=3\n" in out
     assert "no model was given" in out
     assert out.splitlines()[-1].startswith("cache.budget=")
-    assert err == ""
 
 
-def test_plan_with_a_model_curves_and_a_picture(configs, tmp_path, capsys, monkeypatch):
+def test_plan_with_a_model_curves_and_a_picture(configs, tmp_path, capsys):
     """Overrides may stand between options. The table has the step, loaders of other sizes have a table, and the picture
     is written."""
-    quick = partial(measurement.measure_curves, seconds=0.2, limit=1e9)
-    monkeypatch.setattr(measurement, "measure_curves", quick)
     png = tmp_path / "plan.png"
     sizes = "model=line --workers 0 --batch-sizes 2,8 data.num_workers=0"
-    options = f"data=squares --threads 1 {sizes} --png {png} ++trainer.accelerator=cpu data.train.length=32"
+    options = f"data=squares --threads 1 {sizes} --png {png} {ON_CPU} data.train.length=32"
     main(["plan", "--config-dir", configs, *options.split()])
     out, err = capsys.readouterr()
     assert "32 samples of 40 B" in out
@@ -219,13 +206,12 @@ def test_plan_with_a_model_curves_and_a_picture(configs, tmp_path, capsys, monke
     assert [line.split()[0] for line in out.splitlines() if line.count("+-") == 2] == ["2", "4", "8"]
     assert out.splitlines()[-1].startswith("cache.budget=")
     assert err.count("batches from the cache: ") == 9
-    assert png.read_bytes().startswith(b"\x89PNG")
+    assert png.read_bytes().startswith(PNG)
 
 
 def test_plan_with_a_primary_config_of_the_users(configs, capsys):
     """--config-name selects the user's primary config: its choices, its trainer, its two nodes."""
-    main(["plan", "--config-dir", configs, "--config-name", "mine"])
-    out = capsys.readouterr().out
+    out = said(capsys, "plan", "--config-dir", configs, "--config-name", "mine")
     assert "2 nodes x 1 rank" in out
     assert "no model was given" in out
 
@@ -233,26 +219,28 @@ def test_plan_with_a_primary_config_of_the_users(configs, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--config-dir", "{}", "data=squares", "data.train.broken=true"], "no such file"),
-        (["--config-dir", "{}", "data=squares", "data.train.length=0"], "at least one sample"),
-        (["--config-dir", "{}", "data=endless"], "map-style"),
-        (["--config-dir", "{}", "data=squares", "model=line", "model.broken=true"], "no such layer"),
-        (["--config-dir", "{}", "data=squares", "data.train._target_=no_such_module.Thing"], "data.train: "),
-        (["--config-dir", "{}", "data=no_such_data"], "no_such_data"),
-        (["--config-dir", "{}/missing", "data=squares"], "--config-dir must be a folder"),
-        (["--config-dir", "{}", "--config-name", "no_such_config"], "no_such_config"),
-        (["--config-name", "mine"], "--config-dir"),
-        (["--config-dir", "{}", "data=squares", "data.no_such_knob=1"], "plan: Could not override 'data.no_such_knob'"),
-        (["--config-dir", "{}"], "train"),
+        ("--config-dir {} data=squares data.train.broken=true", "no such file"),
+        ("--config-dir {} data=squares data.train.length=0", "at least one sample"),
+        ("--config-dir {} data=endless", "map-style"),
+        ("--config-dir {} data=squares model=broken", "no such layer"),
+        ("--config-dir {} data=squares data.train._target_=no_such_module.Thing", "data.train: "),
+        ("--config-dir {} data=no_such_data", "no_such_data"),
+        ("--config-dir {}/missing data=squares", "--config-dir must be a folder"),
+        ("--config-dir {} --config-name no_such_config", "no_such_config"),
+        ("--config-name mine", "--config-dir"),
+        ("--config-dir {} data=squares data.no_such_knob=1", "plan: Could not override 'data.no_such_knob'"),
+        ("--config-dir {}", "train"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_one_sentence(configs, capsys, arguments, words):
     """Data or a model that raises, data without samples or indices, and missing configs: one line, exit code 2."""
-    err = refused(capsys, "plan", *(argument.format(configs) for argument in arguments), "++trainer.accelerator=cpu")
+    err = refused(capsys, "plan", *arguments.format(configs).split(), ON_CPU)
     assert words in err
     assert err.count("\n") == 1
     assert not any(foreign in err for foreign in ("full_key", "Exception", "provider=", "object_type"))
 
+
+# ---- list and clean ----
 
 CREATED = 1_700_000_000
 
@@ -268,15 +256,18 @@ def named(tmp_path):
             segment.close()
     yield name
     segment.close()
-    for found in named_segments():
-        if found.name.startswith(name):
-            clean(found.name)
+    for found in names_of(name):
+        clean(found)
+
+
+def names_of(name: str) -> list[str]:
+    """The caches of a job that there are."""
+    return [found.name for found in named_segments() if found.name.startswith(name)]
 
 
 def test_list_tells_each_job_for_people(named, capsys):
     """A heading per job, and per cache its dataset, how much is filled, its size, since when, and who uses it."""
-    main(["list"])
-    out = capsys.readouterr().out
+    out = said(capsys, "list")
     assert max(map(len, out.splitlines())) <= 80
     since = f"8 KiB, since {datetime.fromtimestamp(CREATED):%Y-%m-%d %H:%M}"
     filled = "2 of 3 slots filled"
@@ -292,33 +283,26 @@ def test_list_tells_each_job_for_people(named, capsys):
 def test_list_says_that_there_are_none(monkeypatch, capsys):
     """An empty machine is a sentence."""
     monkeypatch.setattr("lightning_stocache.node.named.memory_directory", lambda: "/no/such/folder")
-    main(["list"])
-    assert capsys.readouterr().out == "there are no named caches in this machine's memory\n"
+    assert said(capsys, "list") == "there are no named caches in this machine's memory\n"
 
 
 def test_clean_takes_the_name_that_the_job_was_given(named, capsys):
     """All its caches that nobody uses are shown and removed together; the one in use stays, and is said to."""
-    main(["clean", named, "--yes"])
-    lines = capsys.readouterr().out.splitlines()
+    lines = said(capsys, "clean", named, "--yes").splitlines()
     assert lines[0].startswith(f"{named}-train0: Photos (3 samples, train)")
     assert [line for line in lines if line.startswith(f"stays, {named}-val0: ")]
     assert lines[-1] == "removed 1 cache (8 KiB)"
-    assert [found.name for found in named_segments() if found.name.startswith(named)] == [f"{named}-val0"]
+    assert names_of(named) == [f"{named}-val0"]
 
 
 def test_clean_refuses_in_a_sentence(named, capsys):
     """What is in use, what does not exist, and what is no segment stay; code 2."""
-    path = path_of(f"{named}-notes.txt")
-    with open(path, "w") as file:
-        file.write("what I must not forget")
-    for name, words in (
-        (f"{named}-val0", "is in use"),
-        (f"{named}-none", "does not exist"),
-        ("../x", "does not exist"),
-        (f"{named}-notes.txt", "does not exist"),
-    ):
-        assert words in refused(capsys, "clean", name)
-    os.unlink(path)
+    notes = path_of(f"{named}-notes.txt")
+    notes.write_text("what I must not forget")
+    assert "is in use" in refused(capsys, "clean", f"{named}-val0")
+    for name in (f"{named}-none", "../x", f"{named}-notes.txt"):
+        assert "does not exist" in refused(capsys, "clean", name)
+    notes.unlink()
 
 
 @pytest.mark.parametrize("answer", ["n\n", "", "y\n"])
@@ -326,59 +310,51 @@ def test_clean_asks(named, capsys, monkeypatch, answer):
     """Nothing is removed without a yes. A script that says nothing has not said yes."""
     left = answer != "y\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
-    main(["clean", named])
-    assert left == ("nothing removed; --yes removes without asking" in capsys.readouterr().out)
-    assert (f"{named}-train0" in [found.name for found in named_segments()]) is left
+    assert left == ("nothing removed; --yes removes without asking" in said(capsys, "clean", named))
+    assert (f"{named}-train0" in names_of(named)) is left
 
 
 # ---- pack ----
 
 
-def pack(*arguments: Any) -> None:
-    main(["pack", *map(str, arguments)])
-
-
-@pytest.mark.parametrize(
-    ("chosen", "length"), [([], 20), (["--source", "data.train"], 20), (["--source", "data.val"], 5)]
-)
+@pytest.mark.parametrize(("chosen", "length"), [("", 20), ("--source data.train", 20), ("--source data.val", 5)])
 def test_a_source_of_a_config_is_packed(tmp_path, configs, capsys, chosen, length):
     """The training set of a DataModule, or any dataset of the config, or a function that makes one."""
     path = tmp_path / "x.lmdb"
-    pack(path, "data=sources", "--config-dir", configs, *chosen)
-    assert f"{length} samples, {length} of them now" in capsys.readouterr().out
+    command = ["pack", str(path), "data=sources", "--config-dir", configs, *chosen.split()]
+    assert f"{length} samples, {length} of them now" in said(capsys, *command)
     source = LMDBSource(path)
     assert len(source) == length
     assert source[3][0].tolist() == [3.0] * 8
-    pack(path, "data=sources", "--config-dir", configs, *chosen)
-    assert f"{length} samples, 0 of them now" in capsys.readouterr().out
+    assert f"{length} samples, 0 of them now" in said(capsys, *command)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--source", "data.nope"], "the config has no `data.nope`"),
-        (["--source", "data.test"], "a dataset, or a LightningDataModule, can be packed, got int"),
-        (["data.train.odd=3"], "sample 3 of Squares: sample[1] is a set, which cannot be packed"),
-        (["--encoded"], "the files of Squares are not known"),
-        (["data.train.length=0"], "source must have at least one sample"),
-        (["data.nope=3"], "nope"),
-        ([], "is not overwritten"),
+        ("--source data.nope", "the config has no `data.nope`"),
+        ("--source data.test", "a dataset, or a LightningDataModule, can be packed, got int"),
+        ("data.train.odd=3", "sample 3 of Squares: sample[1] is a set, which cannot be packed"),
+        ("--encoded", "the files of Squares are not known"),
+        ("data.train.length=0", "source must have at least one sample"),
+        ("data.nope=3", "nope"),
+        ("", "is not overwritten"),
     ],
 )
 def test_what_cannot_be_packed_is_exit_code_2_and_a_sentence(tmp_path, configs, capsys, arguments, words):
     """No traceback; a file that is there stays."""
     path = tmp_path / "x.lmdb"
-    if words == "is not overwritten":
+    if not arguments:
         path.write_text("precious" * 1000)
-    assert words in refused(capsys, "pack", str(path), "data=sources", "--config-dir", configs, *arguments)
-    assert words != "is not overwritten" or path.read_text() == "precious" * 1000
+    assert words in refused(capsys, "pack", str(path), "data=sources", "--config-dir", configs, *arguments.split())
+    assert arguments or path.read_text() == "precious" * 1000
 
 
-def packing(arguments: list[str], said: Path) -> Any:
+def packing(arguments: list[str], printed: Path) -> Any:
     """The exit code of the command in this process; what it prints is in the file."""
-    with open(said, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    with open(printed, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         try:
-            pack(*arguments)
+            main(["pack", *arguments])
         except SystemExit as end:
             return end.code
     return 0
@@ -388,14 +364,14 @@ def packing(arguments: list[str], said: Path) -> Any:
 @pytest.mark.usefixtures("interruptible")
 def test_a_pack_is_stopped_and_goes_on(tmp_path, configs):
     """By Ctrl-C, with exit code 130; then the same command, with workers, loads the rest."""
-    path, said = tmp_path / "x.lmdb", tmp_path / "said"
+    path, printed = tmp_path / "x.lmdb", tmp_path / "printed"
     arguments = [str(path), "data=sources", "data.train.length=40", "--config-dir", configs]
-    child = Child(packing, [*arguments, "data.train.seconds=0.2"], said)
+    child = Child(packing, [*arguments, "data.train.seconds=0.2"], printed)
     wait_until(lambda: path.exists() and path.stat().st_size > 8192)
     os.kill(child.process.pid or 0, signal.SIGINT)
-    assert child.result() == 130, said.read_text()
-    assert "stopped; the same command continues from here" in said.read_text()
-    assert call(packing, [*arguments, "--workers", "2"], said) == 0
-    assert "40 samples, " in said.read_text()
-    assert "40 samples, 40 of them now" not in said.read_text()
+    assert child.result() == 130, printed.read_text()
+    assert "stopped; the same command continues from here" in printed.read_text()
+    assert call(packing, [*arguments, "--workers", "2"], printed) == 0
+    assert "40 samples, " in printed.read_text()
+    assert "40 samples, 40 of them now" not in printed.read_text()
     assert [float(square[0]) for square, _ in LMDBSource(path)] == list(range(40))
