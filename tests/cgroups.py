@@ -8,12 +8,13 @@ import contextlib
 import os
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.processes import wait_until
 
 __all__ = ["Outcome", "run_limited"]
 
@@ -72,15 +73,13 @@ def _cgroup(limit: int) -> Iterator[Path]:
             pytest.skip(f"no memory limit can be set here: {error}")
         yield folder
     finally:
-        deadline = time.monotonic() + 120
-        while True:  # a process that was killed is charged for a moment longer
-            try:
-                folder.rmdir()
-                break
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
+        wait_until(lambda: _is_removed(folder))  # a process that was killed is charged for a moment longer
+
+
+def _is_removed(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    return not folder.exists()
 
 
 def _parent() -> Path:

@@ -11,8 +11,6 @@ import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -20,45 +18,20 @@ from typing import Any
 
 from tests.processes import call
 
-__all__ = ["Ended", "run_example", "run_script"]
+__all__ = ["run_example"]
 
 ROOT = Path(__file__).parents[1]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A script that has ended: its exit code, and what it wrote."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run_script(
-    path: Path, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None, timeout: float = 280
-) -> Ended:
-    """Run a script to its end.
-
-    Args:
-        path: the file.
-        arguments: of the command line.
-        folder: where it is started.
-        environment: variables, beside those that there are.
-        timeout: seconds after which it is killed and the test fails.
-    """
-    importlib.import_module("lightning.pytorch")  # once, for all scripts that follow
-    with tempfile.TemporaryDirectory() as said:
-        code = call(_run, path, arguments, folder, dict(environment or {}), Path(said), timeout=timeout)
-        return Ended(code, Path(said, "out").read_text(), Path(said, "error").read_text())
 
 
 def run_example(script: str, folder: Path, *arguments: str) -> str:
     """What a script of `examples` prints, as a user starts it on a machine without a GPU; its files are in a folder."""
     environment = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder)}
-    done = run_script(ROOT / "examples" / script, *arguments, folder=folder, environment=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    importlib.import_module("lightning.pytorch")  # once, for all scripts that follow
+    with tempfile.TemporaryDirectory() as said:
+        code = call(_run, ROOT / "examples" / script, arguments, folder, environment, Path(said), timeout=550)
+        assert code == 0, Path(said, "error").read_text()
+        return Path(said, "out").read_text()
 
 
 def _run(path: Path, arguments: tuple[str, ...], folder: Path, environment: dict[str, str], said: Path) -> int:

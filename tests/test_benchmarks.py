@@ -3,18 +3,14 @@
 One of them runs here, in small; all of them by `-m soak`.
 """
 
-import contextlib
 import importlib.util
-import io
 import json
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import call
-from tests.scripts import run_script
+from tests.scripts import run_example
 
 pytestmark = pytest.mark.processes
 
@@ -24,29 +20,13 @@ SCRIPTS = ("promises", "epochs", "peers", "records", "streams", "rolling", "trai
 PNG = b"\x89PNG\r\n"
 
 
-def run(script: str, tmp_path: Path, *arguments: str) -> str:
-    """What a script prints, with the example's data and the output in tmp_path."""
-    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = run_script(BENCHMARKS / f"{script}.py", *arguments, folder=tmp_path, environment=environment, timeout=550)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_every_script_explains_itself(script):
+def test_every_script_explains_itself(tmp_path, script):
     """--help says how to start it, how to read it, and when there is no gain."""
-    text = call(help_of, str(BENCHMARKS / f"{script}.py"))  # in a fork, which has torch already
+    text = run_example(f"benchmarks/{script}.py", tmp_path, "--help")
     assert f"python examples/benchmarks/{script}.py" in text
     assert "no gain" in text
     assert "--output" in text
-
-
-def help_of(path: str) -> str:
-    sys.argv, sys.path = [path, "--help"], [str(BENCHMARKS), *sys.path]
-    with io.StringIO() as said, contextlib.redirect_stdout(said):
-        with pytest.raises(SystemExit, match="0"):
-            runpy.run_path(path, run_name="__main__")
-        return said.getvalue()
 
 
 @pytest.mark.slow
@@ -54,7 +34,7 @@ def test_a_quick_run_writes_table_values_and_figure(tmp_path):
     """The sweep over shares prints its table, keeps every value with the machine, and draws a picture."""
     pytest.importorskip("matplotlib", reason="the picture needs it")
     arguments = ["--quick", "--rounds", "1", "--samples", "8", "--shares", "0.5", "--workers", "0", "--latency", "0"]
-    text = run("epochs", tmp_path, *arguments, "--output", "results")
+    text = run_example("benchmarks/epochs.py", tmp_path, *arguments, "--output", "results")
     written = json.loads((tmp_path / "results" / "epochs.json").read_text())
     assert "two / law" in text
     assert written["machine"]["cores"] >= 1
@@ -66,7 +46,7 @@ def test_a_quick_run_writes_table_values_and_figure(tmp_path):
 def test_peers_are_compared_at_their_best_number_of_workers(tmp_path):
     """The table for the README is Markdown: each peer once, with the number of workers at which it was fastest."""
     arguments = ["--quick", "--rounds", "1", "--only", "speed", "--peers", "list", "memmap"]
-    text = run("peers", tmp_path, *arguments, "--output", "results")
+    text = run_example("benchmarks/peers.py", tmp_path, *arguments, "--output", "results")
     tables = json.loads((tmp_path / "results" / "peers.json").read_text())["tables"]
     assert "| CachedLoader | " in text
     best, warm = tables[0]["rows"], tables[1]["rows"]
@@ -80,7 +60,7 @@ def test_peers_are_compared_at_their_best_number_of_workers(tmp_path):
 def test_nothing_is_loaded_twice(tmp_path):
     """The source's own count over three epochs is N, the second reads of set-up (half of what the package announced),
     and at most eight second reads per process (which see whether it is random), on one process and on two ranks."""
-    run("promises", tmp_path, "--quick", "--only", "loads", "--output", "results")
+    run_example("benchmarks/promises.py", tmp_path, "--quick", "--only", "loads", "--output", "results")
     found = json.loads((tmp_path / "results" / "promises.json").read_text())["loads"]
     assert {(told["ranks"], told["loader"], told["workers"]) for told in found} == {
         (ranks, loader, workers)
@@ -96,7 +76,8 @@ def test_nothing_is_loaded_twice(tmp_path):
 
 def tables(tmp_path: Path, part: str, *arguments: str) -> dict[str, list[str]]:
     """The rows of the table of a quick run of records.py, by their first cells."""
-    run("records", tmp_path, "--quick", "--rounds", "1", "--only", part, *arguments, "--output", "results")
+    always = ("--quick", "--rounds", "1", "--output", "results")
+    run_example("benchmarks/records.py", tmp_path, *always, "--only", part, *arguments)
     written = json.loads((tmp_path / "results" / "records.json").read_text())
     assert len(written[part]["runs"]) == len(written["tables"][0]["rows"])
     return {", ".join(row[:2]) if part != "imagenet" else row[0]: row for row in written["tables"][0]["rows"]}

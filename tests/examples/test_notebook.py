@@ -19,39 +19,30 @@ NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 SECONDS = 280  # for a cell; one that imports torch takes ten on a busy machine
 
 TRAINING = """
-import os, time, torch, lightning.pytorch as pl
-from torch.utils.data import DataLoader, Dataset
+import os, time
+from torch.utils.data import DataLoader
 from lightning_stocache import StochasticCache
+from tests.sources import CountedSource
+from tests.training.tiny import Model, make_trainer
 
-class Slow(Dataset):
-    def __len__(self):
-        return 64
-
+class Slow(CountedSource):
     def __getitem__(self, index):
         time.sleep(0.01)
-        return torch.full((8,), index, dtype=torch.uint8), index
+        return super().__getitem__(index)
 
-class Model(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 1)
-
+class Stopping(Model):
     def training_step(self, batch, batch_idx):
         if os.environ.get("STOPS") and batch_idx == 4:
             print("in the middle", flush=True)
             time.sleep(280)
-        return self.layer(batch[0].float()).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, batch_idx)
 
 cache = StochasticCache(keep_cache=True)
-loader = DataLoader(Slow(), 8, shuffle=True, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+loader = DataLoader(Slow(64), 8, shuffle=True, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
 
 def fit():
-    more = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", callbacks=[cache], **more)
-    trainer.fit(Model(), loader)
+    trainer = make_trainer(os.environ["JUPYTER_RUNTIME_DIR"], [cache], epochs=2, logger=False)
+    trainer.fit(Stopping(), loader)
     print("hits", int(trainer.callback_metrics["stocache/hits"]))
 """
 
