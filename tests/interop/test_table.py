@@ -81,12 +81,14 @@ def test_training_is_the_same_and_ends_as_the_table_says(row, files, tmp_path):
     check(row, files, tmp_path, workers=0)
 
 
+@pytest.mark.epoch_one_reads_all  # so that workers load samples
 @rows(IN_WORKERS)
 def test_training_with_workers_is_the_same(row, files, tmp_path):
     """What workers read is the same and ends the same: the first way of a library, and files that each worker opens."""
     check(row, files, tmp_path, workers=2)
 
 
+@pytest.mark.epoch_one_reads_all  # so that workers load samples
 @rows(FIRST_ROWS[1::2])
 def test_training_that_fills_ahead_is_the_same(row, files, tmp_path):
     """Idle workers that load ahead change no batch and no draw: the first way of every other library."""

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from tests.interop.sources.files import SAMPLES
 from tests.interop.training import Setting
 
 monai_data = pytest.importorskip("monai.data")
 transforms = pytest.importorskip("monai.transforms")
 
 KEYS = ["image", "label"]
+VOLUMES = 12  # MONAI takes its time for each
 
 
 def _volumes(setting: Setting, *, of_one_size: bool = True) -> list[dict[str, str]]:
     """Volumes and their labels, each in a file."""
     root = setting.folder / ("volumes" if of_one_size else "varying_volumes")
-    rows = [{key: str(root / f"{key}{number}.npy") for key in KEYS} for number in range(SAMPLES)]
+    rows = [{key: str(root / f"{key}{number}.npy") for key in KEYS} for number in range(VOLUMES)]
     if not root.exists():
         root.mkdir()
         for number, row in enumerate(rows):
