@@ -14,13 +14,6 @@ from lightning_stocache.loading.collate import Collator
 from tests.loading.twins import same
 
 
-def gathered(samples: list[Any]) -> Any:
-    """The batch from the bytes of the samples, as a gather gives them."""
-    spec = SampleSpec.infer(samples[0])
-    columns = zip(*(spec.flatten(sample) for sample in samples), strict=True)
-    return Collator(spec).batch([torch.cat(column).numpy() for column in columns], len(samples))
-
-
 def test_the_batch_lies_in_the_memory_that_was_gathered():
     """Nothing is copied."""
     rows = [np.zeros(4 * 12, dtype=np.uint8), np.zeros(4 * 8, dtype=np.uint8)]
@@ -28,27 +21,20 @@ def test_the_batch_lies_in_the_memory_that_was_gathered():
     assert (image.data_ptr(), label.data_ptr()) == (rows[0].ctypes.data, rows[1].ctypes.data)
 
 
-def test_batches_that_were_gathered_together_are_batches_of_their_own():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # NumPy has not the second
+def test_batches_that_were_gathered_together_are_batches_of_their_own(dtype):
     """The last may be smaller. Who pickles one sends no other, and who changes one in place changes no other."""
-    rows = [np.arange(5 * 8, dtype=np.uint8), np.arange(5).view(np.uint8)]
-    batches = Collator(SampleSpec.infer((torch.zeros(2), 1))).batches(rows, 5, 2)
-    assert [label.tolist() for _, label in batches] == [[0, 1], [2, 3], [4]]
-    assert torch.cat([image for image, _ in batches]).numpy().tobytes() == bytes(range(40))
-    for image, label in batches:
-        assert image.untyped_storage().nbytes() == len(label) * 8
-        assert image._base is None
-    batches[0][0].requires_grad_()
+    samples: Any = [(torch.full((2,), float(i), dtype=dtype), i) for i in range(5)]
+    spec = SampleSpec.infer(samples[0])
+    columns = zip(*map(spec.flatten, samples), strict=True)
+    batches = Collator(spec).batches([torch.cat(column).numpy() for column in columns], 5, 2)
+    assert same(batches, [default_collate(samples[first : first + 2]) for first in (0, 2, 4)])
+    assert [image.untyped_storage().nbytes() for image, _ in batches] == [image.nbytes for image, _ in batches]
+    if dtype == torch.float32:
+        assert all(image._base is None for image, _ in batches)
+        batches[0][0].requires_grad_()
     batches[1][0].add_(1)
-
-
-def test_a_dtype_that_numpy_has_not():
-    """bfloat16 goes by another way to the same batches, each with memory of its own to pickle."""
-    samples = [torch.full((3,), float(i), dtype=torch.bfloat16) for i in range(3)]
-    assert same(gathered(samples), default_collate(samples))
-    rows = [torch.stack(samples).view(torch.uint8).flatten().numpy()]
-    batches = Collator(SampleSpec.infer(samples[0])).batches(rows, 3, 2)
-    assert same(batches, [default_collate(samples[:2]), default_collate(samples[2:])])
-    assert [batch.untyped_storage().nbytes() for batch in batches] == [12, 6]
+    assert same(batches[2], default_collate(samples[4:]))
 
 
 @pytest.mark.parametrize("sample", [(), {}, ((), [])], ids=str)

@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,20 +91,6 @@ def test_a_mesh_has_fewer_replicas_than_ranks() -> None:
 
 
 # ---- the sampler of such a loader
-
-
-@pytest.fixture
-def dataset() -> Iterator[CachedDataset]:
-    dataset = CachedDataset([float(index) for index in range(6)], spec=SampleSpec.infer(0.0))
-    yield dataset
-    dataset.close()
-
-
-def test_the_ring_is_that_of_the_cache(dataset: CachedDataset) -> None:
-    """And the nodes are those of its group, as long as every rank has a share of its own."""
-    sampler = locality_sampler(dataset, 2, True)
-    assert (sampler.ring, sampler.nodes) == (dataset.ring, dataset.group.nodes)
-    assert (sampler.num_replicas, sampler.rank, sampler.mode) == (1, 0, "locality")
 
 
 def test_a_source_that_has_grown_has_no_ring() -> None:

@@ -1,102 +1,56 @@
 """When indices are drawn: at DataLoader's moments, and ahead of them only where nobody can notice."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from tests.loading.twins import LazySampler, Numbers, outcomes, run, same
+from tests.loading.twins import SAMPLERS, LazySampler, Numbers, assert_as_plain, outcomes, pairwise, with_batches
 
-LENGTH = 20
+LENGTH = 30
 
-pytestmark = pytest.mark.usefixtures("seeded")
-
-
-class LazyDistributed(DistributedSampler[Any]):
-    """A DistributedSampler with a way of its own to draw: from the global generator, when it is asked."""
-
-    def __iter__(self) -> Iterator[int]:
-        return (int(torch.randint(0, LENGTH, ())) for _ in range(self.num_samples))
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
 
-class LazyBatches(BatchSampler):
-    """A BatchSampler that draws before every batch."""
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_are_asked_when_dataloader_asks_them(name):
+    """Also the user's own, subclasses of known ones, and where nothing is missing and batches could be drawn ahead."""
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in super().__iter__():
-            torch.rand(1)
-            yield batch
+    def run_of(*, batch_size: int, drop_last: bool, generator: bool, **options: Any) -> Any:
+        def arguments() -> dict[str, Any]:
+            own = {"generator": torch.Generator().manual_seed(5)} if generator else {}
+            drawn = SAMPLERS[name](range(LENGTH))
+            return options | own | with_batches(drawn, batch_size=batch_size, drop_last=drop_last)
 
+        return CachedLoader, arguments
 
-class EagerBatches:
-    """A batch sampler that draws when it is asked for an iterator."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(torch.randperm(LENGTH).reshape(-1, 4).tolist())
-
-
-def distributed(kind: Any) -> Any:
-    return kind(range(LENGTH), 2, 0)
-
-
-OWN_SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
-    "a distributed sampler that draws": lambda: {"batch_size": 3, "sampler": distributed(LazyDistributed)},
-    "a batch sampler that draws": lambda: {"batch_sampler": LazyBatches(SequentialSampler(range(LENGTH)), 3, False)},
-    "a batch sampler that draws at once": lambda: {"batch_sampler": EagerBatches()},
-    "a subclass of RandomSampler": lambda: {
-        "batch_size": 3,
-        "sampler": type("Own", (RandomSampler,), {})(range(LENGTH)),
-    },
-    "a shared generator": lambda: {
-        "batch_size": 3,
-        "sampler": RandomSampler(range(LENGTH), generator=torch.default_generator),
-    },
-    "a generator in a BatchSampler": lambda: {
-        "batch_sampler": BatchSampler(RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(2)), 3, True)
-    },
-    "a sampler that draws in a BatchSampler": lambda: {"batch_sampler": BatchSampler(LazySampler(LENGTH), 3, False)},
-    "a list": lambda: {"batch_size": 3, "sampler": list(range(0, LENGTH, 2))},
-    "a list of lists": lambda: {"batch_sampler": [[1, 2], [3], [4, 5, 6]]},
-    "a bare BatchSampler": lambda: {"batch_sampler": BatchSampler(range(LENGTH), 6, True)},
-}
+    flags = (False, True)
+    designs = pairwise(batch_size=(7, 1, 256), drop_last=flags, generator=flags)  # a seed may be drawn or not
+    runs = [run_of(**design) for design in [*designs, designs[0] | {"num_workers": 1}]]
+    source = Numbers(LENGTH)
+    assert_as_plain(source, runs, ["quarter", "all"], spec=SampleSpec.infer(source[0]))
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("name", OWN_SAMPLERS)
-def test_samplers_of_the_users_are_asked_when_dataloader_asks_them(name, num_workers):
-    """Also where they are subclasses of known ones, and where nothing is missing and batches could be drawn ahead."""
-    arguments = OWN_SAMPLERS[name]
-    torch.manual_seed(1)
-    expected = run(DataLoader(Numbers(LENGTH), num_workers=num_workers, **arguments()))
-    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
-        dataset.__getitems__(list(range(LENGTH)))
-        torch.manual_seed(1)
-        assert same(run(CachedLoader(dataset, num_workers=num_workers, **arguments())), expected)
-
-
-@pytest.mark.processes
 def test_set_epoch_after_iter_is_as_in_dataloader():
     """What a sampler is told between `iter` and the first batch counts, as far as it counts there."""
 
-    def epochs(loader: DataLoader[Any]) -> list[Any]:
-        seen = []
+    def epochs(kind: Any, dataset: Any, num_workers: int) -> list[Any]:
+        loader, seen = kind(dataset, 3, sampler=DistributedSampler(dataset, 2, 0), num_workers=num_workers), []
         for epoch in range(3):
             iterator = iter(loader)
-            loader.sampler.set_epoch(epoch)  # type: ignore[union-attr]
+            loader.sampler.set_epoch(epoch)
             seen.append([batch[1].tolist() for batch in iterator])
         return seen
 
     with closing(CachedDataset(Numbers(LENGTH))) as dataset:
         for num_workers in (0, 1):
-            arguments: dict[str, Any] = {"batch_size": 3, "num_workers": num_workers}
-            plain = DataLoader(Numbers(LENGTH), sampler=distributed(DistributedSampler), **arguments)
-            assert epochs(CachedLoader(dataset, sampler=distributed(DistributedSampler), **arguments)) == epochs(plain)
+            assert epochs(CachedLoader, dataset, num_workers) == epochs(DataLoader, Numbers(LENGTH), num_workers)
 
 
 class Failing(Sampler[int]):
@@ -112,7 +66,6 @@ def labels(loader: DataLoader[Any]) -> list[Any]:
     return [repr(came) if isinstance(came, Exception) else came[1].tolist() for came in outcomes(loader)]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_of_the_sampler_comes_where_dataloader_raises_it(num_workers, batch_size):
@@ -122,7 +75,6 @@ def test_an_error_of_the_sampler_comes_where_dataloader_raises_it(num_workers, b
         assert labels(CachedLoader(dataset, **arguments)) == labels(DataLoader(Numbers(LENGTH), **arguments))
 
 
-@pytest.mark.processes
 def test_nothing_is_drawn_of_what_is_not_asked_for():
     """An epoch that nobody reads from draws what DataLoader draws, and an empty dataset's worth of batches ends it."""
     with closing(CachedDataset(Numbers(LENGTH))) as dataset:

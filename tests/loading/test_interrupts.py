@@ -26,7 +26,8 @@ from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.prefetch import held_back
-from tests.loading.twins import Faulty, Jitter, Numbers, Transformed, same, unchanged
+from lightning_stocache.node.free import FreeMemory
+from tests.loading.twins import Faulty, Jitter, Numbers, same
 from tests.processes import wait_until
 
 LENGTH = 38
@@ -90,7 +91,7 @@ def test_ctrl_c_ends_the_epoch_and_the_next_one_is_whole(
     arguments: dict[str, Any], transform: Any, budget: str, rng: random.Random
 ) -> None:
     """Whatever is interrupted: waiting, loading, gathering, counting, drawing, handing out; nothing is left of it."""
-    plain = list(DataLoader(Transformed(Numbers(LENGTH), unchanged), 4))
+    plain = list(DataLoader(Numbers(LENGTH), 4))
     with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
         loader, presses = CachedLoader(dataset, 4, **arguments), 0
         for _ in range(12):
@@ -202,19 +203,10 @@ def test_workers_that_ctrl_c_has_ended_are_replaced() -> None:
         loader.close()
 
 
-class PlentyOfMemory:
-    """Instead of FreeMemory, which asks the kernel in a thousand steps."""
-
-    bytes = 2**40
-
-    @classmethod
-    def now(cls, _: Any) -> PlentyOfMemory:
-        return cls()
-
-
 def test_shared_memory_that_is_being_taken_belongs_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever step Ctrl-C interrupts, closing the pool closes every file."""
-    monkeypatch.setattr(batch_pool, "FreeMemory", PlentyOfMemory)
+    free = FreeMemory(None, 2**40, 2**40)
+    monkeypatch.setattr(batch_pool.FreeMemory, "now", lambda _: free)  # it asks the kernel in a thousand steps
     open_files, presses = len(os.listdir("/proc/self/fd")), 0
     for moment in itertools.count(1):
         pool = BatchPool(shared=1)

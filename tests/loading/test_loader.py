@@ -2,9 +2,7 @@
 
 import copy
 import inspect
-import itertools
 import pickle
-import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -14,179 +12,166 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler, Subset, get_worker_info
 from torchvision import transforms
 from torchvision.transforms import v2
 
-from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset, StandIn
 from lightning_stocache.loading.loader import CachedLoader
 from tests.loading.twins import (
     STRUCTURES,
     Jitter,
-    LazySampler,
     Numbers,
-    Transformed,
     UnequalBatches,
+    assert_as_plain,
     copied,
     pairwise,
-    run,
     same,
     totals,
     unchanged,
 )
 from tests.sources import Made
 
-LENGTH = 50
-SPEC = SampleSpec.infer(Numbers(LENGTH)[0])
+LENGTH, RECORDS = 50, 26
 
-pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
 
-class Flipped(Dataset[Any]):
+# ---- batches and draws ----
+
+
+class Flipped(Numbers):
     """A source that flips at random by itself: it is split before the flip."""
 
     def __init__(self) -> None:
-        self.numbers = Numbers(LENGTH)
+        super().__init__(LENGTH)
         self.transform = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.RandomHorizontalFlip()])
 
-    def __len__(self) -> int:
-        return LENGTH
-
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image, label = self.numbers[index]
+        image, label = super().__getitem__(index)
         return self.transform(image), label
 
 
-def sampling(name: str, batch_size: int, drop_last: bool) -> dict[str, Any]:
-    """The arguments for a way to draw indices, with samplers of their own."""
-    plain: dict[str, Any] = {"batch_size": batch_size, "drop_last": drop_last}
-    indices = range(LENGTH)
-    return {
-        "shuffle": lambda: plain | {"shuffle": True},
-        "sequential": lambda: plain,
-        "lazy": lambda: plain | {"sampler": LazySampler(LENGTH)},
-        "replacement": lambda: plain | {"sampler": RandomSampler(indices, replacement=True, num_samples=61)},
-        "oversampled": lambda: plain | {"sampler": RandomSampler(indices, num_samples=83)},
-        "distributed": lambda: plain | {"sampler": DistributedSampler(indices, 2, 1)},
-        "own batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(indices), batch_size, drop_last)},
-        "unequal": lambda: {"batch_sampler": UnequalBatches(LENGTH)},
-    }[name]()
+class FlippedInBatches(Flipped):
+    """It draws for all of a batch before what comes after it does."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
 
 
-def source_and_transform(name: str) -> tuple[Dataset[Any], Callable[[Any], Any] | None]:
-    if name == "split":
-        return Flipped(), None
-    return Numbers(LENGTH), None if name == "none" else Jitter(name)
+class Photos(Dataset[Any]):
+    """Images of PIL of many sizes, cropped and flipped at random."""
+
+    def __init__(self) -> None:
+        steps = [transforms.RandomResizedCrop(8), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
+        self.transform = transforms.Compose(steps)
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> Any:
+        pixels = np.random.default_rng(index).integers(0, 256, (20 + index, 40 - index, 3), dtype=np.uint8)
+        return self.transform(Image.fromarray(pixels)), f"{index}.jpg"
 
 
-def seed_all() -> None:
-    torch.manual_seed(3), np.random.seed(3), random.seed(3)  # type: ignore[func-returns-value]
+def noisy(index: int) -> Any:
+    """It is random in itself, and cannot be split."""
+    return torch.rand(3) + index, index
 
 
-def assert_equal_to_plain(
-    *, sampler: str, share: str, transform: str, batch_size: int, drop_last: bool, generator: bool, **options: Any
-) -> None:
-    """Three epochs of both loaders, the second one broken off: batches and all generators, after every batch."""
-    source, after = source_and_transform(transform)
-    budget: Any = {"off": 0, "quarter": "25%"}.get(share, "auto")
-    spec = None if transform == "split" else SPEC  # else a process looks at the source, each time
-
-    def arguments() -> dict[str, Any]:
-        own = {"generator": torch.Generator().manual_seed(5)} if generator else {}
-        return options | own | sampling(sampler, batch_size, drop_last)
-
-    seed_all()
-    expected = run(DataLoader(source if after is None else Transformed(source, after), **arguments()))
-    with closing(CachedDataset(source, budget, transform=after, spec=spec)) as dataset:
-        if share == "warm":
-            dataset.__getitems__(list(range(LENGTH)))
-        seed_all()
-        got = run(CachedLoader(dataset, **arguments()))
-    assert len(got) == len(expected)
-    for number, (one, other) in enumerate(zip(got, expected, strict=True)):
-        assert same(one, other), f"batch {number} or a generator's state after it differs"
+def text(index: int) -> Any:
+    """A string, its tokens and a label, of many lengths."""
+    return {"text": f"sample {index} " * (index % 5), "ids": list(range(index % 7 + 1)), "label": index % 3}
 
 
-SAMPLERS = ("shuffle", "sequential", "lazy", "replacement", "oversampled", "distributed", "own batches", "unequal")
-SHARES = ("off", "quarter", "all", "warm")
-TRANSFORMS = ("none", "torch", "numpy", "random", "split")
+def boxed(index: int) -> Any:
+    """A large image with boxes of varying number."""
+    image = torch.full((3, 64, 60 + index), index, dtype=torch.uint8)
+    return image, {"boxes": torch.full((index % 4, 4), float(index)), "id": index, "name": str(index)}
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_without_workers_batches_and_draws_are_those_of_dataloader(sampler):
-    """Whatever draws the indices, whatever is cached, whatever a transform draws from: nothing tells the two apart."""
-    more: dict[str, Any] = {"batch_size": (7, 1, 256), "drop_last": (False, True), "generator": (False, True)}
-    for options in pairwise(share=SHARES, transform=TRANSFORMS, **more):  # for each sampler: a seed may be drawn or not
-        assert_equal_to_plain(sampler=sampler, **options)
+def padded(samples: list[Any]) -> Any:
+    ids = [torch.tensor(sample["ids"]) for sample in samples]
+    texts, labels = [sample["text"] for sample in samples], torch.tensor([sample["label"] for sample in samples])
+    return {"ids": pad_sequence(ids, batch_first=True), "text": texts, "label": labels}
+
+
+def as_tuples(samples: list[Any]) -> Any:
+    return tuple(zip(*samples, strict=True))
+
+
+def twice(samples: list[Any]) -> Any:
+    """Large tensors of all sorts: the same one twice, one with other strides, an empty one, one in an object."""
+    large = torch.stack([torch.full((40, 50), float(len(str(sample)))) for sample in samples])
+    strange = [large.permute(2, 0, 1), torch.empty(0, 3), None, large[0].numpy().copy(), {"deep": (large + 1, "x")}]
+    return [large, large, *strange]
+
+
+TEXTS, BOXES = Made(text, RECORDS), Made(boxed, RECORDS)
+
+SOURCES: dict[str, tuple[Any, Any, Any]] = {
+    "rows": (Numbers(LENGTH), None, None),
+    "rows, torch": (Numbers(LENGTH), Jitter("torch"), None),
+    "rows, NumPy": (Numbers(LENGTH), Jitter("numpy"), None),
+    "rows, Python": (Numbers(LENGTH), Jitter("random"), None),
+    "rows, as tuples": (Numbers(LENGTH), None, as_tuples),
+    "split": (Flipped(), None, None),
+    "split, in batches": (FlippedInBatches(), Jitter("torch"), None),
+    "a part of a split": (Subset(Flipped(), range(3, LENGTH)), Jitter("torch"), None),
+    "random": (Made(noisy, RECORDS), None, None),
+    "text, padded": (TEXTS, None, padded),
+    "text, transformed": (TEXTS, repr, list),
+    "photographs": (Photos(), None, None),
+    "boxes": (BOXES, None, as_tuples),
+    "odd batches": (TEXTS, None, twice),
+}
+"""Sources of rows and of records, transforms after the cache, and functions that collate."""
+
+
+def run_of(kind: Any, collate: Any, *, generator: bool, **options: Any) -> Any:
+    """A loader, with a generator of its own or not."""
+    if collate is not None:
+        options["collate_fn"] = collate
+    return kind, lambda: options | ({"generator": torch.Generator().manual_seed(5)} if generator else {})
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_without_workers_batches_and_draws_are_those_of_dataloader(name):
+    """Whatever samples are, whatever is cached, whatever a transform draws from: nothing tells the two apart."""
+    source, transform, collate = SOURCES[name]
+    flags, kinds = (False, True), (CachedLoader, DataLoader)
+    designs = pairwise(kind=kinds, batch_size=(7, 1, 256), shuffle=flags, drop_last=flags, generator=flags)
+    assert_as_plain(source, [run_of(collate=collate, **design) for design in designs], transform=transform)
 
 
 @pytest.mark.parametrize(
-    "options",
+    "design",
     pairwise(
-        sampler=SAMPLERS,
-        share=SHARES,
-        transform=TRANSFORMS,
-        num_workers=(1, 2),
+        name=[name for name in SOURCES if name not in ("rows, NumPy", "rows, Python")],
+        share=("quarter", "all", "warm"),
+        kind=(CachedLoader, CachedLoader, DataLoader),
+        num_workers=(2, 1),
         persistent_workers=(False, True),
         batch_size=(7, 1, 256),
+        shuffle=(True, False),
         drop_last=(False, True),
         generator=(False, True),
         prefetch_factor=(2, 1),
     ),
-    ids=lambda options: "-".join(str(value) for value in options.values()),
 )
-def test_with_workers_batches_and_draws_are_those_of_dataloader(options):
-    """The same with workers, persistent or not: every two values of all factors meet in one of these combinations."""
-    assert_equal_to_plain(**options)
-
-
-# ---- what samples look like ----
+def test_with_workers_batches_and_draws_are_those_of_dataloader(design):
+    """Persistent or not: every two values of all factors meet in one of these combinations."""
+    options = dict(design)
+    name, share = options.pop("name"), options.pop("share")
+    source, transform, collate = SOURCES[name]
+    assert_as_plain(source, [run_of(collate=collate, **options)], [share], transform=transform)
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_batches_have_the_structure_and_types_that_dataloader_gives_them(name):
     """Whatever default_collate makes of the samples comes out, cached or not; `test_reply` has batches of workers."""
-    source: Any = [STRUCTURES[name](i) for i in range(7)]
-    expected = [copied(batch) for batch in DataLoader(source, 3)] * 2
-    with closing(CachedDataset(source, "50%")) as dataset:
-        loader = CachedLoader(dataset, 3)
-        assert same([copied(batch) for batch in itertools.chain(loader, loader)], expected)
-
-
-# ---- what goes DataLoader's own way ----
-
-
-def later_first(samples: list[Any]) -> torch.Tensor:
-    return torch.stack([image for image, _ in reversed(samples)])
-
-
-OWN_WAY: dict[str, dict[str, Any]] = {
-    "a collate_fn": {"batch_size": 4, "collate_fn": later_first},
-    "no batches": {"batch_size": None},
-    "no batches, a sampler": {"batch_size": None, "sampler": list(range(9, -1, -1))},
-}
-if "in_order" in inspect.signature(DataLoader.__init__).parameters:  # since torch 2.6
-    OWN_WAY["any order"] = {"batch_size": 4, "in_order": False, "num_workers": 1}
-
-
-@pytest.mark.parametrize("arguments", OWN_WAY.values(), ids=OWN_WAY)
-def test_what_has_no_short_cut_travels_as_dataloader_sends_it(arguments):
-    """A collate function of the user's, samples without batching and batches in any order come out as ever."""
-    with closing(CachedDataset(Numbers(10), "50%")) as dataset:
-        loader = CachedLoader(dataset, **arguments)
-        for _ in range(2):
-            assert same(list(loader), list(DataLoader(Numbers(10), **arguments)))
-        assert loader.resources is None
-        assert totals(dataset).served == 20
+    source = [STRUCTURES[name](i) for i in range(12)]
+    assert_as_plain(source, [(CachedLoader, lambda: {"batch_size": 5})], ["quarter", "all"])
 
 
 # ---- indices ----
@@ -211,12 +196,10 @@ def test_indices_outside_that_the_source_knows_are_served_by_it(arguments, num_w
         assert same(batches, list(DataLoader(Endless(10), **arguments)))
 
 
-class Sized(Numbers):
+def sized(key: Any) -> Any:
     """A source with keys of its own: an index and a size."""
-
-    def __getitem__(self, key: Any) -> Any:
-        index, size = key if isinstance(key, tuple) else (key, 2)
-        return torch.full((size,), index), index
+    index, size = key if isinstance(key, tuple) else (key, 2)
+    return torch.full((size,), index), index
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -224,11 +207,11 @@ class Sized(Numbers):
 def test_keys_that_only_the_source_understands_pass_through(transform, num_workers):
     """A sampler that gives (index, size) gets what the source makes of it, between batches from the cache."""
     batches: Any = [[0, 1], [(2, 5), (3, 5)], [4, 0], [(1, 3)]]
-    with closing(CachedDataset(Sized(6), transform=transform)) as dataset:
+    with closing(CachedDataset(Made(sized, 6), transform=transform)) as dataset:
         loader = CachedLoader(dataset, batch_sampler=batches, num_workers=num_workers)
         for _ in range(2):
             got = [copied(batch) for batch in loader]
-            assert same(got, list(DataLoader(Sized(6), batch_sampler=batches)))
+            assert same(got, list(DataLoader(Made(sized, 6), batch_sampler=batches)))
 
 
 def test_a_sampler_may_change_the_batch_that_it_gave():
@@ -280,12 +263,17 @@ class Telling(Numbers):
         return torch.tensor([*self.told, -1 if info is None else info.id]), index
 
 
-@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
-    ("transform", "wrap", "kind"),
-    [(None, StandIn, Telling), (None, lambda dataset: dataset, CachedDataset), (unchanged, StandIn, Telling)],
+    ("gather", "transform", "wrap", "kind"),
+    [
+        ("main", None, StandIn, Telling),
+        ("main", None, lambda dataset: dataset, CachedDataset),
+        ("worker", unchanged, StandIn, Telling),
+        ("main", unchanged, StandIn, Telling),
+    ],
+    ids=["gathered", "of the user's making", "made", "DataLoader's own way"],
 )
-def test_worker_init_fn_finds_the_dataset_and_the_worker(transform, wrap, kind):
+def test_worker_init_fn_finds_the_dataset_and_the_worker(gather, transform, wrap, kind):
     """It runs in every worker, where get_worker_info says what it says under DataLoader: the user's own dataset."""
 
     def note_worker(worker: int) -> None:
@@ -294,44 +282,61 @@ def test_worker_init_fn_finds_the_dataset_and_the_worker(transform, wrap, kind):
         info.dataset.told = (worker, info.id, info.num_workers)
 
     with closing(CachedDataset(Telling(8), transform=transform)) as dataset:
-        loader = CachedLoader(wrap(dataset), 2, num_workers=2, worker_init_fn=note_worker)
+        loader = CachedLoader(wrap(dataset), 2, gather=gather, num_workers=2, worker_init_fn=note_worker)
         told = {tuple(row) for images, _ in loader for row in images.tolist()}
         assert told == {(0, 0, 2, 0), (1, 1, 2, 1)}
 
 
 def test_gather_says_who_makes_the_batches():
-    """Workers where there are some and a transform to run, else the main process; or as one says by hand."""
+    """Workers where there are some and more to do than to copy rows, else the main process; or as one says by hand.
+
+    Without a route batches travel as DataLoader sends them.
+    """
+    worker: dict[str, Any] = {"num_workers": 1}
     with closing(CachedDataset(Numbers(8))) as plain, closing(CachedDataset(Numbers(8), transform=unchanged)) as after:
-        ways = {
-            ("auto", plain, 0): "main",
-            ("auto", plain, 1): "main",
-            ("main", plain, 1): "main",
-            ("worker", plain, 1): "worker",
-            ("auto", after, 0): None,
-            ("auto", after, 1): "worker",
-            ("worker", after, 1): "worker",
-            ("main", after, 1): None,
-        }
-        for (gather, dataset, num_workers), way in ways.items():
-            loader = CachedLoader(dataset, 4, gather=gather, num_workers=num_workers)  # type: ignore[arg-type]
-            assert loader.route == way
-            assert same([copied(batch) for batch in loader], list(DataLoader(Numbers(8), 4)))
+        ways: list[tuple[Any, dict[str, Any], str | None]] = [
+            (plain, {}, "main"),
+            (plain, worker, "main"),
+            (plain, worker | {"gather": "main"}, "main"),
+            (plain, worker | {"gather": "worker"}, "worker"),
+            (plain, {"collate_fn": list}, None),
+            (plain, worker | {"collate_fn": list}, "worker"),
+            (plain, worker | {"batch_size": None}, None),
+            (after, {}, None),
+            (after, worker, "worker"),
+            (after, worker | {"gather": "worker"}, "worker"),
+            (after, worker | {"gather": "main"}, None),
+        ]
+        if "in_order" in inspect.signature(DataLoader.__init__).parameters:  # since torch 2.6
+            ways.append((plain, worker | {"in_order": False}, None))
+        for dataset, options, route in ways:
+            arguments = {"batch_size": 4} | options
+            loader = CachedLoader(dataset, **arguments)
+            assert loader.route == route
+            arguments.pop("gather", None)
+            assert same([copied(batch) for batch in loader], list(DataLoader(Numbers(8), **arguments)))
+            assert route is not None or loader.resources is None
 
 
-def test_arguments_that_cannot_be_are_refused_in_words():
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"gather": "both"}, ValueError, "gather must be 'auto', 'main' or 'worker', got 'both'"),
+        ({"gather": "worker"}, ValueError, "gather='worker' needs num_workers > 0"),
+        ({"shuffle": True, "batch_sampler": [[0]]}, ValueError, "mutually exclusive"),
+        ({"frobnicate": 1}, TypeError, "frobnicate"),
+        ({"sampling": "nearby"}, ValueError, "mode must be one of locality, global, sticky, got 'nearby'"),
+        ({"batch_size": None, "sampling": "locality"}, ValueError, "give the loader a batch_size"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_in_words(arguments, error, message):
     """The message names the argument, the rule and what came."""
-    with pytest.raises(ValueError, match="gather must be 'auto', 'main' or 'worker', got 'both'"):
-        CachedLoader(Numbers(4), 2, gather="both")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="gather='worker' needs num_workers > 0"):
-        CachedLoader(Numbers(4), 2, gather="worker")
-    with pytest.raises(ValueError, match="mutually exclusive"):
-        CachedLoader(Numbers(4), shuffle=True, batch_sampler=[[0]])
-    with pytest.raises(TypeError, match="frobnicate"):
-        CachedLoader(Numbers(4), frobnicate=1)
-    with pytest.raises(ValueError, match="mode must be one of locality, global, sticky, got 'nearby'"):
-        CachedLoader(Numbers(4), 2, sampling="nearby")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="give the loader a batch_size"):
-        CachedLoader(Numbers(4), None, sampling="locality")
+    with pytest.raises(error, match=message):
+        CachedLoader(Numbers(4), **arguments)
+
+
+def test_a_sampler_that_deals_to_ranks_stays():
+    """`sampling` is for a loader without one."""
     sampler = DistributedSampler(Numbers(4), 2, 0)
     assert CachedLoader(Numbers(4), 2, sampler=sampler, sampling="locality").sampler is sampler
 
@@ -339,29 +344,10 @@ def test_arguments_that_cannot_be_are_refused_in_words():
 def test_the_length_is_that_of_the_batch_sampler_and_asked_for_only_then():
     """A batch sampler without a length will do, as long as nobody wants to know."""
     with closing(CachedDataset(Numbers(10))) as dataset:
-        iterator = iter(CachedLoader(dataset, 4))
-        assert len(iterator) == 3
+        assert len(iter(CachedLoader(dataset, 4))) == 3
         unequal = iter(CachedLoader(dataset, batch_sampler=UnequalBatches(10)))  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             len(unequal)
-
-
-@pytest.mark.parametrize(("transform", "method"), [(None, "forkserver"), (unchanged, "spawn")])
-def test_workers_may_be_started_by_any_method(transform, method):
-    """Spawned workers fill the same cache, stage what does not fit and use the same windows."""
-    with closing(CachedDataset(Numbers(12), "50%", transform=transform)) as dataset:
-        arguments: dict[str, Any] = {
-            "batch_size": 4,
-            "num_workers": 1,
-            "persistent_workers": True,
-            "multiprocessing_context": method,
-        }
-        loader = CachedLoader(dataset, **arguments)
-        expected = list(DataLoader(Numbers(12), 4))
-        for _ in range(3):
-            assert same([copied(batch) for batch in loader], expected)
-        assert dataset.cache.filled == 6
-        loader.close()
 
 
 # ---- copies ----
@@ -385,127 +371,23 @@ def test_a_loader_that_is_running_can_be_copied_and_sent():
 def test_a_persistent_loader_whose_cache_is_closed_draws_no_second_seed(own):
     """The epochs after it are those of a DataLoader whose workers have lived on, and so is the generator's state."""
 
-    def epochs(loader: Any, close: Any = None) -> list[Any]:
+    def epochs(kind: Any, dataset: Any, close: Any) -> list[Any]:
         torch.manual_seed(0)
+        options: dict[str, Any] = {"generator": torch.Generator().manual_seed(7)} if own else {}
+        loader = kind(dataset, 8, shuffle=True, num_workers=1, persistent_workers=True, **options)
         got = []
         for epoch in range(4):
             for number, batch in enumerate(loader):
-                if close is not None and (epoch, number) == (1, 1):
+                if (epoch, number) == (1, 1):
                     close()
                 got.append(batch[1].tolist())
         return [*got, torch.rand(1).item()]
 
-    arguments: dict[str, Any] = {"batch_size": 8, "shuffle": True, "num_workers": 1, "persistent_workers": True}
-    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
-        expected = epochs(DataLoader(Numbers(LENGTH), generator=seeded() if own else None, **arguments))
-        loader = CachedLoader(dataset, generator=seeded() if own else None, **arguments)
-        assert epochs(loader, dataset.close) == expected
+    dataset = CachedDataset(Numbers(LENGTH))
+    assert epochs(CachedLoader, dataset, dataset.close) == epochs(DataLoader, Numbers(LENGTH), lambda: None)
 
 
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(7)
-
-
-# ---- records: samples of any kind ----
-
-RECORDS = 26
-
-
-def text(index: int) -> Any:
-    """A string, its tokens and a label, of many lengths."""
-    return {"text": f"sample {index} " * (index % 5), "ids": list(range(index % 7 + 1)), "label": index % 3}
-
-
-class Photos(Dataset[Any]):
-    """Images of PIL of many sizes, cropped and flipped at random."""
-
-    def __init__(self) -> None:
-        steps = [transforms.RandomResizedCrop(8), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
-        self.transform = transforms.Compose(steps)
-
-    def __len__(self) -> int:
-        return RECORDS
-
-    def __getitem__(self, index: int) -> Any:
-        pixels = np.random.default_rng(index).integers(0, 256, (20 + index, 40 - index, 3), dtype=np.uint8)
-        return self.transform(Image.fromarray(pixels)), f"{index}.jpg"
-
-
-def boxed(index: int) -> Any:
-    """A large image with boxes of varying number."""
-    image = torch.full((3, 64, 60 + index), index, dtype=torch.uint8)
-    return image, {"boxes": torch.full((index % 4, 4), float(index)), "id": index, "name": str(index)}
-
-
-TEXTS, BOXES = Made(text, RECORDS), Made(boxed, RECORDS)
-
-
-def padded(samples: list[Any]) -> Any:
-    ids = [torch.tensor(sample["ids"]) for sample in samples]
-    texts, labels = [sample["text"] for sample in samples], torch.tensor([sample["label"] for sample in samples])
-    return {"ids": pad_sequence(ids, batch_first=True), "text": texts, "label": labels}
-
-
-def as_tuples(samples: list[Any]) -> Any:
-    return tuple(zip(*samples, strict=True))
-
-
-def twice(samples: list[Any]) -> Any:
-    """Large tensors of all sorts: the same one twice, one with other strides, an empty one, one in an object."""
-    large = torch.stack([torch.full((40, 50), float(len(str(sample)))) for sample in samples])
-    return [
-        large,
-        large,
-        large.permute(2, 0, 1),
-        torch.empty(0, 3),
-        None,
-        large[0].numpy().copy(),
-        {"deep": (large + 1, "x")},
-    ]
-
-
-WAYS: dict[str, tuple[Any, Any]] = {
-    "text, padded": (TEXTS, padded),
-    "photographs": (Photos(), None),
-    "photographs, tuples": (Photos(), as_tuples),
-    "boxes": (BOXES, as_tuples),
-    "odd batches": (TEXTS, twice),
-}
-
-DESIGNS = pairwise(
-    way=list(WAYS),
-    num_workers=[0, 2],
-    budget=["auto", "40%"],
-    persistent=[False, True],
-    batch_size=[4, 7],
-    shuffle=[True, False],
-    transform=[None, repr],
-)
-
-
-@pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("design", DESIGNS, ids=lambda design: " ".join(map(str, design.values())))
-def test_batches_and_draws_of_records_are_those_of_dataloader(design: dict[str, Any]) -> None:
-    """In three epochs, one of them broken off, with all of it in the cache, or a part."""
-    source, collate = WAYS[design["way"]]
-    transform = design["transform"]
-    if transform is not None:
-        collate = list
-    arguments = {"batch_size": design["batch_size"], "shuffle": design["shuffle"], "collate_fn": collate}
-    arguments |= {"num_workers": design["num_workers"]}
-    arguments |= {"persistent_workers": design["persistent"] and design["num_workers"] > 0}
-    with closing(CachedDataset(source, design["budget"], transform=transform)) as dataset:
-        whole = source if transform is None else Transformed(source, transform)
-        seed_all()
-        plain = run(DataLoader(whole, **arguments))
-        seed_all()
-        loader = CachedLoader(dataset, **arguments)
-        cached = run(loader)
-        loader.close()
-        assert same(cached, plain)
-        counts = totals(dataset)
-        assert counts.hits > 0
-        assert counts.fills == dataset.cache.filled  # type: ignore[union-attr]
+# ---- records ----
 
 
 def test_a_tensor_that_is_there_twice_is_one() -> None:
@@ -531,7 +413,6 @@ def of_a_point(index: int, kind: type[Point] = Point) -> Any:
     return {"point": kind(index), "text": "." * index}
 
 
-@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_record_that_cannot_be_decoded_is_a_miss(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class that was renamed since its samples were stored costs loads, and ends no training."""

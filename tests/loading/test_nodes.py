@@ -30,11 +30,9 @@ LENGTH, BATCH, EPOCHS = 1200, 40, 4
     ("kind", "workers", "options", "state"),
     [
         (DataLoader, 0, {}, "has a cache of its own"),
-        (DataLoader, 2, {}, "has a cache of its own"),
         (CachedLoader, 2, {}, "has a cache of its own"),
         (CachedLoader, 0, {"defer": True}, "loads its samples uncached"),
         (DataLoader, 2, {"budget": 0}, "loads its samples uncached"),
-        (DataLoader, 0, {"defer": True}, "loads its samples uncached"),
     ],
 )
 def test_a_loader_says_that_ranks_are_alone(monkeypatch, kind, workers, options, state):

@@ -11,48 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DistributedSampler, SubsetRandomSampler
 
 from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
 from lightning_stocache.cache.placement import Domain, Ring
 from lightning_stocache.loading.loader_sampler import locality_sampler
-from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from tests.loading.twins import LazySampler, UnequalBatches
+from tests.loading.twins import SAMPLERS, seed_all, with_batches
 
 LENGTH = 23
 FOLD = range(2, 18)
-NUMBERS = [torch.tensor(number) for number in range(LENGTH)]
-
-
-class Shuffled(Sampler[int]):
-    """A user's sampler: an order from a generator of its own, or a process-wide one, drawn when it is asked for it."""
-
-    def __init__(self, draw: Callable[[], Any]) -> None:
-        self.draw, self.mine = draw, random.Random(4)
-
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(LENGTH))
-        (self.mine if self.draw is None else self.draw).shuffle(order)
-        return iter(order)
-
-
-class EagerBatches(Shuffled):
-    """A user's batch sampler, which draws as soon as it is asked for an iterator."""
-
-    def __iter__(self) -> Any:
-        order = list(super().__iter__())
-        return iter([order[:9], order[9:11], order[11:]])
+NUMBERS: Any = [torch.tensor(number) for number in range(LENGTH)]
 
 
 def dealt(draws: Any, rank: int, batch_size: int = 4) -> LocalitySampler:
@@ -62,38 +31,30 @@ def dealt(draws: Any, rank: int, batch_size: int = 4) -> LocalitySampler:
     return LocalitySampler(NUMBERS, 2, rank, batch_size=batch_size, ring=ring, nodes=((0,), (1,)), draws=draws)
 
 
-SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
-    "sequential": lambda: {},
-    "random": lambda: {"shuffle": True},
-    "with a generator": lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
-    "with replacement": lambda: {"sampler": RandomSampler(NUMBERS, replacement=True, num_samples=40)},  # type: ignore[arg-type]
-    "subset": lambda: {"sampler": SubsetRandomSampler(range(0, LENGTH, 2))},
-    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * LENGTH, 30)},
-    "distributed": lambda: {"sampler": DistributedSampler(NUMBERS, 2, 1, seed=5)},  # type: ignore[arg-type]
-    "own generator": lambda: {"sampler": Shuffled(None)},  # type: ignore[arg-type]
-    "Python's": lambda: {"sampler": Shuffled(random)},  # type: ignore[arg-type]
-    "NumPy's": lambda: {"sampler": Shuffled(np.random)},  # type: ignore[arg-type]
-    "lazy": lambda: {"sampler": LazySampler(LENGTH)},
-    "batches": lambda: {"batch_sampler": BatchSampler(RandomSampler(NUMBERS), 4, True)},  # type: ignore[arg-type]
-    "eager batches": lambda: {"batch_sampler": EagerBatches(None)},  # type: ignore[arg-type]
-    "unequal batches": lambda: {"batch_sampler": UnequalBatches(LENGTH)},
-    "locality": lambda: {"shuffle": True, "sampling": "locality"},
-    "a dealt fold": lambda: {"sampler": SubsetRandomSampler(range(0, LENGTH, 2)), "sampling": "locality"},
-    "dealt, own generator": lambda: {"sampler": Shuffled(None), "sampling": "locality", "shuffle": True},  # type: ignore[arg-type]
-    "dealt, two ranks": lambda: {"sampler": dealt(SubsetRandomSampler(range(LENGTH)), 1)},
-    "no batches": lambda: {"shuffle": True, "batch_size": None},
+def dealing(name: str) -> Callable[[Any], dict[str, Any]]:
+    """A sampler whose indices are dealt."""
+    return lambda indices: SAMPLERS[name](indices) | {"sampling": "locality"}
+
+
+WAYS = SAMPLERS | {
+    "locality": dealing("shuffle"),
+    "a dealt fold": dealing("subset"),
+    "dealt, own generator": dealing("own generator"),
+    "dealt, two ranks": lambda indices: {"sampler": dealt(SubsetRandomSampler(indices), 1)},
 }
 
 
-def made(name: str, seed: int, dataset: Any = NUMBERS, kind: Any = CachedLoader, **more: Any) -> Any:
+def made(name: str, dataset: Any = NUMBERS, **more: Any) -> Any:
     """A loader as it is in a process of its own, whose generators are where they are by chance."""
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-    arguments = SAMPLERS[name]() | more
-    if not {"batch_sampler", "batch_size"} & arguments.keys():
-        arguments["batch_size"] = 4
-    return kind(dataset, **arguments)
+    return CachedLoader(dataset, **with_batches(WAYS[name](range(LENGTH)), batch_size=4), **more)
+
+
+def made_elsewhere(state: Any, name: str, dataset: Any = NUMBERS, **more: Any) -> Any:
+    """Such a loader in another process, which is to go on from a state."""
+    torch.manual_seed(77), np.random.seed(77), random.seed(77)  # type: ignore[func-returns-value]
+    loader = made(name, dataset, **more)
+    loader.load_state_dict(json.loads(json.dumps(state)))  # plain values, nothing else
+    return loader
 
 
 def epochs(loader: Any, begin: int, end: int) -> list[list[Any]]:
@@ -111,16 +72,17 @@ def dataset(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "plain":
         yield NUMBERS
         return
-    cached = CachedDataset(NUMBERS, spec=SampleSpec.infer(NUMBERS[0]))  # type: ignore[arg-type]
+    cached = CachedDataset(NUMBERS, spec=SampleSpec.infer(NUMBERS[0]))
     yield cached
     cached.close()
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", WAYS)
 def test_the_rest_comes_from_any_moment(dataset, name):
     """From a state that is taken when an epoch begins, after any of its batches or at its end, a loader in a process
     with other random states gives what is left of that epoch, and the next one."""
-    first = made(name, 0, dataset)
+    seed_all()
+    first = made(name, dataset)
     first.set_epoch(0)
     batches, whole = iter(first), list[Any]()
     states = [first.state_dict()]  # begun, and nothing handed out
@@ -131,8 +93,7 @@ def test_the_rest_comes_from_any_moment(dataset, name):
     following = epochs(first, 1, 2)
     assert len(whole) > 2
     for number, state in enumerate(states):
-        again = made(name, 77, dataset)
-        again.load_state_dict(json.loads(json.dumps(state)))  # plain values, nothing else
+        again = made_elsewhere(state, name, dataset)
         if number > len(whole):
             assert epochs(again, 1, 2) == following
         else:
@@ -141,21 +102,23 @@ def test_the_rest_comes_from_any_moment(dataset, name):
 
 @pytest.mark.parametrize(
     ("name", "persistent"),
-    [("random", True), ("with a generator", False), ("lazy", True), ("own generator", False), ("locality", True)],
+    [("shuffle", True), ("a generator", False), ("lazy", True), ("own generator", False), ("locality", True)],
 )
 @pytest.mark.processes
 def test_workers_draw_on_from_where_they_had_drawn(dataset, name, persistent):
     """What workers have loaded and nobody has been given comes again. What they had drawn ahead is drawn again before
     the generators go on, and persistent workers, which draw no seed between two epochs, draw none after a break."""
     options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": persistent}
-    first = made(name, 0, dataset, **options)
-    batches, whole = iter(first), list[Any]()
-    states = [first.state_dict() for batch in batches if whole.append(batch.tolist()) is None]  # type: ignore[func-returns-value]
+    seed_all()
+    first = made(name, dataset, **options)
+    whole, states = list[Any](), list[Any]()
+    for batch in first:
+        whole.append(batch.tolist())
+        states.append(first.state_dict())
     states.append(first.state_dict())
     following = epochs(first, 1, 3)
     for number in (2, len(whole) - 1, len(whole) + 1):  # the last: at the epoch's end
-        again = made(name, 77, dataset, **options)
-        again.load_state_dict(json.loads(json.dumps(states[number - 1])))
+        again = made_elsewhere(states[number - 1], name, dataset, **options)
         rest = [] if number > len(whole) else [whole[number:]]
         assert epochs(again, 1 - len(rest), 3) == [*rest, *following], number
         again.load_state_dict(states[number - 1])  # with workers that are there, where they are persistent
@@ -163,17 +126,15 @@ def test_workers_draw_on_from_where_they_had_drawn(dataset, name, persistent):
         again.close()
 
 
+@pytest.mark.parametrize("dataset", ["cached"], indirect=True)
 def test_an_epoch_that_was_closed_has_not_ended(dataset):
     """Who asks a closed iterator for more gets nothing, and the position stays where it was."""
-    if dataset is NUMBERS:
-        pytest.skip("DataLoader's iterator cannot be closed")
-    loader = made("random", 0, dataset)
+    loader = made("shuffle", dataset)
     batches = iter(loader)
     got = [next(batches).tolist()]
     batches.close()
     assert next(batches, None) is None
-    again = made("random", 77, dataset)
-    again.load_state_dict(loader.state_dict())
+    again = made_elsewhere(loader.state_dict(), "shuffle", dataset)
     assert sorted(chain(*got, *(batch.tolist() for batch in again))) == list(range(LENGTH))
 
 
@@ -201,10 +162,10 @@ def test_another_size_goes_on_after_the_same_samples(data, length, before, after
 
     then, now = ranks(*before), ranks(*after)
     steps = data.draw(st.integers(0, len(then[0])))
-    given = [[next(batches).tolist() for _ in range(steps)] for batches in map(iter, then)]
-    for loader in then:
-        loader.set_epoch(2)
-    given = [[next(batches).tolist() for _ in range(steps)] for batches in map(iter, then)]
+    for epoch in (0, 2):  # the first one is broken off, too
+        for loader in then:
+            loader.set_epoch(epoch)
+        given = [[next(batches).tolist() for _ in range(steps)] for batches in map(iter, then)]
     left = []
     for loader in now:
         loader.load_state_dict(then[0].state_dict())
@@ -217,24 +178,17 @@ def test_another_size_goes_on_after_the_same_samples(data, length, before, after
     assert twice <= (before[1] - 1) + 2 * (after[1] - 1)  # both pad their epoch
 
 
-@pytest.mark.parametrize(
-    "callers", [lambda epoch, start: epoch, lambda epoch, start: epoch - start], ids=["absolute", "from zero"]
-)
-def test_callers_may_count_epochs_on_or_from_zero(callers):
+@pytest.mark.parametrize("start", [0, 2], ids=["absolute", "from zero"])
+def test_callers_may_count_epochs_on_or_from_zero(start):
     """Where each process counts epochs from zero, as Fabric does, later epochs are those that would have come."""
-    first = made("distributed", 0)
+    first = made("distributed")
     whole = epochs(first, 0, 5)
     first.set_epoch(2)
     batches = iter(first)
     for _ in range(2):
         next(batches)
-    again = made("distributed", 77)
-    again.load_state_dict(first.state_dict())
-    seen = []
-    for epoch in range(2, 5):
-        again.set_epoch(callers(epoch, 2))
-        seen.append([batch.tolist() for batch in again])
-    assert seen == [whole[2][2:], *whole[3:]]
+    again = made_elsewhere(first.state_dict(), "distributed")
+    assert epochs(again, 2 - start, 5 - start) == [whole[2][2:], *whole[3:]]
 
 
 WHOLE = {"version": 1, "batches": 2, "batch_size": 4, "replicas": 1, "length": 23}
@@ -244,8 +198,7 @@ WHOLE = {"version": 1, "batches": 2, "batch_size": 4, "replicas": 1, "length": 2
 def test_what_is_no_state_is_refused(state):
     """A state of something else is an error that says so."""
     with pytest.raises(ValueError, match="state_dict must be what the state_dict of a CachedLoader gave, got "):
-        CachedLoader(NUMBERS).load_state_dict(state)  # type: ignore[arg-type]
-    assert LoaderState().batches == 0
+        CachedLoader(NUMBERS).load_state_dict(state)
 
 
 def test_a_sampler_is_told_its_epoch_once():
@@ -255,7 +208,7 @@ def test_a_sampler_is_told_its_epoch_once():
         def set_epoch(self, epoch: int) -> None:
             told.append(epoch)
 
-    sampler = Told(NUMBERS, 1, 0)  # type: ignore[arg-type]
+    sampler = Told(NUMBERS, 1, 0)
     for arguments in ({"batch_size": 4, "sampler": sampler}, {"batch_sampler": BatchSampler(sampler, 4, False)}):
         told: list[int] = []
         CachedLoader(NUMBERS, **arguments).set_epoch(3)  # type: ignore[arg-type]
@@ -268,13 +221,12 @@ def test_a_fold_that_is_dealt_to_nodes_goes_on_after_the_same_samples(batch_size
     before, after = list[int](), list[int]()
     for rank in (0, 1):
         torch.manual_seed(3)
-        loader = CachedLoader(NUMBERS, 2, sampler=dealt(SubsetRandomSampler(FOLD), rank, 2))  # type: ignore[arg-type]
+        loader = CachedLoader(NUMBERS, 2, sampler=dealt(SubsetRandomSampler(FOLD), rank, 2))
         drawing = iter(loader)
         before += [number for _ in range(2) for number in next(drawing).tolist()]
         state = loader.state_dict()
         torch.manual_seed(rank)  # what the order was drawn from is in the state
-        sampler = dealt(SubsetRandomSampler(FOLD), rank, batch_size)
-        resumed = CachedLoader(NUMBERS, batch_size, sampler=sampler)  # type: ignore[arg-type]
+        resumed = CachedLoader(NUMBERS, batch_size, sampler=dealt(SubsetRandomSampler(FOLD), rank, batch_size))
         resumed.load_state_dict(state)
         after += [number for batch in resumed for number in batch.tolist()]
     assert len(before) == 8

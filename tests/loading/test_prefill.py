@@ -15,14 +15,13 @@ from tests.sources import CountedSource
 pytestmark = pytest.mark.processes
 
 LENGTH = 60
+IDLE: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "persistent_workers": True}
 
 
 class Texts(CountedSource):
     """A tensor and a text; one of them may be broken."""
 
-    def __init__(self, path: Path, broken: int | None = None) -> None:
-        super().__init__(LENGTH, log_path=path)
-        self.broken = broken
+    broken: int | None = None
 
     def expected(self, index: int) -> Any:
         if index == self.broken:
@@ -30,54 +29,52 @@ class Texts(CountedSource):
         return torch.full((3,), index), str(index)
 
 
-def wait_for(dataset: CachedDataset, filled: int) -> None:
-    wait_until(lambda: dataset.cache is None or dataset.cache.filled >= filled)
+@pytest.fixture
+def source(tmp_path: Path) -> Texts:
+    return Texts(LENGTH, log_path=tmp_path / "loads")
 
 
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) -> None:
+def test_idle_workers_fill_what_nobody_asked_for(source: Texts, method: str) -> None:
     """After one batch all of it is filled, and what was served is what was counted.
 
     A sample is loaded twice only where it is asked for while it is being loaded ahead.
     """
-    dataset = CachedDataset(Texts(tmp_path / "loads"), prefill=True)
-    (tmp_path / "loads").unlink()
-    with closing(dataset):
-        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True, multiprocessing_context=method)
+    with closing(CachedDataset(source, prefill=True)) as dataset:
+        Path(source.log_path).unlink()
+        loader = CachedLoader(dataset, multiprocessing_context=method, **IDLE)
         batches = iter(loader)
         first = next(batches)
-        assert first[0].tolist() == [[index] * 3 for index in range(4)]
-        wait_for(dataset, LENGTH)
+        wait_until(lambda: dataset.cache is not None and dataset.cache.filled == LENGTH)
         rest = list(batches)
         loader.close()
         assert [text for _, texts in [first, *rest] for text in texts] == list(map(str, range(LENGTH)))
-        loads = dataset.source.loaded
-        assert set(loads) == set(range(LENGTH))
-        assert len(loads) <= LENGTH + 5
+        assert first[0].tolist() == [[index] * 3 for index in range(4)]
+        assert set(source.loaded) == set(range(LENGTH))
+        assert source.loads <= LENGTH + 5
         counts = totals(dataset)
         assert (counts.served, counts.fills, counts.bypasses) == (LENGTH, LENGTH, 0)
 
 
-def test_a_broken_sample_is_left_to_who_asks_for_it(tmp_path: Path) -> None:
+def test_a_broken_sample_is_left_to_who_asks_for_it(source: Texts) -> None:
     """The others are filled; whoever asks for the broken one gets its error."""
-    source = Texts(tmp_path / "loads", broken=55)
+    source.broken = 55
     with closing(CachedDataset(source, prefill=True)) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
+        loader = CachedLoader(dataset, **IDLE)
         batches = iter(loader)
         next(batches)
-        wait_for(dataset, LENGTH - 1)
+        wait_until(lambda: dataset.cache is not None and dataset.cache.filled == LENGTH - 1)
         with pytest.raises(OSError, match="sample 55 is broken"):
             list(batches)
         loader.close()
 
 
-def test_it_ends_where_there_is_no_room(tmp_path: Path) -> None:
+def test_it_ends_where_there_is_no_room(source: Texts) -> None:
     """A cache of a part fills that part, and workers go on waiting for requests."""
-    dataset = CachedDataset(Texts(tmp_path / "loads"), "50%", prefill=True)
-    with closing(dataset):
-        loader = CachedLoader(dataset, 4, num_workers=1, persistent_workers=True)
-        assert sum(len(texts) for _, texts in loader) == LENGTH
-        assert sum(len(texts) for _, texts in loader) == LENGTH
+    with closing(CachedDataset(source, "50%", prefill=True)) as dataset:
+        loader = CachedLoader(dataset, **IDLE)
+        for _ in range(2):
+            assert sum(len(texts) for _, texts in loader) == LENGTH
         loader.close()
-        assert dataset.source.loads < 3 * LENGTH
+        assert source.loads < 3 * LENGTH

@@ -2,7 +2,7 @@
 
 import collections
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -14,32 +14,23 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch, fields_of
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.worker_pool import Reply, Request, Responder, unpacked
-from tests.loading.twins import STRUCTURES, InBatches, Numbers, same
+from tests.loading.twins import STRUCTURES, InBatches, Numbers, same, totals
 from tests.sources import CountedSource
 
 
-def reply_to(responder: Responder, samples: Any, shared: SharedBatch | None) -> Reply:
-    """What a worker replies that is asked for a batch of those samples."""
+def replied(responder: Responder, samples: Any, shared: SharedBatch | None, pool: BatchPool) -> Any:
+    """The batch of a worker that is asked for those samples, in the main process, after its way through a pipe."""
     responder.dataset = CachedDataset(samples, defer=True)
-    return responder.__getitems__(Request(list(range(len(samples))), None, None if shared is None else shared.handle))
-
-
-def sent(reply: Reply) -> Reply:
-    """After the way that it takes through a pipe."""
-    return pickle.loads(pickle.dumps(reply))
-
-
-def received(reply: Reply, shared: SharedBatch | None, pool: BatchPool) -> Any:
-    """The batch in the main process."""
+    request = Request(list(range(len(samples))), None, None if shared is None else shared.handle)
+    reply: Reply = pickle.loads(pickle.dumps(responder.__getitems__(request)))
     return unpacked(reply.batch, shared, pool) if reply.packed else reply.batch
 
 
 def through(samples: list[Any]) -> tuple[Any, Any]:
     """The batch as it comes without memory of its own, and then in it."""
     pool, responder = BatchPool(shared=3), Responder(None)
-    first = received(sent(reply_to(responder, samples, None)), None, pool)
-    shared = pool.take_shared()
-    second = received(sent(reply_to(responder, samples, shared)), shared, pool)
+    first = replied(responder, samples, None, pool)
+    second = replied(responder, samples, pool.take_shared(), pool)
     pool.close()
     return first, second
 
@@ -82,49 +73,33 @@ def test_types_that_the_user_registered_are_collated_by_the_users_function(monke
         assert got[0].nodes.flatten().tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [torch.zeros(2), torch.zeros(3)],
-        [(1, 2), (1,)],
-        [{"a": 1}, {"b": 2}],
-        [object(), object()],
-        [torch.zeros(2), torch.zeros(2, dtype=torch.int64).view(torch.float64), None],
-    ],
-    ids=["shapes", "lengths", "keys", "objects", "types"],
-)
-def test_what_default_collate_refuses_is_its_error(samples):
-    """With its words."""
-    with pytest.raises(Exception) as expected:
-        default_collate(samples)
-    with pytest.raises(type(expected.value)) as got:
-        reply_to(Responder(None), samples, None)
-    assert str(got.value) == str(expected.value)
+ODD: dict[str, list[Any]] = {
+    "shape": [torch.ones(2), torch.zeros(3), torch.ones(2)],
+    "dtype": [torch.ones(2), torch.full((2,), 0.1, dtype=torch.float64), torch.ones(2)],
+    "lengths": [(1, 2), (1,)],
+    "keys": [{"a": 1}, {"b": 2}],
+    "objects": [object(), object()],
+    "types": [torch.zeros(2), None],
+}
 
 
-def made(pool: BatchPool, responder: Responder, samples: list[Any]) -> Any:
-    """A batch, made in the memory that the pool has for it."""
-    shared = pool.take_shared()
-    return received(sent(reply_to(responder, samples, shared)), shared, pool)
-
-
-@pytest.mark.parametrize("other", [torch.zeros(3), torch.full((2,), 0.1, dtype=torch.float64)], ids=["shape", "dtype"])
-def test_a_sample_that_differs_in_shared_memory_is_as_without(other):
-    """What does not fit the rows of the first sample is left to default_collate, whatever it makes of it."""
-    samples = [torch.ones(2), other, torch.ones(2)]
-    pool, responder = BatchPool(shared=3), Responder(None)
-    made(pool, responder, [torch.zeros(100)] * 3)
-    shared = pool.take_shared()
-    assert shared is not None
+@pytest.mark.parametrize("samples", ODD.values(), ids=ODD)
+def test_samples_that_differ_are_left_to_default_collate(samples):
+    """In shared memory too, whose rows they do not fit: whatever it makes of them, or its error, in its words."""
 
     def outcome(make: Callable[[], Any]) -> Any:
         try:
             return make()
-        except RuntimeError as refused:
-            return str(refused)
+        except Exception as refused:
+            return type(refused), str(refused)
 
-    got = outcome(lambda: received(sent(reply_to(responder, samples, shared)), shared, pool))
-    assert same(got, outcome(lambda: default_collate(samples)))
+    pool, responder = BatchPool(shared=3), Responder(None)
+    replied(responder, [torch.zeros(100)] * 3, pool.take_shared(), pool)
+    shared = pool.take_shared()
+    assert shared is not None
+    for place in (None, shared):
+        got = outcome(lambda place=place: replied(responder, samples, place, pool))
+        assert same(got, outcome(lambda: default_collate(samples)))
     pool.close()
 
 
@@ -147,9 +122,9 @@ def without_slot(dataset: CachedDataset) -> list[int]:
     return [index for index in range(LENGTH) if not dataset.cache.has_place(index)]
 
 
-def asked(dataset: CachedDataset, missing: list[int], place: Any, of_batch: Iterable[int] = range(LENGTH)) -> Any:
+def asked(dataset: CachedDataset, indices: list[int], missing: list[int], place: Any) -> Any:
     """The reply to a request for the samples at some positions of a batch, through a pipe."""
-    return sent(Responder(dataset).__getitems__(Request(list(of_batch), missing, place)))
+    return pickle.loads(pickle.dumps(Responder(dataset).__getitems__(Request(indices, missing, place))))
 
 
 @pytest.mark.processes
@@ -161,7 +136,7 @@ def test_missing_samples_are_put_into_their_rows(dataset):
     for field in memory:
         field.fill(9)
     missing = without_slot(dataset)
-    assert asked(dataset, missing, shared.handle) == Reply()
+    assert asked(dataset, list(range(LENGTH)), missing, shared.handle) == Reply()
     samples = codec.split(memory, LENGTH)
     for position in range(LENGTH):
         image, label = samples[position]
@@ -175,25 +150,23 @@ def test_missing_samples_are_put_into_their_rows(dataset):
 
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("shared", [False, True])
-def test_what_has_become_ready_meanwhile_is_not_loaded_again(tmp_path, batched, shared):
+@pytest.mark.parametrize(("wrap", "shared"), [(InBatches, True), (lambda source: source, True), (InBatches, False)])
+def test_what_has_become_ready_meanwhile_is_not_loaded_again(tmp_path, wrap, shared):
     """The rest is loaded, stored where it has a slot, and counted once."""
     source = CountedSource(LENGTH, log_path=tmp_path / "loads")
-    with closing(CachedDataset(InBatches(source) if batched else source, "50%")) as dataset:
+    with closing(CachedDataset(wrap(source), "50%")) as dataset:
         pool = BatchPool(shared=1)
         memory = pool.take_shared([10_000]) if shared else None
         place = None if memory is None else memory.handle
-        with_slot = [index for index in range(LENGTH) if index not in without_slot(dataset)]
+        without = without_slot(dataset)
+        with_slot = [index for index in range(LENGTH) if index not in without]
         dataset.__getitems__(with_slot[:2])
         loads = source.loads
-        asked(dataset, list(range(LENGTH)), place)
+        asked(dataset, list(range(LENGTH)), list(range(LENGTH)), place)
         assert source.loads - loads == LENGTH - 2
         assert dataset.cache.filled == len(with_slot)
-        assert dataset.counters.totals().served == LENGTH + 2
-        assert dataset.counters.totals().hits == 2
-        twice = without_slot(dataset)[:1] * 2 + with_slot[:1]
-        asked(dataset, [0, 1, 2], place, twice)
-        assert dataset.counters.totals().served == LENGTH + 5
+        assert (totals(dataset).served, totals(dataset).hits) == (LENGTH + 2, 2)
+        asked(dataset, [*without[:1] * 2, with_slot[0]], [0, 1, 2], place)
+        assert totals(dataset).served == LENGTH + 5
         del memory
         pool.close()

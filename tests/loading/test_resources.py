@@ -1,7 +1,6 @@
 """The life of loaders, iterators, workers, threads and memory: whatever is broken off, nothing outlives its loader."""
 
 import gc
-import os
 import subprocess
 import sys
 import threading
@@ -19,73 +18,71 @@ from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from tests.loading.twins import Numbers, Transformed, copied, same, to_float
-from tests.processes import without_room
+from tests.jobs import job_environment
+from tests.loading.twins import Numbers, copied, same, to_float, uncached
 
 LENGTH = 40
 
 pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
 
 
-ways = pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
-pairs = pytest.mark.parametrize(
-    ("arguments", "transform"),
-    [
-        ({}, None),
-        ({}, to_float),
-        ({"num_workers": 2}, to_float),
-        ({"num_workers": 2, "persistent_workers": True}, None),
-    ],
-    ids=["alone, gathered", "alone, made", "workers, made", "persistent, gathered"],
-)
+gathered_or_made = pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
+WAYS: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "alone, gathered": ({}, "auto", None),
+    "alone, made": ({}, "50%", to_float),
+    "workers, gathered": ({"num_workers": 2}, "50%", None),
+    "workers, made": ({"num_workers": 2}, "auto", to_float),
+    "persistent, gathered": ({"num_workers": 2, "persistent_workers": True}, "50%", None),
+    "persistent, made": ({"num_workers": 2, "persistent_workers": True}, "auto", to_float),
+}
+in_every_way = pytest.mark.parametrize(("arguments", "budget", "transform"), WAYS.values(), ids=WAYS)
 
 
-def plain(transform: Callable[[Any], Any] | None, source: Any = None) -> list[Any]:
-    source = Numbers(LENGTH) if source is None else source
-    return list(DataLoader(source if transform is None else Transformed(source, transform), 4))
+def plain(transform: Callable[[Any], Any] | None) -> list[Any]:
+    return list(DataLoader(uncached(Numbers(LENGTH), transform), 4))
 
 
 def threads() -> int:
     return sum(thread.name == "stocache-prefetch" for thread in threading.enumerate())
 
 
-ALONE: dict[str, Any] = {}
-WORKERS: dict[str, Any] = {"num_workers": 2}
-PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
+def worker_pids() -> set[int | None]:
+    return {process.pid for process in active_children()}
 
 
-@pytest.mark.parametrize(
-    ("budget", "arguments", "transform"),
-    [
-        ("auto", ALONE, None),
-        ("50%", ALONE, to_float),
-        ("50%", WORKERS, None),
-        ("auto", WORKERS, to_float),
-        ("50%", PERSISTENT, None),
-        ("auto", PERSISTENT, None),
-        ("auto", PERSISTENT, to_float),
-    ],
-)
-def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follows(budget, arguments, transform):
-    """Thread and workers end with the iterator, unless they are persistent; the next epoch is complete."""
+@in_every_way
+def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follows(arguments, budget, transform):
+    """Thread and workers end with the iterator, unless they are persistent, and then the same go on. They end with
+    `close`, too. What has been handed out stays, and the next epoch is complete."""
     expected = plain(transform)
     with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, **arguments)
-        for stop in (0, 3, 6):
-            for number, batch in enumerate(loader):
-                assert same(batch, expected[number])
-                if number == stop:
-                    break
+        for _ in range(2):
+            pids = set[int | None]()
+            for stop in (0, 3, 6):
+                iterator = iter(loader)
+                batches = [next(iterator) for _ in range(stop + 1)]
+                pids |= worker_pids()
+                del iterator
+                assert threads() == 0
+                assert worker_pids() == (pids if loader.persistent_workers else set())
+                assert same(batches, expected[: stop + 1])
+            assert not loader.persistent_workers or len(pids) == 2
+            assert same([copied(batch) for batch in loader], expected)
+            if transform is not None and loader.num_workers:  # batches that nobody asked for any more gave theirs back
+                del batches
+                gc.collect()
+                assert loader.resources.pool.shared_left == 7
+            iterator = iter(loader)
+            batch, ours = next(iterator), loader.resources is not None
+            loader.close()
+            assert active_children() == []
             assert threads() == 0
-            if transform is not None or len(dataset.cache) < LENGTH or not loader.persistent_workers:
-                assert bool(active_children()) is bool(loader.persistent_workers)
-            # else: the workers may have filled the cache by now, and a full one keeps none
-        assert same([copied(batch) for batch in loader], expected)
-        if transform is not None and loader.num_workers:  # batches that nobody asked for any more gave theirs back
-            del batch
-            gc.collect()
-            assert loader.resources.pool.shared_left == 7
-        loader.close()
+            if ours:  # without workers, transformed samples come by DataLoader's own iterator
+                assert next(iterator, None) is None
+            assert same(batch, expected[0])
+            assert same([copied(batch) for batch in loader], expected)
+            loader.close()
         assert active_children() == []
 
 
@@ -127,11 +124,11 @@ def test_workers_end_when_all_that_is_drawn_is_cached(indices, make, persistent)
         assert active_children() == []
 
 
-@pairs
-def test_two_iterators_at_once(transform, arguments):
+@in_every_way
+def test_two_iterators_at_once(arguments, budget, transform):
     """Each has its own place in the epoch; with persistent workers the first one ends, as DataLoader has but one."""
     expected = plain(transform)
-    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
+    with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, **arguments)
         if loader.persistent_workers:
             first = iter(loader)
@@ -146,10 +143,10 @@ def test_two_iterators_at_once(transform, arguments):
         loader.close()
 
 
-@pairs
-def test_a_loader_may_be_deleted_while_its_iterator_goes_on(transform, arguments):
+@in_every_way
+def test_a_loader_may_be_deleted_while_its_iterator_goes_on(arguments, budget, transform):
     """The iterator has what it needs, and everything ends with it."""
-    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
+    with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, **arguments)
         iterator = iter(loader)
         got = [copied(next(iterator))]
@@ -162,7 +159,7 @@ def test_a_loader_may_be_deleted_while_its_iterator_goes_on(transform, arguments
         assert active_children() == []
 
 
-@ways
+@gathered_or_made
 def test_a_loader_that_is_deleted_ends_its_persistent_workers(transform):
     """At once, and the memory that it kept goes with it: there is no cycle that waits for the garbage collector."""
     with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
@@ -175,60 +172,31 @@ def test_a_loader_that_is_deleted_ends_its_persistent_workers(transform):
         assert active_children() == []
 
 
-@pairs
-def test_close_ends_the_epoch_under_way_and_a_new_one_may_begin(transform, arguments):
-    """What has been handed out stays."""
-    expected = plain(transform)
-    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
-        loader = CachedLoader(dataset, 4, **arguments)
-        for _ in range(2):
-            iterator = iter(loader)
-            batch, ours = next(iterator), loader.resources is not None
-            loader.close()
-            assert active_children() == []
-            assert threads() == 0
-            if ours:  # without workers, transformed samples come by DataLoader's own iterator
-                assert next(iterator, None) is None
-            assert same(batch, expected[0])
-            assert same([copied(batch) for batch in loader], expected)
-            del batch
-            loader.close()
-
-
 # ---- interruptions ----
 
 
 class Gated(Numbers):
-    """A source that waits at one sample until a file is there (a lock would be lost with a worker that is killed).
-
-    While it waits, `waiting` is there.
-    """
+    """A source that waits at one sample until a file is there (a lock would be lost with a worker that is killed)."""
 
     def __init__(self, gate: Path) -> None:
         super().__init__(LENGTH)
-        self.gate, self.waiting = gate, gate.with_name("waiting")
-        gate.touch()
+        self.gate = gate
 
     def __getitem__(self, index: int) -> Any:
         deadline = time.monotonic() + 120
         while index == 13 and not self.gate.exists():
-            self.waiting.touch()
             if time.monotonic() > deadline:
                 raise TimeoutError("the gate stayed shut")
             time.sleep(0.01)
         return super().__getitem__(index)
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Path:
-    """It is open while the cache is made."""
-    return tmp_path / "gate"
-
-
 @pytest.mark.epoch_one_reads_all
-@ways
-def test_a_batch_that_came_too_late_is_the_next_one_again(transform, gate):
+@gathered_or_made
+def test_a_batch_that_came_too_late_is_the_next_one_again(transform, tmp_path):
     """A time-out is an error, after which the answer still comes: to its own batch."""
+    gate = tmp_path / "gate"
+    gate.touch()  # it is open while the cache is made
     with closing(CachedDataset(Gated(gate), "50%", transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=1, prefetch_factor=1, timeout=0.3)
         iterator, got = iter(loader), []
@@ -250,18 +218,14 @@ def test_a_batch_that_came_too_late_is_the_next_one_again(transform, gate):
 SCRIPT = """
 import logging
 
-import torch
-from lightning_stocache.loading.worker_pool import WorkerPool
-from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.loading.loader import CachedLoader
-from tests.loading.test_resources import to_float
-from tests.loading.twins import Numbers
+from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
+from tests.loading.twins import Numbers, to_float
 
 logging.getLogger("lightning_stocache").addHandler(logging.NullHandler())  # else it says what is cached
-live = []
+live, source = [], Numbers(40)
 for transform in (None, to_float):
     for arguments in ({}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}):
-        dataset = CachedDataset(Numbers(40), "75%", transform=transform)
+        dataset = CachedDataset(source, "75%", transform=transform, spec=SampleSpec.infer(source[0]))
         dataset.__getitems__(list(range(10)))
         loader = CachedLoader(dataset, 4, **arguments)
         iterator = iter(loader)
@@ -271,31 +235,6 @@ for transform in (None, to_float):
 
 def test_the_interpreter_ends_in_silence_with_iterators_alive():
     """All kinds of them, in the middle of an epoch: exit code 0, and not a word."""
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, timeout=280)
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env=job_environment(), timeout=280)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-# ---- little memory ----
-
-
-def _epochs_in_docker(transform: Callable[[Any], Any] | None) -> list[int]:
-    """Sums of the batches of two epochs, whose windows would not fit into 64 MiB."""
-    torch.set_num_threads(1)
-    with closing(CachedDataset(Numbers(150, (3, 224, 224)), "50%", transform=transform)) as dataset:
-        loader = CachedLoader(dataset, 50, num_workers=2)
-        sums = [
-            int((image * 255).round().long().sum() if transform else image.sum())
-            for _ in range(2)
-            for image, _ in loader
-        ]
-        loader.close()
-    return sums
-
-
-@ways
-def test_a_small_dev_shm_is_large_enough(transform):
-    """Docker's 64 MiB, of which the cache may take all: batches come, right, and nobody dies of SIGBUS."""
-    expected = [int(image.sum()) for image, _ in DataLoader(Numbers(150, (3, 224, 224)), 50)]
-    assert without_room(_epochs_in_docker, transform) == expected * 2

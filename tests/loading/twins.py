@@ -4,31 +4,53 @@ import collections
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import closing
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torchvision import tv_tensors
 
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+
 __all__ = [
+    "SAMPLERS",
+    "SHARES",
     "STRUCTURES",
     "Faulty",
     "InBatches",
     "Jitter",
     "LazySampler",
     "Numbers",
-    "Transformed",
     "UnequalBatches",
+    "assert_as_plain",
     "copied",
     "outcomes",
     "pairwise",
-    "run",
     "same",
+    "seed_all",
     "to_float",
     "totals",
+    "uncached",
     "unchanged",
+    "with_batches",
 ]
+
+
+# ---- sources and transforms ----
 
 
 class Numbers(Dataset[Any]):
@@ -51,27 +73,14 @@ class Numbers(Dataset[Any]):
 class Faulty(Numbers):
     """Numbers of which some cannot be loaded, with an error for each."""
 
-    def __init__(self, length: int, bad: dict[int, Exception], shape: tuple[int, ...] = (3, 5, 7)) -> None:
-        super().__init__(length, shape)
+    def __init__(self, length: int, bad: dict[int, Exception]) -> None:
+        super().__init__(length)
         self.bad = bad
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if index in self.bad:
             raise self.bad[index]
         return super().__getitem__(index)
-
-
-class Transformed(Dataset[Any]):
-    """A source and a transform, without any cache."""
-
-    def __init__(self, source: Dataset[Any], transform: Callable[[Any], Any]) -> None:
-        self.source, self.transform = source, transform
-
-    def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform(self.source[index])
 
 
 class InBatches(Dataset[Any]):
@@ -88,6 +97,30 @@ class InBatches(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self.source[index] for index in indices]
+
+
+class _Transformed(Dataset[Any]):
+    def __init__(self, source: Dataset[Any], transform: Callable[[Any], Any]) -> None:
+        self.source, self.transform = source, transform
+
+    def __len__(self) -> int:
+        return len(self.source)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.source[index])
+
+
+class _TransformedInBatches(_Transformed):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return list(map(self.transform, self.source.__getitems__(indices)))  # type: ignore[attr-defined]
+
+
+def uncached(source: Dataset[Any], transform: Callable[[Any], Any] | None) -> Dataset[Any]:
+    """A source and a transform, without any cache."""
+    if transform is None:
+        return source
+    in_batches = hasattr(source, "__getitems__") and not isinstance(source, Subset)  # which loads one by one here
+    return (_TransformedInBatches if in_batches else _Transformed)(source, transform)
 
 
 class Jitter:
@@ -110,6 +143,9 @@ def to_float(sample: Any) -> Any:
 def unchanged(sample: Any) -> Any:
     """A transform that makes none."""
     return sample
+
+
+# ---- samplers ----
 
 
 class LazySampler(Sampler[int]):
@@ -140,20 +176,154 @@ class UnequalBatches:
             order = order[size:]
 
 
+class _Shuffled(Sampler[int]):
+    """An order from a generator of the user's, or a process-wide one, drawn when it is asked for it."""
+
+    def __init__(self, indices: Sequence[int], generator: Any) -> None:
+        self.indices, self.generator = indices, generator
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(self.indices)
+        self.generator.shuffle(order)
+        return iter(order)
+
+
+class _EagerBatches(_Shuffled):
+    """A batch sampler that draws as soon as it is asked for an iterator."""
+
+    def __iter__(self) -> Any:
+        order = list(super().__iter__())
+        return iter([order[:9], order[9:11], order[11:]])
+
+
+class _LazyBatches(BatchSampler):
+    """A BatchSampler that draws before every batch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            torch.rand(1)
+            yield batch
+
+
+class _LazyDistributed(DistributedSampler[Any]):
+    """A DistributedSampler with a way of its own to draw: from the global generator, when it is asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(0, len(self.dataset), ())) for _ in range(self.num_samples))  # type: ignore[arg-type]
+
+
+class _OwnRandomSampler(RandomSampler):
+    """A subclass of a sampler that is known."""
+
+
+SAMPLERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "sequential": lambda indices: {},
+    "shuffle": lambda indices: {"shuffle": True},
+    "a generator": lambda indices: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+    "replacement": lambda indices: {"sampler": RandomSampler(indices, replacement=True, num_samples=40)},
+    "oversampled": lambda indices: {"sampler": RandomSampler(indices, num_samples=83)},
+    "a shared generator": lambda indices: {"sampler": RandomSampler(indices, generator=torch.default_generator)},
+    "a subclass": lambda indices: {"sampler": _OwnRandomSampler(indices)},
+    "subset": lambda indices: {"sampler": SubsetRandomSampler(indices[::2])},
+    "weighted": lambda indices: {"sampler": WeightedRandomSampler([1.0] * len(indices), 30)},
+    "distributed": lambda indices: {"sampler": DistributedSampler(indices, 2, 1, seed=5)},
+    "lazy distributed": lambda indices: {"sampler": _LazyDistributed(indices, 2, 0)},
+    "lazy": lambda indices: {"sampler": LazySampler(len(indices))},
+    "own generator": lambda indices: {"sampler": _Shuffled(indices, random.Random(4))},
+    "Python's generator": lambda indices: {"sampler": _Shuffled(indices, random)},
+    "NumPy's generator": lambda indices: {"sampler": _Shuffled(indices, np.random)},
+    "a list": lambda indices: {"sampler": list(indices[::2])},
+    "batches": lambda indices: {"batch_sampler": BatchSampler(RandomSampler(indices), 4, True)},
+    "batches, a generator": lambda indices: {
+        "batch_sampler": BatchSampler(RandomSampler(indices, generator=torch.Generator().manual_seed(2)), 3, True)
+    },
+    "batches, lazy": lambda indices: {"batch_sampler": BatchSampler(LazySampler(len(indices)), 3, False)},
+    "bare batches": lambda indices: {"batch_sampler": BatchSampler(indices, 6, True)},
+    "lazy batches": lambda indices: {"batch_sampler": _LazyBatches(SequentialSampler(indices), 3, False)},
+    "eager batches": lambda indices: {"batch_sampler": _EagerBatches(indices, random)},
+    "unequal batches": lambda indices: {"batch_sampler": UnequalBatches(len(indices))},
+    "a list of lists": lambda indices: {"batch_sampler": [[1, 2], [3], [4, 5, 6]]},
+    "no batches": lambda indices: {"shuffle": True, "batch_size": None},
+}
+"""The arguments of a loader for each way to draw indices, with samplers of their own."""
+
+
+def with_batches(arguments: dict[str, Any], **batches: Any) -> dict[str, Any]:
+    """The arguments of a loader, with these for its batches if they say nothing about them."""
+    return arguments if {"batch_sampler", "batch_size"} & arguments.keys() else arguments | batches
+
+
+# ---- runs ----
+
+
+def seed_all() -> None:
+    """Seed the process-wide generators."""
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)  # type: ignore[func-returns-value]
+
+
 def totals(dataset: Any) -> Any:
     """What has been counted of a cache that is open."""
     return dataset.counters.totals()
 
 
-def run(loader: DataLoader[Any], stops: Iterable[int | None] = (None, 2, None)) -> list[Any]:
-    """All batches of some epochs, each with the states of all generators after it; the consumer draws between batches.
+SHARES: dict[str, int | str] = {"off": 0, "quarter": "25%", "all": "auto", "warm": "auto"}
+"""Budgets; with the last one, all samples are in the cache before the first epoch."""
+
+Run: TypeAlias = tuple[Any, Callable[[], dict[str, Any]]]
+"""The class of a loader, and what makes its arguments, with samplers of their own."""
+
+
+def assert_as_plain(
+    source: Any,
+    runs: Sequence[Run],
+    shares: Iterable[str] = ("off", "quarter", "all"),
+    *,
+    transform: Callable[[Any], Any] | None = None,
+    spec: Any = None,
+) -> None:
+    """Three epochs of a cached dataset, the second broken off, equal DataLoader's in batches and generators.
+
+    The states of all generators are compared after each batch.
 
     Args:
-        loader: what is iterated over.
-        stops: for each epoch, the batch after which it is broken off.
+        source: the dataset.
+        runs: the loaders, one after the other over the same cache.
+        shares: names of `SHARES`; each is compared.
+        transform: runs after the cache.
+        spec: what samples look like, for a cache that opens in no time.
+    """
+    plain, expected = uncached(source, transform), list[Any]()
+    for _, arguments in runs:
+        seed_all()
+        expected.append(_run(DataLoader(plain, **arguments())))
+    for share in shares:
+        with closing(CachedDataset(source, SHARES[share], transform=transform, spec=spec)) as dataset:
+            if share == "warm":
+                dataset.__getitems__(list(range(len(source))))
+            for (kind, arguments), batches in zip(runs, expected, strict=True):
+                seed_all()
+                loader = kind(dataset, **arguments())
+                got = _run(loader)
+                assert len(got) == len(batches), share
+                for number, (one, other) in enumerate(zip(got, batches, strict=True)):
+                    assert same(one, other), f"{share}: batch {number} or a generator's state after it differs"
+                if kind is CachedLoader:
+                    loader.close()
+            counts, cache = totals(dataset), dataset.cache
+            assert counts.fills == (0 if cache is None else cache.filled)
+            assert counts.hits or cache is None or share == "quarter" or not got  # a sampler may draw none of a quarter
+
+
+def _run(loader: DataLoader[Any]) -> list[Any]:
+    """The batches of three epochs, the second broken off, each with the states of all generators after it.
+
+    The consumer draws between batches.
     """
     seen: list[Any] = []
-    for epoch, stop in enumerate(stops):
+    for epoch, stop in enumerate((None, 2, None)):
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)
         for number, batch in enumerate(loader):
