@@ -89,27 +89,19 @@ def test_a_division_stays_within_every_bound(
 
 
 def test_pots_are_served_in_order() -> None:
-    """What one pot has taken is not free for the next, which says so."""
+    """What one pot has taken is not free for the next, which says so; a share of free is of what is left.
+
+    A request without a spec, and a pot without members, have no slots, no bytes and no warning.
+    """
     free = FreeMemory(None, MARGIN + 1000, None)
-    requests = [request(10, "val"), request(10, "train")]
-    got = divided(requests, [100, 100], {"train": "800B", "val": "auto"}, free=free)
-    assert got.slots == (2, 8)
-    assert got.granted == (200, 800)
+    pots = [request(10, "val"), request(10, "train")]
+    got = divided(pots, [100, 100], {"train": "800B", "val": "auto"}, free=free)
+    assert (got.slots, got.granted) == ((2, 8), (200, 800))
     [warning] = got.warnings
     assert warning.startswith("the cache (val) has room for 2 of 10 samples")
-
-
-def test_a_share_of_free_is_of_what_is_left() -> None:
-    """Half of free, twice: a half, and then a half of the rest."""
-    free = FreeMemory(None, MARGIN + 1000, None)
-    requests = [request(100, "train"), request(100, "val")]
-    got = divided(requests, [10, 10], {"train": "50% of free", "val": "50% of free"}, free=free)
-    assert got.slots == (50, 25)
-    assert got.warnings == ()
-
-
-def test_who_is_not_cached_takes_nothing() -> None:
-    """A request without a spec, and a pot without members, have no slots, no bytes and no warning."""
+    pots = [request(100, "train"), request(100, "val")]
+    got = divided(pots, [10, 10], {"train": "50% of free", "val": "50% of free"}, free=free)
+    assert (got.slots, got.warnings) == ((50, 25), ())
     got = divided([request(10), request(30)], [None, 100], {"": "1500B", "test": 10})
     assert (got.slots, got.granted, got.warnings) == ((0, 15), (0, 1500), ())
 

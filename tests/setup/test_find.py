@@ -1,5 +1,6 @@
 """The look at a source leaves nothing behind in the trainer, and gives up what cannot be read."""
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -232,11 +234,12 @@ def test_one_broken_sample_does_not_switch_the_cache_off(strict: bool) -> None:
 
 def test_a_source_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """After a time-out, with a word on what is being read meanwhile; the process that waits for it is gone."""
-    monkeypatch.setattr(child, "REPORT_SECONDS", 0.5)
-    monkeypatch.setattr(child, "PATIENCE_SECONDS", 1.0)
+    minutes = SimpleNamespace(monotonic=partial(next, itertools.count(0, 60)))  # one at each look
+    monkeypatch.setattr(child, "time", minutes)
+    monkeypatch.setattr(child, "REPORT_SECONDS", 0.1)
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # else it is waited for 5 s at its end
     finding = look(Made(lambda index: time.sleep(600)))
-    assert finding.reason == "reading it has not ended in 1 s"
+    assert finding.reason == "reading it has not ended in 120 s"
     assert "set-up waits for Made (12 samples, train)" in caplog.text
     assert not multiprocessing.active_children()
 

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import math
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, random_split
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.serve import CachedSource
@@ -27,6 +28,7 @@ from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.segments import CacheMemoryError
+from lightning_stocache.source import random_split
 from tests.logs import Log
 from tests.ranks import run_ranks
 from tests.sources import CountedSource, Made, TransformedSource
@@ -226,7 +228,7 @@ def open_some(rank: int, folder: Path) -> Any:
 
 
 def split_for_itself(rank: int, folder: Path) -> Any:
-    part, _ = random_split(CountedSource(24), [12, 12], torch.Generator().manual_seed(rank))
+    part, _ = torch.utils.data.random_split(CountedSource(24), [12, 12], torch.Generator().manual_seed(rank))
     dataset = CachedDataset(part, defer=True)
     dataset.share()
     labels = [int(dataset[index][1]) for index in range(12)]
@@ -330,7 +332,7 @@ def short_of_memory(rank: int, folder: Path) -> int:
     log = Log()
     log.setLevel(logging.WARNING)
     opened(CountedSource(LENGTH), 10).close()
-    return len(log.lines)
+    return len([line for line in log.lines if "set-up waits" not in line])  # as it may on a busy machine
 
 
 WORKS = (
@@ -342,8 +344,10 @@ WORKS = (
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[Callable[..., Any], list[Any]]:
     """For each of these functions, in turn, both ranks' results: what it returned, or what it raised."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return dict(zip(WORKS, zip(*run_ranks(_do, 2, folder), strict=True), strict=True))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random_split, "QUICK_SECONDS", math.inf)  # set-up reads as many samples on a busy machine
+        results = run_ranks(_do, 2, tmp_path_factory.mktemp("ranks"))
+    return dict(zip(WORKS, zip(*results, strict=True), strict=True))
 
 
 def _do(rank: int, folder: Path) -> list[Any]:

@@ -113,8 +113,8 @@ def test_a_pack_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     path, chance, found = tmp_path / "x.lmdb", random.Random(2), [0]
     allowance = Allowance(tmp_path / "allowed", 6)  # for each of two workers, so that no run comes to its end
     while len(set(found)) < 5:
-        child = Child(within, path, allowance)
         before = _version(path)
+        child = Child(within, path, allowance)
         wait_until(partial(_has_committed, path, before, child))
         time.sleep(chance.uniform(0.0, 0.02))
         child.kill()
