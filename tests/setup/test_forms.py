@@ -250,7 +250,7 @@ def slow(read: float = 0.0, decode: float = 0.0, log_path: str | Path = "") -> C
         Clock.now += decode
         return torch.frombuffer(bytearray(content), dtype=torch.uint8).repeat(10), index
 
-    return CountedFiles(content, decoded, 400, log_path)
+    return CountedFiles(content, decoded, 200, log_path)
 
 
 def test_no_index_outside_the_domain_is_read(tmp_path: Path) -> None:
@@ -267,9 +267,9 @@ def test_no_index_outside_the_domain_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("budget", "read", "decode", "bytes_of_one", "filled"),
     [
-        ("10MB", 1e-3, 0, 10_000, 400),  # all of them decoded
-        ("2MB", 5e-3, 0, 1000, 400),  # all of them as files, where reading is slow
-        ("2MB", 0, 2e-3, 10_000, 195),  # half of them decoded, where decoding is slow
+        ("5MB", 1e-3, 0, 10_000, 200),  # all of them decoded
+        ("1MB", 5e-3, 0, 1000, 200),  # all of them as files, where reading is slow
+        ("1MB", 0, 2e-3, 10_000, 97),  # half of them decoded, where decoding is slow
     ],
 )
 def test_auto_takes_the_better_form_for_all(

@@ -183,10 +183,8 @@ def test_what_four_samples_do_not_show_is_looked_for_again(name: str, tmp_path: 
 @pytest.mark.parametrize(
     ("kind", "served", "on_disk"),
     [
-        ("rows", 0, False),
         ("rows", 9, True),
         ("records", 0, True),
-        ("records", 9, False),
         ("files", 0, False),
         ("split", 9, False),
         ("spec", 0, False),
