@@ -17,7 +17,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,19 +28,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from tests.proc import descendants, is_alive
 from tests.processes import context, default_method, mount_own_shm
-
-__all__ = [
-    "OWN_SHM",
-    "ROOT",
-    "Job",
-    "exit_codes",
-    "free_port",
-    "job_environment",
-    "say_where",
-    "skip_without",
-    "start",
-    "start_module",
-]
 
 ROOT = Path(__file__).parents[1]
 OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
@@ -65,59 +53,24 @@ def skip_without(command: Sequence[str]) -> None:
         pytest.skip(f"nodes cannot be made here: {error.stderr.strip()}")
 
 
-def job_environment(port: int | None = None) -> dict[str, str]:
-    """What a job needs to know; a process of it that is sent SIGABRT says where each of its threads is.
+def job_environment() -> dict[str, str]:
+    """What the processes of a job need to know, with a port where ranks meet that are started one by one.
 
-    Args:
-        port: where ranks meet that are started one by one. None: their launcher says so.
+    A process that is sent SIGABRT says where each of its threads is.
     """
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    return {**os.environ, **({} if port is None else meeting), **ours}
+    return {**os.environ, **meeting, **ours}
 
 
-def start(command: Sequence[str], environment: Mapping[str, str], said: Path) -> subprocess.Popen[bytes]:
+def start(command: Sequence[str], environment: Mapping[str, str], said: Path) -> BaseProcess:
     """Run a command in a session of its own; what it says is appended to a file."""
-    with open(said, "ab") as words:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=words, stderr=words, start_new_session=True)
-
-
-class Job:
-    """A process that runs a module, waited for and ended as a Popen is."""
-
-    def __init__(self, words: Sequence[str], environments: Sequence[Mapping[str, str]], said: Path, mib: int) -> None:
-        job = (list(words), [dict(environment) for environment in environments], said, mib, default_method())
-        self._process = context("forkserver").Process(target=_run, args=job)
-        self._process.start()
-        self.pid, self.returncode = self._process.pid, None
-
-    def poll(self) -> int | None:
-        """Its exit code, if it has ended."""
-        if self.returncode is None and not self._process.is_alive():
-            self.returncode = self._process.exitcode
-            self._process.close()
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, once it has ended."""
-        if self.returncode is None:
-            self._process.join(timeout)
-        if self.poll() is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
-        return self.returncode
-
-    def terminate(self) -> None:
-        if self.poll() is None:
-            self._process.terminate()
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            self._process.kill()
+    return _started(_become, list(command), dict(environment), said)
 
 
 def start_module(
-    *words: str | Path | int, environments: Sequence[Mapping[str, str]], said: Path, shm_mib: int = 0
-) -> Job:
+    words: Sequence[str], environments: Sequence[Mapping[str, str]], said: Path, *, shm_mib: int = 0
+) -> BaseProcess:
     """Run what `python -m WORDS` would, in a session of its own; what it says is appended to a file.
 
     Args:
@@ -126,22 +79,36 @@ def start_module(
         said: the file.
         shm_mib: the size of a /dev/shm that these processes have to themselves, as on a node. 0: the machine's.
     """
-    return Job([str(word) for word in words], environments, said, shm_mib)
+    ranks = [dict(environment) for environment in environments]
+    return _started(_run_ranks, list(words), ranks, said, shm_mib, default_method())
 
 
-def _run(words: list[str], environments: list[dict[str, str]], said: Path, shm_mib: int, method: str) -> None:
-    multiprocessing.set_start_method(method, force=True)
+def _started(function: Callable[..., None], *args: Any) -> BaseProcess:
+    process: BaseProcess = context("forkserver").Process(target=function, args=args)
+    process.start()
+    return process
+
+
+def _begin_session(said: Path) -> None:
     os.setsid()
     os.chdir(ROOT)
-    words_file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    os.dup2(words_file, 1), os.dup2(words_file, 2)
+    words = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(words, 1), os.dup2(words, 2)
+
+
+def _become(command: list[str], environment: dict[str, str], said: Path) -> None:
+    _begin_session(said)
+    os.execvpe(command[0], command, environment)
+
+
+def _run_ranks(words: list[str], ranks: list[dict[str, str]], said: Path, shm_mib: int, method: str) -> None:
+    multiprocessing.set_start_method(method, force=True)
+    _begin_session(said)
     faulthandler.enable()
     if shm_mib:
         mount_own_shm(shm_mib)
-    if len(environments) == 1:
-        _run_module(words, environments[0])
     pids = []
-    for environment in environments:
+    for environment in ranks:
         if not (pid := os.fork()):
             _run_module(words, environment)
         pids.append(pid)
@@ -153,11 +120,10 @@ def _run_module(words: list[str], environment: Mapping[str, str]) -> NoReturn:
     """Run a module, and end this process as Python would."""
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = list(words)
+    sys.argv = words
     torch.set_num_threads(1)
-    rank_zero_only.rank = next(
-        (int(environment[name]) for name in _RANKS if name in environment), 0
-    )  # as when imported
+    # As when Lightning is imported.
+    rank_zero_only.rank = next((int(environment[name]) for name in _RANKS if name in environment), 0)
     code = 0
     try:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
@@ -171,8 +137,8 @@ def _run_module(words: list[str], environment: Mapping[str, str]) -> NoReturn:
     os._exit(code)
 
 
-def exit_codes(jobs: Sequence[subprocess.Popen[Any] | Job], said: Path, seconds: float) -> list[int]:
-    """How jobs with sessions of their own end; nothing of them is left.
+def exit_codes(jobs: Sequence[BaseProcess], said: Path, seconds: float) -> list[int | None]:
+    """How jobs end.
 
     Args:
         jobs: their first processes.
@@ -181,19 +147,15 @@ def exit_codes(jobs: Sequence[subprocess.Popen[Any] | Job], said: Path, seconds:
     """
     deadline = time.monotonic() + seconds
     try:
-        return [job.wait(max(deadline - time.monotonic(), 0.1)) for job in jobs]
-    except subprocess.TimeoutExpired:
-        say_where()
-        pytest.fail(f"the job hangs, {seconds:.0f} s after its start:\n{said.read_text()}")
-    finally:
         for job in jobs:
-            if job.poll() is None:  # torchrun ends its ranks, which have sessions of their own
-                job.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    job.wait(_LAST_WORDS_SECONDS)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+            job.join(max(deadline - time.monotonic(), 0.1))
+        codes = [job.exitcode for job in jobs]
+    finally:
+        if any(job.is_alive() for job in jobs):
+            say_where()
+    if None in codes:
+        pytest.fail(f"the job hangs, {seconds:.0f} s after its start:\n{said.read_text()}")
+    return codes
 
 
 def say_where() -> None:

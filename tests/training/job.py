@@ -1,7 +1,8 @@
-"""The training jobs of several ranks, as a user's script: `job KIND FOLDER OPTIONS`, with options as JSON.
+"""The trainings of a job of several ranks, as a user's script: `job FOLDER RUNS`, with runs as JSON.
 
-Each process writes its log lines to `<pid>.log`. Each rank writes its results to `rank<k>.jsonl`, one line for each
-fit, and the epoch and the labels of each batch to `rank<k>.seen`.
+The ranks do one run after the other, each in a folder of its own. There each process writes its log lines to
+`<pid>.log`, and each rank its results to `rank<k>.jsonl`, one line for each fit, and the epoch and the labels of each
+batch to `rank<k>.seen`.
 """
 
 import errno
@@ -12,23 +13,27 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.utils.data import SubsetRandomSampler, default_collate
 from torchmetrics import MeanMetric
 
 from lightning_stocache.node.segment import Segment
+from lightning_stocache.setup.segments import CacheMemoryError
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.monitor import CacheMonitor
-from tests.jobs import Job, free_port, job_environment, start_module
+from tests.jobs import job_environment, start_module
 from tests.sources import CountedSource
 from tests.training.tiny import (
     SAMPLES,
@@ -43,19 +48,18 @@ from tests.training.tiny import (
     source,
 )
 
-FITS = [  # of `crossing`: each pair of a bar, an order and a way
-    (TQDMProgressBar, "bar first", "sync_dist"),
-    (TQDMProgressBar, "ours first", "metric"),
-    (RichProgressBar, "bar first", "metric"),
-    (RichProgressBar, "ours first", "sync_dist"),
-]
 RANKS: dict[str, Any] = {"strategy": "ddp", "logger": False}
+Runs = Mapping[str, Mapping[str, Any]]
+ONE_RUN: Runs = {"": {}}
 
 
-def words(kind: str, folder: Path, *, devices: int = 2, nodes: int = 1, **options: Any) -> list[str]:
-    """The module of this job and its arguments."""
+def words(
+    kind: str, folder: Path, *, devices: int = 2, nodes: int = 1, runs: Runs = ONE_RUN, **options: Any
+) -> list[str]:
+    """The module of this job and its arguments: runs by the names of their folders, with what each has of its own."""
     ranks = {"devices": devices, "num_nodes": nodes}
-    return ["tests.training.job", kind, str(folder), json.dumps({"ranks": ranks} | options)]
+    of_runs = {name: {"kind": kind, "ranks": ranks} | options | dict(run) for name, run in runs.items()}
+    return ["tests.training.job", str(folder), json.dumps(of_runs)]
 
 
 def start_nodes(
@@ -66,25 +70,19 @@ def start_nodes(
     devices: int = 2,
     nodes: int = 1,
     **options: Any,
-) -> list[Job]:
+) -> list[BaseProcess]:
     """This job, as a process for each node, whose ranks are started one by one; several nodes have a /dev/shm each.
 
     Args:
-        folder: where the ranks write.
-        kind: one of `KINDS`.
         told: what the launcher tells each rank of each node; by default what Lightning's own does.
-        devices: ranks on each node.
-        nodes: their number.
-        options: of the job.
+        options: of the job, and `runs` if there are several.
     """
     own = [[{"NODE_RANK": str(node), "LOCAL_RANK": str(k)} for k in range(devices)] for node in range(nodes)]
-    meeting, arguments = job_environment(free_port()), words(kind, folder, devices=devices, nodes=nodes, **options)
-    jobs = []
-    for of_node in told or own:
-        environments = [meeting | environment for environment in of_node]
-        shm_mib = 64 if nodes > 1 else 0
-        jobs.append(start_module(*arguments, environments=environments, said=folder / "said", shm_mib=shm_mib))
-    return jobs
+    base, job = job_environment(), words(kind, folder, devices=devices, nodes=nodes, **options)
+    return [
+        start_module(job, [base | rank for rank in node], folder / "said", shm_mib=64 if nodes > 1 else 0)
+        for node in told or own
+    ]
 
 
 def read_ranks(folder: Path, ranks: int) -> list[list[Any]]:
@@ -124,7 +122,7 @@ class Witness(Epochs):
     After a batch that is named it sends itself the scheduler's SIGUSR1, and five batches later SIGKILL.
     """
 
-    def __init__(self, folder: Path, stops: Any) -> None:
+    def __init__(self, folder: Path, stops: Any = None) -> None:
         super().__init__()
         self.folder, self.stops, self.left = folder, stops, -1
         self.inodes: list[int] = []
@@ -177,16 +175,13 @@ def without_text(samples: list[Any]) -> Any:
     return default_collate([sample[:2] for sample in samples])
 
 
-def full(*_: Any) -> Segment:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def make_set(folder: Path, name: str, samples: int, case: str) -> CountedSource:
     """A set whose labels are the indices, or the bad luck of a case on one rank."""
     if case == "dies" and dist.get_rank() == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     if case == "full" and dist.get_rank() == 2:
-        Segment.create = full  # type: ignore[method-assign,assignment]
+        no_space = OSError(errno.ENOSPC, "No space left on device")
+        mock.patch.object(Segment, "create", side_effect=no_space).start()
     kind = Misjudged if case == "records" else CountedSource
     return kind(samples, (8,), folder / f"{name}.loads", classes=samples)
 
@@ -195,7 +190,8 @@ def train(
     folder: Path,
     *,
     ranks: dict[str, Any],
-    doors: Sequence[str] = ("ours",),
+    strategy: str = "ddp",
+    door: str = "ours",
     fits: int = 1,
     epochs: int = 3,
     samples: int = SAMPLES,
@@ -208,18 +204,10 @@ def train(
     stops: tuple[int, int] | None = None,
     **cache: Any,
 ) -> None:
-    """Train by one door after the other.
+    """Train by a door.
 
     Args:
-        folder: where the ranks write.
-        ranks: of the Trainer.
-        doors: by which the sets are cached, each in `fits` fits of the same objects.
-        fits: their number.
-        epochs: of each fit.
-        samples: of the training set.
-        val: samples of the validation set, if there is one.
-        batch_size: of all loaders.
-        workers: of all loaders.
+        fits: how often the same objects are trained.
         early: a StocacheDataModule is set up by each process alone, before there are ranks, as a user does who looks at
             a batch first.
         case: `fold`: every fourth sample is drawn. `records`: the samples that set-up reads are ten times as large as
@@ -234,26 +222,22 @@ def train(
         options["sampler"] = SubsetRandomSampler(range(0, samples, 4))
     if case == "records":
         options["collate_fn"] = without_text
+    of_trainer = RANKS | ranks | {"strategy": strategy}
     if mesh is not None:
-        from lightning.pytorch.strategies import ModelParallelStrategy
-
-        ranks["strategy"] = ModelParallelStrategy(data_parallel_size=mesh[0], tensor_parallel_size=mesh[1])
+        of_trainer["strategy"] = ModelParallelStrategy(data_parallel_size=mesh[0], tensor_parallel_size=mesh[1])
     sizes = {"train": samples, "val": val}
     makes = [partial(make_set, folder, name, size, case) if size else None for name, size in sizes.items()]
-    for door in doors:
-        data = Data(*makes, **options) if door == "ours" else Sets(makes, **options)
-        callbacks, dm = behind(door, data, **cache)
-        if early:
-            dm.setup("fit")
-            dm.train_dataloader()
-        for _ in range(fits):
-            witness = Witness(folder, stops)
-            trainer = make_trainer(folder, [*callbacks, witness], epochs=epochs, **RANKS | ranks)
-            try:
-                trainer.fit(Narrow(), dm)
-            except BaseException as error:
-                (folder / f"rank{trainer.global_rank}.error").write_text(f"{type(error).__name__}: {error}")
-                raise
+    callbacks, dm = behind(door, Data(*makes, **options) if door == "ours" else Sets(makes, **options), **cache)
+    if early:
+        dm.setup("fit")
+        dm.train_dataloader()
+    for _ in range(fits):
+        trainer = make_trainer(folder, [*callbacks, Witness(folder, stops)], epochs=epochs, **of_trainer)
+        try:
+            trainer.fit(Narrow(), dm)
+        except CacheMemoryError as error:
+            (folder / f"rank{trainer.global_rank}.error").write_text(str(error))
+    mock.patch.stopall()
 
 
 # ---- crossing: callbacks and metrics with collectives of their own ----
@@ -262,9 +246,8 @@ def train(
 class Logging(Model):
     """Logs values that are reduced over the ranks on access: at the end of training and validation epochs."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.way = way
         self.means = torch.nn.ModuleDict({"loss": MeanMetric(), "val_loss": MeanMetric()})
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -280,12 +263,10 @@ class Logging(Model):
         self.log("val_at_the_end", 1.0, prog_bar=True, sync_dist=True)
 
     def _logged(self, name: str, loss: torch.Tensor) -> torch.Tensor:
-        options = {"on_step": True, "on_epoch": True, "prog_bar": True}
-        if self.way == "metric":
-            self.means[name](loss.detach())
-            self.log(name, self.means[name], **options)  # type: ignore[arg-type]
-        else:
-            self.log(name, loss, sync_dist=True, **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"on_step": True, "on_epoch": True, "prog_bar": True}
+        self.means[name](loss.detach())
+        self.log(f"mean_{name}", self.means[name], **options)  # type: ignore[arg-type]
+        self.log(name, loss, sync_dist=True, **options)
         return loss
 
 
@@ -304,7 +285,7 @@ class Slow(Callback):
 
     def on_train_batch_start(self, trainer, *_: Any):
         if trainer.is_last_batch and trainer.global_rank == trainer.world_size - 1:
-            time.sleep(0.1)
+            time.sleep(0.03)
 
     on_train_batch_end = on_train_batch_start
 
@@ -314,7 +295,7 @@ class Watching(Epochs, Checkpoint):
 
 
 class Alone(CacheMonitor):
-    """A monitor on one rank only, which a job should not have."""
+    """A monitor on one rank only, which a job should not have: it posts counts that no rank answers."""
 
     patience = 0.1
 
@@ -323,37 +304,50 @@ class Alone(CacheMonitor):
         return dist.get_rank() == dist.get_world_size() - 1
 
 
-def crossing(folder: Path, *, ranks: dict[str, Any]) -> None:
-    """Trains once for each of `FITS`, twice with a monitor on the last rank alone, and once more with one on all ranks.
+FITS: list[Callable[[], list[Callback]]] = [
+    lambda: [TQDMProgressBar(), StochasticCache()],
+    lambda: [StochasticCache(), RichProgressBar()],
+    lambda: [StochasticCache(), TQDMProgressBar()],
+    lambda: [RichProgressBar(), StochasticCache()],
+    lambda: [StochasticCache(), Alone()],
+    lambda: [StochasticCache(), Alone()],
+    lambda: [StochasticCache(), CacheMonitor()],
+]
+
+
+def crossing(folder: Path, *, ranks: dict[str, Any], fits: int) -> None:
+    """Trains with the callbacks of the first `FITS`.
 
     A rank writes one line per fit: the metrics of every epoch, and the samples that the sources have loaded until then.
     """
-    fits: list[tuple[list[Callback], str]] = []
-    for bar, order, way in FITS:
-        callbacks = [bar(), StochasticCache()]
-        fits.append((callbacks if order == "bar first" else callbacks[::-1], way))
-    for monitor in (Alone, Alone, CacheMonitor):  # a lone monitor posts counts that no rank answers
-        fits.append(([StochasticCache(), monitor()], "metric"))
-    for callbacks, way in fits:
-        watching = Watching()
+    for make in FITS[:fits]:
+        callbacks, watching = make(), Watching()
         bars = any(hasattr(callback, "get_metrics") for callback in callbacks)
         options = RANKS | ranks | {"enable_checkpointing": True, "enable_progress_bar": bars}
-        all_callbacks = [*callbacks, Printing(), Slow(), watching]
-        trainer = make_trainer(folder, all_callbacks, epochs=2, num_sanity_val_steps=1, **options)
+        callbacks += [Printing(), Slow(), watching]
+        trainer = make_trainer(folder, callbacks, epochs=2, num_sanity_val_steps=1, **options)
         sets = source(folder), source(folder, "val", 8)
-        trainer.fit(Logging(way), plain_loader(sets[0], shuffle=True), plain_loader(sets[1]))
+        trainer.fit(Logging(), plain_loader(sets[0], shuffle=True), plain_loader(sets[1]))
         saw = {"epochs": watching.metrics, "loads": [counted.loads for counted in sets]}
         write(folder, f"rank{trainer.global_rank}.jsonl", saw)
         dist.barrier()  # the sources count for all fits together
 
 
+def log_to(folder: Path) -> None:
+    """Write the log lines of this process from now on to a file in this folder."""
+    folder.mkdir(exist_ok=True)
+    logging.basicConfig(filename=folder / f"{os.getpid()}.log", level=logging.INFO, force=True)
+
+
 KINDS = {"train": train, "crossing": crossing}
 
-if __name__ in ("__main__", "__mp_main__"):  # in spawned ranks, too
-    logging.basicConfig(filename=Path(sys.argv[2]) / f"{os.getpid()}.log", level=logging.INFO)
+if __name__ == "__mp_main__":  # in a spawned rank
+    log_to(Path(sys.argv[1]))
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    KINDS[sys.argv[1]](Path(sys.argv[2]), **json.loads(sys.argv[3]))  # type: ignore[operator]
+    for name, run in json.loads(sys.argv[2]).items():
+        log_to(Path(sys.argv[1], name))
+        KINDS[run.pop("kind")](Path(sys.argv[1], name), **run)
     if dist.is_initialized():
         dist.destroy_process_group()

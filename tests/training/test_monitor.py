@@ -1,13 +1,12 @@
 """CacheMonitor logs what the source itself has counted."""
 
-import csv
 import time
 from importlib import import_module
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from torch.utils.data import DataLoader
@@ -17,7 +16,19 @@ from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import Made
-from tests.training.tiny import SAMPLES, SLOT, Data, Model, behind, logged, make_trainer, plain_loader, said, source
+from tests.training.tiny import (
+    SAMPLES,
+    SLOT,
+    Data,
+    Model,
+    behind,
+    logged,
+    make_trainer,
+    plain_loader,
+    rows_of,
+    said,
+    source,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
@@ -30,14 +41,28 @@ LIVE = "stocache/live/hit_rate"
 OF_TRAINING = {"data_wait_seconds", "compute_seconds", "samples_per_second", "hit_rate_expected"}
 
 
-@pytest.mark.parametrize(("budget", "slots", "workers"), [("auto", 24, 0), ("50%", 12, 2), (0, 0, 2)])
+class Logging(Model):
+    """Logs its loss in every stage."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("loss", self.loss(batch))
+
+    test_step = validation_step
+
+
+@pytest.mark.parametrize(("budget", "slots", "workers"), [("auto", 24, 0), ("50%", 12, 2), (0, 0, 0)])
 def test_values_are_the_sources_own(tmp_path, workers, budget, slots):
     """In every epoch hits, misses and bypasses add up to the served samples, and misses and bypasses to the source's
     loads."""
     train = source(tmp_path)
     dm = StocacheDataModule(train, batch_size=4, num_workers=workers, budget=budget)
     dm.setup("fit")
-    at_setup, loads = train.loads, []
+    loads = [train.loads]
 
     class Counting(CacheMonitor):
         def on_train_epoch_end(self, trainer, pl_module):
@@ -47,12 +72,10 @@ def test_values_are_the_sources_own(tmp_path, workers, budget, slots):
     trainer = make_trainer(tmp_path, [Counting()], epochs=3)
     trainer.fit(Model(), dm)
     values = {key: logged(trainer, f"stocache/{key}") for key in KEYS}
-    assert [now - before for before, now in zip([at_setup, *loads], loads, strict=False)] == [
-        misses + bypasses for misses, bypasses in zip(values["misses"], values["bypasses"], strict=True)
-    ]
     assert values["hits"] == [0, slots, slots]
     assert values["misses"] == values["fills"] == [slots, 0, 0]
     assert values["bypasses"] == [SAMPLES - slots] * 3
+    assert [loads[epoch + 1] - loads[epoch] for epoch in range(3)] == [SAMPLES, SAMPLES - slots, SAMPLES - slots]
     assert values["coverage"] == [pytest.approx(slots / SAMPLES)] * 3
     assert values["hit_rate"][-1] == pytest.approx(slots / SAMPLES)
     assert values["bytes_from_cache"] == [0, *[slots * (SLOT - 1)] * 2]
@@ -77,14 +100,14 @@ def test_wait_and_compute_are_the_epoch(tmp_path):
 
     class Slow(Model):
         def training_step(self, batch, batch_idx):
-            time.sleep(0.02)
+            time.sleep(0.01)
             return super().training_step(batch, batch_idx)
 
         def validation_step(self, batch, batch_idx):
-            time.sleep(0.2)
+            time.sleep(0.1)
 
     def load(index: int) -> tuple[torch.Tensor, int]:
-        time.sleep(0.01)
+        time.sleep(0.005)
         return torch.zeros(3, 8, 8, dtype=torch.uint8), 0
 
     trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, log_every_n_steps=100)  # no live values in between
@@ -92,11 +115,11 @@ def test_wait_and_compute_are_the_epoch(tmp_path):
     trainer.fit(Slow(), StocacheDataModule(Made(load, SAMPLES), source(tmp_path, "val", 8), batch_size=4))
     fitted = time.perf_counter() - begin
     waited, computed = (logged(trainer, f"stocache/{key}") for key in ("data_wait_seconds", "compute_seconds"))
-    assert waited[0] >= 0.01 * SAMPLES
-    assert all(seconds >= 0.02 * SAMPLES / 4 for seconds in computed)
-    assert sum(waited) + sum(computed) <= fitted - 2 * 2 * 0.2  # two epochs, each with two batches of validation
+    assert waited[0] >= 0.005 * SAMPLES
+    assert all(seconds >= 0.01 * SAMPLES / 4 for seconds in computed)
+    assert sum(waited) + sum(computed) <= fitted - 2 * 2 * 0.1  # two epochs, each with two batches of validation
     spent = {key: logged(trainer, f"stocache/{key}_seconds") for key in ("source", "fill", "gather")}
-    assert 0.01 * SAMPLES <= spent["source"][0] <= waited[0]
+    assert 0.005 * SAMPLES <= spent["source"][0] <= waited[0]
     assert spent["source"][1] == spent["fill"][1] == spent["gather"][0] == 0
     assert 0 < spent["fill"][0] <= waited[0]
     assert 0 < spent["gather"][1] <= fitted
@@ -133,24 +156,17 @@ def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path, caplog
 
 def test_live_values_come_at_the_trainers_cadence(tmp_path):
     """Every log_every_n_steps there is a row with the epoch's hit rate so far, under Lightning's step number."""
-
-    class Logging(Model):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            return loss
-
     trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, log_every_n_steps=2)
     trainer.fit(Logging(), StocacheDataModule(source(tmp_path), batch_size=4))
-    steps = {key: [step for step, row in rows_of(trainer.logger) if key in row] for key in ("loss", LIVE)}
-    assert steps["loss"] == steps[LIVE] == [1, 3, 5, 7, 9, 11]
+    for key in ("loss", LIVE):
+        assert [int(row["step"]) for row in rows_of(trainer.logger) if key in row] == [1, 3, 5, 7, 9, 11]
     assert logged(trainer, "stocache/live/fill_fraction") == pytest.approx([2 / 6, 4 / 6, 1, 1, 1, 1])
     assert logged(trainer, LIVE) == [0, 0, 0, 1, 1, 1]
     assert len(logged(trainer, "stocache/hit_rate")) == 2  # the epochs' alone
 
 
 class Recording(Logger):
-    """A user's logger that records rows of (step, metrics), and hyperparameters."""
+    """A user's logger that records rows of metrics with their steps, and hyperparameters."""
 
     name, version = "recording", 0
 
@@ -159,23 +175,16 @@ class Recording(Logger):
         self.rows, self.told = [], []
 
     def log_metrics(self, metrics, step=None):
-        self.rows.append((step, dict(metrics)))
+        self.rows.append({"step": step, **metrics})
 
     def log_hyperparams(self, params):
         self.told.append(params)
 
 
-def steps_of(rows: list[tuple[int, dict[str, float]]]) -> dict[str, list[int]]:
+def steps_of(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
     """The steps of each key of the caches."""
-    keys = sorted({key for _, metrics in rows for key in metrics if key.startswith("stocache/")})
-    return {key: [step for step, metrics in rows if key in metrics] for key in keys}
-
-
-def rows_of(logger: CSVLogger) -> list[tuple[int, dict[str, str]]]:
-    """The steps and the values of a CSV file."""
-    logger.save()
-    with open(Path(logger.log_dir, "metrics.csv")) as file:
-        return [(int(row["step"]), {key: text for key, text in row.items() if text}) for row in csv.DictReader(file)]
+    keys = sorted({key for row in rows for key in row if key.startswith("stocache/")})
+    return {key: [int(row["step"]) for row in rows if key in row] for key in keys}
 
 
 def test_no_value_is_logged_twice(tmp_path):
@@ -208,16 +217,16 @@ def test_no_value_is_logged_twice(tmp_path):
 
 def test_predict_has_a_hit_rate(tmp_path):
     """Several loaders are counted together, under `stocache/predict/`. Predictions are the same as without a cache."""
-    first, second = source(tmp_path), source(tmp_path, "second", 12)
-    loaders = [plain_loader(first), plain_loader(second)]
-    expected = make_trainer(tmp_path).predict(Model(), loaders)
+    loaders = [plain_loader(source(tmp_path)), plain_loader(source(tmp_path, "second", 12))]
+
+    def predicted(trainer: Trainer) -> list[int]:
+        return [int(label) for of_loader in trainer.predict(Model(), loaders) for batch in of_loader for label in batch]
+
+    expected = predicted(make_trainer(tmp_path))
     callback = StochasticCache(keep_cache=True)
     for hits in (0, SAMPLES + 12):
         trainer = make_trainer(tmp_path, [callback])
-        predicted = trainer.predict(Model(), loaders)
-        assert [torch.cat(batches).tolist() for batches in predicted] == [
-            torch.cat(batches).tolist() for batches in expected
-        ]
+        assert predicted(trainer) == expected
         assert logged(trainer, "stocache/predict/hits") == [hits]
         assert logged(trainer, "stocache/predict/coverage") == [1]
         assert trainer.callback_metrics == {}
@@ -239,13 +248,6 @@ def test_checkpoints_and_early_stopping_can_watch_the_hit_rate(tmp_path):
 def test_validate_and_test_return_what_they_return_without_a_monitor(tmp_path):
     """Outside of fit the loggers get stocache/val/ and stocache/test/ once, and the results of the call have no such
     keys."""
-
-    class Logging(Model):
-        def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            self.log("loss", self.loss(batch))
-
-        test_step = validation_step
-
     dm = StocacheDataModule(val=source(tmp_path, "val", 8), test=source(tmp_path, "test", 8), batch_size=4)
     trainer = make_trainer(tmp_path, [CacheMonitor()])
     for call, stage in ((trainer.validate, "val"), (trainer.test, "test")):
@@ -256,7 +258,7 @@ def test_validate_and_test_return_what_they_return_without_a_monitor(tmp_path):
         assert logged(trainer, "epoch") == [0] * (2 if stage == "val" else 4)
 
 
-@pytest.mark.parametrize("door", ["callback", "ours", "dataset"])
+@pytest.mark.parametrize("door", ["callback", "dataset"])
 def test_a_cache_that_is_off_says_so_and_gives_no_false_bytes(tmp_path, caplog, door):
     """With budget=0 the end of the run says that the cache is off; unknown bytes are left out."""
     if door == "dataset":

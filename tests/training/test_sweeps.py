@@ -1,12 +1,9 @@
 """Sweeps: trials of one process, by Hydra and by Optuna, and Lightning's Tuner."""
 
-import logging
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,11 @@ from lightning.pytorch.tuner import Tuner
 from omegaconf import DictConfig
 
 from lightning_stocache.node.named import clean
-from tests.logs import Log
-from tests.training.tiny import DOORS, Data, Epochs, Model, behind, make_trainer, source
+from tests.training.tiny import DOORS, SAMPLES, Data, Epochs, Model, behind, make_trainer, source
 
 pytestmark = pytest.mark.processes
 
 # --- Hydra
-
-SAMPLES = 80
 
 ConfigStore.instance().store(
     name="sweep_job",
@@ -34,40 +28,25 @@ ConfigStore.instance().store(
         "defaults": [{"cache": "stocache"}, {"callbacks": "stochastic_cache"}, {"data": None}, "_self_"],
         "folder": "???",
         "lr": 0.1,
-        "epochs": 2,
         "door": "callback",
         "hydra": {"sweep": {"dir": "${folder}/runs"}, "output_subdir": None},
     },
 )
-
-
-@dataclass
-class Trial:
-    """What a trial did: samples read at set-up, and the hits and the loads of each epoch."""
-
-    looked: int = 0
-    hits: list[float] = field(default_factory=list)
-    loads: list[float] = field(default_factory=list)
-
-
-trials: list[Trial] = []
+trials: list[list[tuple[float, float]]] = []
+"""The hits and the loads of each epoch of each trial."""
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_stocache.configs", config_name="sweep_job")
 def main(config: DictConfig) -> float:
     """A user's app: one trial, whose result is smallest at lr=0.01."""
-    log, epochs, folder = Log(), Epochs(), Path(config.folder)
-    logging.getLogger("lightning_stocache").setLevel(logging.INFO)
-    data, callbacks = Data(source(folder, samples=SAMPLES)), []
+    epochs, data, callbacks = Epochs(), Data(source(config.folder)), []
     if config.door == "callback":
         callbacks = [hydra.utils.instantiate(config.callbacks.stochastic_cache)]
     else:
-        callbacks, data = behind("cache_datamodule", data, **{name: config.cache[name] for name in ("budget", "name")})
-    trainer = make_trainer(folder / str(len(trials)), [*callbacks, epochs], epochs=config.epochs)
+        callbacks, data = behind("cache_datamodule", data, budget=config.cache.budget, name=config.cache.name)
+    trainer = make_trainer(Path(config.folder, str(len(trials))), [*callbacks, epochs], epochs=2)
     trainer.fit(Model(), data)
-    hits = [epoch["hits"] for epoch in epochs.metrics]
-    loads = [epoch["misses"] + epoch["bypasses"] for epoch in epochs.metrics]
-    trials.append(Trial(sum(map(int, re.findall(r"(\d+) samples read at set-up", "\n".join(log.lines)))), hits, loads))
+    trials.append([(epoch["hits"], epoch["misses"] + epoch["bypasses"]) for epoch in epochs.metrics])
     return abs(math.log10(config.lr) + 2)
 
 
@@ -84,20 +63,20 @@ def name() -> Iterator[str]:
     sys.version_info >= (3, 14) and hydra.__version__ < "1.4", reason="Hydra 1.3 starts no app on Python 3.14"
 )
 @pytest.mark.named
-@pytest.mark.parametrize("door", ["callback", "cached", "optuna"])
-def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, door, name):
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize(("sweeper", "door"), [("basic", "callback"), ("optuna", "cache_datamodule")])
+def test_trials_of_one_process_start_warm(tmp_path, monkeypatch, sweeper, door, name):
     """With a name, trials two and three of this process have only hits, under the basic launcher and under Optuna's
     sweeper."""
-    words = [f"door={door}", "lr=0.1,0.01,0.001"]
-    if door == "optuna":
+    words = ["lr=0.1,0.01,0.001"]
+    if sweeper == "optuna":
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
         words = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1", "lr=choice(0.1,0.01)"]
-    quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none")
-    monkeypatch.setattr(sys, "argv", ["sweep", "-m", f"folder={tmp_path}", *quiet, *words, f"cache.name={name}"])
+    words += [f"folder={tmp_path}", f"door={door}", f"cache.name={name}"]
+    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+    monkeypatch.setattr(sys, "argv", ["sweep", "-m", *quiet, *words])
     main()
-    stored = trials[0].looked // 2  # what set-up has read, twice each, is stored
-    assert [trial.hits for trial in trials] == [[stored, SAMPLES], [SAMPLES] * 2, [SAMPLES] * 2]
-    assert [trial.loads for trial in trials] == [[SAMPLES - stored, 0], [0, 0], [0, 0]]
+    assert trials == [[(4, SAMPLES - 4), (SAMPLES, 0)], [(SAMPLES, 0)] * 2, [(SAMPLES, 0)] * 2]  # set-up stores four
 
 
 # --- Lightning's Tuner

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -79,18 +79,15 @@ class Corner(Model):
         return super().loss((batch[0][:, :, :8, :8], batch[1]))
 
 
-def behind_a(door: str, **options: Any) -> tuple[list[Callback], Any]:
-    """The callbacks and the DataModule of a kind of trials."""
+def fit(folder: Path, door: str, error: type[Exception] | None, **options: Any) -> None:
+    """One trial."""
+    source = Text if door == "records" else Large
+    data: Any = Data(source(24), source(8), num_workers=door == "workers")
     if door == "rolling":
         pool = RollingCache(Large(24), budget="10MiB", fillers=1, minimum=8)
-        return [], StocacheDataModule(train=pool, batch_size=4)
-    source = Text if door == "records" else Large
-    users = Data(source(24), source(8), num_workers=door == "workers")
-    return behind(door if door in DOORS else "callback", users, **options)
-
-
-def fit(folder: Path, door: str, error: type[Exception] | None, **options: Any) -> None:
-    callbacks, data = behind_a(door, **options)
+        callbacks, data = [], StocacheDataModule(train=pool, batch_size=4)
+    else:
+        callbacks, data = behind(door if door in DOORS else "callback", data, **options)
     make_trainer(folder, [*callbacks, Ending(error)], epochs=2, num_sanity_val_steps=0).fit(Corner(), data)
 
 
@@ -102,16 +99,7 @@ def loop() -> None:
             pass
 
 
-def trials(folder: Path, doors: Sequence[str]) -> Iterator[dict[str, int]]:
-    """Run trials without end; the resources after each."""
-    for number, door in enumerate(cycle(doors)):
-        with contextlib.suppress(ArithmeticError, PrunedError):
-            error = {2: ArithmeticError, 4: PrunedError}.get(number % 5)
-            loop() if door == "plain" else fit(folder / str(number), door, error, keep_cache=number % 2 == 1)
-        yield resources()
-
-
-def grown(held: Sequence[dict[str, int]], first: int) -> dict[str, int]:
+def growth(held: Sequence[dict[str, int]], first: int) -> dict[str, int]:
     """The growth of each resource from the first trials to the last: the difference of the minima at both ends."""
     return {name: min(now[name] for now in held[-first:]) - min(now[name] for now in held[:first]) for name in held[0]}
 
@@ -129,11 +117,15 @@ LONG = [pytest.mark.soak, pytest.mark.timeout(1800)]
 def test_trials_leave_nothing_behind(tmp_path, doors, count, warm, ends, mappings):
     """After the first trials the numbers of descriptors, mappings, files in memory, threads and children do not grow,
     nor does memory; -s shows the numbers."""
-    held = list(islice(trials(tmp_path, doors), count))
-    for number, now in enumerate(held):
-        print(number, now)
-    growth = grown(held[warm:], ends)
-    print(growth)
-    assert growth.pop("anonymous") < 8 * MIB
-    assert growth.pop("mappings") <= mappings  # of malloc
-    assert growth == {"descriptors": 0, "memory_files": 0, "threads": 0, "children": 0}
+    held = []
+    for number, door in enumerate(islice(cycle(doors), count)):
+        error = {2: ArithmeticError, 4: PrunedError}.get(number % 5)
+        with contextlib.suppress(ArithmeticError, PrunedError):
+            loop() if door == "plain" else fit(tmp_path / str(number), door, error, keep_cache=number % 2 == 1)
+        held.append(resources())
+        print(number, held[-1])
+    grown = growth(held[warm:], ends)
+    print(grown)
+    assert grown.pop("anonymous") < 8 * MIB
+    assert grown.pop("mappings") <= mappings  # of malloc
+    assert grown == {"descriptors": 0, "memory_files": 0, "threads": 0, "children": 0}

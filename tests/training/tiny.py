@@ -20,33 +20,6 @@ from lightning_stocache.training.datamodule import StocacheDataModule, cache_dat
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
 
-__all__ = [
-    "DOORS",
-    "SAMPLES",
-    "SLOT",
-    "Data",
-    "Epochs",
-    "Looking",
-    "MadeInSetup",
-    "Model",
-    "Narrow",
-    "Numbers",
-    "Photos",
-    "Remembers",
-    "Watcher",
-    "announced",
-    "behind",
-    "cached_datasets",
-    "data_hooks",
-    "fit",
-    "logged",
-    "make_trainer",
-    "plain_loader",
-    "said",
-    "source",
-    "through",
-]
-
 SAMPLES = 24
 SLOT = 3 * 8 * 8 + 8 + 1  # bytes: image, label and state
 DOORS = ("callback", "cache_datamodule", "ours")
@@ -342,12 +315,16 @@ def cached_datasets(loaders: Any) -> list[CachedDataset]:
     return [dataset for dataset in cached_in_leaves(loaders) if isinstance(dataset, CachedDataset)]
 
 
+def rows_of(logger: Any) -> list[dict[str, str]]:
+    """The rows of a CSVLogger, without empty cells."""
+    logger.save()
+    with open(Path(logger.log_dir, "metrics.csv")) as file:
+        return [{key: text for key, text in row.items() if text} for row in csv.DictReader(file)]
+
+
 def logged(trainer: Trainer, key: str) -> list[float]:
     """The values of a key in the Trainer's CSV file, in the order of its rows."""
-    assert trainer.logger is not None
-    trainer.logger.save()
-    with open(Path(str(trainer.logger.log_dir)) / "metrics.csv") as file:  # type: ignore[attr-defined]
-        return [float(row[key]) for row in csv.DictReader(file) if row.get(key)]
+    return [float(row[key]) for row in rows_of(trainer.logger) if key in row]
 
 
 def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
@@ -357,5 +334,4 @@ def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
 
 def announced(caplog: pytest.LogCaptureFixture) -> int:
     """How many samples the package says that it has read at set-up."""
-    counts = [re.search(r"(\d+) samples read at set-up", record.getMessage()) for record in caplog.records]
-    return sum(int(count.group(1)) for count in counts if count)
+    return sum(map(int, re.findall(r"(\d+) samples read at set-up", caplog.text)))
