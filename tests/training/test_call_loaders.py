@@ -35,7 +35,6 @@ from tests.training.tiny import (
     plain_loader,
     said,
     source,
-    through,
 )
 
 pytestmark = pytest.mark.processes
@@ -93,15 +92,15 @@ ODD = {
 
 @pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
 def test_odd_loaders_pass_as_they_are(tmp_path, caplog, door):
-    """Loaders that cannot be cached are the user's own objects; the loaders beside them are cached. The batches are the
-    same as without a cache. One warning for each loader, in two epochs, names stage, dataset and reason. With
-    strict=True the reason is an error, unless the stage is off."""
+    """Loaders that cannot be cached are the user's own objects, those beside them are cached, batches in memory pass in
+    silence. The batches are the same as without a cache. One warning for each loader, in two epochs, names stage,
+    dataset and reason. With strict=True the reason is an error, unless the stage is off."""
     odd, train, val = DataLoader(stream(), 2), source(tmp_path), source(tmp_path, "val", 8)
     made: list[Any] = []
 
     def val_loaders() -> Any:
         made[:] = [make() for make in ODD.values()]
-        return {"odd": list(made), "plain": plain_loader(val)}
+        return {"odd": list(made), "plain": plain_loader(val), "in memory": [torch.ones(2, 3)]}
 
     loaders = {"train": lambda: CombinedLoader([odd, plain_loader(train)], "min_size"), "val": val_loaders}
     options = {"epochs": 2, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 1}
@@ -137,14 +136,6 @@ def test_sets_of_ours_that_cannot_be_cached_pass(tmp_path, caplog):
     assert len(said(caplog, PASSES)) == 2
     with pytest.raises(TypeError, match="val loader cannot be cached, CountedStream: it is iterable-style"):
         StocacheDataModule(*sets, strict=True).setup("fit")
-
-
-def test_batches_in_memory_pass_in_silence(tmp_path, caplog):
-    """Tensors that are given as loaders need no cache and no warning."""
-    trainer, model, *_ = through("callback", tmp_path, {})
-    trainer.predict(model, [torch.ones(2, 3), torch.zeros(2, 3)])
-    assert len(model.batches) == 4
-    assert said(caplog, PASSES) == []
 
 
 def different(rank: int) -> tuple[list[list[bool]], list[str]]:

@@ -44,10 +44,9 @@ RELOADS = {"reload_dataloaders_every_n_epochs": 1}
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sanity": {},
-    "reload": RELOADS,
-    "late reload": {"reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 0},
+    "reload": {"limit_val_batches": 1} | RELOADS,
+    "late reload": {"reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 0, "val_check_interval": 2},
     "overfit": {"overfit_batches": 2},
-    "val within epochs": {"val_check_interval": 2, "limit_val_batches": 1},
     "no train": {"limit_train_batches": 0},
 }
 
