@@ -404,7 +404,7 @@ def train(rank: int) -> tuple[Any, ...]:
     log = Log()
     alone = epochs_of(RollingCache(Numbers(), "100%", fillers=1, minimum=LENGTH), None, 2)
     nodes = NodeGroup.discover(key=rank)
-    apart = epochs_of(RollingCache(Numbers(), "50%" if rank else "20%", fillers=1, minimum=100), nodes, 8)
+    apart = epochs_of(RollingCache(Numbers(), "50%" if rank else "20%", fillers=1, minimum=100), nodes, 3)
     warnings = sum("call share() of the dataset" in line for line in log.lines)
     if rank == 1:
         attach_by_name()
@@ -421,7 +421,7 @@ def test_ranks_run_the_same_number_of_batches():
         assert [sorted(numbers) for numbers in alone] == [list(range(LENGTH))] * 2
     assert [warnings for *_, warnings in (first, second)] == [1, 0]
     small, large = first[1], second[1]
-    assert [len(numbers) for numbers in small + large] == [8] * 16
+    assert [len(numbers) for numbers in small + large] == [8] * 6
     assert len(set().union(*large)) > 8
     for ours, theirs in zip(first[2], second[2], strict=True):
         assert len(ours) == len(theirs) == 10

@@ -110,7 +110,7 @@ def test_epoch_one_is_the_stream_and_later_ones_come_from_memory(kind: Any, load
     random.seed(0)
     with closing(CachedStream(kind(), "16MiB")) as stream:
         loader = loader_kind(stream, **options)
-        epochs = [list(loader) for _ in range(4)]
+        epochs = [list(loader) for _ in range(3)]
         reads, counts = stream.source.reads, stream.counters.totals()
         if loader_kind is CachedLoader:
             loader.close()
@@ -121,8 +121,8 @@ def test_epoch_one_is_the_stream_and_later_ones_come_from_memory(kind: Any, load
         assert sorted(numbers_of(epoch)) == ALL
         assert sorted(len(numbers_of([batch])) for batch in epoch) == sizes
         assert [type(part) for part in epoch[0]] == [type(part) for part in plain[0]]
-    assert len({tuple(numbers_of(epoch)) for epoch in epochs[1:]}) == 3
-    assert counts.hits == 3 * LENGTH
+    assert numbers_of(epochs[1]) != numbers_of(epochs[2])
+    assert counts.hits == 2 * LENGTH
     assert counts.misses == counts.fills == LENGTH
     assert counts.bypasses == 0
     assert LENGTH < reads <= (3 * LENGTH if kind is Shuffled else LENGTH + 34)
@@ -144,9 +144,9 @@ def test_unshuffled_epochs_are_the_first_one(kind: Any, loader_kind: Any, worker
     plain = list(DataLoader(kind(), **arguments))
     with closing(CachedStream(kind(), "16MiB", shuffle=False)) as stream:
         loader = loader_kind(stream, **arguments)
-        for _ in range(3):
+        for _ in range(2):
             assert same(list(loader), plain)
-        assert stream.counters.totals().hits >= 2 * (LENGTH - 12)
+        assert stream.counters.totals().hits >= LENGTH - 12
         if loader_kind is CachedLoader:
             loader.close()
 
@@ -157,8 +157,9 @@ def test_the_order_follows_from_the_seed() -> None:
     orders = []
     for seed in (1, 1, 2):
         with closing(CachedStream(Numbers(), "16MiB", seed=seed)) as stream:
-            loader = DataLoader(stream, batch_size=4, num_workers=2)
+            loader = DataLoader(stream, batch_size=4, num_workers=2, persistent_workers=True)
             orders.append([numbers_of(loader) for _ in range(2)])
+            del loader
     assert orders[0] == orders[1]
     assert orders[0][1] != orders[2][1]
 

@@ -62,13 +62,12 @@ def test_batches_of_shuffled_samples_are_not_frozen(shards: list[str], caplog: p
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("workers", "shuffle"), [(0, True), (2, False)])
-def test_streams_of_hugging_face_are_cached(workers: int, shuffle: bool) -> None:
-    """A `datasets.IterableDataset`, shuffled or not, also receives the calls of `set_epoch`."""
+def test_streams_of_hugging_face_are_cached() -> None:
+    """A shuffled `datasets.IterableDataset` is stored, and receives the calls of `set_epoch`."""
     table = datasets.Dataset.from_list(list(dictionaries(60))).to_iterable_dataset(num_shards=4)
-    table = table.shuffle(seed=3, buffer_size=8) if shuffle else table
+    table = table.shuffle(seed=3, buffer_size=8)
     with closing(CachedStream(table, "16MiB")) as stream:
-        loader = DataLoader(stream, batch_size=5, num_workers=workers)
+        loader = DataLoader(stream, batch_size=5, num_workers=2)
         epochs = []
         for epoch in range(3):
             loader.dataset.set_epoch(epoch)
