@@ -11,7 +11,7 @@ from lightning_stocache.insight.metrics import Tally, rates, summarise
 numbers = st.integers(0, 10**12)
 counts = st.builds(Counts, *[numbers] * len(Counts().values()))
 tallies = st.lists(
-    st.builds(Tally, st.integers(0, 3), counts, numbers, numbers, numbers, numbers), min_size=1, max_size=8
+    st.builds(Tally, st.integers(0, 3), counts, numbers, numbers, numbers, numbers), min_size=1, max_size=5
 )
 
 
