@@ -143,7 +143,8 @@ class Fillers:
         """End the fillers."""
         if os.getpid() != self._pid or not self._processes:
             return
-        self._notes[:, _STOP] = 1
+        if not self._store.closed:  # as by `pool.dataset.close()`: the fillers are killed then
+            self._notes[:, _STOP] = 1
         end = time.monotonic() + _END_SECONDS
         for process, reports in self._processes.values():
             process.join(max(end - time.monotonic(), 0))

@@ -324,6 +324,14 @@ def test_a_filler_that_hangs_is_logged_while_training_waits(opened, caplog, monk
     assert "filler 0 has been loading sample 6 for " in caplog.text
 
 
+def test_fillers_end_with_a_pool_whose_dataset_was_closed_before(opened):
+    """Closing the dataset behind a pool closes the memory, and `close` ends the fillers all the same."""
+    pool = opened(Numbers(trouble=HangsAfter(4)), "100%", spec=SPEC, fillers=1, minimum=4, shuffle=False)
+    pool.dataset.close()
+    pool.close()
+    fillers_end()
+
+
 def train_and_be_killed(path: Path) -> None:
     pool = RollingCache(Numbers(trouble=HangsAfter(4)), "100%", spec=SPEC, fillers=2, minimum=2, shuffle=False)
     len(pool)
