@@ -39,7 +39,8 @@ torch.set_num_threads(1)  # a forked child would wait for the threads of its par
 if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's, by which each worker imports torch anew
     multiprocessing.set_start_method("fork", force=True)  # tests say the method where it matters
 if "forkserver" in multiprocessing.get_all_start_methods():  # a rank or a worker would import them anew, for 3 s
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["lightning.pytorch", "pytest", "hypothesis"])
+    imported = ["lightning.pytorch", "hypothesis", "lightning_stocache.training.datamodule", "tests.processes"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(imported)
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # some tests crash a child
 

@@ -76,8 +76,9 @@ class Child:
     def __init__(self, function: Callable[..., Any], *args: Any, method: str = "fork") -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._answer = Path(self._folder.name) / "answer"
+        settings = lightning_stocache.__file__, names.folder(), default_method(), _bounds()
         self.process: BaseProcess = context(method).Process(
-            target=_run, args=(str(self._answer), names.folder(), default_method(), _bounds(), function, args)
+            target=_run, args=(str(self._answer), *settings, function, args)
         )
         self.process.start()
         self.ended = False
@@ -237,6 +238,7 @@ def _bounds(*values: float) -> tuple[float, ...]:
 
 def _run(
     answer: str,
+    package: str,
     folder_of_names: str,
     method: str,
     bounds: tuple[float, ...],
@@ -247,6 +249,7 @@ def _run(
     multiprocessing.set_start_method(method, force=True)
     _bounds(*bounds)
     try:
+        assert lightning_stocache.__file__ == package, "the fork server has started where another package lies"
         outcome = pickle.dumps((True, function(*args)))
     except BaseException:
         outcome = pickle.dumps((False, traceback.format_exc()))
