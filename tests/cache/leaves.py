@@ -1,9 +1,12 @@
-"""Leaves of samples of every sort, for the codecs of rows and of records."""
+"""Leaves of samples of every sort, and samples of any nesting, for the codecs of rows and of records."""
 
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from hypothesis import strategies as st
 from torchvision import tv_tensors
 
 _NAMES = """bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64
@@ -44,3 +47,44 @@ def leaves_of(number: int, size: int = 16) -> dict[str, Any]:
         "bool": bool(number % 2),
         "None": None,
     }
+
+
+class Box(torch.Tensor):
+    """A tensor of a class of its own, as torchvision's."""
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """A tensor of any order of its dimensions in memory."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=3)) + draw(st.sampled_from([[], [], [400]]))
+    dtype = draw(st.sampled_from([torch.uint8, torch.float32, torch.bfloat16, torch.int64, torch.complex64]))
+    count = int(np.prod(shape))
+    tensor = torch.arange(count % 251, count % 251 + count).view(shape).to(dtype)
+    tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
+    return tensor.as_subclass(Box) if draw(st.booleans()) else tensor
+
+
+@st.composite
+def arrays(draw: st.DrawFn, *more: str) -> npt.NDArray[Any]:
+    """An array of any order of its dimensions in memory, of numbers or of these dtypes, too."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=3)) + draw(st.sampled_from([[], [], [1500]]))
+    dtype = draw(st.sampled_from(["u1", ">i4", "f8", "?", "M8[s]", *more]))
+    array = np.arange(int(np.prod(shape))).astype(dtype).reshape(shape)
+    return array.transpose(draw(st.permutations(range(len(shape)))))
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Containers of these parts."""
+    keys = st.text(max_size=3) | st.integers() | st.tuples(st.integers(), st.text(max_size=1))
+    return (
+        st.lists(inner, max_size=5)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=5)
+        | st.dictionaries(keys, inner, max_size=3).map(OrderedDict)
+        | st.builds(Pair, inner, inner)
+    )

@@ -3,13 +3,12 @@
 import collections
 import enum
 import gc
-import math
 import pickle
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,12 +21,7 @@ from torchvision import tv_tensors
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.rows import SampleSpec
 from tests.cache.equality import same
-from tests.cache.leaves import leaves_of
-
-
-class Pair(NamedTuple):
-    image: Any
-    label: Any
+from tests.cache.leaves import Pair, arrays, containers, leaves_of, tensors
 
 
 class Colour(enum.IntEnum):
@@ -50,35 +44,9 @@ def assert_round_trip(*samples: Any) -> None:
 # --- what goes in comes out
 
 
-leaves = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**63), 2**63 - 1),
-    st.floats(),
-    st.complex_numbers(),
-    st.builds(
-        lambda shape, dtype: torch.arange(math.prod(shape)).reshape(shape).to(dtype),
-        st.lists(st.integers(0, 3), max_size=3),
-        st.sampled_from([torch.uint8, torch.float32, torch.bfloat16, torch.int64]),
-    ),
-    st.builds(
-        lambda shape, dtype: np.arange(math.prod(shape)).reshape(shape).astype(dtype),
-        st.lists(st.integers(0, 3), max_size=3),
-        st.sampled_from(["u1", ">f4", "i8", "?", "M8[s]"]),
-    ),
-)
-keys = st.one_of(st.text(max_size=3), st.integers(), st.tuples(st.integers(), st.text(max_size=1)))
-nestings = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(keys, inner, max_size=3),
-        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
-        st.builds(Pair, inner, inner),
-    ),
-    max_leaves=8,
-)
+numbers = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.complex_numbers()
+leaves = numbers | tensors().map(torch.Tensor.contiguous) | arrays().map(np.ascontiguousarray)
+nestings = st.recursive(leaves, containers, max_leaves=8)
 
 
 @given(sample=nestings)
