@@ -80,19 +80,20 @@ def numbered(source: CountedSource, batch: Any) -> list[int]:
 
 WORKERS: dict[str, Any] = {"num_workers": 2}
 PERSISTENT = WORKERS | {"persistent_workers": True}
+ONE = PERSISTENT | {"num_workers": 1}  # where each imports what the test does
 WAYS: dict[str, tuple[Any, str | int, int, dict[str, Any]]] = {
     "whole": (DataLoader, "auto", LENGTH, {}),
     "percent": (DataLoader, "33.3%", 7, WORKERS),
     "bytes": (DataLoader, 5 * SLOT_BYTES + SLOT_BYTES - 1, 5, {}),
     "percent of free": (DataLoader, "100% of free", LENGTH, WORKERS),
     "off": (DataLoader, 0, 0, {}),
-    "fork server": (DataLoader, "auto", LENGTH, PERSISTENT | {"multiprocessing_context": "forkserver"}),
+    "fork server": (DataLoader, "auto", LENGTH, ONE | {"multiprocessing_context": "forkserver"}),
     "alone": (CachedLoader, "25%", 6, {}),
     "workers": (CachedLoader, "auto", LENGTH, WORKERS),
     "persistent": (CachedLoader, "25%", 6, PERSISTENT),
     "made": (CachedLoader, "25%", 6, WORKERS | {"gather": "worker"}),
     "made, persistent": (CachedLoader, "auto", LENGTH, PERSISTENT | {"gather": "worker"}),
-    "spawn": (CachedLoader, "50%", 12, PERSISTENT | {"gather": "worker", "multiprocessing_context": "spawn"}),
+    "spawn": (CachedLoader, "50%", 12, ONE | {"gather": "worker", "multiprocessing_context": "spawn"}),
 }
 """Loaders, budgets, the slots that these pay for, and arguments of the loaders."""
 

@@ -31,7 +31,7 @@ def test_samplers_are_asked_when_dataloader_asks_them(name):
         return CachedLoader, arguments
 
     flags = (False, True)
-    designs = pairwise(batch_size=(7, 1, 256), drop_last=flags, generator=flags)  # a seed may be drawn or not
+    designs = pairwise(batch_size=(7, 256), drop_last=flags, generator=flags)  # a seed may be drawn or not
     runs = [run_of(**design) for design in [*designs, designs[0] | {"num_workers": 1}]]
     source = Numbers(LENGTH)
     assert_as_plain(source, runs, ["quarter", "all"], spec=SampleSpec.infer(source[0]))

@@ -56,33 +56,31 @@ def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follo
     `close`, too. What has been handed out stays, and the next epoch is complete."""
     expected = plain(transform)
     with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
-        loader = CachedLoader(dataset, 4, **arguments)
-        for _ in range(2):
-            pids = set[int | None]()
-            for stop in (0, 3, 6):
-                iterator = iter(loader)
-                batches = [next(iterator) for _ in range(stop + 1)]
-                pids |= worker_pids()
-                del iterator
-                assert threads() == 0
-                assert worker_pids() == (pids if loader.persistent_workers else set())
-                assert same(batches, expected[: stop + 1])
-            assert not loader.persistent_workers or len(pids) == 2
-            assert same([copied(batch) for batch in loader], expected)
-            if transform is not None and loader.num_workers:  # batches that nobody asked for any more gave theirs back
-                del batches
-                gc.collect()
-                assert loader.resources.pool.shared_left == 7
+        loader, pids = CachedLoader(dataset, 4, **arguments), set[int | None]()
+        for stop in (0, 3, 6):
             iterator = iter(loader)
-            batch, ours = next(iterator), loader.resources is not None
-            loader.close()
-            assert active_children() == []
+            batches = [next(iterator) for _ in range(stop + 1)]
+            pids |= worker_pids()
+            del iterator
             assert threads() == 0
-            if ours:  # without workers, transformed samples come by DataLoader's own iterator
-                assert next(iterator, None) is None
-            assert same(batch, expected[0])
-            assert same([copied(batch) for batch in loader], expected)
-            loader.close()
+            assert worker_pids() == (pids if loader.persistent_workers else set())
+            assert same(batches, expected[: stop + 1])
+        assert not loader.persistent_workers or len(pids) == 2
+        assert same([copied(batch) for batch in loader], expected)
+        if transform is not None and loader.num_workers:  # batches that nobody asked for any more gave theirs back
+            del batches
+            gc.collect()
+            assert loader.resources.pool.shared_left == 7
+        iterator = iter(loader)
+        batch, ours = next(iterator), loader.resources is not None
+        loader.close()
+        assert active_children() == []
+        assert threads() == 0
+        if ours:  # without workers, transformed samples come by DataLoader's own iterator
+            assert next(iterator, None) is None
+        assert same(batch, expected[0])
+        assert same([copied(batch) for batch in loader], expected)
+        loader.close()
         assert active_children() == []
 
 
