@@ -130,6 +130,10 @@ class Counters:
             self._rows[0, _SAID] |= _MATTERS[matter]
         return first
 
+    def take_matters(self, other: Counters) -> None:
+        """Give no warning that the node has had from counters that these replace."""
+        self._rows[0, _SAID] |= other._rows[0, _SAID]
+
     def totals(self, rank: int | None = None) -> Counts:
         """The sum over all rows, or over the rows of one rank."""
         if self.closed:

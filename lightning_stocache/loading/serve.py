@@ -412,9 +412,14 @@ class CachedSource:
     # ---- the source's life ----
 
     @property
+    def change(self) -> str | None:
+        """Where the source has changed since it was cached; None if it has not."""
+        return self._state.look()
+
+    @property
     def changed(self) -> bool:
         """Whether the source has changed since it was cached. The first process of rank zero to see it warns."""
-        if (change := self._state.look()) is None:
+        if (change := self.change) is None:
             return False
         counters = self.opened.counters
         if self.opened.group.rank == 0 and counters is not None and counters.is_first("changed source"):

@@ -16,7 +16,8 @@ warning says so.
 The resident samples of a rolling cache on a disk are compared in the same way, by their indices (`check_pool`).
 
 `is_continued` compares four samples of a dataset object that replaces another, as some loader hooks make it. A dataset
-that has grown gets a larger cache, which takes over the samples of the smaller (`take_over`).
+that has grown gets a larger cache, which takes over the samples of the smaller one if four of them are still the same
+(`take_over`): new files may come before old files, or the contents may change.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ Read: TypeAlias = Callable[[Finding, Sequence[int], bool], Mapping[int, list[byt
 
 _COMPARED = 4  # samples at least, if so many are stored
 _TRIED = 64  # samples that are looked at until four could be compared
-_LOOKED_FOR = 256  # indices of a cache that goes on with another object
+_LOOKED_FOR = 256  # stored indices, from which the compared ones are taken
 
 
 class FingerprintError(ValueError):
@@ -171,31 +172,48 @@ def is_continued(opened: OpenCache, dataset: Any) -> bool:
         return False
     if request.allow_random or request.name is not None or request.domain is not None or length < cache.length:
         return False
-    tried = np.unique(np.linspace(0, cache.length - 1, _LOOKED_FOR).astype(np.int64))
+    return _has_samples_of(cache, request, dataset)
+
+
+def take_over(larger: OpenCache, smaller: Store) -> bool:
+    """Copy the samples of the smaller cache of a dataset that has grown, unless compared samples are different now.
+
+    With `allow_random` no sample can be compared: samples are copied if the dataset is otherwise unchanged, so that
+    its new cache has the codec of the old one.
+
+    Rings of two sizes give different indices a slot, so a part would lose samples that the smaller cache has.
+
+    Returns:
+        False if the smaller cache must stay: not all samples have room in the larger one, or it has another codec.
+    """
+    cache, request, count = larger.live_cache, larger.request, smaller.filled
+    if cache is None:
+        return False
+    is_same = request.spec is not None if request.allow_random else _has_samples_of(smaller, request, larger.source)
+    if not is_same:
+        return True
+    if len(cache) < cache.length or cache.granted_bytes <= smaller.granted_bytes:
+        return False
+    if cache.codec.title != smaller.codec.title:
+        return False
+    try:
+        cache.take_over(smaller)
+    except OSError:
+        return False
+    return cache.filled >= count
+
+
+def _has_samples_of(cache: Store, request: CacheRequest, source: Any) -> bool:
+    """Whether four stored samples of a cache are those of a source. The last sample shows that no other one moved."""
+    tried = np.unique([*cache.some_stored(_LOOKED_FOR), cache.length - 1])
     stored = tried[cache.lookup(tried) != NO_PLACE]
     if not len(stored):
         return False
     indices = np.unique(stored[np.linspace(0, len(stored) - 1, _COMPARED).astype(np.int64)])
     places = list(zip(indices.tolist(), cache.lookup(indices).tolist(), strict=True))
-    with closing(SourceReader(replace(request, source=dataset, reader=None))) as reader:
+    with closing(SourceReader(replace(request, source=source, reader=None))) as reader:
         other, equal = _compare(Finding(cache.codec), reader.read, cache, places, {})
     return other is None and equal == len(places)
-
-
-def take_over(larger: Store, smaller: Store) -> bool:
-    """Copy the samples of a dataset's smaller cache, unless a sample that set-up has read is another one there.
-
-    Returns False without memory for them, or if the samples look different now.
-    """
-    if larger.codec.title != smaller.codec.title:
-        return False
-    indices = [index for index in larger.some_stored(_COMPARED) if smaller.place(index) != NO_PLACE]
-    if all(same_sample(smaller.get(index), larger.get(index)) for index in indices):
-        try:
-            larger.take_over(smaller)
-        except OSError:
-            return False
-    return True
 
 
 def _store(cache: Store, contents: Mapping[int, Sequence[bytes]], counters: Counters) -> None:

@@ -8,8 +8,9 @@ uses the cache of the old one. If samples differ, the old cache is closed, and t
 happened twice without a hit, the stage is not cached any more.
 
 The new object may be longer, and a dataset may grow in place. When its loaders are made again, a larger cache opens,
-and takes over the samples of the smaller one; both take memory meanwhile. New samples pass through, with one warning,
-if not all samples have room, on several nodes, and for a cache with a name, a directory or a domain.
+and takes over the samples of the smaller one, if the compared ones are equal; both take memory meanwhile. New samples
+pass through, with one warning, if not all samples have room, on several nodes, with store="auto", and for a cache with
+a name, a directory or a domain.
 
 Caches that other ranks opened (by hand, before the Trainer started its processes) are closed and opened again for all
 ranks. A copy in another process (pickled for ddp_spawn) has the options and no open caches.
@@ -21,7 +22,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -68,31 +69,33 @@ class _Open:
 
     @property
     def codec(self) -> SampleCodec | None:
-        """The codec of whole samples; None if the cache has the deterministic part of the samples, or is a stream."""
+        """The codec, if it is of whole samples and the dataset has no other attributes now; else None."""
         store = self.dataset.cache
-        is_whole = isinstance(self.dataset, CachedDataset) and cached_source(self.dataset).opened.source is self.source
-        return store.codec if is_whole and store is not None else None
+        if store is None or not isinstance(self.dataset, CachedDataset):
+            return None
+        cached = cached_source(self.dataset)
+        return store.codec if cached.opened.source is self.source and cached.change is None else None
 
-    def may_grow(self, request: CacheRequest) -> bool:
-        """Whether the dataset has grown, and a larger cache may take the place of this one."""
+    def may_grow(self, request: CacheRequest, stages: Collection[str]) -> bool:
+        """Whether the dataset has grown, and a larger cache may take the place of this one.
+
+        A training epoch reads this cache to its end: until the training loaders are made again, the cache stays.
+        """
         store, fixed = self.dataset.cache, (request.name, request.dir, request.domain, self.domain)
         if self.is_largest or store is None or isinstance(self.dataset, CachedStream):
+            return False
+        if "train" in self.stages and "train" not in stages and not self.idle:
             return False
         return fixed == (None,) * 4 and request.store != "auto" and request.length > store.length
 
     def replaced_by(self, larger: _Open, group: NodeGroup) -> _Open:
-        """The larger cache with the samples of this one; this one, if not all samples have a slot there. Collective.
-
-        Rings of two sizes give different indices a slot, so a part would lose samples that this cache has.
-        """
-        before, after = self.dataset.cache, larger.dataset.cache
+        """The larger cache with the samples of this one; this one, if not all samples have room there. Collective."""
 
         def copy() -> bool:
-            if before is None or after is None or len(after) < after.length:
-                return False
-            if after.granted_bytes <= before.granted_bytes:
-                return False
-            return take_over(after, before)
+            before, after = (cached_source(cast(CachedDataset, opened.dataset)).opened for opened in (self, larger))
+            if before.counters is not None and after.counters is not None:
+                after.counters.take_matters(before.counters)
+            return before.cache is not None and take_over(after, before.cache)
 
         if not group.lead(copy):
             larger.dataset.close()
@@ -173,13 +176,13 @@ class CallCaches:
             self.close()
             self._group = group
         self._train_to_come = train_to_come
-        requests = list(requests)
+        requests, stages = list(requests), set(stages)
         known = [None if self.options.for_all else request.domain for request in requests]
         drawn = drawn_by_any(known, group)
         requests = [replace(request, domain=domain) for request, domain in zip(requests, drawn, strict=True)]
         self._replace_sources(requests)
-        grown = self._take_grown(requests)
-        self._close_unread(requests, set(stages))
+        grown = self._take_grown(requests, stages)
+        self._close_unread(requests, stages)
         new: dict[int, CacheRequest] = {}
         for request in requests:  # a source of several stages has pot and name of the first, and slots for all
             if self._serving(request) is None and id(request.source) not in new:
@@ -259,13 +262,13 @@ class CallCaches:
                 cache = replace(before, request=replace(before.request, source=new.source), source=new.source)
                 opened.source, opened.dataset = new.source, dataset_over(CachedSource(cache))
 
-    def _take_grown(self, requests: Sequence[CacheRequest]) -> dict[int, _Open]:
+    def _take_grown(self, requests: Sequence[CacheRequest], stages: Collection[str]) -> dict[int, _Open]:
         """Take the caches of datasets that have grown out of the open ones, by the id of the dataset. Collective."""
         if len(self._group.nodes) > 1:
             return {}
         serving = [self._serving(request) for request in requests]
         grown = [
-            opened if opened is not None and opened.may_grow(request) else None
+            opened if opened is not None and opened.may_grow(request, stages) else None
             for opened, request in zip(serving, requests, strict=True)
         ]
         agreed = map(all, zip(*self._group.exchange([opened is not None for opened in grown]), strict=True))

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_stocache.cache.counters import Counts
+from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.insight.tallies import loader_seconds, samples_of
 from lightning_stocache.node.budget import format_bytes
@@ -59,7 +59,7 @@ class FillProgress(Callback):
         self._full = False
         self._cadence = 1
         self._waited_before = self._waited = 0.0  # seconds: before this fit, and in its whole epochs
-        self._first_epoch, self._counts_before = True, Counts()
+        self._first_epoch, self._counts_before = True, dict[Counters, Counts]()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note whether the cache is full already: a kept cache may be."""
@@ -98,7 +98,8 @@ class FillProgress(Callback):
             fill = sum(cache.fill_fraction * len(cache) for cache in caches) / slots
             bar[self.name] = f"fill {100 * fill:.0f} %"
         else:
-            counts = _training_counts(trainer) - self._counts_before
+            before, now = self._counts_before, _training_counts(trainer)  # a dataset that has grown has new counters
+            counts = sum((now[of] - before.get(of, Counts()) for of in now), Counts())
             bar[self.name] = f"hit {100 * counts.hits / max(counts.served, 1):.0f} %"
 
     def _say_when_full(self, trainer: Trainer) -> None:
@@ -109,7 +110,7 @@ class FillProgress(Callback):
         if not self.verbose:
             return
         filled = sum(cache.filled for cache in caches)
-        counts = _training_counts(trainer)
+        counts = sum(_training_counts(trainer).values(), Counts())
         share = min(filled / max(counts.misses + counts.bypasses, 1), 1.0)  # of what was loaded until now
         saved = share * self._waited
         after = f"; {saved:.1f} s of waiting for data will not be repeated" if saved > 0 else ""
@@ -244,10 +245,10 @@ def _training_caches(trainer: Trainer) -> list[Any]:
     return [dataset.cache for dataset in running_datasets(trainer, "train") if dataset.cache is not None]
 
 
-def _training_counts(trainer: Trainer) -> Counts:
-    """The counts of the training sets on this node."""
-    datasets = running_datasets(trainer, "train")
-    return sum((dataset.counters.totals() for dataset in datasets if dataset.counters is not None), Counts())
+def _training_counts(trainer: Trainer) -> dict[Counters, Counts]:
+    """The counts of each training set on this node, by its counters."""
+    counters = [dataset.counters for dataset in running_datasets(trainer, "train") if dataset.counters is not None]
+    return {of: of.totals() for of in counters}
 
 
 def _are_full(caches: list[Any]) -> bool:

@@ -186,8 +186,8 @@ def test_a_dataset_that_grows_goes_on_in_its_cache(tmp_path, caplog, new):
     assert logged(trainer, "stocache/fill_fraction") == [1, 1, 1]
     assert "passes through uncached" not in caplog.text
     assert "came with a new" not in caplog.text
-    if not new:  # the samples of another object are compared
-        assert images.loads == SAMPLES + 4 + 4 + announced(caplog)
+    if not new:  # with each growth four samples are compared
+        assert images.loads == SAMPLES + 2 * (4 + 4) + announced(caplog)
 
 
 def test_ranks_share_the_cache_of_a_dataset_that_grows(tmp_path):
@@ -247,6 +247,95 @@ def test_a_grown_dataset_is_the_same_with_and_without_a_cache(tmp_path, kind):
         if cached:
             assert max(logged(trainer, "stocache/misses")[1:]) <= 8  # set-up may have read some of the new ones
     assert seen[0] == seen[1]
+
+
+class Names(CountedSource):
+    """Samples of sorted names."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.names = list(range(100, 108))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3, 8, 8), self.names[index]), index
+
+
+GROWTHS: dict[str, tuple[Any, Callable[[Any], None]]] = {
+    "with other contents": (Images, lambda images: setattr(images, "strength", 5)),
+    "with a random step": (Images, lambda images: images.transform.transforms.append(v2.RandomErasing(1))),
+    "before its first sample": (Names, lambda data: data.names.insert(0, 99)),
+    "before its last sample": (Names, lambda data: setattr(data, "names", [*data.names[:-1], 106.5, data.names[-1]])),
+}
+
+
+@pytest.mark.parametrize("budget", ["auto", "50%"])
+@pytest.mark.parametrize("growth", GROWTHS)
+def test_a_grown_dataset_with_other_samples_is_as_without_a_cache(tmp_path, growth, budget):
+    """Samples that are not those of the smaller cache any more are loaded again."""
+    kind, change = GROWTHS[growth]
+
+    def run(callbacks: list[Any]) -> Any:
+        data, model, made = kind(), Watcher(), list[Any]()
+
+        def give() -> Any:
+            if made:
+                data.length += 4
+                change(data)
+            made.append(plain_loader(data))
+            return made[-1]
+
+        torch.manual_seed(3)
+        trainer = make_trainer(tmp_path, callbacks, epochs=3, logger=False, **RELOADS)
+        trainer.fit(model, datamodule=data_hooks(train=give))
+        return model.batches
+
+    assert run([StochasticCache(budget)]) == run([])
+
+
+def test_the_progress_bar_shows_the_hit_rate_of_a_dataset_that_grows(tmp_path):
+    """Its counts begin anew with the larger cache."""
+    images, shown = source(tmp_path), list[str]()
+
+    def give() -> Any:
+        images.length += 4
+        return plain_loader(images)
+
+    show = LambdaCallback(on_train_epoch_end=lambda trainer, _: shown.append(trainer.progress_bar_metrics["cache"]))
+    trainer = make_trainer(tmp_path, [StochasticCache(), show], epochs=3, logger=False, **RELOADS)
+    trainer.fit(Model(), datamodule=data_hooks(train=give))
+    assert shown == ["hit 100 %", "hit 88 %", "hit 89 %"]
+
+
+@pytest.mark.epoch_one_reads_all
+def test_a_training_epoch_keeps_its_cache_if_validation_finds_the_dataset_grown(tmp_path):
+    """The larger cache opens when the training loaders are made again."""
+    images, made = source(tmp_path, samples=100), list[Any]()
+
+    def val() -> Any:
+        images.length = 100 + 4 * len(made)
+        made.append(plain_loader(images))
+        return made[-1]
+
+    options = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, **RELOADS, **options)
+    trainer.fit(Model(), datamodule=data_hooks(train=lambda: plain_loader(images), val=val))
+    assert logged(trainer, "stocache/hits")[1:] == [100, 100]
+    assert logged(trainer, "stocache/misses")[1:] == [0, 4]
+
+
+def test_odd_samples_of_a_dataset_that_grows_are_warned_about_once(tmp_path, caplog):
+    """Not once for each of its caches."""
+    data = Made(lambda index: torch.zeros(3 + (index >= 12)))
+
+    def grown(count):
+        data.length = 12 + 4 * count
+        return data
+
+    fit_anew(tmp_path, grown, Watcher)
+    assert caplog.text.count("some samples are not cached") == 1
 
 
 class Other(CountedSource):
