@@ -32,6 +32,7 @@ from tests.cache.stores import (
     break_one_block,
     encoded,
     filled,
+    flip,
     number_of,
     power_cut,
     refuse_stores,
@@ -88,6 +89,24 @@ def test_a_flipped_bit_costs_its_sample_alone(disk: Disk) -> None:
         assert disk.served() == [other for other in ALL if other != index]
         disk.fill([index])
         assert disk.served() == ALL
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(5000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+def test_damaged_files_serve_no_wrong_sample(disk: Disk, rounds: int) -> None:
+    """Bits flip anywhere behind the header, columns and checksums included, or the file is cut off anywhere."""
+    disk.fill()
+    content = disk.path.read_bytes()
+    lost = 0
+    for seed in range(rounds):
+        generator = random.Random(seed)
+        flipped = bytearray(content)
+        flip(flipped, generator, count=generator.choice((1, 10, 300)))
+        for damaged in (flipped, content[: generator.randrange(HEADER_BYTES, len(content))]):
+            disk.path.write_bytes(damaged)
+            lost += LENGTH - len(disk.served())
+            disk.fill()
+            disk.served()
+    assert lost
 
 
 def test_a_file_that_was_cut_off_or_has_another_version_is_refused(disk: Disk) -> None:
