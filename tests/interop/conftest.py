@@ -1,10 +1,11 @@
 """Libraries that change the environment when they are imported (OpenCV, Lightning) do so before the first test here.
 
-No sooner: MONAI imports MLflow, Optuna and TensorBoard, which takes seconds of each process that collects tests, and
-makes each process that runs them twice as large, which takes twice as long to fork.
+No sooner: they take seconds of each process that collects tests, and make each process that runs them twice as large,
+which takes twice as long to fork.
 """
 
 import os
+import sys
 from contextlib import suppress
 from importlib import import_module
 
@@ -15,6 +16,11 @@ os.environ |= {"NO_ALBUMENTATIONS_UPDATE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK":
 
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> None:
-    for name in ("albumentations", "monai", "timm", "kornia"):
-        with suppress(ImportError):
-            import_module(name)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in {"mlflow", "optuna", "tensorboard"} - set(sys.modules):
+            patch.setitem(
+                sys.modules, name, None
+            )  # MONAI would import them, for two seconds, and uses none of them here
+        for name in ("albumentations", "monai", "timm", "kornia"):
+            with suppress(ImportError):
+                import_module(name)
