@@ -208,9 +208,10 @@ class Segment:
     @property
     def backend(self) -> Backend:
         """The kind of the file."""
-        if self.path is not None:
-            return "file"
-        return "memfd" if os.readlink(f"/proc/self/fd/{self._data}").startswith("/memfd:") else "tmpfile"
+        if self.path is None:
+            with contextlib.suppress(FileNotFoundError):  # without /proc (macOS) it is a file whose name is gone
+                return "memfd" if os.readlink(f"/proc/self/fd/{self._data}").startswith("/memfd:") else "tmpfile"
+        return "file"
 
     @property
     def free_bytes(self) -> int | None:

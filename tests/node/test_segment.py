@@ -208,6 +208,16 @@ def test_a_name_goes_with_its_creator() -> None:
     assert not any(map(os.path.exists, names))
 
 
+def test_a_file_whose_name_is_gone_is_a_file_where_there_is_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS, where what a cache was granted is logged after its name has been removed."""
+    segment = Segment.create(4096, "file")
+    segment.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "readlink", lambda path: os.stat("/no/such/file"))
+        assert segment.backend == "file"
+    segment.close()
+
+
 @pytest.mark.processes
 def test_unlink_takes_the_name_and_leaves_the_memory() -> None:
     """Unlinked early, a named file is as anonymous as the others: still shared, and never left behind."""
