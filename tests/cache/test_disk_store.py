@@ -136,7 +136,7 @@ def test_a_file_that_is_cut_off_in_use_is_left_alone(disk: Disk) -> None:
         assert disk.path.stat().st_size == HEADER_BYTES + PAGE
 
 
-@pytest.mark.parametrize("rounds", [30, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("rounds", [10, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 def test_a_power_cut_serves_no_wrong_sample(disk: Disk, rounds: int) -> None:
     """After a power cut any pages that were written since the last sync may be lost. Synced samples are served."""
     disk.fill(ALL[:20])
