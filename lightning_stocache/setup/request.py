@@ -87,6 +87,7 @@ class LoaderSettings:
         start_method: the start method of workers, if the loader sets it.
         worker_init_fn: called in each worker.
         stage: stage of the Trainer, for messages.
+        is_running: whether it has persistent workers from an earlier epoch, which read an open cache.
     """
 
     batch_size: int
@@ -95,6 +96,7 @@ class LoaderSettings:
     start_method: str | None = None
     worker_init_fn: Callable[[int], None] | None = None
     stage: str = ""
+    is_running: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ happened twice without a hit, the stage is not cached any more.
 
 The new object may be longer, and a dataset may grow in place. When its loaders are made again, a larger cache opens,
 and takes over the samples of the smaller one, if the compared ones are equal; both take memory meanwhile. New samples
-pass through, with one warning, if not all samples have room, on several nodes, with store="auto", and for a cache with
-a name, a directory or a domain.
+pass through, with one warning, if not all samples have room, on several nodes, with store="auto", for a cache with a
+name, a directory or a domain, and for a loader whose persistent workers go on.
 
 Caches that other ranks opened (by hand, before the Trainer started its processes) are closed and opened again for all
 ranks. A copy in another process (pickled for ddp_spawn) has the options and no open caches.
@@ -79,12 +79,14 @@ class _Open:
     def may_grow(self, request: CacheRequest, stages: Collection[str]) -> bool:
         """Whether the dataset has grown, and a larger cache may take the place of this one.
 
-        A training epoch reads this cache to its end: until the training loaders are made again, the cache stays.
+        A training epoch reads this cache to its end: until the training loaders are made again, the cache stays. It
+        stays, too, for a loader with persistent workers: new workers would draw a second base seed.
         """
         store, fixed = self.dataset.cache, (request.name, request.dir, request.domain, self.domain)
         if self.is_largest or store is None or isinstance(self.dataset, CachedStream):
             return False
-        if "train" in self.stages and "train" not in stages and not self.idle:
+        is_running = request.reader is not None and request.reader.is_running
+        if is_running or ("train" in self.stages and "train" not in stages and not self.idle):
             return False
         return fixed == (None,) * 4 and request.store != "auto" and request.length > store.length
 

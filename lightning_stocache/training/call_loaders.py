@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -145,7 +146,9 @@ class CallLoaders:
         for stage, loader in cacheable:
             source, name = source_of(loader), f"{options.name or ''}-{stage}{number[stage]}"
             domain = loader_domain(self._trainer, stage, loader)
-            requests.append(options.request(source, settings_of(loader, stage), name, domain))
+            is_running = loader.persistent_workers and id(loader) in self._copies.get(stage, {})
+            settings = replace(settings_of(loader, stage), is_running=is_running)
+            requests.append(options.request(source, settings, name, domain))
             number[stage] += not isinstance(source, IterableDataset)
         later = training_bytes(self._trainer)
         self._caches.open(requests, loaders, group, later_bytes=later, train_to_come=self._train_to_come)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import LambdaCallback
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 from torchvision.transforms import v2
 
 from lightning_stocache.training.callbacks import StochasticCache
@@ -80,16 +80,39 @@ def test_what_a_hook_raises_is_raised(tmp_path):
     assert "dataloader" not in vars(trainer.fit_loop._data_source)
 
 
+class Appended(Dataset[Any]):
+    """The bytes of a file, to which workers see others append."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return self.path.stat().st_size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
 def test_a_persistent_loader_that_comes_again_is_the_same(tmp_path):
-    """A loader that its hook returns again keeps its workers over reloads, and draws no second base seed."""
-    loader = plain_loader(source(tmp_path), shuffle=True, num_workers=1, persistent_workers=True)
+    """A loader that its hook returns again keeps its workers over reloads, and draws no second base seed, also if its
+    dataset grows."""
+    data = Appended(tmp_path / "samples")
+    data.path.write_bytes(bytes(8))
+    loader = plain_loader(data, shuffle=True, num_workers=1, persistent_workers=True)
     seen, batches = [], []
+
+    def give() -> Any:
+        with data.path.open("ab") as file:
+            file.write(bytes(8))
+        return loader
+
     noting = LambdaCallback(on_train_epoch_start=lambda trainer, _: seen.append(trainer.train_dataloader))
     for callbacks in ([], [StochasticCache(), noting]):
         model = Watcher()
         seed_everything(0, verbose=False)
         trainer = make_trainer(tmp_path, callbacks, logger=False, epochs=3, **RELOADS)
-        trainer.fit(model, datamodule=data_hooks(train=lambda: loader))
+        data.path.write_bytes(bytes(8))
+        trainer.fit(model, datamodule=data_hooks(train=give))
         batches.append(model.batches)
     assert batches[0] == batches[1]
     assert len(set(map(id, seen))) == 1
