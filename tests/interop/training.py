@@ -121,6 +121,7 @@ def train(way: Callable[[Setting], Any], setting: Setting, callbacks: list[Callb
     trainer = make_trainer(setting.folder, [*callbacks, counting], epochs=EPOCHS, logger=False)
     with Log(logging.WARNING) as log, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # of files of the run before, collected at any moment
         trainer.fit(model, loader)
     return Run(
         batches=model.batches,
