@@ -1,7 +1,7 @@
 """Fixtures for the tests of what grows."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -11,12 +11,5 @@ from lightning_stocache import RollingCache
 @pytest.fixture
 def opened() -> Iterator[Callable[..., RollingCache]]:
     """Makes rolling caches, which are closed at the end."""
-    pools = []
-
-    def make(*args: Any, **options: Any) -> RollingCache:
-        pools.append(RollingCache(*args, **options))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
+    with ExitStack() as pools:
+        yield lambda *args, **options: pools.enter_context(closing(RollingCache(*args, **options)))

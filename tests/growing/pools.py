@@ -1,60 +1,54 @@
 """A source whose samples show their index, and rolling caches of it: written to, waited for and read."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_stocache import CachedLoader, RollingCache, RollingWriter, SampleSpec
 from lightning_stocache.cache.store import StoreHandle
 from tests.processes import wait_until
-from tests.sources import CountedSource
+from tests.sources import CountedMade
 
-__all__ = ["LENGTH", "SPEC", "WORDS", "Numbers", "Stream", "all_resident", "epoch", "fillers_end", "labels", "write"]
+__all__ = ["LENGTH", "SPEC", "Numbers", "all_resident", "epoch", "fillers_end", "labels", "row", "write"]
 
 LENGTH = 40
-WORDS = 256
-SPEC = SampleSpec.infer((torch.zeros(WORDS, dtype=torch.int64), 0))
 
 
-class Numbers(CountedSource):
-    """Samples whose every word is their index; `trouble` is called with the index before each load."""
+def row(index: int) -> tuple[torch.Tensor, int]:
+    """A sample whose every word is its index."""
+    return torch.full((256,), index), index
+
+
+SPEC = SampleSpec.infer(row(0))
+
+
+class Numbers(CountedMade):
+    """A source of such samples, or of others; `trouble` is called with the index before each load."""
 
     def __init__(
-        self, length: int = LENGTH, trouble: Callable[[int], None] | None = None, log_path: str | Path = ""
+        self,
+        length: int = LENGTH,
+        trouble: Callable[[int], object] | None = None,
+        log_path: str | Path = "",
+        make: Callable[[int], Any] = row,
     ) -> None:
-        super().__init__(length, (WORDS,), log_path)
+        super().__init__(make, length, log_path)
         self.trouble = trouble
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index: int) -> Any:
         if self.trouble is not None:
             self.trouble(index)
         return super().__getitem__(index)
-
-    def expected(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full(self.shape, index), index
-
-
-class Stream(IterableDataset[Any]):
-    """The samples of Numbers up to an end, divided among workers."""
-
-    def __init__(self, end: int = LENGTH) -> None:
-        self.end = end
-
-    def __iter__(self) -> Iterator[Any]:
-        info: Any = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return map(Numbers().expected, range(first, self.end, step))
 
 
 def write(handle: StoreHandle, numbers: Iterable[int]) -> None:
     """Append samples of Numbers, as any process may."""
     with RollingWriter.attach(handle) as writer:
         for number in numbers:
-            writer.append(Numbers().expected(number), number)
+            writer.append(row(number), number)
 
 
 def labels(loader: Any) -> list[int]:

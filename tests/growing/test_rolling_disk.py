@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_stocache import RollingCache
 from lightning_stocache.cache.layout import contents_of
@@ -18,10 +17,9 @@ from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.named_cache import CacheInUseError
 from lightning_stocache.setup.same_data import FingerprintError
-from tests.growing.pools import LENGTH, SPEC, Numbers, Stream, all_resident, epoch, fillers_end, write
+from tests.growing.pools import LENGTH, SPEC, Numbers, all_resident, epoch, fillers_end, row, write
 from tests.processes import call, hanging, wait_until
-from tests.ranks import run_ranks
-from tests.sources import Allowance, CountedSource, Made
+from tests.sources import Allowance, CountedSource, CountedStream, Made
 
 EACH = SPEC.nbytes + 8 + 8 + 8 + 8  # state, time, checksum, index
 COMPARED = 4  # samples that a job reads to compare them
@@ -47,13 +45,13 @@ def fill(pool: RollingCache) -> None:
 
 
 def test_the_next_job_loads_nothing_that_is_resident(on_disk, tmp_path):
-    """If the whole source has room, the first job loads each sample once, and the next one only what is compared."""
-    first = Numbers(log_path=tmp_path / "first")
+    """If the whole source has room, the first job loads each sample once, and the next one only what is compared. The
+    commands list the pool with the number of its samples, and remove it when no process uses it."""
+    first, second = Numbers(log_path=tmp_path / "first"), Numbers(log_path=tmp_path / "second")
     pool = on_disk(first)
     all_resident(pool)
     assert epoch(pool) == sorted(first.loaded) == list(range(LENGTH))
     pool.close()
-    second = Numbers(log_path=tmp_path / "second")
     pool = on_disk(second)
     assert epoch(pool) == list(range(LENGTH))
     fillers_end()
@@ -62,6 +60,13 @@ def test_the_next_job_loads_nothing_that_is_resident(on_disk, tmp_path):
     assert (stats.resident, stats.appended, stats.evicted, stats.memory_bytes) == (LENGTH, 0, 0, 0)
     assert stats.disk_bytes > LENGTH * SPEC.nbytes
     assert stats.times_seen == 1
+    folder = str(tmp_path / "pools")
+    [listed] = named_segments(contents_of, folder)
+    assert (listed.name, listed.in_use, listed.contents.filled, listed.contents.damage) == ("pool", True, LENGTH, "")
+    assert clean("pool", folder) == []
+    pool.close()
+    assert [segment.name for segment in clean("pool", folder)] == ["pool"]
+    assert os.listdir(folder) == []
 
 
 def test_a_damaged_sample_is_loaded_again(on_disk, tmp_path):
@@ -69,7 +74,7 @@ def test_a_damaged_sample_is_loaded_again(on_disk, tmp_path):
     fill(on_disk(Numbers()))
     content = bytearray(path_of(tmp_path).read_bytes())
     for index in (7, 31):
-        content[content.index(bytes(Numbers().expected(index)[0].numpy())) + 5] ^= 64
+        content[content.index(bytes(row(index)[0].numpy())) + 5] ^= 64
     path_of(tmp_path).write_bytes(content)
     source = Numbers(log_path=tmp_path / "loads")
     pool = on_disk(source)
@@ -125,8 +130,7 @@ def hold(folder: str) -> RollingCache:
 def test_other_data_is_refused(on_disk):
     """A source of another length or fingerprint, or with other samples. The error has the command that removes it."""
     fill(on_disk(Numbers()))
-    other = Numbers()
-    other.expected = lambda index: (Numbers().expected(index)[0] ^ 1, index)
+    other = Numbers(make=lambda index: (row(index)[0] ^ 1, index))
     with pytest.raises(FingerprintError, match=r"sample \d+ of the cache 'pool' is another one.\n.*clean pool --dir"):
         len(on_disk(other))
     for source, options in ((Numbers(LENGTH + 1), {}), (Numbers(), {"fingerprint": "v2"})):
@@ -135,34 +139,31 @@ def test_other_data_is_refused(on_disk):
     assert len(on_disk(Numbers())) == LENGTH
 
 
-class Random(Numbers):
-    """The same index gives another sample each time."""
-
-    def expected(self, index: int) -> Any:
-        return torch.randint(0, 256, self.shape), index
+def random_row(index: int) -> Any:
+    return torch.randint(0, 256, row(index)[0].shape), index
 
 
-@pytest.mark.parametrize("kind", [Random, Stream])
-def test_samples_that_cannot_be_compared_are_trusted_with_a_warning(on_disk, caplog, kind):
+@pytest.mark.parametrize("make", [partial(Numbers, make=random_row), partial(CountedStream, LENGTH, row)])
+def test_samples_that_cannot_be_compared_are_trusted_with_a_warning(on_disk, caplog, make):
     """Random samples differ from themselves, and those of a stream have no index. Another fingerprint is refused."""
     for _ in range(2):
-        pool = on_disk(kind(), budget=LENGTH * EACH)
+        pool = on_disk(make(), budget=LENGTH * EACH)
         wait_until(lambda pool=pool: pool.stats().resident > 4)
         pool.close()
     with pytest.raises(FingerprintError):
-        len(on_disk(kind(), budget=LENGTH * EACH, fingerprint="v1"))
-    assert caplog.text.count(f"taken for those of {kind.__name__}") == 1
+        len(on_disk(make(), budget=LENGTH * EACH, fingerprint="v1"))
+    assert caplog.text.count("taken for those of ") == 1
 
 
 BUDGET = 2 * 2**20 + 1234
 
 
-def text(index: int) -> Any:
+def record(index: int) -> Any:
     """A sample that is no row."""
     return f"{index}," * (index % 17), torch.full((3, 64, 64), index % 256, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("source", [CountedSource(10**4, (3, 64, 64)), Made(text, 10**4)], ids=["rows", "records"])
+@pytest.mark.parametrize("source", [CountedSource(10**4, (3, 64, 64)), Made(record, 10**4)], ids=["rows", "records"])
 def test_the_file_never_takes_more_than_the_budget(on_disk, tmp_path, source):
     """A budget in bytes is that of the file's blocks, with header, columns and checksums; it is used."""
     pool = on_disk(source, budget=BUDGET, spec=None)
@@ -174,7 +175,7 @@ def test_the_file_never_takes_more_than_the_budget(on_disk, tmp_path, source):
 
 
 def test_a_full_disk_stops_the_growth(on_disk, monkeypatch, caplog):
-    """With one warning. The pool rolls within what it has, and the next job grows again."""
+    """With one warning. The pool rolls within what it has, and the next job, which has no filler, grows again."""
     pool = on_disk(Numbers(), fillers=0)
     write(pool.handle, range(10))
     monkeypatch.setattr(Segment, "free_bytes", property(lambda segment: 0))
@@ -202,43 +203,3 @@ def test_writers_in_other_processes_append(on_disk):
     assert epoch(pool) == found
     call(write, pool.handle, [0])
     assert epoch(pool)[0] == 0
-
-
-def train_on(rank: int, folder: str) -> list[tuple[list[int], int]]:
-    """The epochs of two jobs, each with the samples that came in it."""
-    found = []
-    for _ in range(2):
-        pool = RollingCache(Numbers(), "100%", spec=SPEC, fillers=2, minimum=LENGTH, dir=folder, name="pool")
-        pool.share()
-        found.append((epoch(pool), pool.stats().appended))
-        pool.close()
-        dist.barrier()
-    return found
-
-
-def test_ranks_share_a_pool_on_a_disk(tmp_path):
-    """The ranks divide the resident samples, in this job and in the next one."""
-    jobs = zip(*run_ranks(train_on, 2, str(tmp_path / "pools")), strict=True)
-    for came, ((first, all_came), (second, _)) in zip((LENGTH, 0), jobs, strict=True):
-        assert sorted(first + second) == list(range(LENGTH))
-        assert all_came == came
-
-
-def test_the_commands_know_the_pool(on_disk, tmp_path):
-    """It is listed with the number of its samples, and removed when no process uses it."""
-    pool = on_disk(Numbers())
-    all_resident(pool)
-    folder = str(tmp_path / "pools")
-    [listed] = named_segments(contents_of, folder)
-    assert (listed.name, listed.in_use, listed.contents.filled, listed.contents.damage) == ("pool", True, LENGTH, "")
-    assert clean("pool", folder) == []
-    pool.close()
-    assert [segment.name for segment in clean("pool", folder)] == ["pool"]
-    assert os.listdir(folder) == []
-
-
-def test_a_directory_without_a_disk_is_refused(on_disk, tmp_path):
-    """The error tells the cause."""
-    (tmp_path / "pools").write_text("a file")
-    with pytest.raises(OSError, match="Not a directory"):
-        len(on_disk(Numbers()))
