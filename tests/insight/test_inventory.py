@@ -1,46 +1,37 @@
 """The caches with a name, told to people: by job, in a line each."""
 
-import pytest
-
 from lightning_stocache.cache.layout import Contents
 from lightning_stocache.insight.inventory import describe, of_job
 from lightning_stocache.node.files import Geometry, Manifest
 from lightning_stocache.node.named import NamedSegment
 from lightning_stocache.node.open_files import Process
 
-MIB = 2**20
-
 
 def segment(name: str, contents: Contents | None = None, *, in_use: bool = False) -> NamedSegment:
-    return NamedSegment(name, (1, 2), 3 * MIB, in_use, contents or Contents(Manifest(Geometry(10, 5), "Photos"), "", 4))
+    contents = contents or Contents(Manifest(Geometry(10, 5), "Photos"), "", 4)
+    return NamedSegment(name, (1, 2), 3 * 2**20, in_use, contents)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("photos", ["photos", "photos-train0", "photos-val12"]),
-        ("photos-train0", ["photos-train0"]),
-        ("photos-256", ["photos-256-test1"]),
-        ("photo", []),
-        ("photos-", []),
-        ("", []),
-    ],
-)
-def test_a_job_is_known_by_the_name_that_it_was_given(name: str, meant: list[str]) -> None:
+def test_a_job_is_known_by_the_name_that_it_was_given() -> None:
     """A job's name means all its caches, whose names have a stage and a number; a cache's name means it alone."""
     there = ["photos", "photos-train0", "photos-val12", "photos-256-test1", "photos-trains", "photos2-train0"]
-    assert [found.name for found in of_job(name, map(segment, there))] == meant
+    meant = {
+        "photos": ["photos", "photos-train0", "photos-val12"],
+        "photos-train0": ["photos-train0"],
+        "photos-256": ["photos-256-test1"],
+        "photo": [],
+        "photos-": [],
+    }
+    for name, caches in meant.items():
+        assert [found.name for found in of_job(name, map(segment, there))] == caches
 
 
-def test_many_workers_are_told_briefly() -> None:
-    """Of processes with one command line, the ids of the first eight are listed."""
+def test_a_line_names_the_users_and_the_damage() -> None:
+    """Of processes with one command line, the ids of the first eight are listed. The line says that a process is of
+    another pid namespace, that a header is damaged, and the node of a cache of several nodes."""
     processes = [Process(pid, "python train.py") for pid in range(1, 12)] + [Process(99, "python other.py")]
     told = describe(segment("photos", in_use=True), processes)
     assert told.endswith("used by 1, 2, 3, 4, 5, 6, 7, 8 and 3 more (python train.py); 99 (python other.py)")
-
-
-def test_what_cannot_be_seen_is_said() -> None:
-    """The line names a process of another pid namespace, a damaged header, and the node of a cache of several nodes."""
     assert describe(segment("photos", in_use=True)).endswith("used by a process that cannot be seen from here")
     damaged = Contents(None, "is damaged: its header is cut off")
     expected = "photos: a cache that is damaged: its header is cut off, 3 MiB, used by nobody"

@@ -2,11 +2,13 @@
 
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.insight.metrics import Tally, rates, summarise
+
+OF_LOOPS = {"data_wait_seconds", "compute_seconds", "samples_per_second"}
 
 numbers = st.integers(0, 10**12)
 counts = st.builds(Counts, *[numbers] * len(Counts().values()))
@@ -15,45 +17,26 @@ tallies = st.lists(
 )
 
 
-def test_a_rate_over_nothing_is_zero():
-    """An epoch without a sample, and a cache without a slot, have rates of 0."""
+def test_rates_of_one_tally():
+    """Bypasses count against the hit rate. Nanoseconds become seconds; bytes stay bytes. A rate over nothing is 0."""
+    counts = Counts(hits=1, misses=1, bypasses=2, source_ns=1_500_000_000, fill_ns=250_000_000, gather_ns=125_000_000)
+    values = rates(Tally(counts=counts, slots=4, filled=2, memory_bytes=9, budget_bytes=11))
+    assert (values["hit_rate"], values["fill_fraction"]) == (0.25, 0.5)
+    assert (values["source_seconds"], values["fill_seconds"], values["gather_seconds"]) == (1.5, 0.25, 0.125)
+    assert (values["memory_bytes"], values["budget_bytes"]) == (9, 11)
     assert {rates(Tally())[name] for name in ("hit_rate", "fill_fraction")} == {0}
 
 
-def test_bypasses_are_served_too():
-    """Samples without a slot count against the hit rate."""
-    assert rates(Tally(counts=Counts(hits=1, misses=1, bypasses=2)))["hit_rate"] == 0.25
-
-
-def test_seconds_and_bytes():
-    """Nanoseconds become seconds; bytes stay bytes."""
-    counts = Counts(source_ns=1_500_000_000, fill_ns=250_000_000, gather_ns=125_000_000, bytes_from_cache=7)
-    values = rates(Tally(counts=counts, memory_bytes=9, budget_bytes=11))
-    assert (values["source_seconds"], values["bytes_from_cache"]) == (1.5, 7)
-    assert (values["fill_seconds"], values["gather_seconds"]) == (0.25, 0.125)
-    assert (values["memory_bytes"], values["budget_bytes"]) == (9, 11)
-
-
-LOOPS = [
-    Tally(0, Counts(hits=30), wait_seconds=1, compute_seconds=2, loop_seconds=4, ranks=1),
-    Tally(0, Counts(hits=10), wait_seconds=3, compute_seconds=4, loop_seconds=6, ranks=1),
-]
-OF_LOOPS = {"data_wait_seconds", "compute_seconds", "samples_per_second"}
-
-
 def test_seconds_of_the_loop_are_the_mean_over_ranks():
-    """Ranks run at the same time: each waits and computes its mean, and all together serve more in a second."""
-    job = summarise(LOOPS)
-    assert {name: job[name] for name in OF_LOOPS} == {
-        "data_wait_seconds": 2,
-        "compute_seconds": 3,
-        "samples_per_second": 8,
-    }
-
-
-def test_what_is_not_known_is_left_out():
-    """Unknown waiting of one rank, a missing loop, and bytes of samples of unknown size have no metrics."""
-    assert OF_LOOPS & set(summarise([*LOOPS, Tally(wait_seconds=math.nan, ranks=1)])) == {"samples_per_second"}
+    """Ranks run at the same time: each waits and computes its mean, and all together serve more in a second. Unknown
+    waiting of one rank, a missing loop, and bytes of samples of unknown size have no metrics."""
+    loops = [
+        Tally(0, Counts(hits=30), wait_seconds=1, compute_seconds=2, loop_seconds=4, ranks=1),
+        Tally(0, Counts(hits=10), wait_seconds=3, compute_seconds=4, loop_seconds=6, ranks=1),
+    ]
+    job = summarise(loops)
+    assert (job["data_wait_seconds"], job["compute_seconds"], job["samples_per_second"]) == (2, 3, 8)
+    assert OF_LOOPS & set(summarise([*loops, Tally(wait_seconds=math.nan, ranks=1)])) == {"samples_per_second"}
     assert OF_LOOPS & set(summarise([Tally(counts=Counts(hits=1))])) == set()
     known, unknown = (set(rates(Tally(counts=Counts(bypasses=2), unsized=unsized))) for unsized in (0, 2))
     assert known - unknown == {"bytes_from_source"}
@@ -74,6 +57,7 @@ def test_several_nodes_have_three_keys_each():
     assert (job["hit_rate"], job["fill_fraction"], job["memory_bytes"]) == (4 / 6, 0.75, 40)
 
 
+@settings(max_examples=40)
 @given(tallies)
 def test_sums_do_not_depend_on_the_ranks_order(ranks):
     """Whatever order the tallies come in, the metrics are the same; rates lie in [0, 1] where counts allow."""
