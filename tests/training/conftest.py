@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_stocache.node.segment import Segment
+from tests.training.tiny import DOORS
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +15,12 @@ def the_package_is_heard(caplog: pytest.LogCaptureFixture) -> None:
     """Record INFO messages: the lines of epochs, and how many samples set-up has read."""
     caplog.set_level(logging.INFO)
     caplog.set_level(logging.INFO, logger="lightning_stocache")
+
+
+@pytest.fixture(params=DOORS)
+def door(request: pytest.FixtureRequest) -> Any:
+    """Each of Lightning's doors. A test that names doors itself has those."""
+    return request.param
 
 
 @pytest.fixture

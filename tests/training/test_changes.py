@@ -4,7 +4,8 @@ import copy
 import gc
 import multiprocessing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -217,83 +218,6 @@ def test_a_training_epoch_keeps_its_cache_if_validation_finds_the_dataset_grown(
     assert logged(trainer, "stocache/misses")[1:] == [0, 4]
 
 
-def brighten(image: torch.Tensor) -> torch.Tensor:
-    return image * 2
-
-
-def darken(image: torch.Tensor) -> torch.Tensor:
-    return image / 2
-
-
-class Images(TransformedSource):
-    """Images of a strength, brightened, and then changed by further steps."""
-
-    strength = 0
-
-    def __init__(self, *steps: Any) -> None:
-        super().__init__(12)
-        self.transform = v2.Compose([brighten, *steps])
-
-    def expected(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3, 8, 8), float(index)) + self.strength, index % 10
-
-
-class Words(Images):
-    """Texts of several lengths, which are cached as records, and an image with a random step."""
-
-    def __getitem__(self, index: int) -> Any:
-        return {"text": "word " * (index % 5), "image": super().__getitem__(index)[0]}
-
-
-def grow(images: Images, strength: int = 0, steps: tuple[Any, ...] = ()) -> None:
-    images.length += 4
-    images.strength += strength
-    images.transform.transforms += steps
-
-
-def numbers() -> list[torch.Tensor]:
-    return [torch.tensor(float(number)) for number in range(8)]
-
-
-GROWTHS: dict[str, tuple[Callable[[], Any], Callable[[Any], None], int]] = {
-    "rows": (lambda: Images(v2.RandomHorizontalFlip()), grow, 1),
-    "records": (lambda: Words(v2.RandomHorizontalFlip()), grow, 1),
-    "other contents": (Images, lambda images: grow(images, 5), 0),
-    "a random step": (Images, lambda images: grow(images, 0, (v2.RandomErasing(1),)), 0),
-    "before the first sample": (numbers, lambda samples: samples.insert(0, torch.tensor(-1.0)), 0),
-    "before the last sample": (numbers, lambda samples: samples.insert(-1, torch.tensor(-1.0)), 0),
-}
-
-
-@pytest.mark.parametrize(
-    ("growth", "budget"),
-    [*((growth, "auto") for growth in GROWTHS), ("other contents", "50%"), ("before the first sample", "50%")],
-)
-def test_a_grown_dataset_is_the_same_with_and_without_a_cache(tmp_path, growth, budget):
-    """With workers and a random step, of rows and records, the smaller cache goes on. Samples that are not its samples
-    any more are loaded again."""
-    make, change, workers = GROWTHS[growth]
-
-    def run(callbacks: list[Any]) -> Any:
-        data, model, loaders = make(), Watcher(), list[Any]()
-
-        def give() -> Any:
-            if loaders:
-                change(data)
-            loaders.append(plain_loader(data, num_workers=workers))
-            return loaders[-1]
-
-        torch.manual_seed(3)
-        trainer = make_trainer(tmp_path, callbacks, epochs=3, **RELOADS)
-        trainer.fit(model, datamodule=data_hooks(train=give))
-        return trainer, model.batches
-
-    trainer, batches = run([StochasticCache(budget)])
-    assert batches == run([])[1]
-    if change is grow:
-        assert max(logged(trainer, "stocache/misses")[1:]) <= 4  # set-up may have read some of the new ones
-
-
 class Other(CountedSource):
     """Other samples in each object."""
 
@@ -321,54 +245,124 @@ def test_a_stream_that_is_made_anew_replaces_the_one_before(tmp_path, caplog):
 # ---- what a dataset is made of ----
 
 
-RANDOM = v2.RandomHorizontalFlip(), v2.RandomErasing(1)
-Changes = dict[int, Callable[[Any, Any], None]]  # by epoch, of the dataset of the Trainer's loader, and of the user's
-CASES: dict[str, tuple[str, Any, dict[str, Any], Changes, list[str]]] = {
-    "persistent workers": (
-        *("callback", Images(), {"num_workers": 2, "persistent_workers": True}),
-        {1: lambda shown, users: setattr(shown, "strength", 5)},
-        [],  # they do not see it
+def brighten(image: torch.Tensor) -> torch.Tensor:
+    return image * 2
+
+
+def darken(image: torch.Tensor) -> torch.Tensor:
+    return image / 2
+
+
+class Images(TransformedSource):
+    """Images of a strength, brightened, and then changed by further steps."""
+
+    strength = 0
+
+    def __init__(self, *steps: Any) -> None:
+        super().__init__(12)
+        self.transform = v2.Compose([brighten, *steps])
+
+    def expected(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3, 8, 8), float(index)) + self.strength, index % 10
+
+
+class Words(Images):
+    """Texts of several lengths, which are cached as records, and an image with a random step."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"text": f"{index} " * (index % 5), "image": super().__getitem__(index)[0]}
+
+
+def grow(shown: Any, users: Images, strength: int = 0, steps: Sequence[Any] = ()) -> None:
+    users.length += 4
+    users.strength += strength
+    users.transform.transforms += steps
+
+
+@dataclass(frozen=True)
+class Case:
+    """A dataset, and what changes before the second and the third epoch.
+
+    Args:
+        changes: by epoch, of the dataset of the Trainer's loader, and of the user's.
+        warnings: what has changed, as the cache says.
+        reloads: whether loaders are made anew before each epoch.
+    """
+
+    dataset: Any
+    changes: dict[int, Callable[[Any, Any], Any]]
+    warnings: Sequence[str] = ()
+    reloads: bool = False
+    workers: int = 0
+    persistent: bool = False
+    budget: str = "auto"
+    door: str = "callback"
+
+
+FLIP, ERASE = v2.RandomHorizontalFlip(), v2.RandomErasing(1)
+NUMBERS = [torch.tensor(float(number)) for number in range(8)]
+GROWS = {1: grow, 2: grow}
+STRONGER = {1: lambda shown, users: grow(shown, users, 5)}
+BEFORE_FIRST = {1: lambda shown, users: users.insert(0, torch.tensor(-1.0))}
+BEFORE_LAST = {1: lambda shown, users: users.insert(-1, torch.tensor(-1.0))}
+CASES = {
+    "rows grow": Case(Images(FLIP), GROWS, reloads=True, workers=1),
+    "records grow": Case(Words(FLIP), GROWS, reloads=True, workers=1),
+    "grown, with other contents": Case(Images(), STRONGER, reloads=True),
+    "grown in half a cache": Case(Images(), STRONGER, reloads=True, budget="50%"),
+    "grown, with a random step": Case(Images(), {1: lambda *both: grow(*both, 0, [ERASE])}, reloads=True),
+    "grown before the first sample": Case(NUMBERS, BEFORE_FIRST, reloads=True, budget="50%"),
+    "grown before the last sample": Case(NUMBERS, BEFORE_LAST, reloads=True),
+    # Workers that persist do not see it.
+    "persistent workers": Case(
+        Images(), {1: lambda shown, users: setattr(shown, "strength", 5)}, workers=2, persistent=True
     ),
-    "split transform": (  # detectors are trained so: without the strong transform in the last epochs
-        *("callback", Images(*RANDOM), {"num_workers": 2}),
+    # Detectors are trained so: without the strong transform in the last epochs.
+    "split transform": Case(
+        Images(FLIP, ERASE),
         {2: lambda shown, users: setattr(shown, "transform", darken)},
         ["Images: its `transform`"],
+        workers=2,
     ),
-    "step after the cache": (
-        *("callback", Images(*RANDOM), {}),
-        {2: lambda shown, users: setattr(shown.transform.transforms[1], "p", 0)},
-        [],
+    "step after the cache": Case(
+        Images(FLIP, ERASE), {2: lambda shown, users: setattr(shown.transform.transforms[1], "p", 0)}
     ),
-    "inside of a subset": (
-        *("cache_datamodule", Subset(Images(), range(2, 10)), {}),
+    "inside of a subset": Case(
+        Subset(Images(), range(2, 10)),
         {
             1: lambda shown, users: setattr(users.dataset, "strength", 7),
             2: lambda shown, users: setattr(shown, "indices", range(8)),
         },
         ["Subset: its `dataset.strength`"],
+        door="cache_datamodule",
     ),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_changes_take_effect_when_they_would_without_a_cache(tmp_path, caplog, case):
+@pytest.mark.parametrize("name", CASES)
+def test_changes_take_effect_when_they_would_without_a_cache(tmp_path, caplog, name):
     """In three epochs a model sees what it would see without a cache, whether the dataset of the Trainer's loader or
     the user's own object is changed. One warning names what has changed, if the process that reads samples sees the
-    change, and the changed step does not run after the cache."""
-    door, dataset, options, changes, warnings = CASES[case]
+    change, and the changed step does not run after the cache. Of a dataset that only grows, the cache goes on."""
+    case = CASES[name]
 
-    def run(door: str) -> Any:
-        users, model = copy.deepcopy(dataset), Watcher()
-        callbacks, data = behind(door, Data(users, batch_size=5, **options))
+    def run(door: str, **options: Any) -> Any:
+        users, model = copy.deepcopy(case.dataset), Watcher()
+        data = Data(users, batch_size=5, num_workers=case.workers, persistent_workers=case.persistent)
+        callbacks, data = behind(door, data, **options)
 
         def change(trainer: Any, _: Any) -> None:
-            if trainer.current_epoch in changes:
-                changes[trainer.current_epoch](trainer.train_dataloader.dataset, users)
+            if trainer.current_epoch + 1 in case.changes:
+                case.changes[trainer.current_epoch + 1](trainer.train_dataloader.dataset, users)
 
         torch.manual_seed(3)
-        callbacks.append(LambdaCallback(on_train_epoch_start=change))
-        make_trainer(tmp_path, callbacks, epochs=3, logger=False).fit(model, datamodule=data)
-        return model.batches
+        callbacks.append(LambdaCallback(on_train_epoch_end=change))
+        trainer = make_trainer(tmp_path, callbacks, epochs=3, **RELOADS if case.reloads else {})
+        trainer.fit(model, datamodule=data)
+        return trainer, model.batches
 
-    assert run(door) == run("none")
-    assert [warning.partition(" has changed")[0] for warning in said(caplog, "has changed")] == warnings
+    trainer, batches = run(case.door, budget=case.budget)
+    assert batches == run("none")[1]
+    assert [warning.partition(" has changed")[0] for warning in said(caplog, "has changed")] == list(case.warnings)
+    if case.changes is GROWS:
+        assert max(logged(trainer, "stocache/misses")[1:]) <= 4  # set-up may have read some of the new ones

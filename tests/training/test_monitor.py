@@ -1,15 +1,14 @@
-"""CacheMonitor logs what the source itself has counted."""
+"""CacheMonitor logs what the source itself has counted; FillProgress shows it in the Trainer's own bar."""
 
+import re
 import time
-from importlib import import_module
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from torch.utils.data import DataLoader
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import Logger
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
@@ -21,7 +20,6 @@ from tests.training.tiny import (
     SLOT,
     Data,
     Model,
-    behind,
     logged,
     make_trainer,
     plain_loader,
@@ -41,20 +39,6 @@ LIVE = "stocache/live/hit_rate"
 OF_TRAINING = {"data_wait_seconds", "compute_seconds", "samples_per_second", "hit_rate_expected"}
 
 
-class Logging(Model):
-    """Logs its loss in every stage."""
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self.log("loss", self.loss(batch))
-
-    test_step = validation_step
-
-
 @pytest.mark.parametrize(("budget", "slots", "workers"), [("auto", 24, 0), ("50%", 12, 2), (0, 0, 0)])
 def test_values_are_the_sources_own(tmp_path, workers, budget, slots):
     """In every epoch hits, misses and bypasses add up to the served samples, and misses and bypasses to the source's
@@ -63,13 +47,8 @@ def test_values_are_the_sources_own(tmp_path, workers, budget, slots):
     dm = StocacheDataModule(train, batch_size=4, num_workers=workers, budget=budget)
     dm.setup("fit")
     loads = [train.loads]
-
-    class Counting(CacheMonitor):
-        def on_train_epoch_end(self, trainer, pl_module):
-            super().on_train_epoch_end(trainer, pl_module)
-            loads.append(train.loads)
-
-    trainer = make_trainer(tmp_path, [Counting()], epochs=3)
+    counting = LambdaCallback(on_train_epoch_end=lambda *_: loads.append(train.loads))
+    trainer = make_trainer(tmp_path, [CacheMonitor(), counting], epochs=3)
     trainer.fit(Model(), dm)
     values = {key: logged(trainer, f"stocache/{key}") for key in KEYS}
     assert values["hits"] == [0, slots, slots]
@@ -83,16 +62,26 @@ def test_values_are_the_sources_own(tmp_path, workers, budget, slots):
     assert (values["memory_bytes"][0] > 0) == (slots > 0)
 
 
-def test_only_one_epoch_row_per_key(tmp_path):
-    """Exactly the documented keys are logged, once per epoch. The fills of the sanity check are hits of the first
-    validation, and its misses are not logged."""
-    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, num_sanity_val_steps=1)
+def test_each_key_is_logged_once_per_epoch_and_can_be_watched(tmp_path):
+    """Exactly the documented keys are logged. Live values come every `log_every_n_steps`, under Lightning's step
+    number. ModelCheckpoint and EarlyStopping, listed before the monitor, see each epoch's hit rate. The fills of the
+    sanity check are hits of the first validation, and its misses are not logged."""
+    saver = ModelCheckpoint(tmp_path / "kept", monitor="stocache/hit_rate", mode="max")
+    stopper = EarlyStopping("stocache/hit_rate", mode="max", patience=2)
+    options = {"num_sanity_val_steps": 1, "log_every_n_steps": 2, "enable_checkpointing": True}
+    trainer = make_trainer(tmp_path, [saver, stopper, CacheMonitor()], epochs=9, **options)
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), source(tmp_path, "val", 8), batch_size=4))
-    own = {key.removeprefix("stocache/") for key in trainer.callback_metrics if key.startswith("stocache/")}
-    assert own == KEYS | OF_TRAINING | {f"val/{key}" for key in KEYS}
-    assert logged(trainer, "stocache/hits") == [0, SAMPLES]
-    assert logged(trainer, "stocache/val/hits") == [4, 8]
-    assert logged(trainer, "stocache/val/misses") == [4, 0]
+    keys = {key.removeprefix("stocache/") for key in trainer.callback_metrics if key.startswith("stocache/")}
+    assert keys == KEYS | OF_TRAINING | {f"val/{key}" for key in KEYS}
+    assert logged(trainer, "stocache/hit_rate") == [0, 1, 1, 1]
+    assert logged(trainer, "stocache/val/hits") == [4, 8, 8, 8]
+    assert logged(trainer, "stocache/val/misses") == [4, 0, 0, 0]
+    assert [int(row["step"]) for row in rows_of(trainer.logger) if LIVE in row] == list(range(1, 24, 2))
+    assert logged(trainer, LIVE) == [0] * 3 + [1] * 9
+    assert logged(trainer, "stocache/live/fill_fraction") == pytest.approx([2 / 6, 4 / 6] + [1] * 10)
+    assert saver.best_model_score == 1
+    assert "epoch=1" in saver.best_model_path
+    assert trainer.current_epoch == 4
 
 
 def test_wait_and_compute_are_the_epoch(tmp_path):
@@ -128,41 +117,13 @@ def test_wait_and_compute_are_the_epoch(tmp_path):
     assert logged(trainer, "stocache/hit_rate_expected") == [0, 1]
 
 
-def test_a_loader_of_another_class_does_not_tell_its_seconds(tmp_path):
-    """Its seconds are left out, instead of a waiting time of zero."""
-
-    class Users(DataLoader):
-        pass
-
-    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=2)
-    trainer.fit(Model(), Users(source(tmp_path), 4))
-    assert trainer.callback_metrics["stocache/hit_rate"] == 1
-    assert trainer.callback_metrics["stocache/samples_per_second"] > 0
-    assert not {"stocache/data_wait_seconds", "stocache/compute_seconds"} & set(trainer.callback_metrics)
-
-
 def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path, caplog):
     """A cache that is cleared before every epoch has no hits: one warning of two lines names the likely cause."""
-
-    class Emptying(Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            trainer.train_dataloader.dataset.cache.clear()
-
-    trainer = make_trainer(tmp_path, [CacheMonitor(), Emptying()], epochs=4)
+    emptying = LambdaCallback(on_train_epoch_end=lambda trainer, _: trainer.train_dataloader.dataset.cache.clear())
+    trainer = make_trainer(tmp_path, [CacheMonitor(), emptying], epochs=4)
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
     [warning] = said(caplog, "were to be expected")
     assert warning.endswith("\nthe source may be created again in every epoch")
-
-
-def test_live_values_come_at_the_trainers_cadence(tmp_path):
-    """Every log_every_n_steps there is a row with the epoch's hit rate so far, under Lightning's step number."""
-    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, log_every_n_steps=2)
-    trainer.fit(Logging(), StocacheDataModule(source(tmp_path), batch_size=4))
-    for key in ("loss", LIVE):
-        assert [int(row["step"]) for row in rows_of(trainer.logger) if key in row] == [1, 3, 5, 7, 9, 11]
-    assert logged(trainer, "stocache/live/fill_fraction") == pytest.approx([2 / 6, 4 / 6, 1, 1, 1, 1])
-    assert logged(trainer, LIVE) == [0, 0, 0, 1, 1, 1]
-    assert len(logged(trainer, "stocache/hit_rate")) == 2  # the epochs' alone
 
 
 class Recording(Logger):
@@ -172,27 +133,20 @@ class Recording(Logger):
 
     def __init__(self):
         super().__init__()
-        self.rows, self.told = [], []
+        self.rows, self.hyperparameters = [], []
 
     def log_metrics(self, metrics, step=None):
         self.rows.append({"step": step, **metrics})
 
     def log_hyperparams(self, params):
-        self.told.append(params)
-
-
-def steps_of(rows: list[dict[str, Any]]) -> dict[str, list[int]]:
-    """The steps of each key of the caches."""
-    keys = sorted({key for row in rows for key in row if key.startswith("stocache/")})
-    return {key: [int(row["step"]) for row in rows if key in row] for key in keys}
+        self.hyperparameters.append(params)
 
 
 def test_no_value_is_logged_twice(tmp_path):
-    """With two fits, a resume, validation within epochs and two monitors each logger has each key once per step."""
-    recording, csv_logger, tensorboard = Recording(), CSVLogger(tmp_path), TensorBoardLogger(str(tmp_path / "tb"))
-    both, val = source(tmp_path), source(tmp_path, "val", 8)
+    """With two fits, a resume, validation within epochs and two monitors a logger has each key once per step."""
+    recording, both, val = Recording(), source(tmp_path), source(tmp_path, "val", 8)
     monitors = [StochasticCache(keep_cache=True), CacheMonitor(), CacheMonitor()]
-    options = {"logger": [recording, csv_logger, tensorboard], "val_check_interval": 3, "num_sanity_val_steps": 1}
+    options = {"logger": recording, "val_check_interval": 3, "num_sanity_val_steps": 1}
     trainer = make_trainer(tmp_path, [*monitors, FillProgress()], epochs=2, **options)
     trainer.fit(Model(), plain_loader(both), [plain_loader(val), plain_loader(both)])
     trainer.fit_loop.max_epochs = 3
@@ -201,18 +155,13 @@ def test_no_value_is_logged_twice(tmp_path):
     trainer = make_trainer(tmp_path, monitors, epochs=4, **options)
     trainer.fit(Model(), plain_loader(both), plain_loader(val), ckpt_path=tmp_path / "last.ckpt")
     monitors[0].close()
-    steps = steps_of(recording.rows)
+    keys = {key for row in recording.rows for key in row if key.startswith("stocache/")}
+    steps = {key: [row["step"] for row in recording.rows if key in row] for key in keys}
     assert steps["stocache/hit_rate"] == [5, 11, 17, 23]
     assert steps[LIVE] == list(range(24))
     assert len(steps["stocache/val/hit_rate"]) == 8
     assert all(len(set(of_key)) == len(of_key) for of_key in steps.values())
-    assert steps_of(rows_of(csv_logger)) == steps
-    events = import_module("tensorboard.backend.event_processing.event_accumulator")
-    accumulator = events.EventAccumulator(tensorboard.log_dir)
-    accumulator.Reload()
-    tags = [tag for tag in accumulator.Tags()["scalars"] if tag.startswith("stocache/")]
-    assert {tag: [event.step for event in accumulator.Scalars(tag)] for tag in tags} == steps
-    assert len(recording.told) == 3  # once in each fit
+    assert len(recording.hyperparameters) == 3  # once in each fit
 
 
 def test_predict_has_a_hit_rate(tmp_path):
@@ -234,40 +183,82 @@ def test_predict_has_a_hit_rate(tmp_path):
     callback.close()
 
 
-def test_checkpoints_and_early_stopping_can_watch_the_hit_rate(tmp_path):
-    """ModelCheckpoint and EarlyStopping, listed before the monitor, see each epoch's hit rate."""
-    saver = ModelCheckpoint(tmp_path / "kept", monitor="stocache/hit_rate", mode="max")
-    stopper = EarlyStopping("stocache/hit_rate", mode="max", patience=2)
-    trainer = make_trainer(tmp_path, [saver, stopper, CacheMonitor()], epochs=9, enable_checkpointing=True)
-    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
-    assert saver.best_model_score == 1
-    assert "epoch=1" in saver.best_model_path
-    assert trainer.current_epoch == 4
-
-
 def test_validate_and_test_return_what_they_return_without_a_monitor(tmp_path):
     """Outside of fit the loggers get stocache/val/ and stocache/test/ once, and the results of the call have no such
     keys."""
     dm = StocacheDataModule(val=source(tmp_path, "val", 8), test=source(tmp_path, "test", 8), batch_size=4)
     trainer = make_trainer(tmp_path, [CacheMonitor()])
     for call, stage in ((trainer.validate, "val"), (trainer.test, "test")):
-        [results] = call(Logging(), dm, verbose=False)
-        assert set(results) == {"loss"}
-        assert not [key for key in trainer.callback_metrics if "stocache" in key]
+        assert call(Model(), dm, verbose=False) == [{}]
+        assert trainer.callback_metrics == {}
         assert logged(trainer, f"stocache/{stage}/misses") == [8]
-        assert logged(trainer, "epoch") == [0] * (2 if stage == "val" else 4)
 
 
-@pytest.mark.parametrize("door", ["callback", "dataset"])
-def test_a_cache_that_is_off_says_so_and_gives_no_false_bytes(tmp_path, caplog, door):
-    """With budget=0 the end of the run says that the cache is off; unknown bytes are left out."""
-    if door == "dataset":
-        callbacks, data = [CacheMonitor()], Data(CachedDataset(source(tmp_path), budget=0))
-    else:
-        callbacks, data = behind(door, Data(source(tmp_path)), budget=0)
-    trainer = make_trainer(tmp_path, callbacks, epochs=2)
-    trainer.fit(Model(), data)
+def test_a_cache_that_is_off_says_so_and_gives_no_false_bytes(tmp_path, caplog):
+    """With budget=0, here of the user's own CachedDataset, the end of the run says that the cache is off; unknown bytes
+    are left out."""
+    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
+    trainer.fit(Model(), Data(CachedDataset(source(tmp_path), budget=0)))
     assert logged(trainer, "stocache/bypasses") == [SAMPLES, SAMPLES]
     assert logged(trainer, "stocache/bytes_from_source") == []
     lines = [line for line in said(caplog, "stocache: ") if "epoch" not in line]
     assert lines == ["stocache: the cache is off (budget=0)"]
+
+
+# ---- in the progress bar ----
+
+FULL = "stocache: the cache is full"
+FILLS = [f"fill {percent} %" for percent in (17, 33, 50, 67, 83, 100)]
+WHOLE = [*FILLS, *["hit 100 %"] * 6]
+
+
+def fit_with_bar(tmp_path, callbacks, data, bar=TQDMProgressBar, key="cache", epochs=2):
+    """What a bar has shown under a key after each batch."""
+    shown = []
+
+    class Watching(bar):
+        def on_train_batch_end(self, trainer, pl_module, *rest):
+            super().on_train_batch_end(trainer, pl_module, *rest)
+            shown.append(self.get_metrics(trainer, pl_module).get(key))
+
+    trainer = make_trainer(tmp_path, [*callbacks, Watching()], epochs=epochs, enable_progress_bar=True)
+    trainer.fit(Model(), data)
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("progress", "bar", "shown", "lines"),
+    [
+        ([FillProgress], RichProgressBar, WHOLE, 1),
+        ([StochasticCache], RichProgressBar, WHOLE, 1),
+        ([StochasticCache, FillProgress], TQDMProgressBar, WHOLE, 1),
+        ([partial(FillProgress, every_n_steps=5, verbose=False)], TQDMProgressBar, [FILLS[0]] * 5 + [FILLS[5]], 0),
+    ],
+)
+def test_the_bar_shows_the_fill_and_later_the_hit_rate(tmp_path, caplog, progress, bar, shown, lines):
+    """The bar's metrics hold the node's fill after each batch of epoch one, or every so many steps, and the hit rate
+    after later batches."""
+    callbacks = [make() for make in progress]
+    data = Data(source(tmp_path)) if StochasticCache in progress else StocacheDataModule(source(tmp_path), batch_size=4)
+    assert fit_with_bar(tmp_path, callbacks, data, bar, epochs=len(shown) // 6) == shown
+    assert len(said(caplog, FULL)) == lines
+
+
+def test_a_half_cached_epoch_shows_its_hit_rate_so_far(tmp_path, caplog):
+    """After the first epoch the bar has the hits of the epoch so far over its samples, not those of the whole run. At
+    the end of the first epoch one line says how many samples are cached and what that saves."""
+    callbacks = [StochasticCache(budget="50%"), FillProgress("photos")]
+    shown = fit_with_bar(tmp_path, callbacks, Data(source(tmp_path)), key="photos", epochs=3)
+    assert shown[5::6] == ["fill 100 %", "hit 50 %", "hit 50 %"]
+    [line] = said(caplog, FULL)
+    assert re.search(r"12 of 24 samples, .* \d+\.\d s of waiting for data will not be repeated", line)
+
+
+@pytest.mark.parametrize(("options", "shown"), [({"keep_cache": True}, "hit 100 %"), ({"budget": 0}, None)])
+def test_nothing_is_said_where_nothing_fills(tmp_path, caplog, options, shown):
+    """A fit with a full cache shows its hit rate from the start, a fit with the cache off shows nothing."""
+    dm = StocacheDataModule(source(tmp_path), batch_size=4, **options)
+    make_trainer(tmp_path).fit(Model(), dm)
+    assert fit_with_bar(tmp_path, [FillProgress()], dm, epochs=1) == [shown] * 6
+    dm.close()
+    assert said(caplog, FULL) == []

@@ -188,43 +188,21 @@ class Photos(Data):
         self.save_hyperparameters()
 
 
-class MadeInSetup(Data):
-    """Makes its two datasets in `setup`, again for each Trainer call."""
+def data_hooks(**loaders: Callable[[], Any]) -> Any:
+    """A DataModule that notes in `ran` each hook that runs; its loader hooks, of the named stages, call functions."""
+    ran: list[str] = []
 
-    def __init__(self, folder: Path, **options: Any) -> None:
-        super().__init__(None, **options)
-        self.folder = folder
-
-    def setup(self, stage: str) -> None:
-        self.train, self.val = source(self.folder), source(self.folder, "val", 8)
-
-
-class DataHooks(LightningDataModule):
-    """Notes each hook that runs; `data_hooks` gives it loaders."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: list[str] = []
-
-    def setup(self, stage: str) -> None:
-        self.ran.append(f"setup {stage}")
-
-    def teardown(self, stage: str) -> None:
-        self.ran.append(f"teardown {stage}")
-
-
-def data_hooks(**loaders: Callable[[], Any]) -> DataHooks:
-    """A DataModule whose loader hooks, for the stages that are named, call these functions."""
-
-    def hook(stage: str) -> Callable[[DataHooks], Any]:
-        def give(dm: DataHooks) -> Any:
-            dm.ran.append(f"{stage}_dataloader at step {dm.trainer.global_step}")
-            return loaders[stage]()
+    def loader_hook(name: str) -> Callable[[Any], Any]:
+        def give(dm: Any) -> Any:
+            ran.append(f"{name}_dataloader at step {dm.trainer.global_step}")
+            return loaders[name]()
 
         return give
 
-    hooks = {f"{stage}_dataloader": hook(stage) for stage in loaders}
-    return type("Data", (DataHooks,), hooks)()
+    hooks: dict[str, Any] = {f"{name}_dataloader": loader_hook(name) for name in loaders}
+    hooks["setup"] = lambda dm, stage: ran.append(f"setup {stage}")
+    hooks["teardown"] = lambda dm, stage: ran.append(f"teardown {stage}")
+    return type("Data", (LightningDataModule,), hooks | {"ran": ran})()
 
 
 def behind(door: str, data: Any, **options: Any) -> tuple[list[Callback], Any]:
