@@ -1,5 +1,6 @@
 """A cached stream: epoch one is the stream, later epochs come from memory, every sample once."""
 
+import itertools
 import logging
 import os
 import random
@@ -17,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_stocache import CachedLoader, CachedStream
-from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.setup import child, first_samples
 from tests.loading.twins import same
 from tests.sources import CountedStream
@@ -30,8 +30,8 @@ def row(number: int, values: int = 4) -> Any:
     return torch.full((values,), float(number)), number
 
 
-def text(number: int) -> Any:
-    return "a" * (number % 7), number
+def text(number: int, length: int = 7) -> Any:
+    return "a" * (number * 37 % length), number
 
 
 def turning(turns_at: int, number: int) -> Any:
@@ -44,20 +44,16 @@ def augmented(number: int) -> Any:
     return row(number)[0] + torch.rand(1), number
 
 
+def secret(number: int) -> Any:
+    """Draws from a generator that cannot be watched."""
+    return row(number)[0] + random.SystemRandom().random(), number
+
+
 class Numbers(CountedStream):
     """Rows, or other samples of their numbers."""
 
     def __init__(self, make: Any = row, length: int = LENGTH) -> None:
         super().__init__(length, make)
-
-
-class Secret(Numbers):
-    """Draws for every sample from a generator that cannot be watched."""
-
-    def __iter__(self) -> Iterator[Any]:
-        draws = random.SystemRandom()
-        for tensor, number in super().__iter__():
-            yield tensor + draws.random(), number
 
 
 class Shuffled(Numbers):
@@ -67,6 +63,26 @@ class Shuffled(Numbers):
         samples = list(super().__iter__())
         random.shuffle(samples)
         yield from samples
+
+
+class Life(Numbers):
+    """May have another order in every epoch, and raise at a position."""
+
+    def __init__(self, dice: random.Random) -> None:
+        makers: list[Any] = [row, text, partial(turning, 40), partial(row, values=3000), partial(text, length=20_000)]
+        make, different = dice.choice(makers), dice.choice([3, 1000, 1000])
+        super().__init__(lambda number: make(number % different), dice.choice([0, 1, 7, 63, 64, 65, 200]))
+        self.dice, self.shuffles = dice, dice.random() < 0.5
+        self.fails_at: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = list(super().__iter__())
+        if self.shuffles:
+            self.dice.shuffle(samples)
+        for position, sample in enumerate(samples):
+            if position == self.fails_at:
+                raise KeyError(position)
+            yield sample
 
 
 Texts = partial(Numbers, text)
@@ -82,8 +98,8 @@ def listed(samples: list[Any]) -> Any:
     return [sample for sample, _ in samples], [number for _, number in samples]
 
 
-def plus_one(sample: Any) -> Any:
-    return sample[0] + 1, sample[1]
+def negative(sample: Any) -> Any:
+    return -sample[0], sample[1]
 
 
 # ---- epochs ----
@@ -130,19 +146,23 @@ def test_epoch_one_is_the_stream_and_later_ones_come_from_memory(kind: Any, load
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kind", "loader_kind", "workers", "drop_last"),
+    ("make", "loader_kind", "workers", "transform"),
     [
-        (Numbers, CachedLoader, 0, True),
-        (Numbers, CachedLoader, 3, False),
-        (Texts, DataLoader, 3, True),
-        (Texts, CachedLoader, 3, True),
+        (row, CachedLoader, 0, None),
+        (row, CachedLoader, 0, negative),
+        (row, CachedLoader, 2, negative),
+        (text, DataLoader, 2, None),
+        (text, CachedLoader, 2, None),
     ],
 )
-def test_unshuffled_epochs_are_the_first_one(kind: Any, loader_kind: Any, workers: int, drop_last: bool) -> None:
-    """With shuffle=False, later epochs have the batches of the plain stream, in their order."""
-    arguments: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "drop_last": drop_last}
-    plain = list(DataLoader(kind(), **arguments))
-    with closing(CachedStream(kind(), "16MiB", shuffle=False)) as stream:
+def test_unshuffled_epochs_are_the_first_one(make: Any, loader_kind: Any, workers: int, transform: Any) -> None:
+    """With shuffle=False, later epochs have the batches of the plain stream, in their order. Of a CachedLoader, too,
+    drop_last, a collate_fn and a transform work in every epoch."""
+    collate = None if transform is None else listed
+    arguments: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "drop_last": True, "collate_fn": collate}
+    expected = make if transform is None else lambda number: transform(make(number))
+    plain = list(DataLoader(Numbers(expected), **arguments))
+    with closing(CachedStream(Numbers(make), "16MiB", shuffle=False, transform=transform)) as stream:
         loader = loader_kind(stream, **arguments)
         for _ in range(2):
             assert same(list(loader), plain)
@@ -164,22 +184,9 @@ def test_the_order_follows_from_the_seed() -> None:
     assert orders[0][1] != orders[2][1]
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_cached_loader_knows_the_other_arguments(workers: int) -> None:
-    """drop_last, a collate_fn and a transform work in every epoch."""
-    with closing(CachedStream(Numbers(), "16MiB", transform=plus_one)) as stream:
-        loader = CachedLoader(stream, batch_size=4, drop_last=True, num_workers=workers, collate_fn=listed)
-        epochs = [list(loader) for _ in range(3)]
-        loader.close()
-    assert all(len(numbers) == 4 for epoch in epochs for _, numbers in epoch)
-    assert [len(epoch) for epoch in epochs[1:]] == [25, 25]
-    assert all(float(x[0]) == n + 1 for epoch in epochs for xs, ns in epoch for x, n in zip(xs, ns, strict=True))
-
-
 def count_call(worker: int) -> None:
     info: Any = get_worker_info()
-    info.dataset.counts[0] += 1000 if info.dataset.reads < 1000 else 1
+    info.dataset.counts[0] += 1000
 
 
 @pytest.mark.processes
@@ -188,7 +195,7 @@ def test_worker_init_fn_finds_the_stream() -> None:
     with closing(CachedStream(Texts(), "16MiB")) as stream:
         loader = CachedLoader(stream, batch_size=4, num_workers=1, worker_init_fn=count_call)
         assert [len(numbers_of(loader)) for _ in range(3)] == [LENGTH] * 3
-        assert stream.source.reads == LENGTH + 1002 + 32
+        assert stream.source.reads == LENGTH + 3000 + 32
         loader.close()
 
 
@@ -199,14 +206,6 @@ def test_a_stream_that_is_shared_again_begins_anew() -> None:
             assert [sorted(numbers_of(loader)) for _ in range(3)] == [ALL] * 3
             assert stream.counters.totals().hits == 2 * LENGTH
             stream.share()
-
-
-def test_a_stream_may_repeat_a_sample() -> None:
-    """In later epochs every sample comes as often as in the first."""
-    with closing(CachedStream(lambda: iter([1, 2, 1, 3, 1]), "1MiB")) as stream:
-        epochs = [list(stream) for _ in range(3)]
-        assert stream.counters.totals().hits == 10
-    assert [Counter(epoch) for epoch in epochs] == [Counter([1, 2, 1, 3, 1])] * 3
 
 
 @pytest.mark.processes
@@ -235,6 +234,45 @@ def test_a_known_length_ends_an_epoch() -> None:
         assert stream.counters.totals().hits == 40
 
 
+def tag(sample: Any) -> tuple[int, Any]:
+    content, number = sample
+    return number, content if isinstance(content, str) else (tuple(content.shape), content.sum().item())
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_whole_epoch_has_every_sample_as_often_as_the_stream(seed: int) -> None:
+    """Random lives, against a plain list: epochs before it may be broken off, raise, or run at the same time, and
+    samples may repeat."""
+    dice = random.Random(seed)
+    life = Life(dice)
+    expected, served = Counter(tag(life.sample(number)) for number in range(life.length)), 0
+    budget, shuffle = dice.choice(["512KiB", "2MiB", "16MiB"]), dice.random() < 0.7
+    with closing(CachedStream(life, budget, shuffle=shuffle)) as stream:
+        loader_kind = dice.choice([None, DataLoader, CachedLoader])
+        loader: Any = stream if loader_kind is None else loader_kind(stream, batch_size=4, collate_fn=list)
+        for _ in range(dice.randrange(4, 14)):
+            what = dice.choice(["whole", "whole", "whole", "break", "fail", "two"])
+            life.fails_at = dice.randrange(life.length + 1) if what == "fail" else None
+            samples, reads = iter(loader), dice.randrange(life.length + 1)
+            if what == "break":
+                for _ in range(reads):
+                    next(samples, None)
+                del samples
+                continue
+            if what == "two":
+                other = samples
+                samples = iter(loader)
+                next(other, None)
+            try:
+                came = list(samples)
+            except KeyError:
+                continue
+            flat = came if loader_kind is None else [sample for batch in came for sample in batch]
+            assert Counter(map(tag, flat)) == expected, what
+            served += life.length
+        assert stream.counters.totals().served >= served
+
+
 # ---- streams that pass through ----
 
 
@@ -243,7 +281,7 @@ def test_a_known_length_ends_an_epoch() -> None:
     [
         (Numbers(partial(turning, 20)), 'layout="records"'),
         (Numbers(augmented), "it moves the generators of torch .*transform="),
-        (Secret(), "not among those.*transform="),
+        (Numbers(secret), "not among those.*transform="),
         (Numbers(partial(row, values=4096)), "its 103 samples take about 1.6 MiB, and its budget is 1 MiB"),
     ],
     ids=["another shape", "random", "random in secret", "large"],
@@ -283,26 +321,11 @@ def test_a_stream_that_is_always_broken_off_is_not_stored(caplog: pytest.LogCapt
     assert "broken off" in caplog.text
 
 
-def test_the_whole_of_a_stream_is_no_amount_that_memory_falls_short_of(monkeypatch: Any, caplog: Any) -> None:
-    """Nobody knows how many bytes "auto" means for a stream, so no warning compares them with the free memory."""
-    monkeypatch.setattr(FreeMemory, "measure", lambda *_: FreeMemory(None, 2**28, None))
-    with caplog.at_level(logging.WARNING), closing(CachedStream(Numbers())) as stream:
-        assert len(list(stream)) == LENGTH
-    assert not caplog.records
-
-
 def test_a_stream_that_never_ends_is_passed_on() -> None:
     """Its samples are stored as long as there is room, and all samples pass."""
-
-    def endless() -> Iterator[torch.Tensor]:
-        number = 0
-        while True:
-            yield torch.full((1024,), float(number))
-            number += 1
-
-    with closing(CachedStream(endless, "1MiB")) as stream:
+    with closing(CachedStream(lambda: map(partial(row, values=1024), itertools.count()), "1MiB")) as stream:
         samples = iter(stream)
-        assert [int(next(samples)[0]) for _ in range(600)] == list(range(600))
+        assert [next(samples)[1] for _ in range(600)] == list(range(600))
         assert 0 < stream.counters.totals().fills < 300
 
 
@@ -329,7 +352,7 @@ def test_a_stream_whose_first_samples_do_not_come_passes_through(monkeypatch: An
 
 def test_after_close_and_without_a_budget_it_passes_through() -> None:
     """An epoch after `close` is the stream. budget=0 stores no sample, and counts all as bypasses."""
-    closed, off = CachedStream(Numbers(), "1MiB"), CachedStream(Numbers(), 0)
+    closed, off = CachedStream(Numbers()), CachedStream(Numbers(), 0)
     assert [numbers_of(off) for _ in range(2)] == [ALL] * 2
     assert off.cache is None
     assert off.counters.totals().bypasses == 2 * LENGTH
@@ -349,7 +372,6 @@ def test_after_close_and_without_a_budget_it_passes_through() -> None:
         (TensorDataset(torch.zeros(3)), {}, TypeError, "with indices can be given to CachedDataset"),
         (IterableWrapper([1, 2]), {}, TypeError, "got IterableWrapper"),
         (Numbers(), {"budget": "50%"}, ValueError, "nobody knows the size"),
-        (Numbers(), {"layout": "x"}, ValueError, "layout"),
         (Numbers(), {"seed": -1}, ValueError, "seed"),
     ],
 )

@@ -51,16 +51,6 @@ def test_webdataset_is_cached(shards: list[str]) -> None:
     assert values == {number: float(number) for number in range(100)}
 
 
-def test_batches_of_shuffled_samples_are_not_frozen(shards: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """The samples of each batch are another draw in every epoch."""
-    pipeline = webdataset.WebDataset(shards, shardshuffle=4).shuffle(50).decode().to_tuple("npy", "cls").batched(10)
-    with caplog.at_level(logging.WARNING), closing(CachedStream(pipeline, "16MiB")) as stream:
-        epochs = [sorted(int(n) for _, numbers in stream for n in numbers) for _ in range(3)]
-        assert stream.counters.totals().hits == 0
-    assert epochs == [list(range(100))] * 3
-    assert "make them in the loader" in caplog.text
-
-
 @pytest.mark.processes
 def test_streams_of_hugging_face_are_cached() -> None:
     """A shuffled `datasets.IterableDataset` is stored, and receives the calls of `set_epoch`."""
@@ -77,12 +67,22 @@ def test_streams_of_hugging_face_are_cached() -> None:
     assert all(sorted(epoch) == list(range(60)) for epoch in epochs)
 
 
-def test_resampled_shards_are_not_frozen(shards: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """A stream that draws its shards anew for ever passes through, with one warning."""
-    with pytest.warns(UserWarning, match="shardshuffle"):
-        pipeline = webdataset.WebDataset(shards, resampled=True).decode().to_tuple("npy", "cls").with_epoch(60)
+@pytest.mark.parametrize(
+    ("make", "length", "words"),
+    [
+        (lambda shards: webdataset.WebDataset(shards, shardshuffle=4).shuffle(50), 10, "make them in the loader"),
+        (lambda shards: webdataset.WebDataset(shards, shardshuffle=False, resampled=True), 6, "resampled"),
+    ],
+    ids=["batches of shuffled samples", "resampled shards"],
+)
+def test_what_is_drawn_anew_is_not_frozen(shards: list[str], caplog: Any, make: Any, length: int, words: str) -> None:
+    """Batches that the stream makes of shuffled samples, and shards that it draws anew for ever, pass through, with
+    one warning."""
+    pipeline = make(shards).decode().to_tuple("npy", "cls").batched(10).with_epoch(length)
     with caplog.at_level(logging.WARNING), closing(CachedStream(pipeline, "16MiB")) as stream:
-        assert [len(list(stream)) for _ in range(3)] == [60] * 3
-        assert stream.counters.totals().bypasses == 180
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "resampled" in caplog.text
+        epochs = [[int(number) for _, numbers in stream for number in numbers] for _ in range(3)]
+        assert (stream.counters.totals().hits, stream.counters.totals().served) == (0, 3 * length)
+    assert [len(epoch) for epoch in epochs] == [10 * length] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    [record] = caplog.records
+    assert words in record.getMessage()

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,20 +12,22 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_stocache import CachedLoader, CachedStream
 from lightning_stocache.cache.stream import StreamLedger
 from lightning_stocache.sampling.residents import batches_of, permutation
 from tests.ranks import run_ranks
+from tests.sources import CountedStream
 
 LENGTH = 103
 
 
-class Divided(IterableDataset[Any]):
+class Divided(CountedStream):
     """Every worker of every rank reads its share of the numbers."""
 
     def __init__(self) -> None:
+        super().__init__(LENGTH)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     def __iter__(self) -> Iterator[Any]:
@@ -35,60 +37,39 @@ class Divided(IterableDataset[Any]):
             yield np.full(1, number), number
 
 
-def epochs_of(rank: int) -> Any:
-    """The numbers of every batch of three epochs of each kind of loader, and the counts of all ranks."""
-    found = []
-    for kind, workers in ((DataLoader, 0), (CachedLoader, 2)):
-        with closing(CachedStream(Divided(), "16MiB", defer=True)) as stream:
-            stream.share()
-            loader: Any = kind(stream, batch_size=4, num_workers=workers)
-            epochs = [[numbers.tolist() for _, numbers in loader] for _ in range(3)]
-            dist.barrier()
-            counts = stream.counters.totals()
-            dist.barrier()
-            if kind is CachedLoader:
-                loader.close()
-        found.append((epochs, counts))
-    return found
-
-
-@pytest.mark.processes
-def test_every_sample_comes_once_over_all_ranks() -> None:
-    """Epoch one is each rank's own stream. Later epochs are dealt to both ranks, in equally many batches."""
-    of_ranks = zip(*run_ranks(epochs_of, 2), strict=True)
-    # The batches of a plain DataLoader are not known: as by DistributedSampler, a sample comes twice.
-    for twice, ((first, counts), (second, _)) in zip((1, 0), of_ranks, strict=True):
-        for number, (ours, theirs) in enumerate(zip(first, second, strict=True)):
-            seen = [index for batch in ours + theirs for index in batch]
-            assert set(seen) == set(range(LENGTH))
-            assert len(seen) == LENGTH + (twice if number else 0)
-            assert number == 0 or len(ours) == len(theirs)
-        assert {index for batch in first[1] for index in batch} != {index for batch in first[0] for index in batch}
-        assert counts.misses == LENGTH
-        assert counts.hits == 2 * (LENGTH + twice)
-
-
-@pytest.mark.processes
-def test_ranks_out_of_step_do_not_wait_for_ever() -> None:
-    """After a wait, the stream passes through."""
-    first, second = run_ranks(stopped, 2)
-    assert first == [list(range(0, LENGTH, 2))] * 3
-    assert second == [list(range(1, LENGTH, 2))]
-
-
-def stopped(rank: int) -> Any:
-    StreamLedger.patience = 0.2
+@contextmanager
+def shared() -> Iterator[CachedStream]:
+    """A stream that all ranks share. When it is closed, all ranks have read it."""
     with closing(CachedStream(Divided(), "16MiB", defer=True)) as stream:
         stream.share()
-        epochs = [sorted(number for _, number in stream) for _ in range(3 if rank == 0 else 1)]
+        yield stream
         dist.barrier()
+
+
+def whole(kind: Any, workers: int) -> Any:
+    """The numbers of every batch of three epochs, and the counts of all ranks."""
+    with shared() as stream:
+        loader = kind(stream, batch_size=4, num_workers=workers)
+        epochs = [[numbers.tolist() for _, numbers in loader] for _ in range(3)]
+        dist.barrier()
+        counts = stream.counters.totals()
+        if kind is CachedLoader:
+            loader.close()
+    return epochs, counts
+
+
+def out_of_step(rank: int) -> list[list[int]]:
+    """The numbers of three epochs of rank zero, and of one epoch of rank one."""
+    patience, StreamLedger.patience = StreamLedger.patience, 0.2
+    with shared() as stream:
+        epochs = [sorted(number for _, number in stream) for _ in range(3 if rank == 0 else 1)]
+    StreamLedger.patience = patience
     return epochs
 
 
 def killed(rank: int) -> Any:
-    """A worker of rank zero is killed in the first epoch."""
-    with closing(CachedStream(Divided(), "16MiB", defer=True)) as stream:
-        stream.share()
+    """The numbers of three epochs, and the hits, after a worker of rank zero was killed in an epoch before."""
+    with shared() as stream:
         loader: Any = DataLoader(stream, batch_size=1, num_workers=1, prefetch_factor=2)
         if rank == 0:
             batches = iter(loader)
@@ -104,11 +85,32 @@ def killed(rank: int) -> Any:
         return epochs, stream.counters.totals().hits
 
 
+def lives(rank: int) -> Any:
+    return whole(DataLoader, 0), whole(CachedLoader, 2), out_of_step(rank), killed(rank)
+
+
 @pytest.mark.processes
-def test_a_killed_worker_costs_an_epoch() -> None:
-    """The samples that it has stored do not come twice. The next whole epoch is stored."""
-    (first, hits), (second, _) = run_ranks(killed, 2)
-    for ours, theirs in zip(first, second, strict=True):
+def test_every_sample_comes_once_over_all_ranks() -> None:
+    """Epoch one is each rank's own stream. Later epochs are dealt to both ranks, in equally many batches. If the ranks
+    are out of step, the stream passes through after a wait. A killed worker costs an epoch: the samples that it has
+    stored do not come twice, and the next whole epoch is stored."""
+    first, second = run_ranks(lives, 2)
+    # The batches of a plain DataLoader are not known: as by DistributedSampler, a sample comes twice.
+    for twice, (epochs, counts), (of_second, _) in zip((1, 0), first[:2], second[:2], strict=True):
+        for number, (ours, theirs) in enumerate(zip(epochs, of_second, strict=True)):
+            seen = [index for batch in ours + theirs for index in batch]
+            assert set(seen) == set(range(LENGTH))
+            assert len(seen) == LENGTH + (twice if number else 0)
+            assert number == 0 or len(ours) == len(theirs)
+        assert {index for batch in epochs[1] for index in batch} != {index for batch in epochs[0] for index in batch}
+        assert counts.misses == LENGTH
+        assert counts.hits == 2 * (LENGTH + twice)
+
+    assert first[2] == [list(range(0, LENGTH, 2))] * 3
+    assert second[2] == [list(range(1, LENGTH, 2))]
+
+    (epochs, hits), (of_second, _) = first[3], second[3]
+    for ours, theirs in zip(epochs, of_second, strict=True):
         assert set(ours + theirs) == set(range(LENGTH))
         assert len(ours + theirs) <= LENGTH + 1
     assert LENGTH * 2 <= hits <= LENGTH * 2 + 4
