@@ -6,25 +6,21 @@ import time
 import pytest
 import torch
 
-from lightning_stocache.insight import measurement
 from lightning_stocache.insight.measurement import Data, PlanError, measure, measure_curves
 from tests.sources import CountedSource, Made
 
 QUICK = 0.01
-
-
-def broken(index):
-    raise ValueError(f"no file\nfor {index}")
-
-
 WITH_GRADIENTS = Made(lambda index: torch.ones(2, requires_grad=True), 40)
 NOISE = Made(lambda index: torch.rand(3), 40)
 
 
 @pytest.mark.processes
-def test_all_paces_are_measured():
-    """Uncached samples, misses and hits take time in each round, also with workers."""
-    paces = measure(Data([torch.full((500,), index) for index in range(64)], 4, 2), seconds=QUICK)
+@pytest.mark.parametrize(("samples", "batch_size", "workers"), [(64, 4, 2), (5, 8, 0), (1, 8, 2)])
+def test_all_paces_are_measured(samples, batch_size, workers):
+    """Uncached samples, misses and hits take time in each round, also with workers, and of datasets with fewer samples
+    than a batch, or than workers."""
+    source = [torch.full((500,), index) for index in range(samples)]
+    paces = measure(Data(source, batch_size, workers), seconds=QUICK)
     assert paces.codec is not None
     assert paces.codec.nbytes == 4000
     for spread in (paces.uncached, paces.missed, paces.hit):
@@ -32,37 +28,22 @@ def test_all_paces_are_measured():
         assert spread.deviation > 0
 
 
-class Clock:
-    """A clock that advances by `takes`, and by a microsecond with each look."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        for name in ("perf_counter", "process_time"):
-            monkeypatch.setattr(time, name, self.look)
-        monkeypatch.setattr(time, "perf_counter_ns", lambda: int(self.look() * 1e9))
-
-    def look(self):
-        self.now += 1e-6
-        return self.now
-
-    def takes(self, seconds, value):
-        self.now += seconds
-        return value
-
-
 def test_paces_are_what_the_clock_says(monkeypatch):
     """A read takes a quarter of a second, a transform an eighth; a hit takes the transform alone."""
-    clock = Clock(monkeypatch)
-    source = Made(lambda index: clock.takes(0.25, torch.tensor([index])), 40)
-    paces = measure(Data(source, 4, transform=lambda sample: clock.takes(0.125, sample)), seconds=QUICK)
+    now = 0.0
+
+    def takes(seconds, value=None):
+        nonlocal now
+        now += seconds
+        return value
+
+    for name in ("perf_counter", "process_time"):
+        monkeypatch.setattr(time, name, lambda: takes(1e-6, now))
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: int(takes(1e-6, now) * 1e9))
+    source = Made(lambda index: takes(0.25, torch.tensor([index])), 40)
+    paces = measure(Data(source, 4, transform=lambda sample: takes(0.125, sample)), seconds=QUICK)
     for spread, seconds in ((paces.uncached, 0.375), (paces.missed, 0.375), (paces.hit, 0.125)):
         assert spread[:3] == pytest.approx((seconds,) * 3, rel=0.01)
-
-
-@pytest.mark.parametrize(("samples", "workers"), [(5, 0), pytest.param(1, 2, marks=pytest.mark.processes)])
-def test_tiny_datasets(samples, workers):
-    """Datasets with fewer samples than a batch, or than workers, are measured like others."""
-    assert measure(Data([torch.zeros(4)] * samples, 8, workers), seconds=QUICK).hit.low > 0
 
 
 def test_few_samples_are_read(tmp_path):
@@ -77,24 +58,29 @@ def test_few_samples_are_read(tmp_path):
 def test_a_source_that_raises_is_one_line(workers, words):
     """The error is told without a traceback: by its first line, and if it comes from a worker by its last line."""
     here = os.getpid()
-    source = Made(lambda index: torch.tensor([index]) if workers and os.getpid() == here else broken(index), 40)
+
+    def load(index):
+        if workers and os.getpid() == here:
+            return torch.tensor([index])
+        raise ValueError(f"no file\nfor {index}")
+
     with pytest.raises(PlanError, match=f"a sample of Made cannot be had: {words}") as caught:
-        measure(Data(source, 4, workers), seconds=QUICK)
+        measure(Data(Made(load, 40), 4, workers), seconds=QUICK)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("source", "words"), [(WITH_GRADIENTS, "requires grad"), (NOISE, "random")])
 def test_what_cannot_be_cached_has_a_reason(source, words):
-    """Samples that cannot be cached, and random samples without a split, are measured uncached, with the reason."""
+    """Samples that cannot be cached, and random samples without a split, are measured uncached, with the reason. With
+    allow_random, a random source is cached in the plan, too."""
     paces = measure(Data(source, 4), seconds=QUICK)
     assert paces.codec is None
     assert words in str(paces.reason)
     assert paces.hit == paces.uncached
-
-
-def test_allow_random_is_heeded():
-    """A random source that the user caches as it is can be cached in the plan, too."""
-    assert measure(Data(NOISE, 4, allow_random=True), seconds=QUICK).codec is not None
+    found = measure_curves(Data(source, 4), [0], seconds=0.05)
+    assert [arm.kind for arm in found.rates] == ["uncached"]
+    assert "Nothing can be cached" in found.left_out[0]
+    assert (measure(Data(source, 4, allow_random=True), seconds=QUICK).codec is None) == (source is not NOISE)
 
 
 def test_no_memory_is_one_sentence(monkeypatch):
@@ -109,7 +95,8 @@ SOURCE = [torch.full((50,), index) for index in range(64)]
 
 @pytest.mark.processes
 def test_every_arm_is_measured_in_every_round():
-    """Each loader is measured once per round, from the source and from the cache, and each measurement is reported."""
+    """Each loader is measured once per round, from the source and from the cache, and each measurement is reported.
+    Measurements after the time limit are left out, and a sentence gives the number of measurements before it."""
     told: list[str] = []
     found = measure_curves(Data(SOURCE, 4), [0, 2], [4, 60], seconds=0.05, limit=1e9, progress=told.append)
     for kind in ("uncached", "hit"):
@@ -119,19 +106,6 @@ def test_every_arm_is_measured_in_every_round():
     assert [words.partition(":")[0] for words in told] == [f"{done} of 18" for done in range(1, 19)]
     assert "num_workers=0, batch_size=4, batches from the cache: " in told[1]
     assert found.left_out == []
-
-
-def test_there_is_a_time_limit(monkeypatch):
-    """Measurements after the time limit are left out, and a sentence gives the number of measurements before it."""
-    clock = Clock(monkeypatch)
-    monkeypatch.setattr(measurement.Trial, "pace", lambda *_: clock.takes(50.0, 0.001))
-    found = measure_curves(Data(SOURCE, 4), [0], [4, 16], limit=120.0)
-    assert [len(found.over("batch_size", kind)) for kind in ("uncached", "hit")] == [2, 1]
-    assert found.left_out[0].endswith("s were over after 3 of 12 measurements.")
-
-
-def test_what_cannot_be_cached_is_measured_from_the_source_alone():
-    """A sentence says that samples cannot be cached."""
-    found = measure_curves(Data(WITH_GRADIENTS, 4), [0], seconds=0.05)
-    assert [arm.kind for arm in found.rates] == ["uncached"]
-    assert "Nothing can be cached" in found.left_out[0]
+    over = measure_curves(Data(SOURCE, 4), [0], limit=-1.0)
+    assert over.rates == {}
+    assert over.left_out[0].endswith("s were over after 0 of 6 measurements.")

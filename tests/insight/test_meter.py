@@ -1,6 +1,7 @@
 """CacheMeter: a loop of one's own has the numbers of the monitor, under its keys."""
 
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
-from torch.utils.data import DataLoader, DistributedSampler, Subset, SubsetRandomSampler
+from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
 
-from lightning_stocache import CachedDataset, CachedLoader, CachedStream, CacheMeter, CacheMonitor
+from lightning_stocache import CachedDataset, CachedLoader, CachedStream, CacheMeter, CacheMonitor, SampleSpec
 from lightning_stocache.insight.metrics import LIVE, LIVE_METRICS
 from lightning_stocache.node.group import NodeGroup
 from tests.ranks import run_ranks
@@ -24,9 +25,8 @@ SECONDS = {"data_wait_seconds", "compute_seconds", "samples_per_second"}
 
 @pytest.fixture
 def dataset():
-    made = CachedDataset(CountedSource(SAMPLES), budget="50%", allow_random=True)
-    yield made
-    made.close()
+    with closing(CachedDataset(CountedSource(SAMPLES), budget="50%", allow_random=True)) as made:
+        yield made
 
 
 def counts(metrics: dict[str, float], stage: str = "") -> dict[str, float]:
@@ -37,26 +37,38 @@ def counts(metrics: dict[str, float], stage: str = "") -> dict[str, float]:
 
 @pytest.mark.processes
 def test_a_plain_loop_has_the_monitors_values(tmp_path, dataset):
-    """Each epoch has the keys and counts that a Trainer logs for the same dataset, with the expected hit rate."""
+    """Each epoch has the keys and counts that a Trainer logs for the same dataset, with the expected hit rate. Live
+    values are those of the epoch so far, under different keys; validation has none."""
     loader = CachedLoader(dataset, batch_size=4)
     trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
     trainer.fit(Model(), loader)
     keys = {key for key in trainer.callback_metrics if key.startswith("stocache/")}
     assert "stocache/hit_rate_expected" in keys
     dataset.share()
-    meter, found = CacheMeter(loader), []
+    meter, found, seen = CacheMeter(loader), [], []
     for _ in range(2):
-        assert sum(len(labels) for _, labels in meter) == SAMPLES
+        for step, (_, labels) in enumerate(meter):
+            assert len(labels) == 4
+            if step in (0, 5):
+                seen.append(meter.live())
         found.append(meter.epoch())
     assert set(found[0]) == set(found[1]) == keys
     for key in counts(found[0]):
         assert [epoch[f"stocache/{key}"] for epoch in found] == logged(trainer, f"stocache/{key}"), key
     assert all(epoch["stocache/data_wait_seconds"] > 0 < epoch["stocache/compute_seconds"] for epoch in found)
+    assert all(set(live) == {LIVE + name for name in LIVE_METRICS} for live in seen)
+    # Half of the samples have a slot, and which of them is the ring's.
+    assert [round(live["stocache/live/hit_rate"] * SAMPLES) for live in seen[1::2]] == [0, SAMPLES // 2]
+    assert seen[0]["stocache/live/fill_fraction"] < seen[1]["stocache/live/fill_fraction"] == 1
+    assert seen[3]["stocache/live/data_wait_seconds"] > seen[2]["stocache/live/data_wait_seconds"] > 0
+    assert meter.live()["stocache/live/compute_seconds"] == 0
+    assert CacheMeter(loader, "val").live() == {}
 
 
 @pytest.mark.processes
 def test_loaders_of_other_classes_have_no_seconds(dataset):
-    """A meter of plain DataLoaders has counts without seconds, also over a Subset and for a list of loaders."""
+    """A meter of plain DataLoaders, which are read without it, has counts without seconds, also over a Subset and for a
+    list of loaders. An unknown stage, and a loader without a cache, raise errors that say what to do."""
     half = DataLoader(Subset(dataset, range(8)), batch_size=4)
     meter = CacheMeter([half, half], stage="val")
     for _ in half:
@@ -68,25 +80,10 @@ def test_loaders_of_other_classes_have_no_seconds(dataset):
     assert meter.epoch()["stocache/val/hit_rate"] == 0
     with pytest.raises(TypeError, match="only a CacheMeter of one loader can be iterated over, this one has a list"):
         next(iter(meter))
-
-
-@pytest.mark.processes
-def test_live_values_are_those_of_the_epoch_so_far(dataset):
-    """Live values have different keys, and validation has none; the loader may be read without the meter."""
-    loader = CachedLoader(dataset, batch_size=4)
-    meter, seen = CacheMeter(loader), []
-    for _ in range(2):
-        for step, _batch in enumerate(loader):
-            if step in (0, 5):
-                seen.append(meter.live())
-        meter.epoch()
-    assert all(set(live) == {LIVE + name for name in LIVE_METRICS} for live in seen)
-    # Half of the samples have a slot, and which of them is the ring's.
-    assert [round(live["stocache/live/hit_rate"] * SAMPLES) for live in seen[1::2]] == [0, SAMPLES // 2]
-    assert seen[0]["stocache/live/fill_fraction"] < seen[1]["stocache/live/fill_fraction"] == 1
-    assert seen[3]["stocache/live/data_wait_seconds"] > seen[2]["stocache/live/data_wait_seconds"] > 0
-    assert meter.live()["stocache/live/compute_seconds"] == 0
-    assert CacheMeter(loader, "val").live() == {}
+    with pytest.raises(ValueError, match="stage must be one of train, val, test, predict, got 'eval'"):
+        CacheMeter(half, stage="eval")
+    with pytest.raises(TypeError, match="no cached dataset behind DataLoader: make its dataset a CachedDataset"):
+        CacheMeter(DataLoader([1.0]))
 
 
 @pytest.mark.processes
@@ -107,24 +104,15 @@ def test_an_epoch_that_is_left_counts_what_was_served(dataset, monkeypatch):
 
 
 def test_a_stream_is_counted():
-    """The first epoch of a CachedStream has no hits, and the second has only hits."""
-    stream = CachedStream(lambda: iter([torch.tensor(value) for value in range(6)]), budget="1MiB")
-    meter = CacheMeter(CachedLoader(stream, batch_size=3))
-    hits = []
-    for _ in range(2):
-        list(meter)
-        hits.append(meter.epoch()["stocache/hits"])
-    assert hits == [0, 6]
-    assert meter.hyperparameters()["stocache"]["layout"] == "stream"
-    stream.close()
-
-
-def test_what_cannot_be_metered_is_refused():
-    """An unknown stage, and a loader without a cache, raise errors that say what to do."""
-    with pytest.raises(ValueError, match="stage must be one of train, val, test, predict, got 'eval'"):
-        CacheMeter(DataLoader([1.0]), stage="eval")
-    with pytest.raises(TypeError, match="no cached dataset behind DataLoader: make its dataset a CachedDataset"):
-        CacheMeter(DataLoader([1.0]))
+    """The first epoch of a CachedStream has no hits, and the second has only hits. All that is stored is covered."""
+    with closing(CachedStream(lambda: iter([torch.tensor(value) for value in range(6)]), budget="1MiB")) as stream:
+        meter = CacheMeter(CachedLoader(stream, batch_size=3))
+        for hits in (0, 6):
+            list(meter)
+            metrics = meter.epoch()
+            assert (metrics["stocache/hits"], metrics["stocache/coverage"]) == (hits, 1)
+        granted = meter.hyperparameters()["stocache"]
+        assert (granted["layout"], granted["samples"]) == ("stream", 6)
 
 
 @pytest.mark.processes
@@ -145,24 +133,8 @@ def test_a_fabric_loop_logs_it(tmp_path, dataset):
     assert "stocache/hit_rate" in (Path(logger.log_dir) / "metrics.csv").read_text()
 
 
-def on_one_node(rank: int) -> Any:
-    """The metrics of this rank's meter for two epochs, and the numbers of ranks and nodes."""
-    dataset = CachedDataset(CountedSource(SAMPLES), defer=True)
-    dataset.share()
-    sampler = DistributedSampler(dataset, 2, rank)
-    meter = CacheMeter(CachedLoader(dataset, batch_size=4, sampler=sampler))
-    found = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        list(meter)
-        found.append(meter.epoch())
-    granted = meter.hyperparameters()["stocache"]
-    dataset.close()
-    return found, granted["ranks"], granted["nodes"]
-
-
 def on_two_nodes(rank: int) -> Any:
-    """The expected hit rates of three epochs on two nodes, whose memory holds a quarter and all of the dataset."""
+    """The metrics of three epochs for each deal, on nodes whose memory holds a quarter and all of the dataset."""
     dataset = CachedDataset(CountedSource(SAMPLES), budget=("25%", "100%")[rank], defer=True)
     dataset.share(NodeGroup.discover(key=rank))
     found = []
@@ -172,38 +144,33 @@ def on_two_nodes(rank: int) -> Any:
         for epoch in range(3):
             loader.set_epoch(epoch)
             list(meter)
-            found.append(meter.epoch().get("stocache/hit_rate_expected"))
+            found.append(meter.epoch())
+    granted = meter.hyperparameters()["stocache"]
     dataset.close()
-    return found
-
-
-def on_both(rank: int) -> Any:
-    return on_one_node(rank), on_two_nodes(rank)
+    return found, granted["ranks"], granted["nodes"]
 
 
 @pytest.mark.processes
 def test_ranks_and_nodes_sum_up():
     """Two ranks get the same metrics, over both. Each of two nodes is expected to hit the smaller of its share of the
     batches and its slots; for a random deal nothing is expected."""
-    first, second = run_ranks(on_both, 2)
+    first, second = run_ranks(on_two_nodes, 2)
     assert first == second
-    (epochs, ranks, nodes), expected = first
-    assert [(epoch["stocache/misses"], epoch["stocache/hits"]) for epoch in epochs] == [(SAMPLES, 0), (0, SAMPLES)]
-    assert [epoch["stocache/hit_rate_expected"] for epoch in epochs] == [0, 1]
-    assert (ranks, nodes) == (2, 1)
+    epochs, *counts = first
+    assert counts == [2, 2]
+    served = [sum(epoch[f"stocache/{name}"] for name in ("hits", "misses", "bypasses")) for epoch in epochs]
+    assert served == [SAMPLES] * 6
+    expected = [epoch.get("stocache/hit_rate_expected") for epoch in epochs]
     assert expected == [0, 0.75, 0.75, None, None, None]
 
 
-@pytest.mark.processes
-def test_what_was_ready_before_the_first_epoch_is_expected(dataset):
+def test_what_was_ready_before_the_first_epoch_is_expected():
     """The first epoch of a fold is expected to hit the samples of the fold that the cache holds already."""
-    dataset.close()
-    dataset = CachedDataset(CountedSource(SAMPLES))
-    for index in (0, 1, 2, 20):
-        dataset[index]
-    meter = CacheMeter(CachedLoader(dataset, batch_size=2, sampler=SubsetRandomSampler(range(12))))
-    for expected in (0.25, 1):
-        list(meter)
-        metrics = meter.epoch()
-        assert metrics["stocache/hit_rate"] == metrics["stocache/hit_rate_expected"] == expected
-    dataset.close()
+    with closing(CachedDataset(CountedSource(SAMPLES), spec=SampleSpec.infer(CountedSource(1)[0]))) as dataset:
+        for index in (0, 1, 2, 20):
+            dataset[index]
+        meter = CacheMeter(CachedLoader(dataset, batch_size=2, sampler=SubsetRandomSampler(range(12))))
+        for expected in (0.25, 1):
+            list(meter)
+            metrics = meter.epoch()
+            assert metrics["stocache/hit_rate"] == metrics["stocache/hit_rate_expected"] == expected
