@@ -14,6 +14,8 @@ The table has the samples/s of the last epoch, with a network so small that noth
 """
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,20 +38,9 @@ from training import Loads, end, fit, parser
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 TRANSFORMS = {
     "recipe": v1.Compose(
-        [
-            v1.RandomResizedCrop(224),
-            v1.RandomHorizontalFlip(),
-            v1.ToTensor(),
-            v1.Normalize(MEAN, STD),
-        ]
+        [v1.RandomResizedCrop(224), v1.RandomHorizontalFlip(), v1.ToTensor(), v1.Normalize(MEAN, STD)]
     ),
-    "tensors": v2.Compose(
-        [
-            v2.PILToTensor(),
-            v2.RandomResizedCrop(224, antialias=True),
-            v2.RandomHorizontalFlip(),
-        ]
-    ),
+    "tensors": v2.Compose([v2.PILToTensor(), v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()]),
 }
 TRAININGS = {"recipe, uncached": ("recipe", False), "recipe": ("recipe", True), "tensors": ("tensors", True)}
 
@@ -79,17 +70,6 @@ class Network(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class Noted:
-    """ImageFolder's own way to load a file, counted."""
-
-    def __init__(self, loads: Loads) -> None:
-        self.loads = loads
-
-    def __call__(self, path: str) -> Any:
-        self.loads.note()
-        return default_loader(path)
-
-
 def make(samples: int) -> Path:
     """A folder of two classes with at least so many JPEG files; those that are missing are made."""
     folder = photos.cache_folder() / "sizes"
@@ -104,18 +84,27 @@ def make(samples: int) -> Path:
     return folder
 
 
+def photographs_of(samples: int, transform: Any, loader: Callable[[str], Any] = default_loader) -> Subset[Any]:
+    """So many photographs of the folder, which may have more: both classes lie in it one after the other."""
+    folder = ImageFolder(str(make(samples)), transform, loader=loader)
+    step = len(folder) / samples
+    return Subset(folder, [int(number * step) for number in range(samples)])
+
+
+def load(loads: Loads, path: str) -> Any:
+    """A file as ImageFolder loads it, counted."""
+    loads.note()
+    return default_loader(path)
+
+
 def main() -> None:
     options = parser(__doc__, samples=800, batch_size=64)
     options.add_argument("--only", nargs="+", choices=list(TRAININGS), default=list(TRAININGS), help="trainings to run")
     chosen, loads = options.parse_args(), Loads()
-    folder = make(chosen.samples)
     rates: dict[str, float] = {}
     for name in chosen.only:
         transform, cached = TRAININGS[name]
-        photographs = ImageFolder(str(folder), TRANSFORMS[transform], loader=Noted(loads))
-        # Both classes lie one after the other: the folder may have more files than are asked for.
-        step = len(photographs) / chosen.samples
-        dataset = Subset(photographs, [int(number * step) for number in range(chosen.samples)])
+        dataset = photographs_of(chosen.samples, TRANSFORMS[transform], partial(load, loads))
         settings = {"num_workers": chosen.workers, "persistent_workers": chosen.workers > 0}
         loader = DataLoader(dataset, chosen.batch_size, shuffle=True, **settings)
         callbacks: list[Callback] = [StochasticCache(budget=chosen.budget)] if cached else []

@@ -8,7 +8,6 @@ file depends on its own name only and appears whole or not at all, so an interru
 """
 
 import os
-from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from random import Random
@@ -83,9 +82,12 @@ def make(root: str | None = None, train_files: int = 4000, val_files: int = 800)
     if root is not None:
         folder_of(root)
         return
-    missing = [(name, path) for name, path in _plan(folder_of(None), train_files, val_files) if not path.exists()]
-    for name, path in tqdm(missing, desc="Making JPEG files, once", unit="file", disable=not missing):
-        write(path, _crop(picture(path.parent.name), train=name.startswith("train/"), random=Random(name)))
+    for split, files in (("train", train_files), ("val", val_files)):
+        names = [f"{split}/{CLASSES[at % 2]}/{at // 2 + 1:05d}.jpg" for at in range(files)]
+        missing = [name for name in names if not (folder_of(None) / name).exists()]
+        for name in tqdm(missing, desc="Making JPEG files, once", unit="file", disable=not missing):
+            crop = _crop(picture(name.split("/")[1]), train=split == "train", random=Random(name))
+            write(folder_of(None) / name, crop)
 
 
 @cache
@@ -106,13 +108,6 @@ def write(path: Path, image: Tensor, quality: int = 90) -> None:
     draft = path.with_suffix(f".{os.getpid()}.part")
     draft.write_bytes(encode_jpeg(image, quality=quality).numpy().tobytes())
     os.replace(draft, path)
-
-
-def _plan(folder: Path, train_files: int, val_files: int) -> Iterator[tuple[str, Path]]:
-    for split, files in (("train", train_files), ("val", val_files)):
-        for number in range(files):
-            name = f"{split}/{CLASSES[number % len(CLASSES)]}/{number // len(CLASSES) + 1:05d}.jpg"
-            yield name, folder / name
 
 
 def _crop(whole: Tensor, train: bool, random: Random) -> Tensor:

@@ -9,12 +9,9 @@ by then, at memory speed. When the budget is full, the oldest leave. The same lo
 waits for every volume.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,12 +25,7 @@ SHAPE = (48, 96, 96)
 
 
 class RemoteVolumes(Dataset[tuple[Tensor, float]]):
-    """Noisy waves, int16 `[48, 96, 96]`, 0.9 MB each, and their amplitude; each takes a while to come.
-
-    Args:
-        samples: volumes in the remote store.
-        latency: seconds that one takes.
-    """
+    """Noisy waves, int16 `[48, 96, 96]`, 0.9 MB each, and their amplitude; each takes `latency` seconds to come."""
 
     def __init__(self, samples: int, latency: float) -> None:
         self.samples, self.latency = samples, latency
@@ -82,32 +74,31 @@ def train(make_loader: Callable[[], Any], seconds: float, pool: RollingCache | N
                 return moments
 
 
-def draw(rolling: list[Moment], plain: list[Moment], capacity: int, path: Path) -> None:
+def draw(rolling: list[Moment], plain: list[Moment], capacity: int) -> None:
     """The picture: samples trained on, and what was resident, over time."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.rcParams.update({"font.size": 10, "axes.grid": True, "grid.color": "#dddddd", "legend.frameon": False})
+    pyplot.rcParams.update({"axes.grid": True, "grid.color": "#dddddd", "legend.frameon": False})
     made, (left, right) = pyplot.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
-    for moments, name, colour in ((rolling, "RollingCache", "#0072B2"), (plain, "DataLoader", "#D55E00")):
-        left.plot([m.at for m in moments], [m.trained for m in moments], color=colour, label=name)
-    times = [m.at for m in rolling]
-    came = [m.resident + m.evicted for m in rolling]
-    left.plot(times, came, color="#0072B2", linestyle=":", label="samples that had come")
-    left.set(xlabel="seconds since the start", ylabel="samples trained on", ylim=(0, None))
-    left.legend()
+    times, blue = [m.at for m in rolling], "#0072B2"
+    left.plot(times, [m.trained for m in rolling], color=blue, label="RollingCache")
+    left.plot([m.at for m in plain], [m.trained for m in plain], color="#D55E00", label="DataLoader")
+    left.plot(times, [m.resident + m.evicted for m in rolling], ":", color=blue, label="samples that had come")
+    left.set(ylabel="samples trained on", ylim=(0, None))
     right.plot(times, [m.resident for m in rolling], color="#009E73", label="resident")
-    right.plot(times, [m.evicted for m in rolling], color="#888888", linestyle="-.", label="evicted")
+    right.plot(times, [m.evicted for m in rolling], "-.", color="#888888", label="evicted")
     right.axhline(capacity, color="#000000", linewidth=0.8, linestyle="--", label="room in the budget")
-    right.set(xlabel="seconds since the start", ylabel="samples")
-    right.legend()
+    right.set(ylabel="samples")
     for axis in (left, right):
+        axis.set(xlabel="seconds since the start")
+        axis.legend()
         axis.spines[["top", "right"]].set_visible(False)
     made.suptitle("Training on a slow remote store: it starts with the first samples", weight="bold")
-    made.savefig(path, dpi=140)
-    print(path)
+    made.savefig("rolling.png", dpi=140)
+    print("rolling.png")
 
 
 def main() -> None:
@@ -118,7 +109,6 @@ def main() -> None:
     parser.add_argument("--fillers", type=int, default=4, help="processes that load, and workers of the DataLoader")
     parser.add_argument("--minimum", type=int, default=16, help="volumes with which training starts")
     parser.add_argument("--seconds", type=float, default=40, help="of training, each")
-    parser.add_argument("--picture", type=Path, default=Path("rolling.png"), help="where the picture goes")
     chosen = parser.parse_args()
 
     source = RemoteVolumes(chosen.samples, chosen.latency)
@@ -134,7 +124,7 @@ def main() -> None:
         f"{stats.renewed} left during an epoch that wanted them, and newer ones came in their place"
     )
     try:
-        draw(rolling, plain, stats.capacity, chosen.picture)
+        draw(rolling, plain, stats.capacity)
     except ImportError:
         print("the picture needs matplotlib")
 

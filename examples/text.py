@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache import StochasticCache
-from training import Loads, end, fit, parser
+from training import Counted, Loads, end, fit, parser
 
 WORDS = {0: ["good", "fine", "great", "lovely", "bright"], 1: ["bad", "poor", "awful", "dull", "cold"]}
 ANY = ["the", "a", "film", "book", "day", "it", "was", "and", "then", "very", "quite", "one", "of", "them", "we", "saw"]
@@ -30,14 +30,13 @@ VOCABULARY = 512
 class Reviews(Dataset[dict[str, Any]]):
     """Reviews of 5 to 200 words, good or bad, and their tokens."""
 
-    def __init__(self, samples: int, loads: Loads) -> None:
-        self.samples, self.loads = samples, loads
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        self.loads.note()
         chance, label = random.Random(index), index % 2
         words = chance.choices(ANY + 2 * WORDS[label], k=chance.randint(5, 200))
         text = " ".join(words).capitalize() + "."
@@ -73,7 +72,7 @@ class Classifier(LightningModule):
 
 def main() -> None:
     chosen, loads = parser(__doc__, samples=8000, batch_size=64).parse_args(), Loads()
-    reviews = Reviews(chosen.samples, loads)
+    reviews = Counted(Reviews(chosen.samples), loads)  # counted for the printed line, no more
     loader = DataLoader(reviews, chosen.batch_size, shuffle=True, num_workers=chosen.workers, collate_fn=padded)
     fit(Classifier(), loader, chosen, loads, [StochasticCache(budget=chosen.budget)])
     end()

@@ -1,7 +1,7 @@
 """What the examples of photographs and text have in common.
 
-`parser` has their options, `Loads` counts what the source loads in all processes, and `fit` trains with a line per
-epoch. Nothing here is needed for a cache: that is the callback or the DataModule which the example itself shows.
+`parser` has their options, `Loads` and `Counted` count what the source loads in all processes, and `fit` trains with a
+line per epoch. Nothing here is needed for a cache: that is the callback which the example itself shows.
 """
 
 import argparse
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch.utils.data import Dataset
 
-__all__ = ["Loads", "Speed", "end", "fit", "parser"]
+__all__ = ["Counted", "Loads", "Speed", "end", "fit", "parser"]
 
 
 class Loads:
@@ -36,25 +37,32 @@ class Loads:
 
     def note(self) -> None:
         """Add one."""
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(file, b".")
-        finally:
-            os.close(file)
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(b".")
 
     @property
     def count(self) -> int:
         return os.path.getsize(self.path) if os.path.exists(self.path) else 0
 
 
+class Counted(Dataset[Any]):
+    """A dataset that counts its loads."""
+
+    def __init__(self, source: Any, loads: Loads) -> None:
+        self.source, self.loads = source, loads
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Any:
+        self.loads.note()
+        return self.source[index]
+
+
 class Speed(Callback):
     """Says after each epoch how many samples the source has loaded, over all ranks, and how fast they came.
 
-    The loads of the first epoch are those of set-up, too: some samples are read there to see what they look like.
-
-    Args:
-        loads: the count.
-        samples: of an epoch, over all ranks.
+    The loads of the first epoch are those of set-up, too. `samples` are those of an epoch, over all ranks.
     """
 
     def __init__(self, loads: Loads, samples: int) -> None:

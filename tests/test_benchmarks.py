@@ -48,7 +48,7 @@ def test_peers_are_compared_at_their_best_number_of_workers(tmp_path):
     arguments = ["--quick", "--rounds", "1", "--only", "speed", "--peers", "list", "memmap"]
     text = run_example("benchmarks/peers.py", tmp_path, *arguments, "--output", "results")
     tables = json.loads((tmp_path / "results" / "peers.json").read_text())["tables"]
-    assert "| CachedLoader | " in text
+    assert "| CachedLoader " in text
     best, warm = tables[0]["rows"], tables[1]["rows"]
     assert [row[0] for row in best] == ["CachedLoader", "CachedDataset", "list", "memmap"]
     for peer, number, rate, *_ in best:

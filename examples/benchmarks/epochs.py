@@ -22,7 +22,7 @@ share is small: a quarter in memory saves a quarter.
 from functools import partial
 from typing import Any
 
-from measure import Report, Spread, cell, epoch_seconds, fresh, gather_seconds, listed, parser, rounds
+from measure import Report, Spread, cell, epoch_seconds, fresh, gather_seconds, listed, parser
 from sources import Late, jpegs
 from torch.utils.data import DataLoader
 
@@ -46,48 +46,31 @@ def three_epochs(share: float, workers: int, samples: int, latency: float) -> di
     return {name: epoch_seconds(loader) for name in ("one", "two", "three")} | {"cached": len(cache) / samples}
 
 
-def law(runs: list[dict[str, float]], uncached: list[dict[str, float]], gather: list[float]) -> list[float]:
-    """What a later epoch of each round should take, by the uncached epoch two of that round."""
-    return [
-        (1 - run["cached"]) * plain["two"] + run["cached"] * one
-        for run, plain, one in zip(runs, uncached, gather, strict=True)
-    ]
-
-
-def new_figure(rows: int, columns: int) -> tuple[Any, Any]:
-    """A figure and its axes `[rows, columns]`."""
+def draw(report: Report, found: dict[Any, list[dict[str, float]]], gather: list[float], samples: int) -> None:
     import matplotlib  # here: a process that measures does not need it
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    grid = {"axes.grid": True, "axes.axisbelow": True, "grid.color": "#dddddd", "grid.linewidth": 0.7}
-    spines = {"axes.spines.top": False, "axes.spines.right": False, "errorbar.capsize": 3}
-    pyplot.rcParams.update(grid | spines | {"axes.titlesize": 10.5, "legend.frameon": False, "legend.fontsize": 9})
-    size = (4.8 * columns, 3.3 * rows + 0.6)
-    return pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", sharex=True, sharey="row")
-
-
-def draw(report: Report, found: dict[Any, list[dict[str, float]]], gather: list[float], samples: int) -> None:
+    style = {"axes.grid": True, "axes.axisbelow": True, "grid.color": "#dddddd", "grid.linewidth": 0.7}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "errorbar.capsize": 3, "legend.frameon": False}
+    pyplot.rcParams.update(style | {"axes.titlesize": 10.5, "legend.fontsize": 9})
     latencies, workers, shares = (sorted({key[place] for key in found}) for place in range(3))
-    made, axes = new_figure(len(latencies), len(workers))
+    size, shared = (4.8 * len(workers), 3.3 * len(latencies) + 0.6), {"squeeze": False, "sharex": True, "sharey": "row"}
+    made, axes = pyplot.subplots(len(latencies), len(workers), figsize=size, layout="constrained", **shared)
     for row, latency in zip(axes, latencies, strict=True):
         for axis, number in zip(row, workers, strict=True):
             uncached = found[latency, number, 0.0]
             ends = [Spread.of(run["two"] for run in uncached).median, Spread.of(gather).median]
             axis.plot([0, 100], ends, "--", color="black", linewidth=1.3, zorder=3, label="linear law")
-            for at, (key, name) in enumerate((("one", "epoch one (fills)"), ("two", "epoch two"))):
+            for key, name, marker, colour, line in (
+                ("one", "epoch one (fills)", "o", "#D55E00", "-"),
+                ("two", "epoch two", "s", "#0072B2", "none"),
+            ):
                 spreads = [Spread.of(run[key] for run in found[latency, number, share]) for share in shares]
-                axis.errorbar(
-                    [100 * share for share in shares],
-                    [spread.median for spread in spreads],
-                    yerr=list(zip(*(spread.bars for spread in spreads), strict=True)),
-                    fmt="os"[at],
-                    color=("#D55E00", "#0072B2")[at],
-                    linestyle="-" if at == 0 else "none",
-                    markersize=6,
-                    label=name,
-                )
+                bars = list(zip(*(spread.bars for spread in spreads), strict=True))
+                look = {"fmt": marker, "color": colour, "linestyle": line, "markersize": 6, "label": name}
+                axis.errorbar([100 * share for share in shares], [s.median for s in spreads], yerr=bars, **look)
             where = f"{latency:g} ms of latency per read" if latency else "local files"
             axis.set_title(f"{where}, {number} workers", loc="left")
             axis.set_xticks([0, 25, 50, 75, 100])
@@ -103,13 +86,13 @@ def draw(report: Report, found: dict[Any, list[dict[str, float]]], gather: list[
     print(path)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     options = parser(__doc__, rounds=3)
     options.add_argument("--latency", type=float, nargs="+", default=[0.0, 4.0], help="ms added to each read (0 4)")
     options.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.75, 0.9, 1.0], help="cached shares")
     options.add_argument("--workers", type=int, nargs="+", default=[0, 2], help="num_workers (0 2)")
     options.add_argument("--samples", type=int, help="JPEG files (1000; quick: 128)")
-    chosen = options.parse_args(arguments)
+    chosen = options.parse_args()
     report = Report("epochs", chosen)
     samples = chosen.samples or (128 if report.quick else 1000)
     epoch_seconds(DataLoader(jpegs(samples), batch_size=64))  # into the page cache, for all runs alike
@@ -119,17 +102,19 @@ def main(arguments: list[str] | None = None) -> None:
         for workers in chosen.workers
         for share in sorted({0.0, *chosen.shares})
     }
-    found = rounds(arms, report.rounds)
+    found = report.measure(arms)
     gather = fresh(gather_seconds, samples, SHAPE, BATCH_SIZE, report.rounds)
     rows = []
     for (latency, workers, share), runs in found.items():
-        uncached = found[latency, workers, 0.0]
-        ideal = law(runs, uncached, gather)
-        one, two, three = ([run[key] for run in runs] for key in ("one", "two", "three"))
         cells = [f"{latency:g} ms, {workers} workers, {100 * share:g} %", cell(runs, "one"), cell(runs, "two")]
         if share:
-            cells.append(f"{Spread.ratio(one, (run['one'] for run in uncached)):.2f}")
-            cells += [f"{Spread.ratio(later, ideal):.2f}" for later in (two, three)]
+            plain = found[latency, workers, 0.0]
+            law = [  # what a later epoch of each round should take, by the uncached epoch two of that round
+                (1 - run["cached"]) * uncached["two"] + run["cached"] * full
+                for run, uncached, full in zip(runs, plain, gather, strict=True)
+            ]
+            cells.append(f"{Spread.ratio((run['one'] for run in runs), (run['one'] for run in plain)):.2f}")
+            cells += [f"{Spread.ratio((run[later] for run in runs), law):.2f}" for later in ("two", "three")]
         rows.append(cells + [""] * (6 - len(cells)))
     columns = ("latency, workers, share", "epoch one, s", "epoch two, s", "one / uncached", "two / law", "three / law")
     report.table(f"{samples} JPEG files, batches of {BATCH_SIZE}", columns, rows)

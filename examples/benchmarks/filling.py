@@ -1,7 +1,7 @@
 """What filling a cache costs beside the copy: samples of 100 bytes to 2 MB, stored one by one and in a first epoch.
 
     python examples/benchmarks/filling.py                      # about 3 minutes on 2 cores
-    python examples/benchmarks/filling.py --bytes 150000 --workers 0 4
+    python examples/benchmarks/filling.py --bytes 150000
 
 Samples are tensors of noise, or such a tensor and a label, out of memory. They are stored by `fill`, one after the
 other ("store"), or by the first epoch of a CachedLoader with so many workers. The columns, per sample:
@@ -15,7 +15,7 @@ CPU/copy  in the same process
 There is no gain to be seen here: this is what epoch one pays for those to come. **Memory of virtual machines.** A host
 may take back the memory that its guest does not use, and the first write to a page then takes 12 us where it takes 1.5
 us, whoever writes: 6 ms instead of 0.8 for 2 MB. So each process first writes as much to a file as the cache will hold
-and frees it, then measures the copy, then the fill, in the same pages. `--cold` leaves that out.
+and frees it, then measures the copy, then the fill, in the same pages.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from measure import Report, Spread, cell, fresh, listed, parser, rounds
+from measure import Report, Spread, cell, epoch_seconds, fresh, listed, parser
 from sources import Pool
 from torch.utils.data import get_worker_info
 
@@ -34,6 +34,7 @@ from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.source.generators import Generators
 
 STORE = "store"
+WORKERS = ("0", "2")
 KEYS = ("copy", "fill", "CPU", "generators")
 
 
@@ -74,11 +75,10 @@ def copied(source: Pool, order: list[int]) -> int:
     return spent
 
 
-def measured(samples: int, nbytes: int, fields: int, batch_size: int, how: str, cold: bool) -> dict[str, float]:
+def measured(samples: int, nbytes: int, fields: int, how: str) -> dict[str, float]:
     """Microseconds per sample."""
     source, order = Pool(samples, (nbytes,), 8, labelled=fields == 2), torch.randperm(samples).tolist()
-    if not cold:
-        copied(source, order)
+    copied(source, order)
     spent = {"copy": copied(source, order)}
     dataset = CachedDataset(source)
     cache, counters = dataset.cache, dataset.counters
@@ -94,8 +94,8 @@ def measured(samples: int, nbytes: int, fields: int, batch_size: int, how: str, 
         keep, state = Clock(CachedSource._store), Clock(Generators.state)
         CachedSource._store, Generators.state = keep, state
         before = counters.totals()
-        for _ in CachedLoader(dataset, batch_size, shuffle=True, num_workers=int(how)):
-            pass
+        batch_size = min(64, 16_000_000 // nbytes)
+        epoch_seconds(CachedLoader(dataset, batch_size, shuffle=True, num_workers=int(how)))
         spent["fill"] = (counters.totals() - before).fill_ns
         spent |= {"CPU": keep.ns, "generators": state.ns}
     if cache.filled != samples:
@@ -104,22 +104,16 @@ def measured(samples: int, nbytes: int, fields: int, batch_size: int, how: str, 
     return {key: value / samples / 1000 for key, value in spent.items()}
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     options = parser(__doc__, rounds=5)
     options.add_argument("--bytes", type=int, nargs="+", default=[100, 1000, 2_000_000], help="of the tensor")
-    options.add_argument("--fields", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="1, or 2 with a label")
-    options.add_argument("--workers", type=int, nargs="*", default=[0, 2], help="of the loader (0 2)")
-    options.add_argument("--batch", type=int, default=64, help="samples, but no more than 16 MB (64)")
-    options.add_argument("--cold", action="store_true", help="whatever memory the system gives")
-    chosen = options.parse_args(arguments)
+    chosen = options.parse_args()
     report = Report("filling", chosen)
-
     arms = {}
-    for nbytes, fields, how in itertools.product(chosen.bytes, chosen.fields, [STORE, *map(str, chosen.workers)]):
-        samples = max(min(20_000, 600_000_000 // nbytes) // (50 if report.quick else 1), 4)
-        batch = max(min(chosen.batch, 16_000_000 // nbytes), 1)
-        arms[nbytes, fields, how] = partial(fresh, measured, samples, nbytes, fields, batch, how, chosen.cold)
-    runs = rounds(arms, report.rounds)
+    for nbytes, fields, how in itertools.product(chosen.bytes, (1, 2), (STORE, *WORKERS)):
+        samples = min(20_000, 600_000_000 // nbytes) // (50 if report.quick else 1)
+        arms[nbytes, fields, how] = partial(fresh, measured, max(samples, 4), nbytes, fields, how)
+    runs = report.measure(arms)
     rows = []
     for (nbytes, fields, how), found in runs.items():
         known = [cell(found, key, ".1f") if key in found[0] else "" for key in KEYS]

@@ -1,7 +1,6 @@
 """What a cache on a disk costs and gives: its first batch, its epochs beside those from memory, and shared trials.
 
     python examples/benchmarks/lifetime.py --dir /local/nvme     # about 4 minutes; 2 GiB are written there
-    python examples/benchmarks/lifetime.py --only trials
 
 Samples are uint8 images of 3x224x224 with a label, out of memory, so that nothing but the cache takes time. Tables:
 
@@ -25,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Report, Spread, cell, fresh, parser, rounds
-from sources import Counted, Late, Pool
+from measure import Report, Spread, cell, fresh, listed, parser
+from sources import Late, Pool
 
 from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
 from lightning_stocache.node.named import clean
@@ -34,7 +33,8 @@ from lightning_stocache.node.named import clean
 SHAPE = (3, 224, 224)
 BATCH = 64
 TRIALS = 4
-CACHES = {"none": "no cache", "memory": "a named cache in memory", "disk": "one on a disk"}
+WORKERS = (0, 2)
+CACHES = ("no cache", "a named cache in memory", "one on a disk")
 
 
 def images(samples: int) -> Pool:
@@ -44,7 +44,7 @@ def images(samples: int) -> Pool:
 def cached(source: Any, folder: str | None, name: str | None) -> CachedDataset:
     """A cache on a disk, or in memory, that reads no sample at set-up."""
     spec = SampleSpec.infer((torch.zeros(SHAPE, dtype=torch.uint8), 0))
-    return CachedDataset(source, dir=folder, name=name, spec=spec, allow_random=True)
+    return CachedDataset(source, dir=folder, name=name, spec=spec, allow_random=True, fingerprint="noise")
 
 
 def epoch(loader: CachedLoader) -> float:
@@ -57,13 +57,11 @@ def epoch(loader: CachedLoader) -> float:
     return time.perf_counter() - start
 
 
-def filled(samples: int, folder: str, name: str) -> dict[str, float]:
-    """A job that fills the cache: its seconds, the last writes to the file included."""
-    start = time.perf_counter()
+def fill(samples: int, folder: str, name: str) -> None:
+    """A job that fills the cache, the last writes to the file included."""
     dataset = cached(images(samples), folder, name)
     epoch(CachedLoader(dataset, BATCH, shuffle=True))
     dataset.close()
-    return {"fill": time.perf_counter() - start}
 
 
 def first_batch(samples: int, folder: str, name: str, dropped: bool) -> dict[str, float]:
@@ -101,23 +99,23 @@ def epochs(samples: int, folder: str, name: str, num_workers: int) -> dict[str, 
     return {"first": samples / first, "disk": disk, "memory": memory}
 
 
-def trial(samples: int, log: str, folder: str | None, name: str | None) -> dict[str, float]:
+def trial(samples: int, log: str, folder: str | None, name: str | None) -> None:
     """One trial of a sweep: three epochs."""
+    from training import Counted, Loads
+
     torch.manual_seed(0)
-    source = Counted(Late(images(samples), 2), log)
+    source = Counted(Late(images(samples), 2), Loads(log))
     dataset: Any = source if name is None else cached(source, folder, name)
-    start = time.perf_counter()
     for _ in range(3):
         epoch(CachedLoader(dataset, BATCH, shuffle=True))
     if name is not None:
         dataset.close()
-    return {"seconds": time.perf_counter() - start}
 
 
 def trials(samples: int, folder: str, how: str, together: bool) -> dict[str, float]:
     """Four of them: the loads that the source has counted, and the seconds of all."""
-    name = None if how == "none" else f"trials-{os.getpid()}"
-    where = folder if how == "disk" else None
+    name = None if how == "no cache" else f"trials-{os.getpid()}"
+    where = folder if how == "one on a disk" else None
     with tempfile.TemporaryDirectory(dir=folder) as logs:
         log = str(Path(logs, "loads"))
         start = time.perf_counter()
@@ -136,25 +134,26 @@ def trials(samples: int, folder: str, how: str, together: bool) -> dict[str, flo
     return {"loads": loads, "seconds": seconds}
 
 
-def measure_warm(report: Report, samples: int, folder: str, workers: list[int]) -> dict[str, Any]:
-    fill = fresh(filled, samples, folder, "images")
+def measure_warm(report: Report, samples: int, folder: str) -> dict[str, Any]:
+    fresh(fill, samples, folder, "images")
+    pages = ("page cache", "disk")
     arms: dict[Any, Any] = {
         ("first batch", where): partial(fresh, first_batch, samples, folder, "images", where == "disk")
-        for where in ("page cache", "disk")
+        for where in pages
     }
-    arms |= {("epochs", n): partial(fresh, epochs, samples, folder, "images", n) for n in workers}
-    runs = rounds(arms, report.rounds)
-    rows = [[where, cell(runs["first batch", where], "seconds")] for where in ("page cache", "disk")]
+    arms |= {("epochs", workers): partial(fresh, epochs, samples, folder, "images", workers) for workers in WORKERS}
+    found = report.measure(arms)
     size = samples * (3 * 224 * 224 + 8) / 2**30
+    rows = [[where, cell(found["first batch", where], "seconds")] for where in pages]
     report.table(f"first batch of a cache of {size:.1f} GiB", ("its pages in", "seconds"), rows)
     rows = []
-    for n in workers:
-        found = runs["epochs", n]
-        ratio = Spread.ratio((run["disk"] for run in found), (run["memory"] for run in found))
-        rates = [cell(found, key, ",.0f") for key in ("first", "disk", "memory")]
-        rows.append([f"{n} workers", *rates, f"{ratio:.2f}"])
+    for workers in WORKERS:
+        runs = found["epochs", workers]
+        ratio = Spread.ratio((run["disk"] for run in runs), (run["memory"] for run in runs))
+        rates = [cell(runs, key, ",.0f") for key in ("first", "disk", "memory")]
+        rows.append([f"{workers} workers", *rates, f"{ratio:.2f}"])
     report.table("samples/s", ("", "first, verifying", "disk", "memory", "disk/memory"), rows)
-    return {"fill": fill, "warm": [{"arm": list(arm), "rounds": found} for arm, found in runs.items()]}
+    return {"warm": listed(found, "what", "arm")}
 
 
 def measure_trials(report: Report, samples: int, folder: str) -> dict[str, Any]:
@@ -163,32 +162,25 @@ def measure_trials(report: Report, samples: int, folder: str) -> dict[str, Any]:
         for how in CACHES
         for together in (False, True)
     }
-    runs = rounds(arms, report.rounds)
+    found = report.measure(arms)
     rows = []
-    for (how, together), found in runs.items():
+    for (how, together), runs in found.items():
         when = "at the same time" if together else "one after the other"
-        rows.append([CACHES[how], when, *(cell(found, key, ",.1f") for key in ("loads", "seconds"))])
+        rows.append([how, when, *(cell(runs, key, ",.1f") for key in ("loads", "seconds"))])
     report.table(f"{TRIALS} trials, {samples} samples, 3 epochs", ("", "", "loads", "seconds"), rows)
-    return {"trials": [{"arm": list(arm), "rounds": found} for arm, found in runs.items()]}
+    return {"trials": listed(found, "cache", "together")}
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     options = parser(__doc__, rounds=3)
     options.add_argument("--dir", default=None, help="on the disk that is measured (default: a folder in TMPDIR)")
     options.add_argument("--megabytes", type=int, default=2048, help="of the cache (2048)")
-    options.add_argument("--workers", type=int, nargs="*", default=[0, 2], help="of the loaders (0 2)")
-    options.add_argument("--only", choices=("warm", "trials"), help="one of the two parts")
-    chosen = options.parse_args(arguments)
+    chosen = options.parse_args()
     report = Report("lifetime", chosen)
-    samples = max(chosen.megabytes * 2**20 // (3 * 224 * 224), BATCH)
-    samples = 4 * BATCH if report.quick else samples
-    saved: dict[str, Any] = {}
+    samples = 4 * BATCH if report.quick else max(chosen.megabytes * 2**20 // (3 * 224 * 224), BATCH)
     with tempfile.TemporaryDirectory(dir=chosen.dir, prefix="lifetime-") as folder:
-        if chosen.only != "trials":
-            saved |= measure_warm(report, samples, folder, chosen.workers)
-        if chosen.only != "warm":
-            saved |= measure_trials(report, min(samples, 600), folder)
-    report.save(**saved)
+        warm = measure_warm(report, samples, folder)
+        report.save(**warm, **measure_trials(report, min(samples, 600), folder))
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from tqdm import tqdm
@@ -37,11 +39,7 @@ _COLD_EPOCHS = 2
 
 @dataclass(frozen=True)
 class Spread:
-    """The results of several runs of one configuration.
-
-    >>> f"{Spread.of([1.0, 3.0, 2.0]):.1f}"
-    '2.0 [1.0..3.0]'
-    """
+    """The results of several runs of one configuration, shown as `median [lowest..highest]`."""
 
     values: tuple[float, ...]
 
@@ -72,15 +70,6 @@ class Spread:
 # ---- processes ----
 
 
-class Place(NamedTuple):
-    """The group that a fresh process joins (world 0: none), and the start method of its own children."""
-
-    meeting: str
-    rank: int
-    world: int
-    start_method: str
-
-
 class Job:
     """A function that runs in fresh processes: in one, or in the ranks of a gloo group.
 
@@ -97,8 +86,10 @@ class Job:
         self._children: list[tuple[Any, Connection]] = []
         for rank in range(max(world, 1)):
             ours, theirs = context.Pipe(duplex=False)
-            place = Place(f"file://{self._meeting.name}/meeting", rank, world, multiprocessing.get_start_method())
-            process = context.Process(target=_run, args=(theirs, place, function, args))
+            call = partial(function, *args)
+            if world:
+                call = partial(_in_group, f"file://{self._meeting.name}/meeting", rank, world, call)
+            process = context.Process(target=_run, args=(theirs, multiprocessing.get_start_method(), call))
             process.start()
             theirs.close()
             self._children.append((process, ours))
@@ -113,24 +104,23 @@ class Job:
         Raises:
             RuntimeError: a process raised, died or did not end; the message holds its traceback.
         """
+        found = []
         try:
-            return [self._result(process, pipe) for process, pipe in self._children]
+            for process, pipe in self._children:
+                wait([pipe, process.sentinel], _PATIENCE_SECONDS)
+                if not pipe.poll():
+                    raise RuntimeError(f"the process gave no answer, its exit code is {process.exitcode}")
+                ended_well, value = pipe.recv()
+                if not ended_well:
+                    raise RuntimeError(f"in the fresh process:\n{value}")
+                found.append(value)
         finally:
             for process, _ in self._children:
                 process.join(10)
                 if process.is_alive():
                     process.kill()
             self._meeting.cleanup()
-
-    @staticmethod
-    def _result(process: Any, pipe: Connection) -> Any:
-        wait([pipe, process.sentinel], _PATIENCE_SECONDS)
-        if not pipe.poll():
-            raise RuntimeError(f"the process gave no answer, its exit code is {process.exitcode}")
-        ended_well, value = pipe.recv()
-        if not ended_well:
-            raise RuntimeError(f"in the fresh process:\n{value}")
-        return value
+        return found
 
 
 def fresh(function: Callable[..., Any], *args: Any) -> Any:
@@ -138,44 +128,29 @@ def fresh(function: Callable[..., Any], *args: Any) -> Any:
     return Job(function, *args).results()[0]
 
 
-def _run(pipe: Connection, place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run(pipe: Connection, start_method: str, call: Callable[[], Any]) -> None:
     # A child of the fork server would ask the same server for its workers, where a user's program has the default.
-    multiprocessing.set_start_method(place.start_method, force=True)
+    multiprocessing.set_start_method(start_method, force=True)
     # A second thread of torch's would wait for the cores that workers have, and the limit is that of one thread.
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        answer = (True, _in_group(place, function, args))
+        answer = (True, call())
     except BaseException:
         answer = (False, traceback.format_exc())
     pipe.send(answer)
 
 
-def _in_group(place: Place, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    if not place.world:
-        return function(*args)
+def _in_group(meeting: str, rank: int, world: int, call: Callable[[], Any]) -> Any:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", init_method=place.meeting, rank=place.rank, world_size=place.world)
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
     try:
-        return function(*args)
+        return call()
     finally:
         torch.distributed.destroy_process_group()
 
 
 # ---- seconds ----
-
-
-def rounds(arms: Mapping[Any, Callable[[], Any]], count: int) -> dict[Any, list[Any]]:
-    """Run every arm once per round; the results of each arm, round by round."""
-    found: dict[Any, list[Any]] = {arm: [] for arm in arms}
-    order = random.Random(0)
-    with tqdm(total=count * len(arms), unit="run", leave=False, disable=None) as bar:
-        for _ in range(count):
-            for arm in order.sample(list(arms), len(arms)):
-                bar.set_description(" ".join(map(str, arm)) if isinstance(arm, tuple) else str(arm))
-                found[arm].append(arms[arm]())
-                bar.update()
-    return found
 
 
 def epoch_seconds(loader: Iterable[Any]) -> float:
@@ -204,14 +179,10 @@ def gather_seconds(samples: int, shape: Sequence[int], batch_size: int, epochs: 
     """
     # Memory that processes share comes in small pages; private memory may come in huge ones, which no loader has.
     images = torch.empty(samples, math.prod(shape), dtype=torch.uint8).share_memory_().random_(256)
-    fields = [images.view(samples, -1).numpy(), torch.arange(samples).share_memory_().numpy()]
+    rows = [images.view(samples, -1), torch.arange(samples).share_memory_()]
     # torch's memory is aligned to 64 bytes, NumPy's to 16
-    sizes = [batch_size * field[0].nbytes for field in fields]
-    memory = [[torch.empty(size, dtype=torch.uint8).numpy() for size in sizes] for _ in range(3)]
-    buffers = [
-        [row.view(field.dtype).reshape(batch_size, *field.shape[1:]) for row, field in zip(rows, fields, strict=True)]
-        for rows in memory
-    ]
+    buffers = [[field.new_empty(batch_size, *field.shape[1:]).numpy() for field in rows] for _ in range(3)]
+    fields = [field.numpy() for field in rows]
     found = []
     for _ in range(_COLD_EPOCHS + epochs):
         batches = [batch.numpy() for batch in torch.randperm(samples).split(batch_size)]
@@ -292,17 +263,12 @@ def _stat(pid: str) -> list[str]:
 def _blocks_in_memory(pid: int) -> dict[tuple[int, int], int]:
     """Allocated bytes of the files in memory that a process has open, by device and inode."""
     found = {}
-    try:
-        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return {}
-    for descriptor in descriptors:
-        try:
-            if os.readlink(descriptor).startswith(("/dev/shm/", "/memfd:")):
-                facts = descriptor.stat()
-                found[facts.st_dev, facts.st_ino] = facts.st_blocks * 512
-        except OSError:  # closed meanwhile
-            continue
+    with suppress(OSError):  # the process has ended
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                if os.readlink(descriptor).startswith(("/dev/shm/", "/memfd:")):
+                    facts = descriptor.stat()
+                    found[facts.st_dev, facts.st_ino] = facts.st_blocks * 512
     return found
 
 
@@ -337,7 +303,7 @@ def thousands(values: Iterable[float]) -> str:
 
 
 def listed(found: Mapping[Any, list[Any]], *names: str) -> list[dict[str, Any]]:
-    """The results of `rounds` as JSON has them: the parts of each arm by name, and its rounds."""
+    """The results of `Report.measure` as JSON has them: the parts of each arm by name, and its rounds."""
     return [dict(zip(names, arm, strict=True)) | {"rounds": runs} for arm, runs in found.items()]
 
 
@@ -352,60 +318,60 @@ class Report:
         self._written |= {"machine": machine(), "remarks": [], "tables": []}
         self._started = time.perf_counter()
         print(self.machine)
-        busy = os.getloadavg()[0] / (os.cpu_count() or 1)
+        busy = self._written["machine"]["load"] / (os.cpu_count() or 1)
         if busy > 0.3:
             print(f"The machine is busy (load {busy:.1f} per core): seconds mean little, ratios somewhat more.")
 
     @property
     def machine(self) -> str:
         """The machine in one line."""
-        line = "{cpu}, {cores} cores, {memory_gib} GiB, {gpu}, Python {python}, torch {torch}".format(
-            **self._written["machine"]
-        )
-        return line + (" | quick run: the figures mean nothing" if self.quick else "")
+        line = "{cpu}, {cores} cores, {memory_gib} GiB, {gpu}, Python {python}, torch {torch}"
+        line += " | quick run: the figures mean nothing" if self.quick else ""
+        return line.format(**self._written["machine"])
+
+    def measure(self, arms: Mapping[Any, Callable[[], Any]], at_most: int = 100) -> dict[Any, list[Any]]:
+        """Run every arm once per round, in an order that is drawn; the results of each arm, round by round."""
+        found: dict[Any, list[Any]] = {arm: [] for arm in arms}
+        order, count = random.Random(0), min(self.rounds, at_most)
+        with tqdm(total=count * len(arms), unit="run", leave=False, disable=None) as bar:
+            for _ in range(count):
+                for arm in order.sample(list(arms), len(arms)):
+                    bar.set_description(str(arm))
+                    found[arm].append(arms[arm]())
+                    bar.update()
+        return found
 
     def say(self, text: str) -> None:
         """Print a sentence, and keep it."""
         print(text)
         self._written["remarks"].append(text)
 
-    def table(
-        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], markdown: bool = False
-    ) -> None:
-        """Print a table, aligned or as Markdown, and keep it."""
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Print a table of Markdown, and keep it."""
         cells = [[str(value) for value in row] for row in rows]
         self._written["tables"].append({"title": title, "columns": list(columns), "rows": cells})
-        if markdown:
-            lines = [f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *cells)]
-            print("\n".join(["", f"{title}:", "", *lines]))
-            return
-        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-        print(f"\n{title}")
-        for row in (columns, *cells):
-            others = (value.rjust(width) for value, width in zip(row[1:], widths[1:], strict=True))
-            print("  ".join([row[0].ljust(widths[0]), *others]).rstrip())
+        widths = [max(3, *map(len, column)) for column in zip(columns, *cells, strict=True)]
+        print(f"\n{title}:\n")
+        for row in (columns, ["-" * width for width in widths], *cells):
+            others = [value.rjust(width) for value, width in zip(row[1:], widths[1:], strict=True)]
+            print(f"| {' | '.join([row[0].ljust(widths[0]), *others])} |")
 
     def save(self, **values: Any) -> None:
-        """Write the JSON file; a Spread becomes the list of its values."""
+        """Write the JSON file."""
         self._written["seconds"] = round(time.perf_counter() - self._started, 1)
         path = self.folder / f"{self.name}.json"
-        path.write_text(json.dumps(self._written | values, indent=1, default=lambda spread: spread.values) + "\n")
+        path.write_text(json.dumps(self._written | values, indent=1) + "\n")
         print(f"\n{path}, after {self._written['seconds']:.0f} s")
 
 
 def machine() -> dict[str, Any]:
     """Processor, memory, accelerator, versions and load."""
     cpu = [line.partition(":")[2] for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
-    memory = [int(line.split()[1]) for line in _read("/proc/meminfo").splitlines() if line.startswith("MemTotal")]
-    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return {
-        "cpu": cpu[0].strip() if cpu else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "l3_cache": _read("/sys/devices/system/cpu/cpu0/cache/index3/size").strip() or None,
-        "memory_gib": round(memory[0] / 2**20) if memory else None,
-        "shm_gib": round(shm.f_blocks * shm.f_frsize / 2**30, 2) if shm else None,
+        "cpu": cpu[0].strip() if cpu else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
-        "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "load": os.getloadavg()[0],

@@ -1,7 +1,7 @@
 """How fast is a rolling cache while others write to it, and does it ever hand out half of a sample?
 
     python examples/benchmarks/rolling.py
-    python examples/benchmarks/rolling.py --sizes 1000 100000 1000000 --writers 4
+    python examples/benchmarks/rolling.py --sizes 1000 100000 1000000
     python examples/benchmarks/rolling.py --dir /local/nvme     # the pool lies on a disk
 
 One process trains (it takes batches and does nothing with them) while others append as fast as they can. Every sample
@@ -22,11 +22,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from measure import Report, cell, fresh, listed, parser, rounds
+from measure import Report, cell, fresh, listed, parser
 
 from lightning_stocache import CachedLoader, RollingCache, RollingWriter, SampleSpec
 
 POOL_BYTES = 512 * 2**20
+WRITERS = 2
 SHOWN = {
     "MB/s read": "read_mb",
     "alone": "read_mb",
@@ -51,7 +52,7 @@ def write(handle: Any, words: int, first: int, appended: Any, parent: int) -> No
             appended[1 + first // 1000] = count
 
 
-def read(nbytes: int, writers: int, batch: int, seconds: float, folder: str | None) -> dict[str, float]:
+def read(nbytes: int, writers: int, seconds: float, folder: str | None) -> dict[str, float]:
     """MB/s into this process and out of each writer, and what was torn."""
     words = nbytes // 8
     place = {} if folder is None else {"dir": tempfile.mkdtemp(dir=folder), "name": "rolling"}
@@ -68,7 +69,7 @@ def read(nbytes: int, writers: int, batch: int, seconds: float, folder: str | No
     ]
     for child in children:
         child.start()
-    loader = CachedLoader(pool, batch_size=batch, shuffle=True)
+    loader = CachedLoader(pool, batch_size=max(min(64, 2**26 // nbytes), 1), shuffle=True)
     patience = time.perf_counter() + 10
     while writers and not all(appended[1:]) and time.perf_counter() < patience:
         time.sleep(0.01)
@@ -93,29 +94,26 @@ def read(nbytes: int, writers: int, batch: int, seconds: float, folder: str | No
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     options = parser(__doc__, rounds=3)
     options.add_argument("--sizes", type=int, nargs="+", default=[10_000, 150_000, 1_000_000, 4_000_000])
-    options.add_argument("--writers", type=int, default=2, help="processes that append")
-    options.add_argument("--seconds", type=float, default=3.0, help="per pass")
     options.add_argument("--dir", help="a directory on a disk for the pool (default: in memory)")
-    chosen = options.parse_args(arguments)
+    chosen = options.parse_args()
     report = Report("rolling", chosen)
-    sizes, seconds = (chosen.sizes[:1], 0.2) if report.quick else (chosen.sizes, chosen.seconds)
+    sizes, seconds = (chosen.sizes[:1], 0.2) if report.quick else (chosen.sizes, 3.0)
     arms = {
-        (nbytes, writers): partial(fresh, read, nbytes, writers, max(min(64, 2**26 // nbytes), 1), seconds, chosen.dir)
+        (nbytes, writers): partial(fresh, read, nbytes, writers, seconds, chosen.dir)
         for nbytes in sizes
-        for writers in (chosen.writers, 0)
+        for writers in (WRITERS, 0)
     }
-    found, rows = rounds(arms, report.rounds), []
+    found, rows = report.measure(arms), []
     for nbytes in sizes:
-        runs, alone = found[nbytes, chosen.writers], found[nbytes, 0]
-        checked = sum(run["checked_samples"] for run in runs)
+        runs, alone = found[nbytes, WRITERS], found[nbytes, 0]
         cells = [cell(alone if key == "alone" else runs, column, ".0f") for key, column in SHOWN.items()]
-        torn = sum(run["checked_torn"] for run in runs)
+        torn, checked = (sum(run[f"checked_{what}"] for run in runs) for what in ("torn", "samples"))
         rows.append([f"{nbytes:,}", *cells, f"{torn:.0f} of {checked:,.0f}"])
     columns = ("bytes per sample", *SHOWN, "torn")
-    report.table(f"One reader and {chosen.writers} writers", columns, rows)
+    report.table(f"One reader and {WRITERS} writers", columns, rows)
     report.save(runs=listed(found, "bytes", "writers"))
 
 

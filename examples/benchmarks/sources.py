@@ -85,33 +85,6 @@ class Late(_Around):
         return self.source[index]
 
 
-class Clocked(_Around):
-    """A source that adds up the seconds that this process has spent in it."""
-
-    seconds = 0.0
-
-    def __getitem__(self, index: int) -> Any:
-        start = time.perf_counter()
-        try:
-            return self.source[index]
-        finally:
-            self.seconds += time.perf_counter() - start
-
-
-class Counted(_Around):
-    """A source that counts its loads in all processes, in a file."""
-
-    def __init__(self, source: Any, path: str) -> None:
-        from training import Loads
-
-        super().__init__(source)
-        self.loads = Loads(path)
-
-    def __getitem__(self, index: int) -> Any:
-        self.loads.note()
-        return self.source[index]
-
-
 class Then(_Around):
     """A dataset with a transform of samples after it."""
 

@@ -1,17 +1,17 @@
 """End to end in Lightning: how long each epoch waits for data and how long it computes, cached and not.
 
     python examples/benchmarks/train.py                        # about 4 minutes on 2 cores
-    python examples/benchmarks/train.py --models mobilenet_v3_small --samples 4000 --batch-size 256
+    python examples/benchmarks/train.py --samples 4000 --batch-size 256 --workers 0 4
 
 The example's small network and torchvision's mobilenet_v3_small train for three epochs on JPEG files (320x320, decoded
 and resized to 96x96) through a StocacheDataModule, normalised on the device, with budget=0 and with a budget for all
 samples. On a GPU where there is one, else on the CPU. An epoch's wait is the time between two steps: fetching the batch
 and moving it to the device; the rest of it is compute. Sanity check, validation and checkpoints are off.
 
-Epoch one takes what it took before. From epoch two on the cached run waits for
-next to nothing, and the epoch cannot become shorter than its compute: where the network is slow (mobilenet on a CPU)
-the wait was a small part, and removing it gains little. With workers on a GPU the wait may have been hidden behind the
-step already; then there is no gain at all, except for the cores that are free for something else.
+Epoch one takes what it took before. From epoch two on the cached run waits for next to nothing, and the epoch cannot
+become shorter than its compute: where the network is slow (mobilenet on a CPU) the wait was a small part, and removing
+it gains little. With workers on a GPU the wait may have been hidden behind the step already; then there is no gain at
+all, except for the cores that are free for something else.
 """
 
 import logging
@@ -22,7 +22,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from measure import Report, Spread, cell, epoch_seconds, fresh, listed, parser, rounds
+from measure import Report, Spread, cell, epoch_seconds, fresh, listed, parser
 from sources import jpegs
 from torch import nn
 from torch.utils.data import DataLoader
@@ -99,23 +99,22 @@ def train(name: str, cached: bool, workers: int, batch_size: int, samples: int) 
     return clock.epochs
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     options = parser(__doc__, rounds=3)
-    options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="networks")
     options.add_argument("--workers", type=int, nargs="+", default=[0, 2], help="num_workers (0 2)")
     options.add_argument("--batch-size", type=int, default=64, help="samples per step (64)")
     options.add_argument("--samples", type=int, help="JPEG files (1000; quick: 128)")
-    chosen = options.parse_args(arguments)
+    chosen = options.parse_args()
     report = Report("train", chosen)
     samples = chosen.samples or (128 if report.quick else 1000)
     epoch_seconds(DataLoader(jpegs(samples), batch_size=64))  # into the page cache, for all runs alike
     arms = {
         (name, workers, cached): partial(fresh, train, name, cached, workers, chosen.batch_size, samples)
-        for name in chosen.models
+        for name in MODELS
         for workers in chosen.workers
         for cached in (False, True)
     }
-    found = rounds(arms, report.rounds)
+    found = report.measure(arms)
     rows = []
     for (name, workers, cached), runs in found.items():
         label = f"{name}, {workers} workers, {'cached' if cached else 'not cached'}"
