@@ -1,8 +1,10 @@
-"""Walking a Trainer's loaders and making them anew around another dataset."""
+"""The loaders of a call: each is made anew around a cached dataset, or stays the user's own object."""
 
 import collections
 import contextlib
-import multiprocessing
+import importlib
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +12,37 @@ import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods as replaced
 from lightning.fabric.utilities.data import _update_dataloader
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
-from lightning_stocache import CachedDataset, CachedLoader
+from lightning_stocache import CachedDataset, StocacheDataModule, StochasticCache
 from lightning_stocache.loading.loader_tree import loaders_in
+from lightning_stocache.training import lightning_internals
+from lightning_stocache.training.caches import CallCaches
+from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.loaders import rewrap, settings_of, with_dataset
-from tests.training.tiny import Looking, Watcher, make_trainer
+from lightning_stocache.training.options import CacheOptions
+from lightning_stocache.training.sampling import replicas
+from tests.logs import Log
+from tests.ranks import run_ranks
+from tests.sources import CountedStream, Made
+from tests.training.tiny import (
+    DOORS,
+    SAMPLES,
+    Data,
+    Looking,
+    Watcher,
+    announced,
+    behind,
+    cached_datasets,
+    fit,
+    logged,
+    make_trainer,
+    plain_loader,
+    said,
+    source,
+)
+
+# ---- copies ----
 
 NUMBERS: Any = [torch.tensor(i) for i in range(12)]
 TENS: Any = [torch.tensor(10 * i) for i in range(12)]
@@ -25,7 +52,7 @@ def read(loader: DataLoader[Any]) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
 
-def tens(loader: DataLoader[Any]) -> DataLoader[Any]:
+def tens(loader: DataLoader[Any]) -> Any:
     return with_dataset(loader, TENS)
 
 
@@ -46,57 +73,39 @@ def test_nesting_and_types_are_kept():
     assert len(list(renewed["combined"][0])) == 3  # "max_size": the shortest, the default, would be two
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda data: DataLoader(data, batch_sampler=BatchSampler(range(7), 3, drop_last=False)),
-        lambda data: DataLoader(data, batch_sampler=[[0, 1], [5]]),
-        lambda data: DataLoader(data, batch_size=None, sampler=[2, 7], collate_fn=lambda sample: sample[None]),
-        lambda data: DataLoader(data, 5, shuffle=True, drop_last=True, generator=torch.Generator().manual_seed(3)),
-        pytest.param(
-            lambda data: DataLoader(data, 4, num_workers=1, prefetch_factor=3, multiprocessing_context="fork"),
-            marks=pytest.mark.processes,
-        ),
-    ],
-    ids=["BatchSampler", "batches", "unbatched", "generator", "workers"],
-)
-def test_the_new_loader_reads_what_the_old_one_would(make):
-    """A copy of a loader reads the same batches in the same order, with all of the loader's arguments."""
-    assert read(tens(make(NUMBERS))) == read(make(TENS))
+class Drawing(DataLoader[Any]):
+    """A user's own, whose constructor draws, with an argument that is a method."""
+
+    def __init__(self) -> None:
+        self.scale = int(torch.randint(2, 9, ()))
+        super().__init__(TENS, batch_size=5, collate_fn=self.collate)
+
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) * self.scale
 
 
-def test_no_constructor_runs():
-    """A subclass is copied without its constructor, which may draw or keep no argument. An attribute that is a method
-    of the loader becomes a method of the copy."""
-
-    class Drawing(DataLoader[Any]):
-        def __init__(self) -> None:
-            self.scale = int(torch.randint(2, 9, ()))
-            super().__init__(TENS, batch_size=5, collate_fn=self.collate)
-
-        def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
-            return torch.stack(samples) * self.scale
-
+def test_a_copy_has_what_the_loader_has():
+    """A copy reads the same batches in the same order, with all arguments and all that a user has added or changed,
+    also on the batch sampler. No constructor runs; a method of the loader becomes a method of the copy. The loader
+    keeps its own."""
+    unbatched = DataLoader(NUMBERS, batch_size=None, sampler=[2, 7], collate_fn=lambda sample: sample[None])
+    assert read(tens(unbatched)) == [[20], [70]]
+    assert read(tens(DataLoader(NUMBERS, batch_sampler=[[0, 1], [5]]))) == [[0, 10], [50]]
+    old: Any = DataLoader(NUMBERS, 4, drop_last=True)
+    old.name, old.batch_sampler.batch_size, old.worker_init_fn = "mine", 5, print
+    new = tens(old)
+    assert (new.name, new.worker_init_fn, new.drop_last, len(new)) == ("mine", print, True, 2)
+    assert read(new)[0] == [0, 10, 20, 30, 40]
+    new.name = "new"
+    assert (old.name, old.dataset) == ("mine", NUMBERS)
     old = Drawing()
     expected, state = read(old), torch.get_rng_state()
     new = with_dataset(old, NUMBERS)
     assert torch.equal(torch.get_rng_state(), state)
     assert [[10 * number for number in batch] for batch in read(new)] == expected
-    new.scale = 1  # type: ignore[attr-defined]
+    new.scale = 1
     assert read(new)[0] == [0, 1, 2, 3, 4]
     assert read(old) == expected
-
-
-def test_what_was_changed_on_a_loader_is_kept():
-    """The copy has all attributes that a user has added or changed, also on the batch sampler; the loader keeps its
-    own."""
-    old: Any = DataLoader(NUMBERS, 4)
-    old.name, old.batch_sampler.batch_size, old.worker_init_fn = "mine", 6, print
-    new: Any = tens(old)
-    assert (new.name, new.worker_init_fn, len(new)) == ("mine", print, 2)
-    assert read(new)[0] == [0, 10, 20, 30, 40, 50]
-    new.name = "new"
-    assert (old.name, old.dataset) == ("mine", NUMBERS)
 
 
 class Tagged(DataLoader[Any]):
@@ -107,20 +116,19 @@ class Tagged(DataLoader[Any]):
         self.tag = tag
 
 
-@pytest.mark.parametrize("given", ["in a hook", "before"])
+@pytest.mark.parametrize("in_hook", [True, False])
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: DataLoader(TENS, batch_size=5, shuffle=False, drop_last=True),
         lambda: DataLoader(TENS, 5, None, None, None, 0, torch.stack, False, True),
         lambda: Tagged(TENS, "blue", batch_size=5, drop_last=True),
     ],
-    ids=["by keyword", "by position", "subclass"],
+    ids=["by position", "subclass"],
 )
-def test_lightning_makes_the_copy_anew_around_the_same_dataset(make, given):
+def test_lightning_makes_the_copy_anew_around_the_same_dataset(make, in_hook):
     """A copy that Lightning re-creates with another sampler, as for DDP, reads the cached dataset, with the user's
-    arguments."""
-    with replaced(DataLoader, "dataset") if given == "in a hook" else contextlib.nullcontext():
+    arguments, whether or not Lightning has recorded them in a hook."""
+    with replaced(DataLoader, "dataset") if in_hook else contextlib.nullcontext():
         dataset = CachedDataset(TENS, defer=True)
         new = with_dataset(make(), dataset)
     again = _update_dataloader(new, SequentialSampler(range(11)))
@@ -138,20 +146,180 @@ def test_settings_know_batches_and_how_workers_start():
     assert settings_of(DataLoader(NUMBERS, num_workers=2)).start_method is None
 
 
+# ---- loaders that cannot be cached ----
+
+PASSES = "passes through uncached"
+
+
+class Endless(Dataset[Any]):
+    """A dataset without a length."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index))
+
+
+class Iterating(DataLoader[Any]):
+    """Starts to read in its constructor, as timm's MultiEpochsDataLoader did."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.iterator = super().__iter__()
+
+    def __iter__(self):
+        return iter([next(self.iterator) for _ in range(2)])
+
+
+class Batches:
+    """An iterable that is no DataLoader and has one inside, as timm's PrefetchLoader."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader, self.dataset = loader, loader.dataset
+
+    def __iter__(self):
+        return iter(self.loader)
+
+    def __len__(self):
+        return len(self.loader)
+
+
+def stream() -> CountedStream:
+    return CountedStream(6, lambda number: torch.full((2,), float(number)))
+
+
+ROWS = TensorDataset(torch.arange(12.0).reshape(6, 2))
+ODD = {
+    f"list {PASSES}: it is empty": lambda: DataLoader([], 2),
+    f"CountedStream {PASSES}: it is iterable-style. streams=True keeps it": lambda: DataLoader(stream(), 2),
+    "Endless .*no length.*__len__": lambda: DataLoader(Endless(), 2, sampler=[1, 2]),
+    "TensorDataset .*Iterating reads it already": lambda: Iterating(ROWS, 2),
+    "Batches .*no .*DataLoader. Wrap its TensorDataset with Cac": lambda: Batches(DataLoader(ROWS, 2)),
+    "generator .*no .*DataLoader. Use a DataLoader": lambda: (torch.ones(2) for _ in range(2)),
+}
+
+
 @pytest.mark.processes
-def test_a_trainer_takes_a_cached_loader_as_it_is(tmp_path):
-    """On one device nothing is made anew, and when the fit is over its persistent workers have ended. A Trainer that
-    overfits makes the loader anew, without shuffling, with all of its other options."""
-    workers = {"num_workers": 2, "persistent_workers": True}
-    with contextlib.closing(CachedDataset(TENS, "50%")) as dataset:
-        loader = CachedLoader(dataset, 4, shuffle=True, gather="main", generator=torch.Generator(), **workers)
-        looking, model = Looking(), Watcher()
-        make_trainer(tmp_path, [looking], epochs=2, logger=False).fit(model, loader)
-        assert looking.loaders["train"] is loader
-        assert len(model.batches) == 6
-        assert multiprocessing.active_children() == []
-        make_trainer(tmp_path, [looking], logger=False, overfit_batches=2).fit(Watcher(), loader)
-        made = looking.loaders["train"]
-        assert (type(made), type(made.sampler), made.dataset) == (CachedLoader, SequentialSampler, dataset)
-        assert (made.gather, made.generator) == ("main", loader.generator)
-        loader.close()
+@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
+def test_odd_loaders_pass_as_they_are(tmp_path, caplog, door):
+    """Loaders that cannot be cached are the user's own objects, those beside them are cached, batches in memory pass in
+    silence. The batches are the same as without a cache. One warning for each loader, in two epochs, names stage,
+    dataset and reason. With strict=True the reason is an error, unless the stage is off."""
+    odd, train, val = DataLoader(stream(), 2), source(tmp_path), source(tmp_path, "val", 8)
+    made: list[Any] = []
+
+    def val_loaders() -> Any:
+        made[:] = [make() for make in ODD.values()]
+        return {"odd": list(made), "plain": plain_loader(val), "in memory": [torch.ones(2, 3)]}
+
+    loaders = {"train": lambda: CombinedLoader([odd, plain_loader(train)], "min_size"), "val": val_loaders}
+    options = {"epochs": 2, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 1}
+    plain, *_ = fit("none", tmp_path, loaders, **options)
+    loads = train.loads
+    model, _, looking = fit(door, tmp_path, loaders, **options)
+    assert model.batches == plain.batches
+    assert looking.slots == {"train": [SAMPLES], "val": [8]}
+    assert train.loads - loads <= SAMPLES + announced(caplog)
+    assert all(loader is users for loader, users in zip(looking.loaders["val"]["odd"], made, strict=True))
+    assert looking.loaders["train"][0] is odd
+    warnings = said(caplog, PASSES)
+    assert len(warnings) == len(ODD) + 1
+    for warning, words in zip(warnings, ODD, strict=False):
+        assert re.fullmatch(f"val loader: {words}.*", warning)
+    assert warnings[-1].startswith(f"train loader: CountedStream {PASSES}: ")
+    with pytest.raises(ValueError, match="val loader cannot be cached, list: it is empty"):
+        fit(door, tmp_path, loaders, cache={"strict": True})
+    loaders["train"] = lambda: plain_loader(train)
+    fit(door, tmp_path, loaders, cache={"strict": True, "stage_budgets": {"val": 0}})
+
+
+@pytest.mark.processes
+def test_sets_of_ours_that_cannot_be_cached_pass(tmp_path, caplog):
+    """An iterable-style and an empty set of a StocacheDataModule pass through, transformed; train is cached."""
+    sets = source(tmp_path), [stream(), Made(float, 0)]
+    dm = StocacheDataModule(*sets, batch_size=2, transform=lambda sample: sample, eval_transform=torch.neg)
+    looking, model, negative = Looking(), Watcher(), Watcher()
+    make_trainer(tmp_path, [looking], logger=False, num_sanity_val_steps=0).fit(model, datamodule=dm)
+    for batch in DataLoader(stream(), 2):
+        negative.note("val0", -batch)
+    assert [entry for entry in model.batches if entry[0] == "val0"] == negative.batches
+    assert looking.slots["train"] == [SAMPLES]
+    assert len(said(caplog, PASSES)) == 2
+    with pytest.raises(TypeError, match="val loader cannot be cached, CountedStream: it is iterable-style"):
+        StocacheDataModule(*sets, strict=True).setup("fit")
+
+
+def agree(rank: int) -> None:
+    """On all ranks a loader passes through if its length differs between ranks, if it is empty on one rank, or if a
+    rank lacks it. The other loaders are cached, and only rank 0 warns."""
+    log, caches = Log(), CallCaches(CacheOptions())
+    lengths = {"train": [12, 5 + rank, 2 - 2 * rank], "val": [12] * (1 + rank)}
+    given = {
+        stage: lambda of_stage=of_stage: [DataLoader(Made(torch.tensor, length)) for length in of_stage]
+        for stage, of_stage in lengths.items()
+    }
+    call_loaders = CallLoaders(caches, given)
+    cached = [[bool(cached_datasets(loader)) for loader in loaders_in(call_loaders(stage))] for stage in given]
+    caches.close()
+    assert cached == [[True, False, False], [False] * (1 + rank)]
+    words = [] if rank else [r"train .*\[5, 6\]", "train .*it is empty", "val "]
+    warnings = [line for line in log.lines if PASSES in line]
+    assert len(warnings) == len(words)
+    assert all(map(re.match, words, warnings))
+
+
+@pytest.mark.processes
+def test_ranks_agree_on_each_loader():
+    """What two ranks find out about their loaders."""
+    run_ranks(agree, 2)
+
+
+# ---- loaders that are cached already ----
+
+
+@pytest.mark.parametrize(("door", "wrap"), [("callback", Batches), ("cache_datamodule", lambda loader: loader)])
+def test_a_cached_dataset_of_the_users_is_left_alone(tmp_path, caplog, door, wrap):
+    """A loader that reads a CachedDataset is not cached again, also inside of a wrapper. A reload keeps its cache, and
+    there is no warning."""
+    train = source(tmp_path)
+    dataset = CachedDataset(train, defer=True)
+    options = {"epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    model, *_ = fit(door, tmp_path, {"train": lambda: wrap(plain_loader(dataset))}, **options)
+    assert len(model.batches) == 12
+    assert train.loads <= SAMPLES + announced(caplog)
+    assert dataset.cache.filled == SAMPLES
+    assert said(caplog, PASSES) == []
+    dataset.close()
+
+
+@pytest.mark.processes
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("other", DOORS)
+def test_two_doors_cache_once(tmp_path, caplog, other):
+    """A second StochasticCache, or one beside a DataModule that caches, opens nothing and changes nothing."""
+    train, looking, extra = source(tmp_path), Looking(), StochasticCache()
+    callbacks, dm = behind(other, Data(train, stream()))
+    first = callbacks if other == "callback" else []
+    trainer = make_trainer(tmp_path, [looking, *first, extra], epochs=2)
+    trainer.fit(Watcher(), datamodule=dm)
+    assert train not in extra.caches
+    assert looking.slots["train"] == [SAMPLES]
+    assert train.loads <= SAMPLES + announced(caplog)
+    assert logged(trainer, "stocache/hits") == [0, SAMPLES]
+    assert len(said(caplog, PASSES)) == 1
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+
+
+# ---- Lightning's private names ----
+
+
+def test_without_private_names_of_lightning_a_feature_is_off(caplog):
+    """Without the setting of samplers the default is assumed, and without data sources StochasticCache caches nothing,
+    each with one warning."""
+    importlib.reload(lightning_internals)  # each warning comes once in a process
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace()))
+    loops = {f"{name}_loop": loop for name in ("fit", "validate", "test", "predict")}
+    known: dict[str, Any] = {"distributed_sampler_kwargs": {"num_replicas": 2, "rank": 1}, "enable_validation": True}
+    trainer: Any = SimpleNamespace(_accelerator_connector=SimpleNamespace(), **known, **loops)
+    assert replicas(trainer) == replicas(trainer) == (2, 1)
+    assert caplog.text.count("use_distributed_sampler=False") == 1
+    assert lightning_internals.data_sources(trainer, "fit") == lightning_internals.data_sources(trainer, "fit") == {}
+    assert caplog.text.count("StochasticCache caches nothing") == 1

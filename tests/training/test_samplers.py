@@ -1,6 +1,7 @@
 """Common samplers, and several loaders: batches are unchanged, hit rates as expected, and what is drawn gets slots."""
 
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,19 +12,16 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
-    Dataset,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
-from lightning_stocache import CachedDataset, CacheMonitor, StochasticCache, cache_datamodule
-from lightning_stocache.training.sampling import loader_domain, locality_for, replicas
+from lightning_stocache import CacheMonitor, StochasticCache, cache_datamodule
+from lightning_stocache.training.sampling import loader_domain
 from tests.ranks import run_ranks
 from tests.training.tiny import (
     DOORS,
@@ -48,9 +46,7 @@ TENTH = range(5, SAMPLES, 10)
 
 
 def loader_of(data: Any, order: Any = None, **options: Any) -> DataLoader[Any]:
-    """A loader with a sampler, a batch sampler or, with None, in random order."""
-    if isinstance(order, BatchSampler):
-        return DataLoader(data, batch_sampler=order)
+    """A loader with a sampler or, with None, in random order."""
     return DataLoader(data, 8, shuffle=order is None or None, sampler=order, **options)
 
 
@@ -77,59 +73,44 @@ def check_counts(trainer: Any, drawn: int, *, once: bool) -> None:
     assert logged(trainer, "stocache/hit_rate_expected") == (pytest.approx(rates, abs=1e-6) if once else [])
 
 
+def combined(mode: str) -> Callable[[Any], Any]:
+    """Makes two loaders of unequal lengths, which are read together."""
+    return lambda data: CombinedLoader([loader_of(data), loader_of(Subset(data, range(20)))], mode)
+
+
 CASES: dict[str, tuple[Any, dict[str, Any], int, bool]] = {  # the samples of an epoch, and whether each comes once
-    "shuffle": (lambda data: None, {}, 60, True),
-    "subset": (lambda data: SubsetRandomSampler(range(0, 60, 2)), {}, 30, True),
-    "batch_sampler": (lambda data: BatchSampler(RandomSampler(data), 12, drop_last=True), {}, 60, True),
-    "overfit all": (lambda data: None, {"overfit_batches": 1.0}, 60, True),
-    "overfit some": (lambda data: None, {"overfit_batches": 3}, 24, False),
-    "replacement": (lambda data: RandomSampler(data, replacement=True), {}, 60, False),
-    "oversampled": (lambda data: SubsetRandomSampler([*range(60), *range(15)] * 2), {}, 150, False),
+    "subset": (lambda data: fold(data, range(0, 60, 2)), {}, 30, True),
+    "batch_sampler": (
+        lambda data: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 12, True)),
+        {},
+        60,
+        True,
+    ),
+    "overfit some": (loader_of, {"overfit_batches": 3}, 24, False),
+    "replacement": (lambda data: loader_of(data, RandomSampler(data, replacement=True)), {}, 60, False),
+    "oversampled": (lambda data: fold(data, [*range(60), *range(15)] * 2), {}, 150, False),
+    "two loaders": (combined("max_size"), {}, 80, True),
+    "two loaders, one of them again and again": (combined("max_size_cycle"), {}, 116, False),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_hit_rates_are_as_expected_and_batches_as_without_a_cache(tmp_path, name, caplog):
-    """Every batch is the same as without a cache, and all samples are counted. If each index is drawn once, the hit
-    rate is as expected; else no rate is expected."""
+    """Every batch is the same as without a cache, and all samples are counted, of several loaders together. If an epoch
+    draws each index once, the hit rate is as expected; else no rate is expected."""
     make, options, drawn, once = CASES[name]
     data = source(tmp_path, samples=SAMPLES)
-    plain, _ = train(tmp_path, [], loader_of(data, make(data)), logger=False, **options)
-    cached, trainer = train(tmp_path, [StochasticCache(SAMPLES // 2 * SLOT)], loader_of(data, make(data)), **options)
+    plain, _ = train(tmp_path, [], make(data), logger=False, **options)
+    cached, trainer = train(tmp_path, [StochasticCache("50%")], make(data), **options)
     assert cached.batches == plain.batches
     check_counts(trainer, drawn, once=once)
     assert said(caplog, "were to be expected") == []
 
 
-@pytest.mark.parametrize(("mode", "drawn"), [("min_size", 44), ("max_size", 80), ("max_size_cycle", 116)])
-def test_several_loaders_are_counted_together(tmp_path, mode, drawn):
-    """This holds in all modes of a CombinedLoader. Hits are as expected if no set ends early or starts again."""
-    sets = {"long": source(tmp_path, samples=SAMPLES), "short": source(tmp_path, "short", 20)}
-
-    def loaders() -> Any:
-        return CombinedLoader({name: loader_of(data) for name, data in sets.items()}, mode)
-
-    plain, _ = train(tmp_path, [], loaders(), logger=False)
-    cached, trainer = train(tmp_path, [StochasticCache(budget="50%")], loaders())
-    assert cached.batches == plain.batches
-    check_counts(trainer, drawn, once=mode == "max_size")
-
-
-def test_a_part_of_cached_datasets_is_drawn_through_subset_and_concat(tmp_path):
-    """The samples of a user's CachedDatasets behind `Subset` and `ConcatDataset` are counted."""
-    sets = [CachedDataset(source(tmp_path, name, SAMPLES), budget="50%") for name in ("first", "second")]
-    joined = ConcatDataset([Subset(sets[0], range(0, SAMPLES, 3)), sets[1]])
-    _, trainer = train(tmp_path, [CacheMonitor()], loader_of(joined))
-    check_counts(trainer, 80, once=False)
-    for dataset in sets:
-        dataset.close()
-
-
-@pytest.mark.parametrize("held_out", [range(5), range(30, 40)])
-def test_validation_on_the_same_dataset_is_told_from_training(tmp_path, held_out):
-    """Training has the expected hit rate on its fold, whether or not validation has filled some of it before."""
+def test_validation_on_the_same_dataset_is_told_from_training(tmp_path):
+    """Training has the expected hit rate on its fold, though validation has filled some of it before."""
     data = source(tmp_path, samples=SAMPLES)
-    loaders = fold(data, range(10, SAMPLES)), fold(data, held_out)
+    loaders = fold(data, range(10, SAMPLES)), fold(data, range(30, 40))
     _, trainer = train(tmp_path, [StochasticCache(SAMPLES // 2 * SLOT)], *loaders, num_sanity_val_steps=2)
     check_counts(trainer, 50, once=True)
 
@@ -148,66 +129,36 @@ def test_validation_draws_samples_that_came_since_training_began(tmp_path):
     assert logged(trainer, "stocache/val/hits")[1] == 8
 
 
-# ---- ranks ----
-
-
-def test_a_trainer_that_leaves_samplers_alone_divides_nothing(tmp_path):
-    """With use_distributed_sampler=False each rank has its own loader; the package's own sampler still deals."""
-    ranks = {"devices": 2, "num_nodes": 2, "strategy": "ddp"}
-    for leaves_alone, count in ((False, 4), (True, 1)):
-        trainer = make_trainer(tmp_path, use_distributed_sampler=not leaves_alone, **ranks)
-        assert replicas(trainer) == (count, 0)
-        assert replicas(trainer, always=True) == (4, 0)
-
-
-def test_lightning_shuffles_what_it_deals_out_for_training():
-    """Lightning gives a training loader a DistributedSampler that shuffles, whatever its order was; so does a door."""
-    trainer = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 0}, overfit_batches=0)
-    dataset = CachedDataset(range(12), defer=True)
-    assert locality_for(trainer, dataset, SequentialSampler(range(12)), 3, "locality").shuffle is True
-
-
-def by_sampler(rank: int, folder: str) -> dict[str, dict[str, Any]]:
-    """For each sampler: whether this rank's batches are those without a cache, their number, metrics and slots."""
+def draw_together(rank: int, folder: str) -> None:
+    """With each sampler, the batches of this rank are those without a cache; half of the drawn samples have slots."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     data, every_fourth = source(folder, samples=120), list(range(0, 120, 4))
-    samplers: dict[str, Any] = {
-        "distributed": lambda: DistributedSampler(data, 2, rank),
-        "weighted": lambda: WeightedRandomSampler(1.0 + torch.arange(120) % 7, 120),
-        "fold": lambda: SubsetRandomSampler(every_fourth),
-        "a fold of each rank": lambda: SubsetRandomSampler(every_fourth[rank::2]),
+    samplers: dict[str, tuple[Any, int, bool]] = {  # the samples that both ranks draw, and whether a rate is expected
+        "in order": (lambda: None, 120, True),
+        "distributed": (lambda: DistributedSampler(data, 2, rank), 120, True),
+        "fold": (lambda: SubsetRandomSampler(every_fourth), 30, False),
+        "a fold of each rank": (lambda: SubsetRandomSampler(every_fourth[rank::2]), 30, False),
     }
-    saw = {}
-    for name, make in samplers.items():
+    for name, (make, drawn, once) in samplers.items():
         options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": name != "a fold of each rank"}
-        models, noted, looking = [], Epochs(), Looking()
-        for callbacks in ([], [StochasticCache("50%"), noted, looking]):
-            models.append(Watcher())
+        models, noted, looking = (Watcher(), Watcher()), Epochs(), Looking()
+        for model, callbacks in zip(models, ([], [StochasticCache("50%"), noted, looking]), strict=True):
             seed_everything(0, verbose=False)
             loader = DataLoader(data, 4, sampler=make())
-            make_trainer(folder, callbacks, epochs=EPOCHS, logger=False, **options).fit(models[-1], loader)
-        plain, cached = (model.batches for model in models)
-        saw[name] = {"same": plain == cached, "steps": len(cached), "epochs": noted.metrics}
-        saw[name]["slots"] = looking.slots["train"]
-    return saw
+            make_trainer(folder, callbacks, epochs=2, logger=False, **options).fit(model, loader)
+        assert models[0].batches == models[1].batches, name
+        assert looking.slots["train"] == [drawn // 2], name
+        for epoch in noted.metrics:
+            assert sum(epoch[key] for key in ("hits", "misses", "bypasses")) == drawn, name
+            expected = pytest.approx(epoch["hit_rate"], abs=0.01) if once else None
+            assert epoch.get("hit_rate_expected") == expected, name
 
 
 @pytest.mark.slow
 def test_two_ranks_draw_together(tmp_path):
     """With DDP the batches are those of an uncached job, and the samples of all ranks can have slots."""
-    ranks = run_ranks(by_sampler, 2, str(tmp_path))
-    for name, saw in ranks[0].items():
-        assert saw["same"], name
-        assert ranks[1][name]["same"], name
-        folded = "fold" in name
-        assert saw["slots"] == ranks[1][name]["slots"] == [15 if folded else 60], "half of what is drawn"
-        for epoch in saw["epochs"]:
-            served = sum(epoch[key] for key in ("hits", "misses", "bypasses"))
-            assert served == 2 * 4 * saw["steps"] / EPOCHS - (2 if folded else 0)  # 30 of a fold: 15 for each rank
-            assert ("hit_rate_expected" in epoch) == (name == "distributed")
-            if name == "distributed":
-                assert epoch["hit_rate"] == pytest.approx(epoch["hit_rate_expected"], abs=0.01)
+    run_ranks(draw_together, 2, str(tmp_path))
 
 
 # ---- only samples that can be drawn get slots ----
@@ -235,11 +186,10 @@ def test_two_samplers_of_one_dataset_that_are_known_together(tmp_path):
     """Loaders of one dataset that are given to `fit` share one cache, with slots for the samples of all their samplers,
     in one stage or in two."""
     data = source(tmp_path, samples=SAMPLES)
-    rates, slots = hit_rates(tmp_path, [StochasticCache(24 * SLOT)], fold(data, range(12)), fold(data, range(6, 24)))
+    two = fold(data, range(12)), fold(data, range(6, 24))
+    rates, slots = hit_rates(tmp_path, [StochasticCache(24 * SLOT)], *two)
     assert (rates[-1], slots) == (1, [24])
-    two = [fold(data, range(12)), fold(data, range(12, 24))]
-    for loaders, count in ((two, 24), ([*two, loader_of(data)], SAMPLES)):
-        assert hit_rates(tmp_path, [StochasticCache("100%")], loaders)[1] == [count]
+    assert hit_rates(tmp_path, [StochasticCache("100%")], list(two))[1] == [24]
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -285,38 +235,30 @@ def test_loaders_that_are_made_anew_leave_the_slots_to_all(tmp_path, caplog):
     assert said(caplog, "were to be expected") == []
 
 
-DATA: Dataset[Any] = range(100)  # type: ignore[assignment]
+DATA: Any = range(100)
 ORDERED = SequentialSampler(DATA)
-TWO_RANKS = {"num_replicas": 2, "rank": 0}
 
 
 @pytest.mark.parametrize(
     ("stage", "order", "options", "count"),
     [
-        ("val", ORDERED, {}, None),
         ("val", ORDERED, {"limit_val_batches": 3}, 12),
         ("val", ORDERED, {"limit_val_batches": 0.5}, 48),  # of 25 batches, 12
         ("val", BatchSampler(ORDERED, 5, False), {"limit_val_batches": 3}, 15),
-        ("val", [[1, 2], [3]], {"limit_val_batches": 1}, 3),
-        ("train", [[1, 2], [3]], {"overfit_batches": 1, "limit_train_batches": 1}, None),
         ("val", RandomSampler(DATA), {"limit_val_batches": 3}, None),
         ("val", DistributedSampler(DATA, 2, 0, shuffle=False), {"limit_val_batches": 3}, 12),
-        ("test", ORDERED, {"limit_val_batches": 3}, None),
-        ("predict", ORDERED, {"limit_predict_batches": 1}, 4),
+        ("predict", ORDERED, {"limit_val_batches": 3, "limit_predict_batches": 1}, 4),
         ("train", ORDERED, {"limit_train_batches": 3}, None),
-        ("val", ORDERED, {"limit_val_batches": 1000}, None),
-        ("val", ORDERED, {"limit_val_batches": 3, "distributed_sampler_kwargs": TWO_RANKS}, 24),
-        ("train", RandomSampler(DATA), {"overfit_batches": 5, "limit_train_batches": 5}, 20),
+        ("val", ORDERED, {"limit_val_batches": 3, "distributed_sampler_kwargs": {"num_replicas": 2, "rank": 0}}, 24),
         ("train", SubsetRandomSampler([90]), {"overfit_batches": 5, "limit_train_batches": 5}, 20),
-        ("train", None, {"overfit_batches": 0.25, "limit_train_batches": 0.25}, 24),
-        ("train", SubsetRandomSampler([90]), {}, 1),
+        ("train", [[1, 2], [3]], {"overfit_batches": 1, "limit_train_batches": 1}, None),
         ("train", SubsetRandomSampler([90]), {"reload_dataloaders_every_n_epochs": 2}, None),
     ],
 )
 def test_what_a_loader_will_draw_follows_from_sampler_and_limits(stage, order, options, count):
     """With samples in order the Trainer's limit decides, else the sampler's indices."""
     trainer = {"overfit_batches": 0.0, "reload_dataloaders_every_n_epochs": 0, "state": SimpleNamespace(fn="fit")}
-    trainer |= {f"limit_{name}_batches": 1.0 for name in ("train", "val", "test", "predict")}
+    trainer |= {f"limit_{name}_batches": 1.0 for name in ("train", "val", "predict")}
     trainer |= {"distributed_sampler_kwargs": None} | options
     given = {"batch_sampler": order} if isinstance(order, BatchSampler | list) else {"batch_size": 4, "sampler": order}
     domain = loader_domain(SimpleNamespace(**trainer), stage, DataLoader(DATA, **given))  # type: ignore[arg-type]

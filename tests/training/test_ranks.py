@@ -1,0 +1,400 @@
+"""Jobs of several ranks, as launchers start them: the ranks of a node share a cache, and the memory of nodes adds up.
+
+All ranks run on this machine. A "node" is a mount namespace with a /dev/shm of its own; a container has process ids of
+its own, too.
+"""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_stocache.cache.placement import Ring
+from tests.jobs import OWN_SHM, exit_codes, job_environment, skip_without, start
+from tests.proc import is_alive, memory_files
+from tests.processes import wait_until
+from tests.sampling.theory import moved_share
+from tests.training.job import FITS, logs, printed, read_at_setup, read_ranks, start_nodes, words
+from tests.training.tiny import DOORS, SAMPLES, source
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc"),
+]
+
+SECONDS = 240  # a job takes ten; a machine with much else to do takes longer
+TWO_RANKS = [[{"NODE_RANK": "0", "LOCAL_RANK": str(rank)} for rank in (0, 1)]]
+COUNTS = ("hits", "misses", "bypasses")
+CROSSING = {"case": "crossing", "door": "none", "epochs": 2, "val": 8}
+
+Batches = dict[tuple[int, int], list[int]]
+"""The samples of batches, by epoch and number."""
+
+
+def seen(folder: Path, ranks: int) -> list[Batches]:
+    """The batches of each rank. A step that ran again had the same batch."""
+    batches: list[Batches] = [{} for _ in range(ranks)]
+    for rank, of_rank in enumerate(batches):
+        for line in (folder / f"rank{rank}.seen").read_text().splitlines():
+            epoch, number, labels = json.loads(line)
+            assert of_rank.setdefault((epoch, number), labels) == labels, f"rank {rank}, {line}"
+    return batches
+
+
+def samples(batches: Sequence[Batches], epoch: int) -> list[int]:
+    """The samples of an epoch, of these ranks together."""
+    return sorted(itertools.chain(*(rank[at] for rank in batches for at in rank if at[0] == epoch)))
+
+
+# ---- one node ----
+
+
+def start_node(folder: Path, door: str, strategy: str, **options: Any) -> BaseProcess:
+    """A job of two ranks, which are started one by one with "ddp", and else by the strategy itself."""
+    folder.mkdir(exist_ok=True)
+    told = TWO_RANKS if strategy == "ddp" else [[{}]]
+    options |= {"strategy": strategy.removesuffix(" itself"), "door": door, "case": "early" if door == "ours" else ""}
+    [job] = start_nodes(folder, told, val=8, **options)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("door", "strategy", "fits", "jobs"),
+    [
+        ("ours", "ddp", 2, 2),
+        ("cache_datamodule", "ddp_fork", 2, 1),
+        pytest.param("callback", "ddp_spawn", 1, 1, marks=pytest.mark.soak),  # each rank imports everything anew
+        pytest.param("ours", "ddp_notebook", 1, 1, marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_share_one_cache(tmp_path, door, strategy, fits, jobs):
+    """In each fit of a job both ranks map one segment, load every sample once between them, log the same counts, and
+    end with the same weights. Two jobs on one node have a cache each."""
+    folders = [tmp_path / str(number) for number in range(jobs)]
+    started = [start_node(folder, door, strategy, fits=fits) for folder in folders]
+    for folder, job in zip(folders, started, strict=True):
+        assert exit_codes([job], folder / "said", SECONDS) == [0], printed(folder)
+    results = [read_ranks(folder, 2) for folder in folders]
+    assert len({fit["weights"] for ranks in results for fits_of_rank in ranks for fit in fits_of_rank[:1]}) == 1
+    for folder, (first, second) in zip(folders, results, strict=True):
+        assert first == second
+        assert len(first) == fits
+        all_stored = 0
+        for fit in first:
+            epochs = {key: [epoch[key] for epoch in fit["epochs"]] for key in COUNTS}
+            stored = epochs["hits"][0]
+            assert 4 <= stored <= SAMPLES, "what set-up has read is stored"
+            assert epochs["hits"] == [stored, SAMPLES, SAMPLES]
+            assert epochs["misses"] == [SAMPLES - stored, 0, 0]
+            assert epochs["bypasses"] == [0, 0, 0]
+            all_stored += stored
+        train, val = (read_at_setup(folder, stage) for stage in ("train", "val"))
+        assert source(folder).loads == fits * SAMPLES + train - all_stored
+        assert 0 <= source(folder, "val").loads - val <= 4 * fits, "of eight at least four are stored"
+        assert "sync_dist" not in printed(folder)
+
+
+@pytest.mark.parametrize(
+    ("victim", "strategy"),
+    [
+        ("rank 0", "ddp"),
+        ("rank 1", "ddp"),
+        ("worker", "ddp"),
+        pytest.param("rank 1", "ddp itself", marks=pytest.mark.soak),  # Lightning starts it as a command
+    ],
+)
+def test_sigkill_of_any_process_ends_all_and_leaves_nothing(tmp_path, victim, strategy):
+    """When a rank or a worker is killed, all processes of the job end by themselves, and with them the memory."""
+    options = {"workers": 1, "budget": "50%"} if victim == "worker" else {}  # all in memory needs no worker
+    job = start_node(tmp_path, "ours", strategy, epochs=10**6, **options)
+    try:
+        notes = [tmp_path / "rank0.pids", tmp_path / "rank1.pids"]
+        wait_until(lambda: all(note.exists() for note in notes) or not job.is_alive(), SECONDS)
+        assert job.is_alive(), printed(tmp_path)
+        ranks = [json.loads(note.read_text()) for note in notes]
+        everyone = {pid for rank in ranks for pid in rank}
+        assert (len(ranks[1]) > 1) == (victim == "worker")
+        assert all(memory_files({rank[0]}) for rank in ranks)
+        os.kill({"rank 0": ranks[0][0], "rank 1": ranks[1][0], "worker": ranks[1][-1]}[victim], signal.SIGKILL)
+        assert exit_codes([job], tmp_path / "said", SECONDS) != [0]
+        wait_until(lambda: not any(map(is_alive, everyone)), SECONDS)
+    finally:
+        if job.is_alive():
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+SOAK = [pytest.mark.soak, pytest.mark.timeout(1200)]
+EVERY_DOOR = itertools.product(DOORS, (1, 2), (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("door", "ranks", "workers", "count"),
+    [("callback", 2, 0, 1), *(pytest.param(*case, 4, marks=SOAK) for case in EVERY_DOOR)],
+)
+def test_killed_jobs_go_on_where_they_were(tmp_path, door, ranks, workers, count):
+    """A fit that is killed in random steps, and resumes from its last checkpoint, runs on each rank the batches of a
+    fit that was never killed. If it resumes on another number of ranks, each sample of an epoch comes once."""
+    each, whole, broken, other = 48 // (4 * ranks), tmp_path / "whole", tmp_path / "broken", tmp_path / "other"
+    options = {"strategy": "ddp_fork", "door": door, "workers": workers, "samples": 48, "saves": True}
+
+    def run_job(folder: Path, ranks: int, *kill: tuple[str, int, int]) -> list[Batches]:
+        folder.mkdir(exist_ok=True)
+        jobs = start_nodes(folder, [[{}]], devices=ranks, signals=kill, **options)
+        assert (exit_codes(jobs, folder / "said", SECONDS) == [0]) != bool(kill), printed(folder)
+        return seen(folder, ranks)
+
+    draw = random.Random(f"{door}{ranks}{workers}")
+    kills = [("SIGKILL", draw.randrange(ranks), step) for step in sorted(draw.sample(range(3, 3 * each - 2), count))]
+    expected = run_job(whole, ranks)
+    before = run_job(broken, ranks, kills[0])
+    shutil.copytree(broken, other)
+    for kill in kills[1:]:
+        run_job(broken, ranks, kill)
+    assert run_job(broken, ranks) == expected
+    assert [len(batches) for batches in expected] == [3 * each] * ranks
+    if ranks == 1 and door != "ours":
+        return  # a single rank draws another order
+    done = int(max(other.glob("step=*.ckpt")).stem.removeprefix("step="))
+    kept = [{at: labels for at, labels in rank.items() if each * at[0] + at[1] < done} for rank in before]
+    for file in other.glob("*.seen"):
+        file.unlink()
+    kept += run_job(other, 3 - ranks)
+    assert [samples(kept, epoch) for epoch in range(3)] == [list(range(48))] * 3
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_no_collective_of_others_is_crossed(tmp_path, request, nodes):
+    """Every fit ends, with each bar, order of callbacks and kind of reduction. The values that a checkpoint can watch
+    are the same on all ranks, though one rank is late, and agree with the source. If one rank alone has a monitor, it
+    warns once per fit and logs nothing, and training continues; the next fit logs again."""
+    if nodes == 1:
+        folder, alone = tmp_path, (2, 3)
+        jobs = start_nodes(folder, TWO_RANKS, fits=len(FITS), **CROSSING)
+        assert exit_codes(jobs, folder / "said", SECONDS) == [0], printed(folder)
+    else:
+        folder, alone = request.getfixturevalue("job")[0] / "crossing", ()
+    first, *others = ([fit["epochs"] for fit in rank] for rank in read_ranks(folder, 2 * nodes))
+    assert len(first) == (len(FITS) if nodes == 1 else 2)
+    assert all(other == first for other in others)
+    for number, epochs in enumerate(first):
+        if number in alone:
+            assert epochs == [{}, {}]
+            continue
+        for epoch_number, epoch in enumerate(epochs):
+            for stage, length in (("", SAMPLES), ("val/", 8)):
+                counts = [epoch[stage + name] for name in COUNTS]
+                assert sum(counts) == length
+                assert epoch[f"{stage}hit_rate"] == pytest.approx(counts[0] / length)
+            if nodes == 1:
+                assert epoch["fill_fraction"] == 1
+                assert (epoch["hit_rate"] == 1) if epoch_number else (epoch["hits"] >= 4)
+    if nodes == 1:  # two keep samples that are dealt to both in turn
+        at_setup = read_at_setup(folder) // 2  # each was read twice, and is stored
+        assert source(folder).loads + source(folder, "val").loads == len(first) * (SAMPLES + 8) + at_setup
+    assert logs(folder).count("the cache counts of the other ranks have not come") == len(alone)
+
+
+# ---- nodes, meshes, containers ----
+
+MANY = 4096  # samples
+LARGE: dict[str, Any] = {"samples": MANY, "batch_size": 64, "nodes": 2, "budget": "50%"}
+SMALL: dict[str, Any] = {"samples": 512, "batch_size": 8}
+EVERYTHING = list(range(512))
+CONTAINER = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", *OWN_SHM[2:]]
+NODES = ((0, 1), (2, 3))
+RUNS: dict[str, dict[str, Any]] = {
+    "full": {"case": "full", "strict": True, "epochs": 1},
+    "rows": {},
+    "fold": {"case": "fold", "door": "callback"},
+    "records": {"case": "records", "budget": "1.5MiB"},
+    "crossing": {"fits": 2, "batch_size": 4, "samples": SAMPLES} | CROSSING,
+    "dies": {"case": "dies"},
+}
+
+
+def torchrun(rank: int, world: int, local: int = 0) -> dict[str, str]:
+    """The environment of a rank under torchrun."""
+    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "1"}
+    return {name: str(value) for name, value in told.items()}
+
+
+def slurm(rank: int, per_node: int = 1) -> dict[str, str]:
+    """The environment of a SLURM task on two nodes."""
+    node, local = divmod(rank, per_node)
+    told = {"JOB_ID": 7, "JOB_NAME": "job", "NTASKS": 2 * per_node, "NTASKS_PER_NODE": per_node, "NNODES": 2}
+    told |= {"NODELIST": "node[1-2]", "NODEID": node, "PROCID": rank, "LOCALID": local}
+    return {f"SLURM_{name}": str(value) for name, value in told.items()}
+
+
+def run(folder: Path, commands: Sequence[Sequence[str]], told: Sequence[Mapping[str, str]]) -> list[int | None]:
+    """The exit codes of commands, each with the environment from its launcher."""
+    skip_without(CONTAINER)
+    base = job_environment()
+    jobs = [start(command, base | more, folder / "said") for command, more in zip(commands, told, strict=True)]
+    return exit_codes(jobs, folder / "said", SECONDS)
+
+
+def command(folder: Path, **options: Any) -> list[str]:
+    """A training as a user's command."""
+    return [sys.executable, "-m", *words(folder, **options)]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int | None]]:
+    """The folder of a SLURM job that does all `RUNS`, the last of which nobody survives, and its exit codes."""
+    skip_without(CONTAINER)
+    folder = tmp_path_factory.mktemp("nodes")
+    told = [[slurm(rank, 2) for rank in node] for node in NODES]
+    jobs = start_nodes(folder, told, runs=RUNS, **LARGE)
+    return folder, exit_codes(jobs, folder / "said", SECONDS)
+
+
+def under_torchrun(folder: Path) -> None:
+    """The job of "rows" with ranks that torchrun starts, which meet in the store of its agents, by another door."""
+    meeting, commands = job_environment(), []
+    for node in (0, 1):
+        torchrun_it = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}"]
+        torchrun_it += ["--master-addr=127.0.0.1", f"--master-port={meeting['MASTER_PORT']}"]
+        python, *job = command(folder, door="cache_datamodule", **LARGE)
+        commands.append([*OWN_SHM, python, *torchrun_it, *job])
+    assert run(folder, commands, [meeting] * 2) == [0, 0], printed(folder)
+
+
+@pytest.mark.parametrize("name", ["rows", "fold", "records", pytest.param("torchrun", marks=pytest.mark.soak)])
+def test_the_memory_of_two_nodes_adds_up(tmp_path, job, name):
+    """Two nodes that can each cache half of what is drawn cache all of it: if the other node draws a share m of it in
+    the next epoch, epoch two hits 1 - 2 m, and later ones 1 - m. The metrics of all ranks are the same, per node too,
+    and say what the source says. Samples beside a fold are never loaded. Records of which set-up sees ten times the
+    size find room, too."""
+    if name == "torchrun":
+        under_torchrun(tmp_path)
+    folder = tmp_path if name == "torchrun" else job[0] / name
+    drawn = range(0, MANY, 2 if name == "fold" else 1)
+    epochs, *others = (fit["epochs"] for [fit] in read_ranks(folder, 4))
+    assert others == [epochs] * 3
+    ring = Ring.cut(len(drawn), (0.5, 0.5), (len(drawn) // 2, len(drawn) // 2))
+    moved = moved_share(ring, NODES, LARGE["batch_size"])
+    stored = read_at_setup(folder) / 2  # by each node, where it has a slot
+    rates = [epoch["hit_rate"] for epoch in epochs]
+    more = 0.5 if name == "fold" else 0.2  # of fewer batches
+    assert rates[1] >= 1 - (2 + more) * moved
+    assert rates[2] >= 1 - (1 + more) * moved
+    for epoch in epochs:
+        assert sum(epoch[count] for count in COUNTS) == len(drawn)
+        assert epoch["hit_rate"] == pytest.approx(sum(epoch[f"node{node}/hit_rate"] for node in (0, 1)) / 2, abs=1e-6)
+    assert set(source(folder).loaded) == set(drawn)
+    assert "hit rate of this epoch is" not in logs(folder)
+    if name == "records":
+        assert epochs[0]["coverage"] < 0.3
+        return
+    assert [epoch["coverage"] for epoch in epochs] == [1, 1, 1]
+    assert rates[0] <= stored / len(drawn)
+    assert epochs[0]["fills"] == pytest.approx(len(drawn) * (1 - moved), abs=len(drawn) * moved + stored)
+    assert epochs[2]["node0/fill_fraction"] > 0.99
+    assert epochs[2]["node1/fill_fraction"] > 0.99
+    loads = source(folder).loads - 2 * stored
+    second_reads = loads - sum(epoch["misses"] + epoch["bypasses"] for epoch in epochs)
+    assert 0 < second_reads <= 8 * 4  # of each rank, while the cache fills, to see whether the source is random
+    assert loads - second_reads <= (1 + 4 * moved) * len(drawn)
+
+
+def test_what_fails_on_one_rank_fails_on_all(job):
+    """With `strict`, all ranks raise the error of the rank without memory; the ranks can go on with other trainings. If
+    a rank dies in the `setup` of a DataModule, the ranks of both nodes end with an error."""
+    folder, codes = job
+    errors = [(folder / "full" / f"rank{rank}.error").read_text() for rank in range(4)]
+    assert errors[0].startswith("rank 2 could not make")
+    assert errors == errors[:1] * 4
+    assert (folder / "dies").exists(), printed(folder)
+    assert 0 not in codes
+
+
+@pytest.mark.parametrize(
+    ("door", "replicas", "parallel"), [("callback", 1, 2), pytest.param("ours", 2, 2, marks=pytest.mark.soak)]
+)
+def test_the_ranks_of_a_replica_see_the_same_batches(tmp_path, door, replicas, parallel):
+    """On a mesh of data and tensor parallel ranks the replicas divide the dataset, all ranks share one cache, and each
+    rank's samples count."""
+    world = replicas * parallel
+    options = SMALL | {"door": door, "epochs": 2, "mesh": [replicas, parallel], "devices": world}
+    jobs = start_nodes(tmp_path, [[torchrun(rank, world, rank) for rank in range(world)]], **options)
+    assert exit_codes(jobs, tmp_path / "said", SECONDS) == [0], printed(tmp_path)
+    batches = seen(tmp_path, world)
+    firsts = batches[::parallel]
+    assert batches == [first for first in firsts for _ in range(parallel)]
+    assert samples(firsts, 0) == samples(firsts, 1) == EVERYTHING
+    epochs = [fit["epochs"] for [fit] in read_ranks(tmp_path, world)]
+    assert epochs == epochs[:1] * world
+    first, second = epochs[0]
+    assert 512 - 32 <= first["fills"] <= 512 - 4, "set-up has stored what it has read"
+    assert first["hits"] + first["misses"] == second["hits"] == parallel * 512
+
+
+@pytest.mark.soak
+def test_a_container_per_rank_has_a_cache_each(tmp_path):
+    """Ranks with separate /dev/shm and process ids cannot share: one warning, half of the dataset in each container,
+    and all of it in both together."""
+    commands = [[*CONTAINER, *command(tmp_path, door="callback", budget="50%", **SMALL)]] * 2
+    assert run(tmp_path, commands, [torchrun(rank, 2, rank) for rank in range(2)]) == [0, 0], printed(tmp_path)
+    batches = seen(tmp_path, 2)
+    assert all(samples(batches, epoch) == EVERYTHING for epoch in range(3))
+    first, _, last = read_ranks(tmp_path, 1)[0][0]["epochs"]
+    assert first["hits"] <= 2 * 32, "what the set-up of both ranks has read is stored"
+    assert last["coverage"] == 1
+    assert last["hit_rate"] > 0.8  # a random deal has 0.44
+    [warning] = [line for line in logs(tmp_path).splitlines() if line.startswith("WARNING:lightning_stocache")]
+    assert "ranks of one machine do not share memory" in warning
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("door", ["ours", "callback"])
+def test_slurm_requeues_in_the_middle_of_an_epoch(tmp_path, door):
+    """On SIGUSR1 Lightning saves a checkpoint and requeues; the next job trains on exactly the other samples."""
+    control = tmp_path / "bin" / "scontrol"
+    control.parent.mkdir()
+    control.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n')
+    control.chmod(0o755)
+    path = {"PATH": f"{control.parent}{os.pathsep}{os.environ['PATH']}"}
+    options = SMALL | {"door": door, "epochs": 2, "budget": "50%", "devices": 1, "nodes": 2}
+    batches: list[Batches] = [{}, {}]
+    ends = [(name, rank, step) for name, step in (("SIGUSR1", 11), ("SIGKILL", 16)) for rank in (0, 1)]
+    for signals, code in ((ends, -signal.SIGKILL), ([], 0)):
+        commands = [[*OWN_SHM, *command(tmp_path, signals=signals, **options)]] * 2
+        assert run(tmp_path, commands, [slurm(rank) | path for rank in range(2)]) == [code] * 2, printed(tmp_path)
+        for rank, of_rank in enumerate(seen(tmp_path, 2)):
+            # Those after the eleventh are not in the checkpoint.
+            batches[rank] |= {at: labels for at, labels in of_rank.items() if not signals or at <= (0, 10)}
+            (tmp_path / f"rank{rank}.seen").unlink()
+        assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    assert samples(batches, 0) == samples(batches, 1) == EVERYTHING
+
+
+@pytest.mark.soak
+def test_named_caches_of_several_nodes(tmp_path):
+    """The second job starts warm on the same nodes in another order. One node alone still has its own part."""
+    options = SMALL | {"epochs": 1, "devices": 1, "budget": "50%", "name": f"k{os.getpid()}"}
+    rates = []
+    for number, order in enumerate([(0, 1), (1, 0), (0,)]):
+        folder, world, commands = tmp_path / str(number), len(order), []
+        for node in order:
+            commands.append([*OWN_SHM, *command(folder, nodes=world, dir=str(tmp_path / f"disk{node}"), **options)])
+        folder.mkdir()
+        assert run(folder, commands, [torchrun(rank, world) for rank in range(world)]) == [0] * world
+        assert samples(seen(folder, world), 0) == EVERYTHING
+        [logged] = read_ranks(folder, 1)[0][0]["epochs"]
+        rates.append(logged["hit_rate"])
+        assert logged["hits"] + source(folder).loads >= 512
+    assert rates[0] <= 2 * 32 / 512, "what the set-up of two nodes has read is stored"
+    assert rates[1] > 0.75  # of what a random deal finds on these nodes: a half
+    assert rates[2] == pytest.approx(0.44, abs=0.06)  # what one epoch has filled of its half
