@@ -24,7 +24,6 @@ from lightning_stocache.node.files import (
     read_manifest,
     write_header,
 )
-from tests.processes import call
 
 STRANGER = 12345
 PAYLOAD = 4096
@@ -36,7 +35,6 @@ GOOD = Manifest(
     budget="8 GiB",
     fingerprint={"dataset": "photos.Photos", "length": 1000, "fingerprint": "é"},
 )
-VALUES: dict[str, Any] = asdict(GOOD)
 
 
 # --- whose file it is
@@ -89,34 +87,11 @@ def test_what_is_own_is_opened_and_made(tmp_path: Path) -> None:
     os.close(made), os.close(again)
 
 
-@pytest.mark.processes
-def test_a_user_is_told_of_roots_file(tmp_path: Path) -> None:
-    """A user who may not open the file gets the same message."""
-    if os.getuid() != 0:
-        pytest.skip("only root can become another user")
-    path = tmp_path / "file"
-    path.touch(0o600)
-    for folder in (tmp_path, *tmp_path.parents):
-        folder.chmod(0o755)
-        if folder.name.startswith("pytest-of-"):
-            break
-    assert "is not trusted" in call(as_stranger, str(path))
-
-
-def as_stranger(path: str) -> str:
-    os.setresuid(STRANGER, STRANGER, 0)
-    with pytest.raises(PermissionError) as caught:
-        open_own(path)
-    os.setresuid(0, 0, 0)
-    return str(caught.value)
-
-
 # --- its header
 
 
-def header(text: str | bytes, *, version: int = FORMAT) -> bytes:
+def header(text: bytes, *, version: int = FORMAT) -> bytes:
     """A header as `write_header` makes it, with any text in it."""
-    text = text.encode() if isinstance(text, str) else text
     begin = b"STOCACHE" + bytes(16) + version.to_bytes(4, "little")
     size = len(text).to_bytes(4, "little")
     return (begin.ljust(MANIFEST_OFFSET, b"\0") + size + text).ljust(HEADER_BYTES, b"\0")[:HEADER_BYTES]
@@ -132,23 +107,21 @@ def test_what_is_written_is_read_if_it_fits() -> None:
     os.close(file)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (header(b"\xff\xfe"), "is damaged"),
-        (header("{" * 5000), "is damaged"),
-        (header(json.dumps(VALUES | {"geometry": {"slots": 3}})), "is damaged"),
-        (header(json.dumps(VALUES | {"geometry": {"size": 10**6, "slots": 10**6}})), "is damaged: 1000000 slots"),
-        (header(json.dumps(VALUES))[:100], "is damaged"),
-        (header(json.dumps(VALUES), version=0), "another version"),
-        (header(json.dumps(VALUES), version=FORMAT + 1), f"format {FORMAT + 1}, this one has {FORMAT}"),
-        (header(b""), "does not say what it holds"),
-    ],
-)
-def test_what_cannot_be_read_is_told_apart(content: bytes, words: str) -> None:
+def test_what_cannot_be_read_is_told_apart() -> None:
     """Each fault has its words: broken text, a missing value, too many slots, a cut file, another version."""
-    with pytest.raises(ManifestError, match=words):
-        read_manifest(content, PAYLOAD)
+    geometries = ({}, {"geometry": {"slots": 3}}, {"geometry": {"size": 10**6, "slots": 10**6}})
+    good, missing, many = (json.dumps(asdict(GOOD) | geometry).encode() for geometry in geometries)
+    for content, words in [
+        (header(b"\xff\xfe"), "is damaged"),
+        (header(b"{" * 5000), "is damaged"),
+        (header(missing), "is damaged"),
+        (header(many), "is damaged: 1000000 slots"),
+        (header(good)[:100], "is damaged"),
+        (header(good, version=FORMAT + 1), f"format {FORMAT + 1}, this one has {FORMAT}"),
+        (header(b""), "does not say what it holds"),
+    ]:
+        with pytest.raises(ManifestError, match=words):
+            read_manifest(content, PAYLOAD)
 
 
 @given(st.text('aé \\"{}[],:\x00\x1b\u202e\ud800', max_size=20))

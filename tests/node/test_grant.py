@@ -1,4 +1,8 @@
-"""A grant stays below what is free, now and when workers, batches and the training have come."""
+"""A grant stays below what is free, now and when workers, batches, the training and other jobs have come."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -6,40 +10,29 @@ from hypothesis import strategies as st
 
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.free import FreeMemory
-from lightning_stocache.node.grant import Grant, Reserve, grant, loader_reserve, margin
+from lightning_stocache.node.grant import Grant, Reserve, grant, loader_reserve
+from lightning_stocache.node.open_files import Promised, promised_to_others
+from lightning_stocache.node.segment import Segment
+from tests.processes import hanging
 
 MIB, GIB = 2**20, 2**30
 AUTO = Budget.parse("auto")
 
 
-AMPLE = FreeMemory(32 * GIB, 32 * GIB, None, "/dev/shm")
-TIGHT = FreeMemory(12 * GIB, 20 * GIB, 220 * MIB, "/dev/shm", own=480 * MIB)
-
-
-@pytest.mark.parametrize(
-    ("budget", "dataset", "free", "reserve", "granted"),
-    [
-        ("8GiB", 20 * GIB, AMPLE, Reserve(GIB), Grant(8 * GIB, 8 * GIB, None)),
-        ("8GiB", GIB, AMPLE, Reserve(), Grant(GIB, 8 * GIB, None)),
-        ("8GiB", GIB, FreeMemory(4 * GIB, None, None), Reserve(), Grant(GIB, 8 * GIB, None)),
-        ("auto", 400 * GIB, FreeMemory(None, 500 * GIB, 100 * GIB), Reserve(), 98 * GIB),
-        ("auto", GIB, TIGHT, Reserve(private=64 * MIB), 0),
-        ("auto", GIB, FreeMemory(None, None, None), Reserve(), Grant(0, GIB, "memory that cannot be measured here")),
-        (
-            "50% of free",
-            400 * GIB,
-            FreeMemory(None, 100 * GIB, None),
-            Reserve(8 * GIB),
-            Grant(45 * GIB, 45 * GIB, None),
-        ),
-    ],
-)
-def test_grant(budget, dataset, free, reserve, granted):
+def test_grant():
     """With enough memory a budget gets what it asks for, and no more than the dataset, which is no shortage. Below a
     cgroup's limit two percent are kept back; where the training needs all that is left there is no cache. A share of
     free memory is one of what is left after reserve and margin, so nothing limits it."""
-    got = grant(Budget.parse(budget), dataset, free, reserve)
-    assert (got if isinstance(granted, Grant) else got.bytes) == granted
+    ample = FreeMemory(32 * GIB, 32 * GIB, None, "/dev/shm")
+    tight = FreeMemory(12 * GIB, 20 * GIB, 220 * MIB, "/dev/shm", own=480 * MIB)
+    half, unknown = Budget.parse("50% of free"), FreeMemory(None, None, None)
+    assert grant(Budget.parse("8GiB"), 20 * GIB, ample, Reserve(GIB)) == Grant(8 * GIB, 8 * GIB, None)
+    assert grant(Budget.parse("8GiB"), GIB, ample, Reserve()) == Grant(GIB, 8 * GIB, None)
+    assert grant(AUTO, 400 * GIB, FreeMemory(None, 500 * GIB, 100 * GIB), Reserve()).bytes == 98 * GIB
+    assert grant(AUTO, GIB, tight, Reserve(private=64 * MIB)).bytes == 0
+    assert grant(AUTO, GIB, unknown, Reserve()) == Grant(0, GIB, "memory that cannot be measured here")
+    free = FreeMemory(None, 100 * GIB, None)
+    assert grant(half, 400 * GIB, free, Reserve(8 * GIB)) == Grant(45 * GIB, 45 * GIB, None)
 
 
 def test_grant_in_a_small_dev_shm():
@@ -82,41 +75,91 @@ def test_grant_is_within_every_bound(budget, dataset, limits, own, reserve):
 
 
 @pytest.mark.parametrize(
-    ("free", "ranks", "expected"),
-    [
-        (FreeMemory(None, 20 * GIB, None), 8, 20 * GIB // 50),
-        (FreeMemory(None, GIB, None), 8, 64 * MIB),
-        (FreeMemory(None, 20 * GIB, None, own=500 * MIB), 2, 1000 * MIB),
-        (FreeMemory(10 * GIB, None, None), 1, 64 * MIB),
-    ],
-)
-def test_margin(free, ranks, expected):
-    """Two percent of memory, what the trainers hold, or 64 MiB: the largest."""
-    assert margin(free, ranks) == expected
-
-
-@pytest.mark.parametrize(
     ("num_workers", "prefetch_factor", "ranks", "batches"),
-    [(0, None, 1, 5), (0, None, 4, 20), (4, None, 1, 13), (4, 2, 1, 13), (4, 5, 2, 50), (4, 2, 0, 0)],
+    [(0, None, 4, 20), (4, None, 1, 13), (4, 5, 2, 50), (4, 2, 0, 0)],
 )
 def test_batches_of_a_loader(num_workers, prefetch_factor, ranks, batches):
-    """Files hold the batches that workers make ahead and five more, per rank. Every process reads the cache."""
-    reserve = loader_reserve(1000, num_workers, prefetch_factor, ranks, start_method="fork")
-    assert reserve.files == batches * 1000
-    assert reserve.private == ranks * num_workers * (32 * MIB + 1000)
-    assert reserve.readers == ranks * (num_workers + 1)
-
-
-@pytest.mark.parametrize(
-    ("method", "own", "expected"),
-    [("fork", GIB, 32 * MIB), ("spawn", GIB, GIB), ("forkserver", GIB, GIB), ("spawn", 0, 32 * MIB)],
-)
-def test_memory_of_a_worker(method, own, expected):
-    """A forked worker shares most pages with the trainer; any other worker takes as much memory as the trainer."""
-    assert loader_reserve(0, 1, None, 1, start_method=method, own=own).private == expected
-
-
-def test_reserves_add_up():
-    """The reserve of two loaders is the sum of their reserves."""
+    """Files hold the batches that workers make ahead and five more, per rank. Every process reads the cache. A forked
+    worker shares most pages with the trainer; any other worker takes as much memory as the trainer."""
+    for method, own, worker in (("fork", GIB, 32 * MIB), ("spawn", GIB, GIB), ("forkserver", 0, 32 * MIB)):
+        reserve = loader_reserve(1000, num_workers, prefetch_factor, ranks, start_method=method, own=own)
+        assert reserve.files == batches * 1000
+        assert reserve.private == ranks * num_workers * (worker + 1000)
+        assert reserve.readers == ranks * (num_workers + 1)
     assert Reserve(1, 2, 3) + Reserve(10, 20, 30) == Reserve(11, 22, 33)
-    assert Reserve(1, 2, 3).bytes == 3
+
+
+# --- what other jobs were granted, and have not taken yet, is not granted again
+
+
+def machine(root: Path, **processes: tuple[int, str]) -> Path:
+    """A /proc in which processes have descriptors of this one open, in a cgroup each."""
+    for name, (descriptor, cgroup) in {"self": (-1, "ours"), **processes}.items():
+        folder = root / "proc" / name.removeprefix("p")
+        (folder / "fd").mkdir(parents=True)
+        (folder / "cgroup").write_text(cgroup)
+        if descriptor >= 0:
+            (folder / "fd" / "3").symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+    return root
+
+
+def seen_as(monkeypatch: pytest.MonkeyPatch, segment: Segment, name: str) -> int:
+    """The descriptor of a segment, which the kernel is made to call by a name."""
+    file, readlink = int(segment.handle.data.rpartition("/")[2]), os.readlink
+    links = {f"/proc/{os.getpid()}/fd/{file}": name}
+    monkeypatch.setattr(os, "readlink", lambda path: links.get(readlink(path), readlink(path)))
+    return file
+
+
+def test_what_others_may_still_take_is_counted_once(tmp_path, monkeypatch):
+    """A segment that two processes have open counts once, and for the cgroup's limit if one of them is in it. Without
+    /proc, as on macOS, no promises are known."""
+    assert promised_to_others("/dev/shm", tmp_path) == (0, 0, 0)
+    segment = Segment.create(64 * MIB, reserved=16 * MIB)
+    file = seen_as(monkeypatch, segment, "/dev/shm/#12 (deleted)")
+    other = machine(tmp_path, p71=(file, "theirs"), p72=(file, "theirs"))
+    promised, in_cgroup, in_directory = promised_to_others("/dev/shm", other)
+    assert 47 * MIB < promised <= 48 * MIB
+    assert (in_cgroup, in_directory) == (0, promised)
+    (tmp_path / "proc/72/cgroup").write_text("ours")
+    assert promised_to_others(None, tmp_path) == (promised, promised, 0)
+    assert FreeMemory.measure("/dev/shm", tmp_path).promised == (promised, promised, promised)
+    segment.close()
+
+
+def test_what_lies_elsewhere_takes_no_room_of_a_filesystem(tmp_path, monkeypatch):
+    """A memfd of another job takes memory, and nothing of /dev/shm, where a cache with a name keeps its room."""
+    segment = Segment.create(64 * MIB, "memfd")
+    file = seen_as(monkeypatch, segment, "/memfd:lightning_stocache (deleted)")
+    free = FreeMemory.measure("/dev/shm", machine(tmp_path, p71=(file, "theirs")))
+    segment.close()
+    assert free.promised.memory > 63 * MIB
+    assert free.promised.in_directory == 0
+    given = grant(AUTO, 2**40, replace(free, filesystem=64 * MIB, available=2**40), Reserve())
+    assert given.bytes == 48 * MIB
+
+
+@pytest.mark.processes
+def test_a_living_job_is_found():
+    """Its segment holds one page, and is as long as what it was granted; those of this process are not counted."""
+    segment = Segment.create(64 * MIB)
+    before = promised_to_others("/dev/shm")
+    with hanging(Segment.create, 65536 * MIB):  # so large that the caches of tests at the same time do not matter
+        for promised, others in zip(promised_to_others("/dev/shm"), before, strict=True):
+            assert 65000 * MIB <= promised - others < 66000 * MIB
+    segment.close()
+
+
+def test_a_filesystem_is_not_promised_twice_and_memory_is_shared():
+    """Promised bytes of a filesystem are gone. Of memory a new job gets at least half, and the words say why."""
+    free = FreeMemory(1000 * MIB, 10_000 * MIB, None, "/dev/shm", promised=Promised(950 * MIB, in_directory=900 * MIB))
+    given = grant(AUTO, 2**40, free, Reserve())
+    assert given.bytes == (1000 - 900 - 20) * MIB
+    assert given.limited_by == "/dev/shm (1000 MiB free, of which caches of other jobs may take 900 MiB)"
+    free = FreeMemory(None, 1064 * MIB, 10_000 * MIB, promised=Promised(900 * MIB))
+    given = grant(AUTO, 2**40, free, Reserve())
+    assert given.bytes == 500 * MIB
+    assert given.limited_by is not None
+    assert "(1 GiB free, of which caches of other jobs may take 900 MiB, 64 MiB kept" in given.limited_by
+    less = FreeMemory(None, 2064 * MIB, None, promised=Promised(900 * MIB))
+    assert grant(AUTO, 2**40, less, Reserve()).bytes == 1100 * MIB

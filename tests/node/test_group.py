@@ -1,17 +1,25 @@
-"""Ranks that can map the same memory are one node; what fails on one rank fails on all of them, and none waits."""
+"""Ranks that can map the same memory are one node. What fails on one rank fails on all of them.
+
+What is posted reaches every rank, and nobody waits longer than it said.
+"""
 
 import os
 import threading
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch.distributed as dist
 
 from lightning_stocache.node import group as group_module
-from lightning_stocache.node.group import NodeGroup, memory_key
+from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.post import Mailbox
 from tests.logs import Log
-from tests.processes import call
 from tests.ranks import run_ranks
+
+T = TypeVar("T")
 
 
 def test_without_a_process_group_there_is_one_rank_on_one_node() -> None:
@@ -24,18 +32,8 @@ def test_without_a_process_group_there_is_one_rank_on_one_node() -> None:
     assert group.lead(lambda: lock) is lock
     with pytest.raises(KeyError, match="mine"):
         group.lead(lambda: {}["mine"])
-
-
-def test_a_rank_on_no_node_is_refused() -> None:
-    """A rank must be on one of the nodes."""
     with pytest.raises(ValueError, match=r"rank must be on one of the nodes .* got rank=2"):
         NodeGroup(2, ((0, 1),))
-
-
-@pytest.mark.processes
-def test_processes_of_one_machine_have_one_memory_key() -> None:
-    """The key is equal in all processes that can map the same files."""
-    assert call(memory_key, method="forkserver") == memory_key()
 
 
 def of_four(rank: int) -> None:
@@ -63,30 +61,57 @@ def of_four(rank: int) -> None:
     assert apart.lead(lambda: f"made by {rank}") == f"made by {rank % 2}"
     assert group.exchange(rank) == [0, 1, 2, 3]  # still in step
     dist.barrier()
-
-
-def not_all_share(rank: int) -> None:
-    """Rank 1 has a /dev/shm of its own."""
-    group_module.memory_key = lambda: ("machine", int(rank == 1), 0)
-    warnings = Log()
-    groups = [NodeGroup.discover() for _ in range(2)]
-    dist.barrier()
-    assert groups[0] == groups[1]
-    assert groups[0].nodes == ((0, 2), (1,))
-    assert groups[0].exchange(rank) == [0, 1, 2]
-    assert len(warnings.lines) == (rank == 0)
+    if rank != 1:
+        assert group.post("to nobody").collect(1000) is None
+        with pytest.raises(RuntimeError, match=r"^rank 1 has ended$"):
+            group.exchange(rank)
 
 
 @pytest.mark.processes
 def test_four_ranks_agree() -> None:
-    """Values reach every rank, a node's leader serves its node, errors are everybody's and name the rank."""
+    """Values reach every rank, a node's leader serves its node, errors are everybody's and name the rank. A rank that
+    has ended ends the wait: its message does not come, and an exchange is an error that names it, even if a second
+    rank has ended because of it."""
     run_ranks(of_four, 4)
 
 
+def of_three(rank: int) -> None:
+    group_module.memory_key = lambda: ("machine", int(rank == 1), 0)  # rank 1 has a /dev/shm of its own
+    warnings = Log()
+    group = NodeGroup.discover()
+    assert group == NodeGroup.discover()
+    assert group.nodes == ((0, 2), (1,))
+    assert len(warnings.lines) == (rank == 0)
+    early = group.post(f"early from {rank}")
+    if rank == 0:
+        dist.barrier()  # a collective that the other ranks join only later, as a progress bar is
+    assert early.collect(1000) == ["early from 0", "early from 1", "early from 2"]
+    if rank == 0:
+        lonely = group.post("of 0")
+        assert lonely.collect(0.05) is None
+    else:
+        dist.barrier()
+    dist.barrier()  # only now do the others post
+    late = lonely if rank == 0 else group.post(f"of {rank}")
+    assert late.collect(1000) == ["of 0", "of 1", "of 2"]
+    dist.barrier()
+
+    if rank == 0:
+        with pytest.raises(ValueError, match="2048 bytes"):
+            group.post("x" * 2048)
+    uneven = [group.post(rank) for _ in range((1, 0, 3)[rank])]
+    assert group.exchange(rank) == [0, 1, 2]
+    assert group.post(10 * rank).collect(1000) == [0, 10, 20]
+    assert [post.collect(1000) for post in uneven] == [None] * len(uneven)
+    dist.barrier()
+
+
 @pytest.mark.processes
-def test_a_rank_that_cannot_share_is_a_node_of_its_own() -> None:
-    """Such a rank has its own cache, and still agrees with all ranks. Rank 0 warns once."""
-    run_ranks(not_all_share, 3)
+def test_messages_pass_by_other_collectives_and_by_other_turns() -> None:
+    """A rank in somebody else's barrier keeps nobody from its message; a message that does not come ends the wait, and
+    is there when it has come. No rank gets a value of another turn: where some ranks leave posts out, all are in step
+    again after the next exchange. A rank that shares no memory is a node of its own, and rank 0 warns once."""
+    run_ranks(of_three, 3)
 
 
 def rejoin(rank: int, folder: str) -> None:
@@ -100,10 +125,47 @@ def rejoin(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
     assert NodeGroup.discover().exchange(rank) == [0, 1]
     assert of_all.collect(1000) == ["of all"] * 2
+    group_module.job_store = lambda: None  # as under MPI
+    group = NodeGroup.discover()
+    assert group.exchange(rank) == group.post(rank).collect(1000) == [0, 1]
+    dist.barrier()  # rank 0 has the store
 
 
 @pytest.mark.processes
-def test_a_second_process_group_is_not_the_first(tmp_path: Any) -> None:
+def test_a_second_process_group_is_not_the_first(tmp_path: Path) -> None:
     """After the process group was destroyed and made anew, ranks talk over a new private group. A post that nobody has
-    answered ends with the first one."""
+    answered ends with the first one. A job without a store makes one."""
     run_ranks(rejoin, 2, os.fspath(tmp_path))
+
+
+def on_all(store: Any, world: int, work: Callable[[Mailbox], T]) -> list[T]:
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(work, [Mailbox(store, rank, world) for rank in range(world)]))
+
+
+def test_a_group_reads_nothing_of_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store may outlive its group: a script can make its group anew, with any number of ranks, and torchrun starts
+    processes again, also where some of them had not joined yet."""
+    store = dist.HashStore()
+    for attempt in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        for number, world in enumerate((3, 2, 2, 3)):
+            value = (attempt, number)
+            seen = on_all(store, world, lambda mailbox: mailbox.exchange((value, mailbox.rank)))  # noqa: B023
+            assert seen == [[(value, rank) for rank in range(world)]] * world
+        Mailbox(store, rank=0, world=3)
+
+
+def test_messages_are_deleted() -> None:
+    """The store of a job does not grow with its epochs."""
+    store = dist.HashStore()
+    mailboxes = [Mailbox(store, rank, 2) for rank in range(2)]
+
+    def epoch(_: int) -> int:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda mailbox: mailbox.exchange(1), mailboxes))
+            assert list(threads.map(lambda mailbox: mailbox.post(2).collect(100), mailboxes)) == [[2, 2]] * 2
+        return int(store.num_keys())
+
+    sizes = [epoch(number) for number in range(20)]
+    assert sizes[-1] == sizes[10]

@@ -1,6 +1,5 @@
 """A named segment outlives its job: whoever can see it can use it, and nobody loses it while it is used."""
 
-import errno
 import mmap
 import os
 import random
@@ -20,7 +19,7 @@ from lightning_stocache.node.segment import Segment
 from tests.names import folder, path_of
 from tests.node.test_files import make_foreign, make_link
 from tests.proc import descendants
-from tests.processes import Child, call, call_many, hanging, idle_worker, wait_until
+from tests.processes import Child, hanging, idle_worker, wait_until
 
 pytestmark = pytest.mark.named
 
@@ -46,47 +45,17 @@ def opened(name: str, manifest: Manifest | None = None) -> Segment:
 # --- make, join, remove
 
 
-@pytest.mark.processes
 def test_a_name_leads_to_the_same_memory_after_its_maker_has_gone(name: str) -> None:
-    """Another process finds the bytes and the manifest of the first, not its own."""
-    call(make, name)
-    segment, manifest = open_named(name, 10 * SIZE, says("another"))
-    assert (int(segment.tensor(0, 1)[0]), segment.size, manifest.dataset) == (1, SIZE, "the first")
-    segment.close()
-
-
-def make(name: str) -> None:
-    segment = opened(name, says("the first"))
-    segment.reserve(0, SIZE)
-    segment.tensor(0, 1)[:] = 1
-    segment.close()
-
-
-@pytest.mark.processes
-def test_of_two_that_make_it_at_once_one_wins_and_both_share(name: str, tmp_path: Path) -> None:
-    """All see one inode, and the manifest of the one that won."""
-    answers = call_many(race, [(name, tmp_path, number) for number in range(4)])
-    assert len({inode for inode, _ in answers}) == 1
-    assert len({by for _, by in answers}) == 1
-
-
-def race(name: str, folder: Path, number: int) -> tuple[int, str]:
-    (folder / f"came-{number}").touch()
-    wait_until(lambda: len(list(folder.glob("came-*"))) == 4)
-    keeper, manifest = open_named(name, SIZE, says(str(number)))
-    (folder / f"opened-{number}").touch()
-    wait_until(lambda: len(list(folder.glob("opened-*"))) == 4)
-    answer = keeper.handle.inode, manifest.dataset
-    keeper.close()
-    return answer
-
-
-def test_the_same_process_gets_the_same_object(name: str) -> None:
-    """Two lock descriptors in a process would drop each other's locks; it is closed as often as it was opened."""
+    """The next job finds the bytes and the manifest of the first, not its own. In one process, two lock descriptors
+    would drop each other's locks, so the segment is one object, which is closed as often as it was opened."""
     assert join_named(name) is None  # nobody has made it
-    first = opened(name, says("a"))
+    segment = opened(name, says("the first"))
+    segment.store(0, memoryview(b"a"))
+    segment.close()
+    first, manifest = open_named(name, 10 * SIZE, says("another"))
+    assert (bytes(first.memory(0, 1)), first.size, manifest.dataset) == (b"a", SIZE, "the first")
     second, manifest = join_named(name) or pytest.fail("it is there")
-    assert (second, manifest.dataset) == (first, "a")
+    assert (second, manifest.dataset) == (first, "the first")
     first.close()
     assert not second.closed
     second.close()
@@ -94,13 +63,18 @@ def test_the_same_process_gets_the_same_object(name: str) -> None:
 
 
 def test_clean_leaves_what_is_in_use(name: str) -> None:
-    """An unused segment is removed with its lock file. The list tells which segments are in use."""
+    """An unused segment is removed with its lock file. The list tells which segments are in use, or damaged."""
     segment = opened(name, manifest := says("a"))
     assert clean(name) == []
     [found] = [one for one in named_segments(contents_of) if one.name == name]
     assert (found.in_use, found.contents.manifest, found.allocated_bytes) == (True, manifest, HEADER_BYTES)
     segment.close()
-    assert [one.in_use for one in named_segments() if one.name == name] == [False]
+    with path_of(name).open("r+b") as file:  # what is damaged is listed and removed, too
+        file.seek(64)
+        file.write(b"\xff" * 100)
+    [found] = [one for one in named_segments(contents_of) if one.name == name]
+    assert (found.in_use, found.contents.manifest) == (False, None)
+    assert found.contents.damage.startswith("is damaged")
     assert [one.name for one in clean(name)] == [name]
     assert not path_of(name).exists()
     assert not path_of(name + ".locks").exists()
@@ -198,12 +172,12 @@ def test_what_is_no_segment_of_this_user_is_left_alone(name: str, make: Any) -> 
     assert os.path.lexists(path_of(name))
 
 
-@pytest.mark.parametrize("bad", ["", "../up", "a/b", ".hidden", "a b", "x" * 101, "a.locks", 7])
-def test_bad_names_are_refused(bad: Any) -> None:
+def test_bad_names_are_refused() -> None:
     """A name is one part of a path and nothing more."""
-    for function in (check_name, join_named, opened, clean):
-        with pytest.raises(ValueError, match="name must be"):
-            function(bad)
+    for bad in ("", "../up", "a/b", ".hidden", "a b", "x" * 101, "a.locks", 7):
+        for function in (check_name, join_named, opened, clean):
+            with pytest.raises(ValueError, match="name must be"):
+                function(bad)  # type: ignore[operator]
 
 
 def test_a_strange_lock_file_is_refused(name: str, tmp_path: Path) -> None:
@@ -218,37 +192,16 @@ def test_a_strange_lock_file_is_refused(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "there").exists()
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("there", [False, True])
 def test_what_cannot_be_mapped_is_closed(name: str, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is the system's, whoever makes the segment or joins it, and no descriptor is left."""
     if there:
-        call(make, name)
+        opened(name).close()
     before = open_files()
-
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr(mmap, "mmap", refuse)
-    with pytest.raises(OSError, match="Cannot allocate memory"):
+    monkeypatch.setattr(mmap, "mmap", lambda *_: os.stat("/no/such/file"))
+    with pytest.raises(FileNotFoundError):
         opened(name)
     assert open_files() == before
-
-
-# --- what is listed and cleaned: this user's own segments only
-
-
-def test_a_damaged_segment_is_listed_and_removed(name: str) -> None:
-    """The list tells the damage."""
-    opened(name).close()
-    with path_of(name).open("r+b") as file:
-        file.seek(64)
-        file.write(b"\xff" * 100)
-    [found] = [found for found in named_segments(contents_of) if found.name == name]
-    assert found.contents.manifest is None
-    assert found.contents.damage.startswith("is damaged")
-    assert [gone.name for gone in clean(name)] == [name]
-    assert not path_of(name).exists()
 
 
 def test_no_lock_file_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
