@@ -4,8 +4,7 @@ The fences of this room know stores by the contract (`Store`) and by this file, 
 are made or opened in another way. The fences of the whole package, which a change of its inside leaves as they are:
 
 - test_any_store.py: every kind of store against a dict, whatever happens to its jobs and its disk
-- test_torn_reads.py: nobody is served half of one sample and half of another
-- test_kills.py: a process may be killed at any line, and at any moment
+- test_kills.py: a process may be killed at any line, and at any moment, and nobody is served a torn sample
 - ../loading/twins.py: a loader beside the DataLoader that it must equal
 - ../interop/test_freezing.py: no random transform of any library is frozen
 - ../conftest.py, ../audit.py, ../proc.py: a test leaves no process, memory or environment variable behind
@@ -33,7 +32,7 @@ from lightning_stocache.cache.store import NO_PLACE, Store, gathers
 from lightning_stocache.node.files import HEADER_BYTES, prefix
 from lightning_stocache.node.named import open_named
 from lightning_stocache.node.segment import Segment
-from tests.cache.equality import same
+from tests.cache.leaves import same
 
 KINDS = ("memory", "disk")
 LAYOUTS = ("rows", "records")

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from lightning_stocache.cache import store as store_module
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.node.segment import Segment
 from tests.cache.stores import Disk
-from tests.processes import call, call_many, hanging
+from tests.processes import call, hanging
 
 
 @pytest.fixture
@@ -54,15 +53,6 @@ def test_a_claim_excludes_other_threads(segment: Segment) -> None:
 
 
 @pytest.mark.processes
-def test_claims_on_one_segment_are_one(segment: Segment) -> None:
-    """Two caches that were unpickled over one segment exclude each other, and neither drops the other's lock."""
-    again = pickle.loads(pickle.dumps(segment))
-    with Claims(segment).waiting(3):
-        assert not can_claim(again, 3)
-        assert not call(can_claim, segment, 3)
-
-
-@pytest.mark.processes
 def test_a_child_forked_during_a_claim_of_another_thread_waits_for_nobody(segment: Segment) -> None:
     """The thread that held the slot does not exist in the child; once the parent is done the child gets the slot."""
     claimed, done = threading.Event(), threading.Event()
@@ -84,28 +74,6 @@ def test_a_child_forked_during_a_claim_of_another_thread_waits_for_nobody(segmen
     call(fork_and_wait)
     thread.join()
     release.join()
-
-
-def increase(segment: Segment, times: int) -> None:
-    memory, claims = segment.memory(0, 1), Claims(segment)
-    for _ in range(times):
-        with claims.waiting(0):
-            memory[0] += 1
-
-
-@pytest.mark.processes
-def test_waiting_claims_take_turns(segment: Segment) -> None:
-    """Several processes, and two threads in each, that wait for one slot all get it, one at a time."""
-
-    def by_two_threads() -> None:
-        threads = [threading.Thread(target=increase, args=(segment, 20)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    call_many(by_two_threads, [()] * 3)
-    assert segment.memory(0, 1)[0] == 120
 
 
 @pytest.mark.processes
@@ -163,22 +131,4 @@ def test_what_another_process_loads_is_waited_for_but_not_for_ever(
     assert len(caplog.records) == 1, "who has waited in vain does not wait again"
     assert store.divide([3, 4]) == ([3, 4], [])
     store.release([2, 3, 4, 5])
-    store.close()
-
-
-@pytest.mark.processes
-def test_a_forked_child_has_none_of_its_parent_s_turns(tmp_path: Path) -> None:
-    """A forked child has none of its parent's claims."""
-    store = Disk(tmp_path, "rows").open()
-    assert store.divide([7]) == ([7], [])
-    slot = store.arc.slot(7)
-    reader, writer = os.pipe()
-    if (child := os.fork()) == 0:
-        os.write(writer, bytes([Claims(store.segment).is_mine(slot), len(store.divide([7])[0])]))
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(reader, 2) == bytes([False, 0])
-    os.close(reader)
-    os.close(writer)
-    assert Claims(store.segment).is_mine(slot)
     store.close()

@@ -1,4 +1,4 @@
-"""Processes that are killed while they fill leave samples or empty slots: no wrong sample, and no lock."""
+"""Processes that are killed while they fill leave samples or empty slots: no torn or wrong sample, and no lock."""
 
 import itertools
 import random
@@ -8,25 +8,34 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.cache.stores import (
     ALL,
+    ARC,
     KINDS,
     LAYOUTS,
     LENGTH,
+    NO_PLACE,
+    append_for_ever,
+    attach_rolling,
     codec_of,
     disk_store,
     encoded,
     filled,
     gathers,
+    infer_codec,
     memory_store,
+    number_of,
     resident,
     rolling_disk_store,
+    rolling_store,
     sample,
     served,
 )
-from tests.processes import Child, ends_alive, killed_at_line, wait_until
+from tests.processes import Child, call_many, ends_alive, killed_at_line, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -153,3 +162,71 @@ def test_who_is_killed_at_any_moment_does_no_harm(job: Job, tmp_path: Path, kill
     for writer in writers:
         writer.kill()
     fill_the_rest(job)
+
+
+# ---- torn samples ----
+
+BIG = 1 << 16
+
+
+def write_and_read(store: Any, mark: int) -> int:
+    """Fill every slot with a mark and look at what is found; how many samples had words of several marks."""
+    mine, torn = torch.full((BIG,), mark, dtype=torch.uint8), 0
+    for index in range(ARC.size):
+        store.fill(index, mine)
+        place = store.place(index)
+        for found in store.read(np.array([place])) if place != NO_PLACE else ():
+            torn += int(found.min()) != int(found.max())
+    return torn
+
+
+@pytest.mark.parametrize("rounds", [5, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_writers_never_tear_a_sample(layout: str, rounds: int) -> None:
+    """Processes that store different bytes into the same slot at the same time: one wins, and all see it whole."""
+    codec = infer_codec(layout, [torch.zeros(BIG, dtype=torch.uint8)])
+    for _ in range(rounds):
+        store = memory_store(codec, 64 * BIG)
+        assert call_many(write_and_read, [(store, mark) for mark in (1, 2, 3)]) == [0, 0, 0]
+        assert store.filled == ARC.size
+        store.close()
+
+
+def look(handle: Any, over: Path, seed: int) -> int:
+    """Read batches of random places, each word of them; how many samples were read."""
+    store, random_places, read = attach_rolling(handle), np.random.default_rng(seed), 0
+    while store.filled < 3:
+        time.sleep(0.01)
+    while read <= 50 or not over.exists():
+        places = random_places.integers(0, max(min(store.capacity, store.filled), 1), 16)
+        read += len([number_of(each) for each in store.read(places)])
+    return read
+
+
+@pytest.mark.parametrize("seconds", [1, pytest.param(600, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_reader_sees_a_torn_sample(tmp_path: Path, layout: str, seconds: float) -> None:
+    """Two readers look at every word of what two writers write, who are killed again and again at random moments."""
+    moments, store, over = random.Random(7), rolling_store(codec_of(layout), 12), tmp_path / "over"
+    readers = [Child(look, store.handle, over, 7 + number) for number in range(2)]
+    writers = [Child(append_for_ever, store.handle, layout, 1_000_000 * number) for number in (1, 2)]
+    killed, end = 2, time.monotonic() + seconds
+    try:
+        while time.monotonic() < end or killed < 10 or store.evicted <= 100:
+            time.sleep(moments.uniform(0.0, 0.2))
+            number = moments.randrange(2)
+            writers[number].kill()
+            killed += 1
+            writers[number] = Child(append_for_ever, store.handle, layout, 1_000_000 * killed)
+        over.touch()
+        found = [reader.result() for reader in readers]
+    finally:
+        for writer in writers:
+            writer.kill()
+    assert min(found) > 50
+    for number in range(200):
+        assert store.append(sample(layout, number))
+    last = resident(store)
+    assert last == list(range(200 - len(last), 200))
+    assert len(last) == store.capacity
+    store.close()

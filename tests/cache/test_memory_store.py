@@ -1,13 +1,12 @@
 """One contract for stores in memory, of rows and of records: every process is served what was stored, whole."""
 
-import itertools
 import os
 import pickle
 import random
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from lightning_stocache.cache.claims import Claims
-from lightning_stocache.cache.codec import SampleMismatchError, aligned
 from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.layout import EMPTY, Records
 from lightning_stocache.cache.placement import Arc, Ring
@@ -27,6 +25,7 @@ from tests.cache.stores import (
     LAYOUTS,
     LENGTH,
     NO_PLACE,
+    PAGE,
     codec_of,
     encoded,
     filled,
@@ -56,13 +55,6 @@ def opened(layout: str, slots: int = LENGTH, granted: int = GRANTED, **more: Any
 @pytest.fixture
 def store(layout: str) -> Iterator[Any]:
     store = opened(layout)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def records() -> Iterator[Any]:
-    store = opened("records")
     yield store
     store.close()
 
@@ -122,18 +114,6 @@ def test_indices_outside_of_the_dataset_have_no_place(store: Any, layout: str) -
         assert not store.fill(index, sample(layout, 0))
 
 
-def test_a_store_without_slots_serves_nothing(layout: str) -> None:
-    """Every sample is a bypass. A sample without a slot is checked, too."""
-    store = opened(layout, slots=0, granted=0)
-    assert len(store) == store.filled == 0
-    assert store.put([1, 2], contents(store, [1, 2])) == [None, None]
-    assert filled(store) == served(store) == []
-    if layout == "rows":
-        with pytest.raises(SampleMismatchError, match=r"sample 7: field \[0\] must be"):
-            store.fill(7, (torch.zeros(8, dtype=torch.uint8), 0))
-    store.close()
-
-
 def test_changing_a_sample_changes_nothing_else(store: Any, layout: str) -> None:
     """Neither the given sample nor a served sample shares memory with the store, or with another read."""
     given = sample(layout, 3)
@@ -149,17 +129,24 @@ def test_changing_a_sample_changes_nothing_else(store: Any, layout: str) -> None
 
 
 def test_many_samples_are_stored_in_one_call(layout: str) -> None:
-    """Without a slot, stored already, or twice in the call, the outcome differs."""
-    store = opened(layout, slots=LENGTH // 2)
-    indices = list(range(10))
-    has_slot = [store.has_place(index) for index in indices]
-    first, last = has_slot.index(True), 9 - has_slot[::-1].index(True)
-    filled(store, [first])
-    outcomes = store.put([*indices, last], contents(store, [*indices[:first], 9, *indices[first + 1 :], last]))
-    assert outcomes == [(index != first) if has_slot[index] else None for index in indices] + [False]
-    assert store.filled == sum(has_slot)
-    assert served(store) == [index for index in indices if has_slot[index]]
-    store.close()
+    """Without a slot, stored already, twice in the call, or larger than all there is, the outcome differs."""
+    with closing(opened(layout, slots=LENGTH // 2)) as store:
+        first, second, *_ = with_slot = [index for index in ALL if store.has_place(index)]
+        [without, *_] = [index for index in ALL if not store.has_place(index)]
+        filled(store, [first])
+        indices = [without, first, second, second]
+        assert store.put(indices, contents(store, [1, 9, second, second])) == [None, False, True, False]
+        if layout == "records":
+            giant = torch.zeros(9 * MIB, dtype=torch.uint8)
+            assert not store.has_room(giant)
+            assert store.has_room(sample(layout, 1))
+            assert store.put(with_slot[2:4], [store.codec.encode(giant), encoded(store, with_slot[3])]) == [None, True]
+            assert not store.fill(with_slot[2], giant)
+        assert served(store) == [first, second, *with_slot[3:4]][: store.filled]
+        assert store.filled == (3 if layout == "records" else 2)
+    with closing(opened(layout, slots=0, granted=0)) as store:
+        assert store.put([1, 2], contents(store, [1, 2])) == [None, None]
+        assert len(store) == len(served(store)) == 0
 
 
 @pytest.mark.processes
@@ -184,17 +171,21 @@ def test_a_slot_is_free_after_a_store_that_failed(store: Any, monkeypatch: pytes
 
 
 def test_copies_in_one_process_are_closed_apart(store: Any) -> None:
-    """A copy that was unpickled here serves the same, and the memory goes with the views of both."""
+    """A copy that was unpickled here serves the same, and the memory goes with the views of both. Who has begun to read
+    goes on after `close`."""
     filled(store)
     copy = pickle.loads(pickle.dumps(store))
     assert served(copy) == ALL
     mapped = weakref.ref(store.segment.memory(0, 1).obj)
     store.close()
     assert mapped() is not None
+    samples = iter(copy.read(copy.lookup(np.array(ALL))))
+    first = next(samples)
     copy.close(), store.close()
+    assert [number_of(read) for read in [first, *samples]] == ALL
+    del samples
     assert mapped() is None
-    assert copy.closed
-    assert copy.memory_bytes == 0
+    assert (copy.closed, copy.memory_bytes) == (True, 0)
 
 
 @pytest.mark.processes
@@ -246,93 +237,59 @@ def test_processes_that_fill_at_once_store_each_sample_once(layout: str, share: 
     store.close()
 
 
-# ---- how much there is, of records ----
+# ---- how much there is ----
 
 
-def test_who_has_begun_to_read_goes_on_when_the_store_is_closed(records: Any) -> None:
-    """The iterator still yields all samples after `close`."""
-    filled(records)
-    samples = records.read(records.lookup(np.arange(LENGTH)))
-    first = list(itertools.islice(samples, 20))
-    records.close()
-    assert records.closed
-    assert [number_of(read) for read in [*first, *samples]] == ALL
-    nothing = (store := opened("records")).read(np.array([], dtype=np.int64))
-    store.close()
-    assert list(nothing) == []
+def large_row(index: int) -> Any:
+    return [torch.full((1 << 16,), 7, dtype=torch.uint8), index, None]
 
 
-def test_what_is_stored_is_counted_to_the_byte(records: Any) -> None:
-    """Number, share, bytes of records and memory, after each sample; and what is not READY has no bytes."""
-    assert (records.filled, round(records.fill_fraction, 3), records.full) == (0, 0.0, False)
-    header, end, total = records.layout.fixed_bytes, Records.reserved_bytes(LENGTH), 0
-    for index in range(LENGTH):
-        [parts] = contents(records, [index])
-        nbytes = sum(part.nbytes for part in parts)
-        assert records.put([index, index], [parts, parts]) == [True, False]  # what is ready takes nothing
-        end = (aligned(end) if len(parts) > 1 else -(-end // 8) * 8) + nbytes
-        total += nbytes
-        ready = records.lookup(np.arange(LENGTH))
-        assert records.stored_bytes(ready[ready != NO_PLACE]) == total
-        assert records.filled == index + 1
-        assert records.layout.free == end
-        share = max(end - header, 0) / records.granted_bytes
-        assert records.fill_fraction == (share if index + 1 < LENGTH else 1.0)
-        assert end <= records.memory_bytes + header + 4096
-        assert records.memory_bytes <= end + 2 * 4096
-        assert records.promised_bytes == records.granted_bytes - records.memory_bytes
-    assert records.full
-    assert records.granted_bytes == GRANTED
+def test_only_slots_that_are_used_hold_memory() -> None:
+    """Storing into a slot takes its own pages, of every field, and no others."""
+    with closing(Store.create(SampleSpec.infer(large_row(0)), Arc(100, 100))) as store:
+        assert store.memory_bytes <= PAGE
+        for index in (50, 99):
+            assert store.fill(index, large_row(index))
+        assert 2 << 16 <= store.memory_bytes <= (2 << 16) + 6 * PAGE
 
 
-def test_a_sample_larger_than_all_there_is_passes_by(records: Any) -> None:
-    """`has_room` and `put` say that there is no room. Smaller samples are stored."""
-    giant, small = torch.zeros(9 * MIB, dtype=torch.uint8), sample("records", 1)
-    assert not records.has_room(giant)
-    assert records.has_room(small)
-    assert records.put([0, 1], [records.codec.encode(giant, 0), encoded(records, 1)]) == [None, True]
-    assert not records.fill(0, giant)
-    assert served(records) == [1]
+def test_what_is_stored_is_counted_to_the_byte() -> None:
+    """Number, bytes of records and memory, after each sample; what is not ready has no bytes."""
+    total = 0
+    with closing(opened("records")) as store:
+        for index in ALL:
+            assert store.fill_fraction < 1
+            [parts] = contents(store, [index])
+            total += sum(part.nbytes for part in parts)
+            assert store.put([index, index], [parts, parts]) == [True, False]  # what is ready takes nothing
+            places = store.lookup(np.array(ALL))
+            assert (store.stored_bytes(places[places != NO_PLACE]), store.filled) == (total, index + 1)
+            assert total - PAGE <= store.memory_bytes <= total + 64 * (index + 1) + 2 * PAGE
+            assert store.promised_bytes == GRANTED - store.memory_bytes
+        assert (store.full, store.fill_fraction, store.granted_bytes) == (True, 1.0, GRANTED)
 
 
-@pytest.mark.parametrize(
-    ("least", "most", "share"),
-    [(300, 2 * MIB, None), (2 * MIB, 2 * MIB, None), (300, 2 * MIB, 200)],
-    ids=["all sizes", "the largest", "two sizes"],
-)
-def test_a_full_store_holds_records_and_little_else(least: int, most: int, share: int | None, rng: Any) -> None:
-    """With as many slots as set-up gives it, 95 % of the bytes granted are records."""
-    granted = 64 * MIB
-    if share is not None:
-        sizes = rng.choices([least, most], [share, 1], k=20_000)
-    else:
-        sizes = [int(least * (most / least) ** rng.random()) for _ in range(300)]
-        sizes += [int(least * (most / least) ** rng.random()) for _ in range(int(2 * granted / np.mean(sizes)))]
+def test_a_full_store_holds_records_and_little_else(rng: random.Random) -> None:
+    """With as many slots as set-up gives it, 95 % of the bytes granted are records, of any sizes. Of many small records
+    some have no slot, and never fewer have one than would find room."""
+    granted = 16 * MIB
+    lengths = [int(300 * (MIB / 300) ** rng.random()) for _ in range(500)] + [300] * 5000
+    rng.shuffle(lengths)
 
     def content(index: int) -> Any:
         # With 48 bytes for what is pickled beside small ones, and 320 beside large ones.
-        return bytes(sizes[index] - 48) if sizes[index] < 5000 else np.empty(sizes[index] - 320, dtype=np.uint8)
+        return bytes(lengths[index] - 48) if lengths[index] < 5000 else np.empty(lengths[index] - 320, dtype=np.uint8)
 
     codec = RecordCodec.infer([content(index) for index in range(20)])
-    slots = slots_for(granted, codec, len(sizes))
-    store = Store.create(codec, Ring.cut(len(sizes), (1.0,), (slots,)).arcs[0], granted=granted)
-    for index in range(len(sizes)):
-        if store.has_place(index):
-            store.fill(index, content(index))
-    ready = store.lookup(np.arange(len(sizes))) != NO_PLACE
-    assert np.array(sizes)[ready].sum() >= 0.95 * granted
-    assert store.memory_bytes <= granted
-    store.close()
-
-
-def test_every_index_has_a_slot_where_slots_cost_little() -> None:
-    """Of a data set of small records that fits in small part, some have none; never fewer than would find room."""
+    arc = Ring.cut(len(lengths), (1.0,), (slots_for(granted, codec, len(lengths)),)).arcs[0]
+    with closing(Store.create(codec, arc, granted=granted)) as store:
+        ready = [index for index in range(len(lengths)) if store.has_place(index) and store.fill(index, content(index))]
+        assert sum(lengths[index] for index in ready) >= 0.95 * granted
+        assert store.memory_bytes <= granted
     small, large = RecordCodec(nbytes=100), RecordCodec(nbytes=100_000)
-    assert slots_for(MIB, large, 1000) == 1000
-    assert slots_for(MIB, small, 1000) == 1000
-    assert MIB // small.slot_bytes <= slots_for(MIB, small, 10**6) < 10**5
-    assert slots_for(0, small, 10**6) == 0
-    assert Records.bytes_for(small, slots_for(MIB, small, 10**6)) < MIB / 7
+    assert slots_for(MIB, large, 1000) == slots_for(MIB, small, 1000) == 1000
+    assert MIB // small.slot_bytes <= (slots := slots_for(MIB, small, 10**6)) < 10**5
+    assert Records.bytes_for(small, slots) < MIB / 7
 
 
 # ---- shortage ----

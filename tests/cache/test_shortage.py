@@ -1,7 +1,6 @@
 """Near a limit of memory the cache stops taking slots, in all processes, before the kernel kills."""
 
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,19 +15,18 @@ from tests.cgroups import run_limited
 from tests.logs import Log
 from tests.processes import call, call_many, without_room
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 SLOTS, SAMPLE = 400, MIB
 
 
 class Memory:
-    """A machine whose memory is held by the cache, by others, or is free; it counts how often it is asked."""
+    """A machine whose memory is held by the cache, by others, or is free."""
 
     def __init__(self, total: int) -> None:
-        self.total, self.others, self.reads = total, 0, 0
+        self.total, self.others = total, 0
         self.cache = Store.create(SampleSpec.infer(sample(0)), Arc(SLOTS, SLOTS))
 
     def now(self) -> FreeMemory:
-        self.reads += 1
         return FreeMemory(None, None, max(self.total - self.others - self.cache.memory_bytes, 0))
 
     def fill(self, indices: range) -> int:
@@ -60,37 +58,19 @@ def test_filling_stops_before_the_limit(memory: Memory, caplog: pytest.LogCaptur
     assert "Give the job more memory" in second
 
 
-def test_without_a_word_64_mib_stay_free(memory: Memory) -> None:
-    """Without `keep_free`, 64 MiB stay free."""
+def test_without_a_word_64_mib_stay_free(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the free memory is unknown, nothing stops."""
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "now", lambda: FreeMemory(None, None, None))
+        assert memory.fill(range(SLOTS)) == SLOTS
+    memory.cache.clear()
     assert 133 <= memory.fill(range(SLOTS)) <= 136
 
 
-def test_memory_is_not_asked_for_every_sample(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With much memory left a look is taken ten times a second at most."""
-    memory.total = 1000 * GIB
-    monkeypatch.setattr(time, "monotonic", lambda: 1.0)
-    assert memory.fill(range(SLOTS)) == SLOTS
-    assert memory.reads == 1
-    monkeypatch.setattr(time, "monotonic", lambda: 2.0)
-    memory.cache.clear()
-    memory.fill(range(10))
-    assert memory.reads == 2
-
-
-def test_a_peak_of_the_training_is_remembered(memory: Memory) -> None:
-    """A step that takes 100 MiB and gives them back will take them again: they are not filled in between."""
-    memory.cache.keep_free(20 * MIB)
-    memory.fill(range(10))
-    memory.others = 100 * MIB
-    time.sleep(0.11)
-    memory.fill(range(10, 12))
-    memory.others = 0
-    assert 65 <= memory.fill(range(SLOTS)) <= 68
-
-
 @pytest.mark.processes
-def test_what_one_process_saw_counts_for_all(memory: Memory) -> None:
-    """A worker that starts in a quiet moment knows the peak that another one has seen, until the cache opens anew."""
+def test_a_peak_of_the_training_is_remembered(memory: Memory) -> None:
+    """A step that takes 100 MiB and gives them back will take them again: they are not filled in between, by no process
+    of the node, until the cache opens anew."""
     memory.cache.keep_free(20 * MIB)
     memory.others = 100 * MIB
     assert call(memory.fill, range(10)) == 10
@@ -98,12 +78,6 @@ def test_what_one_process_saw_counts_for_all(memory: Memory) -> None:
     assert 66 <= call(memory.fill, range(10, SLOTS)) <= 70
     memory.cache.keep_free(20 * MIB)
     assert 98 <= call(memory.fill, range(SLOTS)) <= 104
-
-
-def test_where_memory_cannot_be_known_nothing_stops(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the free memory is unknown, the cache fills as it was granted."""
-    monkeypatch.setattr(memory, "now", lambda: FreeMemory(None, None, None))
-    assert memory.fill(range(SLOTS)) == SLOTS
 
 
 def fill_in_children(count: int) -> None:
