@@ -180,8 +180,8 @@ def _interop(_: None) -> str:
     rows = ["| | cached | passes |", "|---|---|---|"]
     for library, ways in table.items():
         cells: tuple[list[str], list[str]] = [], []
-        for way, outcome in ways.items():
-            cells[outcome.name == "PASSES"].append(way.strip("_").replace("_", " "))
+        for way, cached in ways.items():
+            cells[not cached].append(way.strip("_").replace("_", " "))
         rows.append(f"| {library} | {' | '.join(map(', '.join, cells))} |")
     return "\n".join(rows)
 

@@ -1,7 +1,6 @@
 """Libraries that change the environment when they are imported (OpenCV, Lightning) do so before the first test here.
 
-No sooner: they take seconds of each process that collects tests, and make each process that runs them twice as large,
-which takes twice as long to fork.
+No sooner: they take seconds of each process that collects tests, and double what a fork of it takes.
 """
 
 import os
@@ -18,9 +17,7 @@ os.environ |= {"NO_ALBUMENTATIONS_UPDATE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK":
 def imported() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name in {"mlflow", "optuna", "tensorboard"} - set(sys.modules):
-            patch.setitem(
-                sys.modules, name, None
-            )  # MONAI would import them, for two seconds, and uses none of them here
+            patch.setitem(sys.modules, name, None)  # MONAI would import them, for two seconds, and uses none here
         for name in ("albumentations", "monai", "timm", "kornia"):
             with suppress(ImportError):
                 import_module(name)

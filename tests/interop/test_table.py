@@ -1,15 +1,25 @@
 """Each way of holding data in the table, trained with and without the callback."""
 
 import importlib
+import logging
+import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_stocache import StochasticCache
-from tests.interop.table import TABLE, Outcome
-from tests.interop.training import Run, Setting, train
+from tests.interop.fingerprint import fingerprint
+from tests.interop.setting import Setting
+from tests.interop.table import MODULES, TABLE
+from tests.logs import Log
+from tests.training.tiny import Watcher, make_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -19,6 +29,46 @@ ONCE_A_PROCESS = ("storage", "lmdb_opened_on_first_use")  # LMDB opens a file on
 IN_WORKERS = [*FIRST_ROWS[::2], ONCE_A_PROCESS, ("storage", "plain_file_opened_on_first_use")]
 
 
+class Noting(Watcher):
+    """Notes each batch, whatever it is."""
+
+    def note(self, stage: str, batch: Any) -> torch.Tensor:
+        self.batches.append(fingerprint(batch))
+        return self.weight.sum()
+
+
+class Run(NamedTuple):
+    """All that a user could see of a training: batches, generators afterwards, metrics, warnings, and samples read
+    until each epoch's end, if they can be counted."""
+
+    batches: list[Any]
+    states: Any
+    metrics: dict[str, Any]
+    warnings: list[str]
+    loads: list[int]
+    names: list[str]
+
+
+def train(way: Callable[[Setting], Any], setting: Setting, callbacks: list[Callback]) -> Run:
+    """Make the loader under a seed, and train on it for three epochs."""
+    seed_everything(7, verbose=False)
+    loader, model, loads = way(setting), Noting(), list[int]()
+
+    def count(*_: Any) -> None:
+        loads.append(setting.loads.stat().st_size if setting.loads.exists() else 0)
+
+    counting = LambdaCallback(on_train_epoch_end=count)
+    trainer = make_trainer(setting.folder, [*callbacks, counting], epochs=3, logger=False)
+    with Log(logging.WARNING) as log, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # of files of the run before, collected at any moment
+        trainer.fit(model, loader)
+    said = log.lines + [str(each.message) for each in caught if "lightning_stocache" in each.filename]
+    states = fingerprint([torch.get_rng_state(), np.random.get_state(), random.getstate()])
+    names = [type(thing).__name__ for thing in (loader, getattr(loader, "dataset", None))]
+    return Run(model.batches, states, trainer.callback_metrics, said, loads, names)
+
+
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for the data of all ways."""
@@ -26,11 +76,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def row(request: pytest.FixtureRequest) -> tuple[Callable[[Setting], Any], Outcome]:
-    """A way of the table and its outcome. Of the session, since what libraries leave when imported is no test's."""
+def row(request: pytest.FixtureRequest) -> tuple[Callable[[Setting], Any], bool]:
+    """A way of the table and whether it is cached. Of the session: what libraries leave when imported is no test's."""
     library, way = request.param
-    module = importlib.import_module(f"tests.interop.sources.{library}")
-    return module.WAYS[way], TABLE[library][way]
+    return getattr(importlib.import_module(MODULES[library]), library.upper())[way], TABLE[library][way]
 
 
 def rows(chosen: list[tuple[str, str]]) -> pytest.MarkDecorator:
@@ -38,36 +87,23 @@ def rows(chosen: list[tuple[str, str]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", chosen, ids=["-".join(row) for row in chosen], indirect=True)
 
 
-def differing(cached: Run, plain: Run) -> list[int]:
-    """The numbers of the batches in which two runs differ."""
-    pairs = zip(cached.batches, plain.batches, strict=True)
-    return [number for number, (batch, expected) in enumerate(pairs) if batch != expected]
-
-
 def check(
-    row: tuple[Callable[[Setting], Any], Outcome], files: Path, tmp_path: Path, workers: int, **options: Any
+    row: tuple[Callable[[Setting], Any], bool], files: Path, tmp_path: Path, workers: int, **options: Any
 ) -> None:
-    way, outcome = row
-    names: list[str] = []
-
-    def noted(setting: Setting) -> Any:
-        loader = way(setting)
-        names[:] = [type(loader).__name__, type(getattr(loader, "dataset", None)).__name__]
-        return loader
-
-    plain = train(noted, Setting(files, tmp_path / "plain", workers), [])
-    cached = train(noted, Setting(files, tmp_path / "cached", workers), [StochasticCache(**options)])
-    hit_rate = cached.metrics.get("stocache/hit_rate", 0.0)
-    assert differing(cached, plain) == []
+    way, is_cached = row
+    plain = train(way, Setting(files, tmp_path / "plain", workers), [])
+    cached = train(way, Setting(files, tmp_path / "cached", workers), [StochasticCache(**options)])
+    pairs = zip(cached.batches, plain.batches, strict=True)
+    assert [number for number, (batch, expected) in enumerate(pairs) if batch != expected] == []
     assert cached.states == plain.states
-    if outcome is Outcome.CACHED:
+    if is_cached:
         assert cached.warnings == []
-        assert hit_rate == 1.0
-        assert cached.loads_of_last_epoch == 0
+        assert cached.metrics["stocache/hit_rate"] == 1
+        assert cached.loads[2] == cached.loads[1]
     else:
         [warning] = cached.warnings
-        assert any(name in warning for name in names), warning
-        assert hit_rate == 0.0
+        assert any(name in warning for name in cached.names), warning
+        assert cached.metrics.get("stocache/hit_rate", 0) == 0
 
 
 def test_all_ways_that_the_readme_counts_are_there():

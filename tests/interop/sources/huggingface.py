@@ -9,26 +9,26 @@ from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from tests.interop.sources.files import SAMPLES, pictures
-from tests.interop.training import Setting
+from tests.interop.setting import SAMPLES, Setting, pictures
 
 datasets = pytest.importorskip("datasets")
 
 LABELS = [number % 5 for number in range(SAMPLES)]
+NAMES = [f"image {number}" for number in range(SAMPLES)]
+
+
+def _table(column: str, rows: list[Any], feature: Any = None) -> Any:
+    """A column of any kind, and labels."""
+    features = feature and datasets.Features({column: feature, "label": datasets.Value("int64")})
+    return datasets.Dataset.from_dict({column: rows, "label": LABELS}, features=features)
 
 
 def _images() -> Any:
-    features = datasets.Features({"image": datasets.Array3D((8, 8, 3), "uint8"), "label": datasets.Value("int64")})
-    return datasets.Dataset.from_dict({"image": list(pictures(SAMPLES, 8, 8)), "label": LABELS}, features=features)
-
-
-def _named_images() -> Any:
-    return _images().add_column("name", [f"image {number}" for number in range(SAMPLES)])
+    return _table("image", list(pictures(SAMPLES, 8, 8)), datasets.Array3D((8, 8, 3), "uint8"))
 
 
 def _tokens(length: int | None) -> Any:
-    ids = [[number % 7 + 1] * (length or 3 + number % 4) for number in range(SAMPLES)]
-    return datasets.Dataset.from_dict({"input_ids": ids, "label": LABELS})
+    return _table("input_ids", [[number % 7 + 1] * (length or 3 + number % 4) for number in range(SAMPLES)])
 
 
 def _padded(samples: list[Any]) -> Any:
@@ -48,12 +48,6 @@ def _from_disk(setting: Setting) -> Any:
     return datasets.load_from_disk(path)
 
 
-def _pil_images() -> Any:
-    rows = {"image": [Image.fromarray(pixels) for pixels in pictures()], "label": LABELS}
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    return datasets.Dataset.from_dict(rows, features=features)
-
-
 def _normalised(rows: dict[str, Any]) -> dict[str, Any]:
     return rows | {"image": [torch.tensor(image, dtype=torch.float32) / 255 for image in rows["image"]]}
 
@@ -68,33 +62,28 @@ def _shaken(rows: dict[str, Any]) -> dict[str, Any]:
     return {"image": [(torch.tensor(image) + torch.rand(())) * scale + shift for image in rows["image"]]}
 
 
-def _random_transform_of_a_column(setting: Setting) -> Any:
-    dataset = _images()
-    dataset.set_transform(_shaken, columns=["image"], output_all_columns=True)
-    return setting.loader(dataset)
-
-
 def _iterable(setting: Setting) -> Any:
     stream = _images().to_iterable_dataset(num_shards=2).with_format("torch")
     return DataLoader(stream, **setting.options | {"shuffle": False})
 
 
-WAYS = {
+HUGGINGFACE = {
     "image_and_label": lambda setting: setting.loader(_images().with_format("torch")),
-    "with_a_string": lambda setting: setting.loader(_named_images().with_format("torch")),
+    "with_a_string": lambda setting: setting.loader(_images().add_column("name", NAMES).with_format("torch")),
     "fixed_tokens": lambda setting: setting.loader(_tokens(6).with_format("torch")),
     "varying_tokens": lambda setting: setting.loader(_tokens(None).with_format("torch"), collate_fn=_padded),
-    "plain_ints": lambda setting: setting.loader(
-        datasets.Dataset.from_dict({"number": list(range(SAMPLES)), "label": LABELS})
-    ),
+    "plain_ints": lambda setting: setting.loader(_table("number", list(range(SAMPLES)))),
     "numpy_format": lambda setting: setting.loader(_images().with_format("numpy")),
     "mapped_and_split": lambda setting: setting.loader(_mapped_and_split().with_format("torch")),
     "from_disk": lambda setting: setting.loader(_from_disk(setting).with_format("torch")),
     "pil_images": lambda setting: setting.loader(
-        _pil_images(), collate_fn=lambda samples: [np.asarray(sample["image"]) for sample in samples]
+        _table("image", [Image.fromarray(pixels) for pixels in pictures()], datasets.Image()),
+        collate_fn=lambda samples: [np.asarray(sample["image"]) for sample in samples],
     ),
     "deterministic_transform": lambda setting: setting.loader(_images().with_transform(_normalised)),
     "random_transform": lambda setting: setting.loader(_images().with_transform(_noisy)),
-    "random_transform_of_a_column": _random_transform_of_a_column,
+    "random_transform_of_a_column": lambda setting: setting.loader(
+        _images().with_transform(_shaken, columns=["image"], output_all_columns=True)
+    ),
     "iterable": _iterable,
 }

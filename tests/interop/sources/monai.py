@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from tests.interop.training import Setting
+from tests.interop.setting import Setting, held
 
 monai_data = pytest.importorskip("monai.data")
 transforms = pytest.importorskip("monai.transforms")
@@ -42,11 +42,8 @@ def _steps(*more: Any, track_meta: bool = True) -> Any:
 
 
 def _flip_and_shift(*, track_meta: bool = True) -> Any:
-    flip, shift = (
-        transforms.RandFlipd(KEYS, prob=0.5, spatial_axis=0),
-        transforms.RandShiftIntensityd("image", 0.1, prob=1),
-    )
-    return _steps(flip, shift, track_meta=track_meta)
+    flip = transforms.RandFlipd(KEYS, prob=0.5, spatial_axis=0)
+    return _steps(flip, transforms.RandShiftIntensityd("image", 0.1, prob=1), track_meta=track_meta)
 
 
 def _crops() -> Any:
@@ -57,21 +54,17 @@ def _loader(setting: Setting, steps: Any, kind: Any = monai_data.DataLoader, **o
     return setting.loader(monai_data.Dataset(_volumes(setting), steps), kind, **options)
 
 
-class _Arrays(Dataset[Any]):
+def _arrays(setting: Setting) -> Any:
     """A dataset of one's own that calls array transforms."""
-
-    def __init__(self, rows: list[dict[str, str]]) -> None:
-        self.rows = rows
-        self.transform = transforms.Compose([transforms.ScaleIntensity(), transforms.RandGaussianNoise(prob=0.5)])
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform(np.load(self.rows[index]["image"])[None])
+    return held(
+        lambda self, index: self.transform(np.load(self.rows[index]["image"])[None]),
+        VOLUMES,
+        rows=_volumes(setting),
+        transform=transforms.Compose([transforms.ScaleIntensity(), transforms.RandGaussianNoise(prob=0.5)]),
+    )
 
 
-WAYS = {
+MONAI = {
     "deterministic": lambda setting: _loader(setting, _steps()),
     "deterministic_in_a_plain_loader": lambda setting: _loader(
         setting, _steps(), DataLoader, collate_fn=monai_data.list_data_collate
@@ -84,7 +77,7 @@ WAYS = {
         monai_data.Dataset(_volumes(setting, of_one_size=False), _crops()), monai_data.DataLoader
     ),
     "array_transforms_in_a_dataset_of_ones_own": lambda setting: setting.loader(
-        _Arrays(_volumes(setting)), monai_data.DataLoader
+        _arrays(setting), monai_data.DataLoader
     ),
     "monai_cache_dataset": lambda setting: setting.loader(
         monai_data.CacheDataset(_volumes(setting), _flip_and_shift(), progress=False), monai_data.DataLoader

@@ -1,161 +1,129 @@
 """Arrays in the files of other libraries, opened in `__init__` or, as is usually advised, on first use."""
 
+import operator
 import os
 import sqlite3
 import zipfile
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 
-from tests.interop.sources.files import SAMPLES
+from tests.interop.setting import SAMPLES, Setting, held
 
 SHAPE = (3, 8, 8)
+ROWS = np.random.default_rng(5).integers(0, 256, (SAMPLES, *SHAPE), dtype=np.uint8)
+SIZE = ROWS[0].nbytes
 
 
-def _rows() -> np.ndarray:
-    """What lies in the files: a row of bytes per sample."""
-    return np.random.default_rng(5).integers(0, 256, (SAMPLES, *SHAPE), dtype=np.uint8)
+def _stored(
+    setting: Setting,
+    name: str,
+    write: Callable[[str], Any],
+    opened: Callable[[str], Any],
+    row: Callable[[Any, int], Any] = operator.getitem,
+    *,
+    at_once: bool = False,
+) -> Any:
+    """Rows of a file that is written where there is none, and opened when the first row is read, or at once."""
+    path = str(setting.folder / name)
+    if not os.path.exists(path):
+        write(path)
 
-
-class _Stored(Dataset[Any]):
-    """Rows of a file that is written where there is none, and opened when the first row is read."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path, self.file = str(folder / type(self).__name__), None
-        if not os.path.exists(self.path):
-            self.write(_rows())
-
-    def write(self, rows: np.ndarray) -> None:
-        rows.tofile(self.path)
-
-    def open(self) -> Any:
-        raise NotImplementedError
-
-    def row(self, index: int) -> Any:
-        return self.file[index]
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def load(self: Any, index: int) -> tuple[torch.Tensor, int]:
         if self.file is None:
-            self.file = self.open()
-        return torch.from_numpy(np.array(self.row(index))).reshape(SHAPE), index
+            self.file = opened(path)
+        return torch.from_numpy(np.frombuffer(row(self.file, index), np.uint8).copy()).reshape(SHAPE), index
+
+    return setting.loader(held(load, file=opened(path) if at_once else None))
 
 
-class _H5(_Stored):
-    """Rows of an HDF5 file, whose handle cannot be pickled."""
+def _h5py(setting: Setting, *, at_once: bool) -> Any:
+    """A file whose handle cannot be pickled."""
+    h5py = pytest.importorskip("h5py")
 
-    def write(self, rows: np.ndarray) -> None:
-        with pytest.importorskip("h5py").File(self.path, "w") as file:
-            file["rows"] = rows
+    def write(path: str) -> None:
+        with h5py.File(path, "w") as file:
+            file["rows"] = ROWS
 
-    def open(self) -> Any:
-        return pytest.importorskip("h5py").File(self.path, "r")["rows"]
-
-
-class _OpenH5(_H5):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.file = self.open()
+    return _stored(setting, "rows.h5", write, lambda path: h5py.File(path, "r")["rows"], at_once=at_once)
 
 
-class _LMDB(_Stored):
-    def write(self, rows: np.ndarray) -> None:
-        environment = pytest.importorskip("lmdb").open(self.path, map_size=2**20)
-        with environment.begin(write=True) as transaction:
-            for index, row in enumerate(rows):
+def _lmdb(setting: Setting) -> Any:
+    lmdb = pytest.importorskip("lmdb")
+
+    def write(path: str) -> None:
+        with lmdb.open(path, map_size=2**20) as environment, environment.begin(write=True) as transaction:
+            for index, row in enumerate(ROWS):
                 transaction.put(str(index).encode(), row.tobytes())
-        environment.close()
 
-    def open(self) -> Any:
-        return pytest.importorskip("lmdb").open(self.path, readonly=True, lock=False)
+    def row(environment: Any, index: int) -> bytes:
+        with environment.begin() as transaction:
+            return transaction.get(str(index).encode())
 
-    def row(self, index: int) -> Any:
-        with self.file.begin() as transaction:
-            return np.frombuffer(transaction.get(str(index).encode()), np.uint8)
+    return _stored(setting, "rows.lmdb", write, lambda path: lmdb.open(path, readonly=True, lock=False), row)
 
 
-class _Memmap(_Stored):
-    """Rows of a memory-mapped file, as they are."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.rows = np.memmap(self.path, np.uint8, "r", shape=(SAMPLES, *SHAPE))
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index], np.float32(index)
+def _memmap(setting: Setting, load: Callable[[Any, int], Any]) -> Any:
+    path = setting.folder / "rows.bin"
+    if not path.exists():
+        ROWS.tofile(path)
+    return setting.loader(held(load, rows=np.memmap(path, np.uint8, "r", shape=ROWS.shape)))
 
 
-class _MemmapAsTensors(_Memmap):
-    def __getitem__(self, index: int) -> Any:
-        return torch.from_numpy(np.array(self.rows[index]))
+def _zarr(setting: Setting) -> Any:
+    zarr = pytest.importorskip("zarr")
+    return _stored(setting, "rows.zarr", lambda path: zarr.save(path, ROWS), lambda path: zarr.open(path, mode="r"))
 
 
-class _Zarr(_Stored):
-    def write(self, rows: np.ndarray) -> None:
-        pytest.importorskip("zarr").save(self.path, rows)
-
-    def open(self) -> Any:
-        return pytest.importorskip("zarr").open(self.path, mode="r")
-
-
-class _SQLite(_Stored):
-    def write(self, rows: np.ndarray) -> None:
-        connection = sqlite3.connect(self.path)
+def _sqlite(setting: Setting) -> Any:
+    def write(path: str) -> None:
+        connection = sqlite3.connect(path)
         connection.execute("create table samples (number integer primary key, row blob)")
-        blobs = [(index, row.tobytes()) for index, row in enumerate(rows)]
+        blobs = [(index, row.tobytes()) for index, row in enumerate(ROWS)]
         connection.executemany("insert into samples values (?, ?)", blobs)
         connection.commit()
         connection.close()
 
-    def open(self) -> Any:
-        return sqlite3.connect(self.path)
+    def row(connection: Any, index: int) -> bytes:
+        return connection.execute("select row from samples where number = ?", [index]).fetchone()[0]
 
-    def row(self, index: int) -> Any:
-        [[blob]] = self.file.execute("select row from samples where number = ?", [index]).fetchall()
-        return np.frombuffer(blob, np.uint8)
+    return _stored(setting, "rows.sqlite", write, sqlite3.connect, row)
 
 
-class _Zip(_Stored):
-    def write(self, rows: np.ndarray) -> None:
-        with zipfile.ZipFile(self.path, "w") as archive:
-            for index, row in enumerate(rows):
+def _zip(setting: Setting) -> Any:
+    def write(path: str) -> None:
+        with zipfile.ZipFile(path, "w") as archive:
+            for index, row in enumerate(ROWS):
                 archive.writestr(f"{index}.bin", row.tobytes())
 
-    def open(self) -> Any:
-        return zipfile.ZipFile(self.path)
-
-    def row(self, index: int) -> Any:
-        return np.frombuffer(self.file.read(f"{index}.bin"), np.uint8)
+    return _stored(setting, "rows.zip", write, zipfile.ZipFile, lambda archive, index: archive.read(f"{index}.bin"))
 
 
-class _PlainFile(_Stored):
-    """Rows of a file that is read by `seek` and `read`, without a buffer: two processes must not share its offset."""
+def _plain_file(setting: Setting) -> Any:
+    """Rows that are read by `seek` and `read`, without a buffer: two processes must not share the file's offset."""
 
-    def open(self) -> Any:
-        self.process = os.getpid()
-        return open(self.path, "rb", buffering=0)
+    def row(opened: Any, index: int) -> bytes:
+        process, file = opened
+        assert process == os.getpid(), "the handle of another process"
+        file.seek(index * SIZE)
+        return file.read(SIZE)
 
-    def row(self, index: int) -> Any:
-        assert self.process == os.getpid(), "the handle of another process"
-        size = int(np.prod(SHAPE))
-        self.file.seek(index * size, os.SEEK_SET)
-        return np.frombuffer(self.file.read(size), np.uint8)
+    return _stored(setting, "rows.raw", ROWS.tofile, lambda path: (os.getpid(), open(path, "rb", buffering=0)), row)
 
 
-WAYS = {
-    "h5py_opened_on_first_use": lambda setting: setting.loader(_H5(setting.folder)),
-    "h5py_opened_in_init": lambda setting: setting.loader(_OpenH5(setting.folder)),
-    "lmdb_opened_on_first_use": lambda setting: setting.loader(_LMDB(setting.folder)),
-    "memmap": lambda setting: setting.loader(_Memmap(setting.folder)),
-    "memmap_as_tensors": lambda setting: setting.loader(_MemmapAsTensors(setting.folder)),
-    "zarr_array": lambda setting: setting.loader(_Zarr(setting.folder)),
-    "sqlite_opened_on_first_use": lambda setting: setting.loader(_SQLite(setting.folder)),
-    "zip_opened_on_first_use": lambda setting: setting.loader(_Zip(setting.folder)),
-    "plain_file_opened_on_first_use": lambda setting: setting.loader(_PlainFile(setting.folder)),
+STORAGE = {
+    "h5py_opened_on_first_use": lambda setting: _h5py(setting, at_once=False),
+    "h5py_opened_in_init": lambda setting: _h5py(setting, at_once=True),
+    "lmdb_opened_on_first_use": _lmdb,
+    "memmap": lambda setting: _memmap(setting, lambda self, index: (self.rows[index], np.float32(index))),
+    "memmap_as_tensors": lambda setting: _memmap(
+        setting, lambda self, index: torch.from_numpy(np.array(self.rows[index]))
+    ),
+    "zarr_array": _zarr,
+    "sqlite_opened_on_first_use": _sqlite,
+    "zip_opened_on_first_use": _zip,
+    "plain_file_opened_on_first_use": _plain_file,
 }

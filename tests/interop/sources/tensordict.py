@@ -1,12 +1,13 @@
 """Samples and datasets of tensordict."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from tests.interop.sources.files import SAMPLES
+from tests.interop.setting import SAMPLES, held
 
 tensordict = pytest.importorskip("tensordict")
 
@@ -16,18 +17,9 @@ def _table() -> Any:
     return tensordict.TensorDict(columns, batch_size=[SAMPLES])
 
 
-class _Rows(Dataset[Any]):
+def _rows(change: Callable[[Any], Any] = lambda row: row) -> Any:
     """Rows of a table, as they are or made into something else."""
-
-    def __init__(self, change: Any = None) -> None:
-        self.table, self.change = _table(), change
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: int) -> Any:
-        row = self.table[index]
-        return row if self.change is None else self.change(row)
+    return held(lambda self, index: change(self.table[index]), table=_table())
 
 
 @tensordict.tensorclass
@@ -40,10 +32,10 @@ def _record(row: Any) -> Any:
     return _Record(image=row["image"], label=row["label"], batch_size=[])
 
 
-WAYS = {
-    "samples_stacked_in_collate": lambda setting: setting.loader(_Rows(), collate_fn=torch.stack),
+TENSORDICT = {
+    "samples_stacked_in_collate": lambda setting: setting.loader(_rows(), collate_fn=torch.stack),
     # Its `__getitems__` gives a whole batch, so the collate_fn has nothing to do. A TensorDict cannot be counted.
     "as_dataset": lambda setting: DataLoader(_table(), collate_fn=lambda batch: batch, **setting.options),
-    "tensor_class": lambda setting: setting.loader(_Rows(_record), collate_fn=torch.stack),
-    "turned_into_dicts": lambda setting: setting.loader(_Rows(lambda row: row.to_dict())),
+    "tensor_class": lambda setting: setting.loader(_rows(_record), collate_fn=torch.stack),
+    "turned_into_dicts": lambda setting: setting.loader(_rows(lambda row: row.to_dict())),
 }

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from tests.interop.sources.files import images
-from tests.interop.training import Setting
+from tests.interop.setting import Setting, images
 
 timm = pytest.importorskip("timm.data")
 
@@ -18,9 +17,8 @@ def _dataset(setting: Setting, **options: Any) -> Any:
 
 
 def _made_by_timm(setting: Setting, **options: Any) -> Any:
-    dataset = setting.counted(_dataset(setting))
     options |= {"num_workers": setting.workers, "persistent_workers": False, "pin_memory": False}
-    return timm.create_loader(dataset, 16, 4, device=torch.device("cpu"), **options)
+    return timm.create_loader(setting.counted(_dataset(setting)), 16, 4, device=torch.device("cpu"), **options)
 
 
 def _mixup_in_collate(setting: Setting) -> Any:
@@ -29,7 +27,7 @@ def _mixup_in_collate(setting: Setting) -> Any:
     return setting.loader(dataset, collate_fn=lambda samples: mixup(*default_collate(samples)))
 
 
-WAYS = {
+TIMM = {
     "train": lambda setting: setting.loader(
         _dataset(setting, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.2)
     ),
