@@ -12,9 +12,6 @@ from tqdm import tqdm
 
 from lightning_stocache.console import Console, above_bars
 
-tqdm.get_lock()  # a semaphore that tqdm makes once and keeps: not this test's to leave behind
-
-
 LOGGER = logging.getLogger("tests.console")
 
 
@@ -40,22 +37,15 @@ def test_a_line_stands_above_the_bar_of_tqdm(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_line_goes_to_the_stderr_that_rich_puts_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While its bar is drawn; afterwards the handler has its own stream again."""
-    before, richs = io.StringIO(), io.StringIO()
+    """While its bar is drawn; afterwards the handler has its own stream again. One that is no console's keeps its."""
+    before, richs, file = io.StringIO(), io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "__stderr__", before)
     monkeypatch.setattr(sys, "stderr", richs)
-    with handled(before) as handler:
+    with handled(before) as handler, handled(file):
         with above_bars(LOGGER.name):
             LOGGER.warning("epoch 0")
-        assert (before.getvalue(), richs.getvalue(), handler.stream) == ("", "epoch 0\n", before)
-
-
-def test_files_get_their_lines_as_ever() -> None:
-    """A handler that is no console's keeps its stream."""
-    with handled(io.StringIO()) as file:
-        with above_bars(LOGGER.name):
-            LOGGER.warning("epoch 0")
-        assert file.stream.getvalue() == "epoch 0\n"
+        assert handler.stream is before
+    assert (before.getvalue(), richs.getvalue(), file.getvalue()) == ("", "epoch 0\n", "epoch 0\n")
 
 
 def test_warnings_say_whose_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

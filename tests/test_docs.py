@@ -6,7 +6,6 @@ How the pages are put together is checked by `mkdocs build --strict` and .ci/che
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from runpy import run_path
 from typing import Any, NamedTuple
 
 import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
@@ -20,7 +19,6 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 TEXT = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
-every_page = pytest.mark.parametrize("page", sorted(TEXT))
 RUNS = "<!-- runs -->\n"
 PRINTS = re.compile(r"\s*(?:prints\s*)?<!-- prints -->\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -44,13 +42,6 @@ def blocks(page: str) -> Iterator[Block]:
         yield Block(in_place, before.endswith(RUNS), printed and printed[1])
 
 
-@every_page
-def test_python_compiles(page):
-    """Each block of Python is Python."""
-    for block in blocks(page):
-        compile(block.code, page, "exec")
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("page", [page for page in sorted(TEXT) if RUNS in TEXT[page]])
 def test_what_is_marked_runs(page, tmp_path, monkeypatch, capfd):
@@ -65,33 +56,14 @@ def test_what_is_marked_runs(page, tmp_path, monkeypatch, capfd):
             assert block.prints is None or printed == block.prints
 
 
-@every_page
-def test_files_exist(page):
-    """Files of the examples, the tests and the checks that a page names."""
+@pytest.mark.parametrize("page", sorted(TEXT))
+def test_python_compiles_and_files_exist(page):
+    """Each block of Python is Python. Files of the examples, the tests and the checks that a page names are there; a
+    relative link is one of a checkout, and leads to a file. (Of the site, mkdocs says so.)"""
+    for block in blocks(page):
+        compile(block.code, page, "exec")
     for name in re.findall(r"(?<![\w./])(?:examples|tests|\.ci)/[\w/.-]*\w", TEXT[page]):
         assert (ROOT / name).exists(), (page, name)
-
-
-@every_page
-def test_links_lead_to_files(page):
-    """A relative link is one of a checkout: it leads to a file that is there. (Of the site, mkdocs says so.)"""
     text = re.sub(r"^ *```.*?^ *```$", "", TEXT[page], flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\((?!https?:|mailto:|#)([^)\s#]+)", text):
         assert ((ROOT / page).parent / target).exists(), (page, target)
-
-
-SITE = run_path(str(ROOT / ".ci/check_site.py"))
-
-
-def test_what_a_page_loads_from_elsewhere_is_found():
-    """Scripts, styles, fonts and pictures, however they are asked for; links are none, nor is what lies beside it."""
-    page = (
-        '<link rel="stylesheet" href="https://a/x.css"><link rel="canonical" href="https://b"><a href="https://c">c</a>'
-        '<script src="//d/x.js"></script><img srcset="https://e/x.png 2x, y.png"><div style="background:url(http://f/x)">'
-        "<style>@import 'https://g/x.css';</style><img src='assets/y.png'>"
-    )
-    assert sorted(SITE["loads_in_page"](page)) == [
-        "//d/x.js", "http://f/x", "https://a/x.css", "https://e/x.png", "https://g/x.css",
-    ]  # fmt: skip
-    style = 'a{background:url(data:x)} @font-face{src:url("https://h/x.woff2")}'
-    assert SITE["loads_in_style"](style) == ["https://h/x.woff2"]

@@ -1,30 +1,39 @@
-"""The house: imports point one way, and each room knows only what it may."""
+"""The house: imports point one way, each room knows only what it may, and the package's face and build list all."""
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
+import pytest
+
+import lightning_stocache
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_stocache"
 ROOMS = ["node", "cache", "source", "setup", "sampling", "loading", "growing", "insight", "training"]
-TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-PRIVATE_FILES = {"torch_internals", "lightning_internals"}
+FACES = {PACKAGE.name, *(f"{PACKAGE.name}.{room}" for room in ROOMS)}
+SOURCES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+TREES = {module: ast.parse(text) for module, text in SOURCES.items()}
 
 
-def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def imports_of(path: Path) -> Iterator[str]:
+def imports_of(tree: ast.Module) -> Iterator[str]:
     """The modules that a file imports, anywhere in it; `from x import y` is x."""
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively"
+            assert node.level == 0, f"a relative import of {node.module}"
             yield node.module or ""
+
+
+IMPORTS = {module: set(imports_of(tree)) for module, tree in TREES.items()}
 
 
 def room_of(module: str) -> str | None:
@@ -33,60 +42,43 @@ def room_of(module: str) -> str | None:
     return room if package == PACKAGE.name and room in ROOMS else None
 
 
-def knowing(*libraries: str) -> list[str]:
-    """The modules that import one of these libraries."""
-    return [name_of(path) for path in TREES if any(name.partition(".")[0] in libraries for name in imports_of(path))]
-
-
 def test_rooms_import_only_from_rooms_above():
     """A module imports from its own room and from those before it; setup and sampling do not know each other.
 
-    What stands in no room is the public face, the command line, and torch_internals, which knows nobody.
+    What stands in no room is the public face, the command line, and torch_internals, which knows nobody. The modules
+    can be put in an order in which each imports only what comes before it.
     """
     wrong = []
-    for path in TREES:
-        room = room_of(name_of(path))
-        above = ROOMS[: ROOMS.index(room) + 1] if room else [] if path.stem == "torch_internals" else ROOMS
+    for module, imported in IMPORTS.items():
+        room = room_of(module)
+        above = ROOMS[: ROOMS.index(room) + 1] if room else [] if module.endswith("torch_internals") else ROOMS
         above = [name for name in above if {name, room} != {"setup", "sampling"}]
-        wrong += [
-            f"{name_of(path)} <- {module}" for module in imports_of(path) if room_of(module) not in (None, *above)
-        ]
+        wrong += [f"{module} <- {other}" for other in imported if room_of(other) not in (None, *above)]
     assert wrong == []
-
-
-def test_no_cycles():
-    """The modules can be put in an order in which each imports only what comes before it."""
-    known = set(map(name_of, TREES))
-    graph = {name_of(path): known & set(imports_of(path)) for path in TREES if name_of(path) != PACKAGE.name}
+    graph = {module: imported & TREES.keys() for module, imported in IMPORTS.items() if module != PACKAGE.name}
     assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
 
 
 def test_names_come_from_the_leaf_that_defines_them():
     """No module inside imports from the package's face, nor from a room's, and none offers in `__all__` what it has
     imported, but torch's private names, which one file names."""
-    faces = {PACKAGE.name, *(f"{PACKAGE.name}.{room}" for room in ROOMS)}
-    assert [name_of(path) for path in TREES if room_of(name_of(path)) and faces & set(imports_of(path))] == []
-    again = {}
-    for path, tree in TREES.items():
+    assert [module for module, imported in IMPORTS.items() if room_of(module) and FACES & imported] == []
+    for module, tree in TREES.items():
         imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
         imported = {alias.asname or alias.name for node in imports for alias in node.names}
-        if path.stem != "torch_internals":
-            again[name_of(path)] = imported & exported(tree)
-    assert not any(again.values()), again
-
-
-def exported(tree: ast.Module) -> set[str]:
-    """What stands in `__all__`, where that is a list of names."""
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "__all__" and isinstance(node.value, ast.List):
-            return {name.value for name in node.value.elts if isinstance(name, ast.Constant)}
-    return set()
+        lists = [node.value for node in tree.body if ast.unparse(node).startswith("__all__ = ['")]
+        offered = {name for names in lists for name in ast.literal_eval(names)}
+        assert module.endswith("torch_internals") or not imported & offered, module
 
 
 def test_only_training_knows_lightning_and_the_command_line_hydra():
     """Lightning is imported in training/ and nowhere else in the package, Hydra and OmegaConf by __main__ alone."""
-    assert set(map(room_of, knowing("lightning", "pytorch_lightning"))) == {"training"}
-    assert knowing("hydra", "omegaconf") == [f"{PACKAGE.name}.__main__"]
+    knowing: dict[str, set[str]] = {}
+    for module, imported in IMPORTS.items():
+        for library in {name.partition(".")[0] for name in imported}:
+            knowing.setdefault(library, set()).add(module)
+    assert {room_of(name) for name in knowing["lightning"] | knowing.get("pytorch_lightning", set())} == {"training"}
+    assert knowing["hydra"] | knowing["omegaconf"] == {f"{PACKAGE.name}.__main__"}
 
 
 def test_only_the_cache_knows_how_a_sample_lies():
@@ -97,33 +89,28 @@ def test_only_the_cache_knows_how_a_sample_lies():
     inside = re.compile(
         r"(?<!stocache\.)(?:cache|store)\.(?:layout|segment)\b|\.row_bytes\b|\.states\b|(?<!\.handle)\.arc\b"
     )
-    outside = [path for path in TREES if room_of(name_of(path)) not in ("cache", None)]
-    assert [(name_of(path), found) for path in outside for found in inside.findall(path.read_text())] == []
+    outside = [module for module in SOURCES if room_of(module) not in ("cache", None)]
+    assert [(module, found) for module in outside for found in inside.findall(SOURCES[module])] == []
 
 
 def test_what_is_private_of_others_is_named_in_two_files():
-    """Attributes of other people's objects that begin with an underscore, and modules that do."""
-    found = []
-    for path in TREES:
-        if path.stem in PRIVATE_FILES:
+    """Attributes of other people's objects that begin with an underscore, and modules that do. In training/ no string
+    is a private name that the package does not define itself."""
+    defined, found = private_names(*TREES.values()), []
+    for module, tree in TREES.items():
+        if module.endswith(("torch_internals", "lightning_internals")):
             continue
-        attributes = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute)]
+        nodes = list(ast.walk(tree))
+        attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
         ours = {node.attr for node in attributes if is_self(node.value)} | {"_fields"}  # documented by namedtuple
-        found += [(path.stem, node.attr) for node in attributes if is_private(node.attr) and node.attr not in ours]
-        found += [(path.stem, module) for module in imports_of(path) if "._" in module]
+        found += [(module, node.attr) for node in attributes if is_private(node.attr) and node.attr not in ours]
+        found += [(module, name) for name in IMPORTS[module] if "._" in name]
+        if room_of(module) == "training":
+            pieces = [piece for node in nodes if isinstance(node, ast.JoinedStr) for piece in node.values]
+            texts = [node.value for node in nodes if isinstance(node, ast.Constant) and node not in pieces]
+            names = {text for text in texts if isinstance(text, str) and text.isidentifier() and is_private(text)}
+            found += [(module, name) for name in names - defined]
     assert found == []
-
-
-def test_no_string_hides_a_private_name_of_lightnings():
-    """In training/ no string is a private name that the package does not define itself."""
-    ours, found = private_names(*TREES.values()), []
-    for path in (PACKAGE / "training").glob("*.py"):
-        nodes = list(ast.walk(TREES[path]))
-        pieces = [piece for node in nodes if isinstance(node, ast.JoinedStr) for piece in node.values]
-        strings = [node.value for node in nodes if isinstance(node, ast.Constant) and node not in pieces]
-        names = [text for text in strings if isinstance(text, str) and text.isidentifier() and is_private(text)]
-        found += [(path.stem, name) for name in names if name not in ours]
-    assert {file for file, _ in found} <= {"lightning_internals"}
 
 
 def test_tests_use_public_names():
@@ -133,7 +120,7 @@ def test_tests_use_public_names():
     for path in (ROOT / "tests").rglob("*.py"):
         if any_of_ours.search(text := path.read_text()):  # others need no parsing, which takes seconds
             tree = ast.parse(text)
-            found[path.name] = private_uses(tree, ours - private_names(tree))
+            found[path.name] = private_uses(tree) & (ours - private_names(tree))
     assert not any(found.values()), found
 
 
@@ -150,22 +137,18 @@ def private_names(*trees: ast.Module) -> set[str]:
     return {name for name in names if is_private(name)}
 
 
-def private_uses(tree: ast.Module, ours: set[str]) -> set[str]:
-    """Which of these names are attributes of something else than self, are imported, or are replaced by setattr."""
+def private_uses(tree: ast.Module) -> set[str]:
+    """The names that are attributes of something else than self, are imported, or are replaced by setattr."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not is_self(node.value):
             found.add(node.attr)
         elif isinstance(node, ast.ImportFrom):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.Call) and name_called(node) == "setattr":
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
             paths = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
             found |= {path.rpartition(".")[2] for path in paths}
-    return found & ours
-
-
-def name_called(node: ast.Call) -> str:
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return found
 
 
 def is_private(name: str) -> bool:
@@ -184,3 +167,29 @@ def test_the_design_names_the_files_that_there_are():
         if named := set(re.findall(r"\w+\.py", words)):
             assert named == {path.name for path in (PACKAGE / room).glob("*.py")} - {"__init__.py"}, room
     assert [room for room, _ in rooms] == ROOMS
+
+
+def test_public_names_resolve_are_sorted_and_listed():
+    """Each leads to an object of that name, and a second look gives the same object; the block for editors and dir()
+    show them. A name that the package lacks is an AttributeError with both names in it."""
+    for_editors = next(node for node in TREES[PACKAGE.name].body if isinstance(node, ast.If))
+    imported = [alias.name for node in for_editors.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert lightning_stocache.__all__ == sorted(imported)
+    assert set(lightning_stocache.__all__) < set(dir(lightning_stocache))
+    for name in lightning_stocache.__all__:
+        value = getattr(lightning_stocache, name)
+        assert value.__name__ == name
+        assert getattr(lightning_stocache, name) is value
+    with pytest.raises(AttributeError, match="'lightning_stocache' has no attribute 'no_such_name'"):
+        lightning_stocache.no_such_name  # noqa: B018
+
+
+def test_every_package_folder_is_built():
+    """Each room and each config group is listed for the build, and nothing else. configs/ is a package of its own, and
+    no directory in lightning_stocache/ shadows it."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    groups = {Path(PACKAGE.name) / path.parent.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
+    assert sorted(setuptools["packages"]) == sorted(FACES | {".".join(path.parts) for path in groups})
+    assert setuptools["package-dir"] == {"lightning_stocache.configs": "configs"}
+    assert (ROOT / "configs" / "__init__.py").is_file()
+    assert not (PACKAGE / "configs").exists()
