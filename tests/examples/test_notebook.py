@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +22,18 @@ TRAINING = """
 import os, time
 from torch.utils.data import DataLoader
 from lightning_stocache import StochasticCache
-from tests.sources import CountedSource
-from tests.training.tiny import Model, make_trainer
+from tests.sources import CountedMade
+from tests.training.tiny import Watcher, make_trainer
 
-class Slow(CountedSource):
-    def __getitem__(self, index):
-        time.sleep(0.01)
-        return super().__getitem__(index)
-
-class Stopping(Model):
+class Stopping(Watcher):
     def training_step(self, batch, batch_idx):
         if os.environ.get("STOPS") and batch_idx == 4:
             print("in the middle", flush=True)
             time.sleep(280)
         return super().training_step(batch, batch_idx)
 
-cache = StochasticCache(keep_cache=True)
-loader = DataLoader(Slow(64), 8, shuffle=True, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+cache, dataset = StochasticCache(keep_cache=True), CountedMade(lambda index: time.sleep(0.01) or index, 64)
+loader = DataLoader(dataset, 8, shuffle=True, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
 
 def fit():
     trainer = make_trainer(os.environ["JUPYTER_RUNTIME_DIR"], [cache], epochs=2, logger=False)
@@ -53,24 +48,22 @@ class Kernel:
     def __init__(self, folder: Path) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "IPYTHONDIR": str(folder / "ipython")}
         environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "JUPYTER_RUNTIME_DIR": str(folder)}
-        cwd = str(NOTEBOOK.parent)
         self.manager, self._client = jupyter_client.start_new_kernel(
-            kernel_name="python3", cwd=cwd, env=environment, startup_timeout=SECONDS
+            kernel_name="python3", cwd=str(NOTEBOOK.parent), env=environment, startup_timeout=SECONDS
         )
 
-    def run(self, cell: str, when: Callable[[str], Any] = lambda said: None) -> tuple[str, str]:
-        """How a cell ends ("ok", or the name of an error), and what it prints; `when` is told each time it prints."""
-        said, error = list[str](), ""
+    def run(self, cell: str) -> tuple[str, str]:
+        """How a cell ends ("ok", or the name of an error), and what it prints; "in the middle" interrupts it."""
+        said, errors = list[str](), list[str]()
 
         def hear(message: dict[str, Any]) -> None:
-            nonlocal error
-            content = message["content"]
-            error = content["ename"] if message["msg_type"] == "error" else error
-            said.append(content.get("text", ""))
-            when(said[-1])
+            said.append(message["content"].get("text", ""))
+            errors.extend([message["content"]["ename"]] if message["msg_type"] == "error" else [])
+            if "in the middle" in said[-1]:
+                self.manager.interrupt_kernel()
 
         reply = self._client.execute_interactive(cell, timeout=SECONDS, output_hook=hear)
-        return error or reply["content"]["status"], "".join(said)
+        return (*errors, reply["content"]["status"])[0], "".join(said)
 
     def end(self) -> None:
         if self.manager.has_kernel:
@@ -97,16 +90,15 @@ def lines(text: Any) -> str:
 @pytest.mark.soak
 def test_all_cells_run(kernel):
     """Every cell ends well, on a tenth of the files; a cell that is run again finds its cache warm."""
-    said = {}
-    for number, cell in enumerate(cells()):
+    whole = ""
+    for cell in cells():
         source = lines(cell["source"]).replace("1200", "120").replace("240", "24")
-        outcome, said[number] = kernel.run(source)
-        assert outcome == "ok", said[number]
+        outcome, said = kernel.run(source)
+        assert outcome == "ok", said
+        whole += said
         if "draw(fit(" in source:
             outcome, again = kernel.run(source)
-            assert outcome == "ok", again
-            assert "hit rate per epoch: 100, 100 %" in again
-    whole = "".join(said.values())
+            assert (outcome, "hit rate per epoch: 100, 100 %" in again) == ("ok", True), again
     assert re.search(r"hit rate per epoch: [0-9]+, 100, 100, 100 %", whole)  # one rank
     assert re.search(r"hit rate per epoch: [0-9]+, 100, 100 %", whole)  # two
     assert "epoch 2: " in whole
@@ -133,13 +125,8 @@ def test_what_it_shows_is_a_run_of_its_cells():
 def test_a_fit_that_was_interrupted_goes_on_in_the_next_cell(kernel):
     """Nothing but the kernel is left of it, what it cached is there; and the memory goes when the kernel is killed."""
     assert kernel.run(TRAINING)[0] == "ok"
-
-    def interrupt(said: str) -> None:
-        if "in the middle" in said:
-            kernel.manager.interrupt_kernel()
-
     for _ in range(2):
-        outcome, said = kernel.run("os.environ['STOPS'] = 'yes'\nfit()", interrupt)
+        outcome, said = kernel.run("os.environ['STOPS'] = 'yes'\nfit()")
         assert outcome in ("SystemExit", "KeyboardInterrupt"), said  # which of them, Lightning decides
         assert kernel.run("del os.environ['STOPS']\nloader = DataLoader(loader.dataset, 8, shuffle=True)")[0] == "ok"
         assert len(descendants()) == 1, said  # the kernel itself
