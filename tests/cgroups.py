@@ -9,8 +9,8 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,21 +18,12 @@ from tests.processes import wait_until
 
 __all__ = ["Outcome", "run_limited"]
 
-MIB = 2**20
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a command.
-
-    Args:
-        killed: whether the kernel killed one of its processes for memory.
-        code: the command's exit code.
-        peak: the most that was charged to it at once, droppable page cache included, in bytes.
-        out: what it wrote to stdout.
-        error: what it wrote to stderr.
-    """
+class Outcome(NamedTuple):
+    """Whether the kernel killed a process of a command for memory, the command's exit code, the most bytes that were
+    charged to it at once, droppable page cache included, and what it wrote."""
 
     killed: bool
     code: int
@@ -43,20 +34,25 @@ class Outcome:
 
 def run_limited(command: Sequence[str], limit: int, timeout: float = 240) -> Outcome:
     """Run a command with that many bytes of memory; skips the test where no cgroup can be made."""
-    with _cgroup(limit) as folder, tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
-        process = subprocess.Popen(
-            ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(folder), *command], stdout=out, stderr=error
-        )
+    with _cgroup(limit) as folder, tempfile.TemporaryDirectory() as place:
+        script = 'echo $$ > "$0/cgroup.procs" && out="$1" && shift && exec "$@" >"$out/out" 2>"$out/error"'
+        process = subprocess.Popen(["sh", "-c", script, str(folder), place, *command])
         try:
             code = process.wait(timeout)
         finally:
-            _kill(folder)
+            for pid in (folder / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), 9)
             process.wait()
-        texts = []
-        for file in (out, error):
-            file.seek(0)
-            texts.append(file.read())
-        return Outcome(_kills(folder) > 0, code, _peak(folder), *texts)
+        events = (folder / ("memory.oom_control" if _V1.is_dir() else "memory.events")).read_text()
+        peak = folder / ("memory.max_usage_in_bytes" if _V1.is_dir() else "memory.peak")
+        return Outcome(
+            killed=int(dict(line.split() for line in events.splitlines())["oom_kill"]) > 0,
+            code=code,
+            peak=int(peak.read_text()) if peak.exists() else 0,
+            out=Path(place, "out").read_text(),
+            error=Path(place, "error").read_text(),
+        )
 
 
 @contextlib.contextmanager
@@ -90,20 +86,3 @@ def _parent() -> Path:
         if "memory" in controllers.split(","):
             return _V1 / path.lstrip("/")
     return _V1
-
-
-def _kill(folder: Path) -> None:
-    for pid in (folder / "cgroup.procs").read_text().split():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), 9)
-
-
-def _kills(folder: Path) -> int:
-    events = folder / ("memory.oom_control" if _V1.is_dir() else "memory.events")
-    facts = dict(line.split() for line in events.read_text().splitlines())
-    return int(facts["oom_kill"])
-
-
-def _peak(folder: Path) -> int:
-    peak = folder / ("memory.max_usage_in_bytes" if _V1.is_dir() else "memory.peak")
-    return int(peak.read_text()) if peak.exists() else 0

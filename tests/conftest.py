@@ -11,8 +11,12 @@ import random
 import re
 import resource
 import signal
+import sys
 import time
+import traceback
 from collections.abc import Generator, Iterator
+from multiprocessing import process, util
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -28,9 +32,7 @@ from lightning_stocache.node.open_files import Promised
 from lightning_stocache.setup import child, find, first_samples
 from lightning_stocache.source import random_split
 from tests import names
-from tests.audit import Audit
-from tests.huge_pages import collapse
-from tests.proc import command_of, descendants, memory_files, unused_names
+from tests.proc import collapse, command_of, descendants, memory_files, unused_names
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # an example is not wrong because others are busy
 hypothesis.settings.load_profile("any machine")
@@ -49,7 +51,48 @@ _LAUNCH_VARIABLES = re.compile(
     r"PYTEST_|PL_|KMP_|CUDA_|TORCH|PYTORCH_NVML|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE$|MASTER_|OMP_"
 )
 
-_audit = Audit()
+
+class _Audit:
+    """Notes what this process starts, with the line of a test that has led to it, and how many files it has mapped, or
+    opened in /dev/shm. Its children's doings, and torch's own shared tensors, are not among them.
+
+    Python tells audit hooks of forks, subprocesses, files and mappings. What multiprocessing starts by other calls (a
+    spawned child, a child of the fork server, its servants) is noted where it does.
+    """
+
+    starts = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.memory = 0
+        self._pid, self._folder = os.getpid(), str(Path(__file__).parent)
+        sys.addaudithook(self._hear)
+        self._wrap(process.BaseProcess, "start")
+        self._wrap(util, "spawnv_passfds")
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in self.starts:
+            self._note(event)
+        elif event == "mmap.__new__" or (event == "open" and str(args[0]).startswith("/dev/shm")):
+            self.memory += 1
+
+    def _wrap(self, owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            self._note(f"{owner.__name__}.{name}")
+            return plain(*args, **options)
+
+        setattr(owner, name, noted)
+
+    def _note(self, event: str) -> None:
+        if os.getpid() == self._pid:
+            places = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+            ours = (f" from {path}:{line}" for path, line in places if path.startswith(self._folder))
+            self.started.append(event + next((place for place in ours if __file__ not in place), ""))
+
+
+_audit = _Audit()
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +102,7 @@ def looks_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     Only in the rooms that build on a cache that is open. A test of what the reading process leaves behind is marked
     `looks_apart`; a job that is started as a command has that process, too.
     """
-    path = request.path.relative_to(request.config.rootpath)  # a folder above may be called like a room
-    rooms = {"growing", "insight", "loading", "training"}.intersection(path.parts)
+    rooms = {"growing", "insight", "loading", "training"}.intersection(_folders(request))
     if rooms and not request.node.get_closest_marker("looks_apart"):
         monkeypatch.setattr(find, "start_method", lambda chosen: None)
     if rooms - {"training"}:  # streams are read again here, too; `tests/training/test_growing.py` has that process
@@ -82,7 +124,7 @@ def shares_no_memory_with_other_tests(request: pytest.FixtureRequest, monkeypatc
 
     Its name comes after those of the guards (fixtures are set up by name), so that `monkeypatch` ends before they look.
     """
-    if "node" not in request.path.relative_to(request.config.rootpath).parts:
+    if "node" not in _folders(request):
         monkeypatch.setattr(free, "promised_to_others", lambda *_: Promised())
 
 
@@ -101,11 +143,11 @@ def leaves_no_environment_variable_behind(request: pytest.FixtureRequest) -> Ite
     yield
     after = dict(os.environ)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    for name in changed - {"PYTEST_CURRENT_TEST"}:
-        if name in before:
-            os.environ[name] = before[name]
-        else:
-            del os.environ[name]
+    changed -= {"PYTEST_CURRENT_TEST"}
+    for name in changed & before.keys():
+        os.environ[name] = before[name]
+    for name in changed - before.keys():
+        del os.environ[name]
     ours = {name for name in changed if not _LAUNCH_VARIABLES.match(name)}
     if ours and not _has_failed(request):
         pytest.fail(f"the test left environment variables changed: {sorted(ours)}")
@@ -124,8 +166,7 @@ def has_names_to_itself(request: pytest.FixtureRequest) -> Iterator[None]:
 def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest, has_names_to_itself: None) -> Iterator[None]:
     """Children have ended, and no process of this test run has a file in memory open that it did not have before.
 
-    Listing /dev/shm does not show anonymous files, so descriptors and mappings are looked at. The free bytes of the
-    filesystem would say the same, but other programs on the machine change them too.
+    Listing /dev/shm does not show anonymous files, so descriptors and mappings are looked at.
     """
     if not os.path.isdir("/proc/self/fd"):
         yield
@@ -178,26 +219,18 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def leaves_modules_out_of_collections() -> None:
+    """What has been imported is garbage to nobody: each collection would look through it again, for 0.1 s and more."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Leave soak tests out, unless the expression of `-m` names them: `-m "not processes"` alone would run them."""
     chosen = config.option.markexpr
     if "soak" not in chosen:
         config.option.markexpr = f"({chosen}) and not soak" if chosen else "not soak"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    _audit.started.clear()  # the last teardown is no business of this test
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    if report.when == "call":
-        item.stash[_outcome] = report.failed
-    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -210,11 +243,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         collapse()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def leaves_modules_out_of_collections() -> None:
-    """What has been imported is garbage to nobody: each collection would look through it again, for 0.1 s and more."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _audit.started.clear()  # the last teardown is no business of this test
+
+
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call":
+        item.stash[_failed] = report.failed
+    return report
 
 
 def pytest_unconfigure() -> None:
@@ -222,11 +266,13 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # libraries complain of what is not collected at the end
 
 
-_outcome = pytest.StashKey[bool]()
-
-
 def _has_failed(request: pytest.FixtureRequest) -> bool:
-    return bool(request.node.stash.get(_outcome, False))
+    return bool(request.node.stash.get(_failed, False))
+
+
+def _folders(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The folders of a test below the root: one above may be called like a room."""
+    return request.path.relative_to(request.config.rootpath).parts
 
 
 def _end_plain_loaders() -> None:

@@ -1,8 +1,7 @@
 """Jobs of several processes: how they start, where they meet, how they end, and where they hang.
 
-`start` runs a command, as its users do; a test takes it where the launcher is its subject. `start_module` runs what
-`python -m MODULE` would in a process that has torch and Lightning imported already: importing them anew would take
-each rank four seconds of a processor. A process that Lightning starts from there is a command again.
+`start` runs a command, for tests of a launcher. `start_module` runs what `python -m MODULE` would in a process that has
+imported torch and Lightning, which would take each rank four seconds of a processor.
 """
 
 import atexit
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +26,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from tests.proc import descendants, is_alive
-from tests.processes import context, default_method, mount_own_shm
+from tests.processes import context, mount_own_shm
 
 ROOT = Path(__file__).parents[1]
 OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
@@ -35,12 +34,6 @@ OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /
 
 _LAST_WORDS_SECONDS = 20.0
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def skip_without(command: Sequence[str]) -> None:
@@ -54,18 +47,17 @@ def skip_without(command: Sequence[str]) -> None:
 
 
 def job_environment() -> dict[str, str]:
-    """What the processes of a job need to know, with a port where ranks meet that are started one by one.
-
-    A process that is sent SIGABRT says where each of its threads is.
-    """
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    """What the processes of a job need to know; one that is sent SIGABRT says where each of its threads is."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     return {**os.environ, **meeting, **ours}
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], said: Path) -> BaseProcess:
     """Run a command in a session of its own; what it says is appended to a file."""
-    return _started(_become, list(command), dict(environment), said)
+    return _started(os.execvpe, command[0], list(command), dict(environment), said=said)
 
 
 def start_module(
@@ -73,37 +65,29 @@ def start_module(
 ) -> BaseProcess:
     """Run what `python -m WORDS` would, in a session of its own; what it says is appended to a file.
 
-    Args:
-        words: the module and its arguments.
-        environments: one for each process of the job. The job ends when all have, with the first code that is not 0.
-        said: the file.
-        shm_mib: the size of a /dev/shm that these processes have to themselves, as on a node. 0: the machine's.
+    The job has a process for each environment, and ends when all have, with the first code that is not 0. With a
+    `shm_mib` these processes have a /dev/shm of that size to themselves, as on a node.
     """
     ranks = [dict(environment) for environment in environments]
-    return _started(_run_ranks, list(words), ranks, said, shm_mib, default_method())
+    return _started(_run_ranks, list(words), ranks, shm_mib, multiprocessing.get_start_method(), said=said)
 
 
-def _started(function: Callable[..., None], *args: Any) -> BaseProcess:
-    process: BaseProcess = context("forkserver").Process(target=function, args=args)
+def _started(function: Callable[..., Any], *args: Any, said: Path) -> BaseProcess:
+    process: BaseProcess = context("forkserver").Process(target=_in_session, args=(said, function, args))
     process.start()
     return process
 
 
-def _begin_session(said: Path) -> None:
+def _in_session(said: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.setsid()
     os.chdir(ROOT)
     words = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(words, 1), os.dup2(words, 2)
+    function(*args)
 
 
-def _become(command: list[str], environment: dict[str, str], said: Path) -> None:
-    _begin_session(said)
-    os.execvpe(command[0], command, environment)
-
-
-def _run_ranks(words: list[str], ranks: list[dict[str, str]], said: Path, shm_mib: int, method: str) -> None:
+def _run_ranks(words: list[str], ranks: list[dict[str, str]], shm_mib: int, method: str) -> None:
     multiprocessing.set_start_method(method, force=True)
-    _begin_session(said)
     faulthandler.enable()
     if shm_mib:
         mount_own_shm(shm_mib)
@@ -138,13 +122,7 @@ def _run_module(words: list[str], environment: Mapping[str, str]) -> NoReturn:
 
 
 def exit_codes(jobs: Sequence[BaseProcess], said: Path, seconds: float) -> list[int | None]:
-    """How jobs end.
-
-    Args:
-        jobs: their first processes.
-        said: where their errors go. Jobs that hang say there where each of their threads is.
-        seconds: which they may take together.
-    """
+    """How jobs end, within so many seconds together; those that hang say in their file where each thread is."""
     deadline = time.monotonic() + seconds
     try:
         for job in jobs:
@@ -152,23 +130,19 @@ def exit_codes(jobs: Sequence[BaseProcess], said: Path, seconds: float) -> list[
         codes = [job.exitcode for job in jobs]
     finally:
         if any(job.is_alive() for job in jobs):
-            say_where()
+            _end_all()
     if None in codes:
         pytest.fail(f"the job hangs, {seconds:.0f} s after its start:\n{said.read_text()}")
     return codes
 
 
-def say_where() -> None:
-    """End all children of this process and theirs; with our environment, each says first where its threads are."""
+def _end_all() -> None:
+    """End all children of this process and theirs, which say first where their threads are."""
     pids = descendants()
-    _send(signal.SIGABRT, pids)
-    deadline = time.monotonic() + _LAST_WORDS_SECONDS
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    _send(signal.SIGKILL, pids)
-
-
-def _send(number: int, pids: Iterable[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+    for number in (signal.SIGABRT, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while any(map(is_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.1)

@@ -10,10 +10,7 @@ from pathlib import Path
 
 from lightning_stocache.node import files, named
 
-__all__ = ["VARIABLE", "folder", "leave", "path_of", "remove", "use"]
-
-VARIABLE = "STOCACHE_TESTS_NAMES"
-"""The environment variable that tells a job of a test the folder."""
+__all__ = ["folder", "leave", "path_of", "remove", "use"]
 
 _plain = files.memory_directory
 _made: list[str] = []
@@ -36,9 +33,8 @@ def use(path: str | None = None) -> None:
             _made.append(tempfile.mkdtemp(prefix="stocache-tests-", dir=_plain()))
             os.chmod(_made[0], 0o1777)  # as /dev/shm is: other users may put files there
         path = _made[0]
-    chosen = path
     for module in (files, named):
-        module.memory_directory = _plain if chosen == _plain() else lambda: chosen  # type: ignore[attr-defined]
+        module.memory_directory = _plain if path == _plain() else lambda: path  # type: ignore[attr-defined]
 
 
 def leave() -> None:

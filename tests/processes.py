@@ -30,10 +30,10 @@ from tests import names
 
 __all__ = [
     "Child",
+    "ChildError",
     "call",
     "call_many",
     "context",
-    "default_method",
     "ends_alive",
     "hanging",
     "idle_worker",
@@ -51,37 +51,22 @@ class ChildError(AssertionError):
     """A child process raised, died or did not end; the message holds its traceback."""
 
 
-def context(method: str) -> Any:
-    """The start method; the fork server has imported already what children import, so they start in no time."""
-    return multiprocessing.get_context(method)
-
-
-def default_method() -> str:
-    """The start method where none is said.
-
-    A child that was not forked would start its own children as it was started itself, with all imports anew.
-    """
-    return multiprocessing.get_start_method()
+context: Any = multiprocessing.get_context
+"""The start method; the fork server has imported already what children import, so they start in no time."""
 
 
 class Child:
-    """A function that runs in a process of its own.
-
-    Args:
-        function: what runs; importable by name unless `method` is fork.
-        args: its arguments, sent as any child's arguments are.
-        method: fork, spawn or forkserver.
-    """
+    """A function that runs in a process of its own: importable by name, unless the start method is fork."""
 
     def __init__(self, function: Callable[..., Any], *args: Any, method: str = "fork") -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._answer = Path(self._folder.name) / "answer"
-        settings = lightning_stocache.__file__, names.folder(), default_method(), _bounds()
-        self.process: BaseProcess = context(method).Process(
-            target=_run, args=(str(self._answer), *settings, function, args)
-        )
+        # A child that was not forked would start its own children as it was started itself, with all imports anew.
+        default = multiprocessing.get_start_method()
+        settings = lightning_stocache.__file__, names.folder(), default, _bounds()
+        arguments = (str(self._answer), *settings, function, args)
+        self.process: BaseProcess = context(method).Process(target=_run, args=arguments)
         self.process.start()
-        self.ended = False
 
     def result(self, timeout: float = 400) -> Any:
         """What the function returned.
@@ -95,7 +80,6 @@ class Child:
             self.kill()
             raise ChildError(f"the child did not end in {timeout} s")
         answer = self._answer.read_bytes() if self._answer.exists() else None
-        self.ended = True
         self._folder.cleanup()
         self.process.close()
         if answer is None:
@@ -108,9 +92,9 @@ class Child:
 
     def kill(self) -> None:
         """SIGKILL it, and wait until it is gone."""
-        self.process.kill()
-        self.process.join()
-        self.ended = True
+        with suppress(ValueError):  # it has given its result
+            self.process.kill()
+            self.process.join()
         self._folder.cleanup()
 
 
@@ -158,18 +142,14 @@ def call_many(
         return [child.result(max(deadline - time.monotonic(), 0.1)) for child in children]
     finally:
         for child in children:
-            if not child.ended:
-                child.kill()
+            child.kill()
 
 
 def without_room(function: Callable[..., Any], *args: Any, mib: int = 64) -> Any:
-    """What a function returns in a process that has a /dev/shm of its own, of 64 MiB as Docker makes it.
-
-    Skips the test where the system does not let a process have that.
-    """
-    value = call(_with_own_shm, mib, function, args)
-    if isinstance(value, _Refused):
-        pytest.skip(f"no private /dev/shm here: {value.why}")
+    """What a function returns in a process with a /dev/shm of its own, of 64 MiB as Docker makes it. It may skip."""
+    refusal, value = call(_with_own_shm, mib, function, args)
+    if refusal:
+        pytest.skip(f"no private /dev/shm here: {refusal}")
     return value
 
 
@@ -181,36 +161,23 @@ def take_all_of_dev_shm() -> None:
 
 
 def wait_until(happens: Callable[[], bool], seconds: float = 300) -> None:
-    """Wait for something that another process or thread is to do.
-
-    Raises:
-        AssertionError: it has not been done in so many seconds.
-    """
+    """Wait for something that another process or thread is to do; an AssertionError if it does not."""
     deadline = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.005)
 
 
-class _Refused:
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-
-def _with_own_shm(mib: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _with_own_shm(mib: int, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
     try:
         mount_own_shm(mib)
     except OSError as error:
-        return _Refused(str(error))
-    return function(*args)
+        return str(error), None
+    return "", function(*args)
 
 
 def mount_own_shm(mib: int) -> None:
-    """Give this process a /dev/shm of its own.
-
-    Raises:
-        OSError: the system does not let it have that.
-    """
+    """Give this process a /dev/shm of its own; an OSError where the system does not let it have that."""
     libc = ctypes.CDLL(None, use_errno=True)
     uid, gid = os.getuid(), os.getgid()
     if uid == 0:
@@ -258,10 +225,7 @@ def _run(
 
 
 def ends_alive(function: Callable[..., Any], *args: Any) -> bool:
-    """Whether a function ends in a forked process, which is not killed before. It must not raise.
-
-    It takes a third of the time of a `Child`.
-    """
+    """Whether a function ends in a forked process, which is not killed before. A `Child` takes three times as long."""
     child = os.fork()
     if not child:
         code = 1

@@ -14,17 +14,7 @@ __all__ = ["run_ranks"]
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 400) -> list[Any]:
-    """Run `function(rank, *args)` on every rank of a job, with the process group up.
-
-    Args:
-        function: importable by name.
-        world: number of ranks.
-        args: further arguments, the same for all ranks.
-        timeout: seconds after which the ranks are killed and the test fails.
-
-    Returns:
-        What each rank returned, by rank.
-    """
+    """What `function(rank, *args)`, importable by name, returns on each rank of a job with a process group."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(f"file://{folder}/meeting", rank, world, function, args) for rank in range(world)]
         return call_many(_rank, arguments, method="forkserver", timeout=timeout)

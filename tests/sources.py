@@ -26,14 +26,7 @@ _INDEX_BYTES = 8
 
 
 class CountedSource(Dataset[tuple[torch.Tensor, int]]):
-    """Samples `(uint8 tensor, label)` that follow from their index; every load, in any process, adds it to a file.
-
-    Args:
-        length: number of samples.
-        shape: of the tensor.
-        log_path: the file; what lies there already is counted too.
-        classes: labels go round from 0 to one less.
-    """
+    """Samples `(uint8 tensor, label)` that follow from their index; every load, in any process, is added to a file."""
 
     def __init__(self, length: int, shape: Sequence[int] = (3, 8, 8), log_path: str | Path = "", classes: int = 10):
         self.length, self.shape, self.classes = length, tuple(shape), classes
@@ -49,13 +42,10 @@ class CountedSource(Dataset[tuple[torch.Tensor, int]]):
         return self.expected(index)
 
     def count(self, index: int) -> None:
-        """Add a load to the file."""
+        """Add a load to the file, in one write to its end: none is lost."""
         if self.log_path:
-            log = os.open(self.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                os.write(log, int(index).to_bytes(_INDEX_BYTES, "little"))  # one write to its end: no load is lost
-            finally:
-                os.close(log)
+            with open(self.log_path, "ab", buffering=0) as log:
+                log.write(int(index).to_bytes(_INDEX_BYTES, "little"))
 
     def expected(self, index: int) -> tuple[torch.Tensor, int]:
         """The sample of an index, without a load."""
@@ -86,14 +76,7 @@ class CountedMade(CountedSource):
 
 
 class CountedFiles(CountedSource):
-    """Samples that are decoded from files, as a source whose files can be kept; each read of a file is counted.
-
-    Args:
-        content: gives the bytes of an index.
-        decoded: makes a sample of bytes and index.
-        length: number of samples.
-        log_path: the file of the counts.
-    """
+    """Samples that `decoded` makes of the bytes that `content` gives for an index, as of files; reads are counted."""
 
     def __init__(self, content: Any, decoded: Any, length: int = 12, log_path: str | Path = "") -> None:
         super().__init__(length, log_path=log_path)
@@ -134,12 +117,7 @@ class Made(Dataset[Any]):
 
 
 class Allowance:
-    """Each process may load so many samples as have been allowed; the next one waits for more.
-
-    Args:
-        path: a file, with one byte for each.
-        loads: so many from the beginning.
-    """
+    """Each process may load as many samples as a file has bytes; the next load waits for more."""
 
     def __init__(self, path: Path, loads: int) -> None:
         self.path = path
@@ -172,12 +150,7 @@ def write_photos(root: Path) -> Path:
 
 
 class CountedStream(IterableDataset[Any]):
-    """Samples of numbers from 0 up to a length, by default the class's; workers share them, and `reads` are counted.
-
-    Args:
-        length: so many.
-        make: makes a sample of its number. None: the number is the sample.
-    """
+    """What `make` makes of the numbers from 0 up to a length, by default the numbers; workers share them."""
 
     length = 0
 

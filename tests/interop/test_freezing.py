@@ -5,7 +5,7 @@ how the dataset holds it. The same seed makes the same set-up, with its generato
 """
 
 import random
-from collections.abc import Callable
+import re
 from contextlib import closing
 from typing import Any
 
@@ -26,100 +26,66 @@ pytestmark = pytest.mark.processes
 THOUSAND = pytest.param(170, True, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])
 
 
-def as_tensor(pixels: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+_TORCHVISION = """
+    RandomHorizontalFlip(p)  RandomVerticalFlip(p)  RandomGrayscale(p)  RandomInvert(p)  RandomAutocontrast(p)
+    RandomEqualize(p)  RandomPerspective(p=p)  RandomErasing(p)  RandomPosterize(4, p)  RandomSolarize(128, p)
+    RandomAdjustSharpness(2, p)  RandomApply([ColorJitter(0.5)], p)  RandomRotation(20)  RandomCrop(16, padding=2)"""
+LIBRARIES = {
+    "torchvision.transforms": (_TORCHVISION, "Compose(steps)"),
+    "torchvision.transforms.v2": (
+        f"{_TORCHVISION}  RandomPhotometricDistort(p=p)  RandomChannelPermutation()",
+        "Compose(steps)",
+    ),
+    "albumentations": (
+        """HorizontalFlip(p=p)  VerticalFlip(p=p)  RandomBrightnessContrast(p=p)  RandomRotate90(p=p)  GaussNoise(p=p)
+        Blur(p=p)  CoarseDropout(p=p)  HueSaturationValue(p=p)  ToGray(p=p)  ChannelShuffle(p=p)  RandomGamma(p=p)""",
+        "Compose([*steps, Normalize()], seed=seed)",
+    ),
+    "monai.transforms": (
+        """RandFlip(p, spatial_axis=0)  RandShiftIntensity(0.2, prob=p)  RandScaleIntensity(0.2, prob=p)  RandZoom(p)
+        RandGaussianNoise(prob=p)  RandRotate90(p)  RandAdjustContrast(prob=p)  RandGaussianSmooth(prob=p)""",
+        "Compose([*steps, EnsureType(track_meta=False)]).set_random_state(seed)",
+    ),
+    "timm.data": (
+        """{"color_jitter": None}  {"vflip": p, "hflip": 0.0, "color_jitter": 0.4, "color_jitter_prob": p}
+        {"auto_augment": "rand-m9-mstd0.5-inc1"}  {"re_prob": p, "hflip": 0.0, "color_jitter": None}
+        {"grayscale_prob": p, "gaussian_blur_prob": p}""",
+        "create_transform(16, is_training=True, no_aug=False, **{'hflip': p} | steps[0])",
+    ),
+    "kornia.augmentation": (
+        """ColorJiggle(0.2, 0.2, p=p)  RandomRotation(20.0, p=p)  RandomHorizontalFlip(p=p)  RandomVerticalFlip(p=p)
+        RandomGaussianNoise(p=p)  RandomErasing(p=p)  RandomGrayscale(p=p)  RandomInvert(p=p)""",
+        "Sequential(*steps)",
+    ),
+}
+"""By library: its random steps, and how one or two of them become a transform."""
 
 
-def as_floats(pixels: np.ndarray) -> torch.Tensor:
-    return as_tensor(pixels).float() / 255
+def converted(library: str, pixels: np.ndarray) -> Any:
+    """An image as a library takes it."""
+    if library == "albumentations":
+        return pixels.copy()
+    if library == "timm.data":
+        return Image.fromarray(pixels)
+    tensor = torch.from_numpy(pixels).permute(2, 0, 1)
+    return tensor if "torchvision" in library else tensor.float() / 255
 
 
-def one_or_two(steps: list[Any], dice: random.Random) -> list[Any]:
-    return dice.sample(steps, dice.randint(1, 2))
-
-
-def with_probability(module: Any, names: str, p: float) -> list[Any]:
-    """The transforms of these names, of a library that calls their probability `p`."""
-    return [getattr(module, name)(p=p) for name in names.split()]
-
-
-def torchvision_v1(p: float, dice: random.Random, name: str = "torchvision.transforms") -> tuple[Any, Any]:
-    module = pytest.importorskip(name)
-    names = "RandomHorizontalFlip RandomVerticalFlip RandomGrayscale RandomInvert RandomAutocontrast RandomEqualize"
-    steps = [
-        *with_probability(module, f"{names} RandomPerspective RandomErasing", p),
-        module.RandomPosterize(4, p),
-        module.RandomSolarize(128, p),
-        module.RandomAdjustSharpness(2, p),
-        module.RandomApply([module.ColorJitter(0.5)], p),
-        module.RandomRotation(20),
-        module.RandomCrop(16, padding=2),
-    ]
-    return module.Compose(one_or_two(steps, dice)), as_tensor
-
-
-def torchvision_v2(p: float, dice: random.Random) -> tuple[Any, Any]:
-    v2 = pytest.importorskip("torchvision.transforms.v2")
-    if dice.random() < 0.3:
-        return dice.choice([v2.RandomPhotometricDistort(p=p), v2.RandomChannelPermutation()]), as_tensor
-    return torchvision_v1(p, dice, v2.__name__)
-
-
-def albumentations(p: float, dice: random.Random) -> tuple[Any, Any]:
-    A = pytest.importorskip("tests.interop.sources.albumentations").A
-    names = "HorizontalFlip VerticalFlip RandomBrightnessContrast RandomRotate90 GaussNoise Blur CoarseDropout"
-    steps = with_probability(A, f"{names} HueSaturationValue ToGray ChannelShuffle RandomGamma", p)
-    return A.Compose([*one_or_two(steps, dice), A.Normalize()], seed=dice.randrange(1000)), np.copy
-
-
-def monai(p: float, dice: random.Random) -> tuple[Any, Any]:
-    T = pytest.importorskip("monai.transforms")
-    steps = [
-        T.RandFlip(p, spatial_axis=0),
-        T.RandShiftIntensity(0.2, prob=p),
-        T.RandScaleIntensity(0.2, prob=p),
-        T.RandGaussianNoise(prob=p),
-        T.RandRotate90(p),
-        T.RandZoom(p),
-        T.RandAdjustContrast(prob=p),
-        T.RandGaussianSmooth(prob=p),
-    ]
-    chosen = [*one_or_two(steps, dice), T.EnsureType(track_meta=False)]
-    return T.Compose(chosen).set_random_state(dice.randrange(1000)), as_floats
-
-
-def timm(p: float, dice: random.Random) -> tuple[Any, Any]:
-    chosen = dice.choice(
-        [
-            {"hflip": p, "color_jitter": None},
-            {"vflip": p, "hflip": 0.0, "color_jitter": 0.4, "color_jitter_prob": p},
-            {"auto_augment": "rand-m9-mstd0.5-inc1", "hflip": p},
-            {"re_prob": p, "hflip": 0.0, "color_jitter": None},
-            {"grayscale_prob": p, "gaussian_blur_prob": p},
-        ]
-    )
-    create_transform = pytest.importorskip("timm.data").create_transform
-    return create_transform(16, is_training=True, no_aug=False, **chosen), Image.fromarray
-
-
-def kornia(p: float, dice: random.Random) -> tuple[Any, Any]:
-    K = pytest.importorskip("kornia.augmentation")
-    names = "RandomHorizontalFlip RandomVerticalFlip RandomGaussianNoise RandomErasing RandomGrayscale RandomInvert"
-    steps = [K.ColorJiggle(0.2, 0.2, p=p), K.RandomRotation(20.0, p=p), *with_probability(K, names, p)]
-    return torch.nn.Sequential(*one_or_two(steps, dice)), as_floats
-
-
-def make_setup(maker: Callable[[float, random.Random], tuple[Any, Any]], seed: int) -> Any:
+def make_setup(library: str, seed: int) -> Any:
     """The set-up of a seed: images whose transform is an attribute of that name, or of another."""
     dice = random.Random(seed)
-    p = dice.choice([0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0])
     seed_everything(seed, verbose=False)
-    augment, convert = maker(p, dice)
+    names = {"Sequential": torch.nn.Sequential, **vars(pytest.importorskip(library))}
+    names |= {"p": dice.choice([0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0]), "seed": seed}
+    steps, whole = LIBRARIES[library]
+    chosen = dice.sample(re.split(r"\s{2,}", steps.strip()), dice.randint(1, 2))
+    names["steps"] = [eval(step, names) for step in chosen]
+    augment = eval(whole, names)
     name = "transform" if dice.random() < 0.7 else "augment"
 
     def load(self: Any, index: int) -> Any:
-        transform, image = getattr(self, name), convert(pictures()[index])
-        return transform(image=image)["image"] if maker is albumentations else transform(image), index
+        transform, image = getattr(self, name), converted(library, pictures()[index])
+        return transform(image=image)["image"] if library == "albumentations" else transform(image), index
 
     seed_everything(seed, verbose=False)
     return held(load, 12, **{name: augment})
@@ -131,12 +97,12 @@ def read_twice(dataset: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("count", "apart"), [(10, False), THOUSAND])
-@pytest.mark.parametrize("maker", [torchvision_v1, torchvision_v2, albumentations, monai, timm, kornia])
-def test_draws_are_those_of_the_source(maker, count, apart, monkeypatch):
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_draws_are_those_of_the_source(library, count, apart, monkeypatch):
     """Two epochs through the cache hold the draws of two epochs without, over many set-ups of a library."""
     if not apart:
         monkeypatch.setattr(find, "start_method", lambda chosen: None)
     for seed in range(count):
-        expected = read_twice(make_setup(maker, seed))
-        with closing(CachedDataset(make_setup(maker, seed))) as dataset:
+        expected = read_twice(make_setup(library, seed))
+        with closing(CachedDataset(make_setup(library, seed))) as dataset:
             assert read_twice(dataset) == expected, seed

@@ -1,11 +1,8 @@
 """Samples that plain PyTorch takes, generators of a dataset's own, and streams."""
 
-import io
 import random
-import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,22 +206,14 @@ def _in_order(setting: Setting, dataset: Any) -> Any:
     return DataLoader(dataset, **setting.options | {"shuffle": False})
 
 
-def _shards(folder: Path) -> list[str]:
-    paths = [folder / f"shard{number}.tar" for number in range(2)]
-    for shard, path in enumerate(paths):
-        with tarfile.open(path, "w") as archive:
-            for number in range(shard, SAMPLES, len(paths)):
-                buffer = io.BytesIO()
-                np.save(buffer, np.full((2, 3), number))
-                entry = tarfile.TarInfo(f"{number:04}.npy")
-                entry.size = buffer.tell()
-                archive.addfile(entry, io.BytesIO(buffer.getvalue()))
-    return [str(path) for path in paths]
-
-
 def _webdataset(setting: Setting) -> Any:
     wds = pytest.importorskip("webdataset")
-    return wds.WebDataset(_shards(setting.folder), shardshuffle=False).decode().to_tuple("npy")
+    paths = [str(setting.folder / f"shard{number}.tar") for number in range(2)]
+    for shard, path in enumerate(paths):
+        with wds.TarWriter(path) as archive:
+            for number in range(shard, SAMPLES, len(paths)):
+                archive.write({"__key__": f"{number:04}", "npy": np.full((2, 3), number)})
+    return wds.WebDataset(paths, shardshuffle=False).decode().to_tuple("npy")
 
 
 def _web_loader(setting: Setting) -> Any:
