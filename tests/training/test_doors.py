@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.utils.data import random_split
 from torchvision.transforms import v2
 
@@ -106,8 +107,7 @@ class Texts(CountedSource):
     ],
 )
 def test_a_name_outlives_the_training(door, kind, on_disk, tmp_path, caplog):
-    """A second training under a name, in memory and on a disk, reads only the samples of set-up. Samples of any kind
-    come out unchanged."""
+    """A second training, of samples of any kind, in memory and on a disk, reads only the samples of set-up."""
     data = kind(SAMPLES, log_path=tmp_path / "loads")
     directory = str(tmp_path / "caches") if on_disk else None
     options = {"name": f"doors-{os.getpid()}", "dir": directory}
@@ -158,21 +158,11 @@ def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
     (callbacks[0] if door == "callback" else data).caches.close()
 
 
-class Dropping(Model):
-    """A model that draws random numbers itself."""
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        images, labels = batch
-        images = torch.nn.functional.dropout(images.flatten(1).float() / 255, training=self.training)
-        return torch.nn.functional.cross_entropy(self.layer(images), labels)
-
-
 @pytest.mark.usefixtures("seeded")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_weights_are_the_same_with_and_without_a_cache(tmp_path, workers):
-    """The same seed gives the same weights through every door, cached in full, in half, or not at all, also where
-    loader hooks draw splits from the global generator. StocacheDataModule, which deals its samples by a sampler of its
-    own, is compared with `budget=0`."""
+    """The same seed gives the same weights through every door, also where loader hooks draw splits from the global
+    generator. StocacheDataModule, which has a sampler of its own, is compared with `budget=0`."""
     train, val = source(tmp_path), source(tmp_path, "val", 8)
     persistent = {"num_workers": workers, "persistent_workers": workers > 0}
 
@@ -187,9 +177,10 @@ def test_weights_are_the_same_with_and_without_a_cache(tmp_path, workers):
         hooks: Any = data_hooks(train=lambda: split(train, shuffle=True), val=lambda: split(val))
         callbacks, data = behind(door, Data(train, val, **persistent) if door == "ours" else hooks, **options)
         seed_everything(3, verbose=False)
-        model = Dropping()
+        model = Model()
+        model.layer = torch.nn.Sequential(torch.nn.Dropout(), model.layer)  # it draws random numbers itself
         make_trainer(tmp_path, [*callbacks, FillProgress()], epochs=3, logger=False).fit(model, data)
-        return model.weights, parts
+        return model.layer[1].weight.detach(), parts
 
     plain, parts = weights("none")
     for cached, cached_parts in (weights("callback"), weights("cache_datamodule", budget="50%")):
@@ -203,23 +194,18 @@ def test_weights_are_the_same_with_and_without_a_cache(tmp_path, workers):
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
 def test_the_package_pytorch_lightning_is_served_too(tmp_path, caplog, door):
-    """Its loaders that are given to `fit`, and those of its DataModule, which was made from datasets, are cached; the
-    metrics are logged."""
+    """Its loaders that are given to `fit`, and those of its DataModule from datasets, are cached and monitored."""
     pl = pytest.importorskip("pytorch_lightning")
 
     class Other(pl.LightningModule):  # type: ignore[name-defined,misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
         def training_step(self, batch, batch_idx):
             return self.layer.weight.sum()
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
         validation_step = training_step
+        configure_optimizers = Model.configure_optimizers
 
+    model = Other()
+    model.layer = torch.nn.Linear(1, 1)
     train, val = source(tmp_path), source(tmp_path, "val", 8)
     combined = pl.utilities.CombinedLoader({"one": plain_loader(train)}, "min_size")
     callbacks, given = [StochasticCache(), FillProgress()], (combined, plain_loader(val))
@@ -229,7 +215,7 @@ def test_the_package_pytorch_lightning_is_served_too(tmp_path, caplog, door):
     silent = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     logger = pl.loggers.CSVLogger(tmp_path, name="logs")
     trainer = pl.Trainer(max_epochs=2, accelerator="cpu", devices=1, logger=logger, callbacks=callbacks, **silent)
-    trainer.fit(Other(), *given)
+    trainer.fit(model, *given)
     assert door == "callback" or given[0] is data
     assert logged(trainer, "stocache/hits") == [0, SAMPLES]
     assert logged(trainer, "stocache/val/misses")[-1] == 0
@@ -239,17 +225,14 @@ def test_the_package_pytorch_lightning_is_served_too(tmp_path, caplog, door):
 # ---- when caches open and close ----
 
 
-class Failing(Model):
+def failing(error: type[BaseException]) -> Callback:
     """Raises in the middle of an epoch."""
 
-    def __init__(self, error: type[BaseException]) -> None:
-        super().__init__()
-        self.error = error
-
-    def training_step(self, batch, batch_idx):
+    def fail(trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3:
-            raise self.error("mine")
-        return super().training_step(batch, batch_idx)
+            raise error("mine")
+
+    return LambdaCallback(on_train_batch_start=fail)
 
 
 @pytest.mark.epoch_one_reads_all
@@ -266,8 +249,7 @@ class Failing(Model):
 )
 def test_a_call_opens_two_segments_per_dataset_and_closes_them(tmp_path, segments, monkeypatch, door, error, workers):
     """A fit with a sanity check and reloads creates slots and counters of train and val once. They are closed when it
-    ends, also by an exception, Ctrl-C or SystemExit in a step, and the next call opens its own. The user's own
-    `on_exception` runs."""
+    ends, also by an exception, whose hook of the user's runs, and the next call opens its own."""
 
     def check(opened: int) -> None:
         assert all(segment.closed for segment in segments)
@@ -276,9 +258,9 @@ def test_a_call_opens_two_segments_per_dataset_and_closes_them(tmp_path, segment
     ended_by: list[BaseException] = []
     monkeypatch.setattr(Data, "on_exception", lambda dm, exception: ended_by.append(exception))
     callbacks, dm = behind(door, Data(source(tmp_path), source(tmp_path, "val", 8), num_workers=workers))
-    trainer = make_trainer(tmp_path, callbacks, logger=False)
+    trainer = make_trainer(tmp_path, [*callbacks, failing(error)], logger=False)
     with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
-        trainer.fit(Failing(error), dm)
+        trainer.fit(Model(), dm)
     assert door == "ours" or type(ended_by[0]) is error
     assert "dataloader" not in vars(trainer.fit_loop._data_source), "the loaders are the user's own again"
     check(opened=4)
@@ -295,7 +277,7 @@ def test_a_kept_cache_outlives_a_failure(tmp_path, segments):
     """With keep_cache=True the next fit hits the samples that a failed fit has loaded, as `cache_state` says."""
     callbacks, dm = behind("ours", Data(source(tmp_path), shuffle=False), keep_cache=True)
     with pytest.raises(ArithmeticError):
-        make_trainer(tmp_path, callbacks, logger=False).fit(Failing(ArithmeticError), dm)
+        make_trainer(tmp_path, [*callbacks, failing(ArithmeticError)], logger=False).fit(Model(), dm)
     [state] = dm.cache_state()
     expected = {"dataset": "CountedSource", "stages": ["train"], "samples": SAMPLES, "slots": SAMPLES, "filled": 16}
     assert state.items() >= expected.items()
@@ -323,8 +305,8 @@ def test_a_kept_cache_is_replaced_when_setup_makes_a_new_dataset(tmp_path):
 
 @pytest.mark.epoch_one_reads_all
 def test_a_copy_in_another_process_has_nothing_open(tmp_path, door):
-    """A Trainer with a DataModule that is pickled, as where ranks are spawned, keeps callbacks, hooks and options, and
-    opens its own caches, also if the caches of the DataModule are open."""
+    """A Trainer and a DataModule that are pickled, as where ranks are spawned, keep callbacks, hooks and options, and
+    open their own caches."""
     callbacks, dm = behind(door, Data(source(tmp_path)), budget="1MiB")
     dm.setup("fit")
     loader = dm.train_dataloader()

@@ -87,21 +87,16 @@ def test_each_key_is_logged_once_per_epoch_and_can_be_watched(tmp_path):
 def test_wait_and_compute_are_the_epoch(tmp_path):
     """Waiting for a slow source and computing in a slow step are separate; validation is in neither."""
 
-    class Slow(Model):
-        def training_step(self, batch, batch_idx):
-            time.sleep(0.01)
-            return super().training_step(batch, batch_idx)
-
-        def validation_step(self, batch, batch_idx):
-            time.sleep(0.1)
-
     def load(index: int) -> tuple[torch.Tensor, int]:
         time.sleep(0.005)
         return torch.zeros(3, 8, 8, dtype=torch.uint8), 0
 
-    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, log_every_n_steps=100)  # no live values in between
+    slow = LambdaCallback(
+        on_train_batch_start=lambda *_: time.sleep(0.01), on_validation_batch_start=lambda *_: time.sleep(0.1)
+    )
+    trainer = make_trainer(tmp_path, [CacheMonitor(), slow], epochs=2, log_every_n_steps=100)  # no live values between
     begin = time.perf_counter()
-    trainer.fit(Slow(), StocacheDataModule(Made(load, SAMPLES), source(tmp_path, "val", 8), batch_size=4))
+    trainer.fit(Model(), StocacheDataModule(Made(load, SAMPLES), source(tmp_path, "val", 8), batch_size=4))
     fitted = time.perf_counter() - begin
     waited, computed = (logged(trainer, f"stocache/{key}") for key in ("data_wait_seconds", "compute_seconds"))
     assert waited[0] >= 0.005 * SAMPLES

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_stocache import StepTimer
 from lightning_stocache.insight.steps import PARTS, StepClock
 from lightning_stocache.training.lightning_internals import step_calls
-from tests.insight.devices import Device, ManualClock
+from tests.insight.devices import ManualClock
 from tests.sources import CountedStream, Made
 from tests.training.tiny import Data, Model, logged, make_trainer, said
 
@@ -36,6 +36,17 @@ def samples(clock: Any) -> Made:
 def stream(clock: Any) -> CountedStream:
     """The same samples as a stream."""
     return CountedStream(BATCHES, samples(clock).make)
+
+
+def moving(clock: Any) -> Data:
+    """A DataModule that moves its batches."""
+
+    class Moving(Data):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            clock.spend(100)
+            return batch
+
+    return Moving(samples(clock), batch_size=1)
 
 
 class Steps(Model):
@@ -68,10 +79,11 @@ class Steps(Model):
 
 def fit(tmp_path, model: type[Steps] = Steps, data: Any = samples, *, validate: bool = False, **options: Any) -> Any:
     """The timer of a fit, and its Trainer."""
-    clock = options.pop("clock", None) or ManualClock()
+    clock = ManualClock()
     timer, late = StepTimer(), LambdaCallback(on_train_batch_end=lambda *_: clock.spend(CALLBACK))
     timer.clock = lambda device: StepClock(clock.moment)
-    loaders = [DataLoader(data(clock))] + [DataLoader(samples(clock))] * validate
+    train = data(clock)
+    loaders = [train if isinstance(train, Data) else DataLoader(train)] + [DataLoader(samples(clock))] * validate
     trainer = make_trainer(tmp_path, [late, timer], **options)
     trainer.fit(model(clock), *loaders)
     return timer, trainer
@@ -122,6 +134,7 @@ CASES: dict[str, tuple[type[Steps], Any, dict[str, Any], list[dict[str, float]]]
     # A step is one batch: of two, one has an optimiser.
     "accumulation": (Steps, samples, {"accumulate_grad_batches": 2}, [times(BATCHES, optimizer=STEP * BATCHES / 2)]),
     "manual optimisation": (Gan, samples, {}, [times(BATCHES, **TWICE)]),
+    "a DataModule moves": (Steps, moving, {}, [times(BATCHES, transfer=100 * BATCHES)]),
     "dataloader_iter": (Fetches, samples, {}, [times(BATCHES, transfer=0.0, rest=CALLBACK * BATCHES)]),
 }
 
@@ -137,38 +150,6 @@ def test_every_part_has_its_own_seconds(tmp_path, case):
         means = [epoch[part] / BATCHES for epoch in expected]
         assert logged(trainer, f"stocache/step/{part}_seconds") == pytest.approx(means)
         assert trainer.callback_metrics[f"stocache/step/{part}_seconds"] == pytest.approx(means[-1])
-
-
-def test_a_datamodule_that_moves_batches_is_timed(tmp_path):
-    """If the DataModule moves the batch, its hook is the transfer."""
-    clock, timer = ManualClock(), StepTimer()
-    timer.clock = lambda device: StepClock(clock.moment)
-
-    class Moving(Data):
-        def transfer_batch_to_device(self, batch, device, dataloader_idx):
-            clock.spend(100)
-            return batch
-
-    make_trainer(tmp_path, [timer]).fit(Model(), Moving(samples(clock), batch_size=1))
-    assert timer.epochs == [dict.fromkeys(PARTS, 0.0) | {"wait": WAIT, "transfer": 100}]
-
-
-def test_a_device_is_waited_for_at_the_end_of_an_epoch_alone(tmp_path):
-    """On a GPU the parts are seconds of the device, and the host waits for the device once an epoch."""
-    device = Device()
-
-    class Launches(Steps):
-        def loss(self, batch):
-            device.launch(7)
-            return Model.loss(self, batch)
-
-        configure_optimizers = Model.configure_optimizers
-
-    timer, _ = fit(tmp_path, Launches, clock=device, epochs=2, log_every_n_steps=1)
-    assert device.waits <= 2
-    assert [epoch["forward"] for epoch in seconds(timer)] == [7 * BATCHES] * 2
-    host = 2 * BATCHES * (WAIT + MOVE + MOVED + CALLBACK)
-    assert sum(sum(epoch.values()) for epoch in seconds(timer)) < 2 * BATCHES * 7 + host  # some of it was hidden
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
