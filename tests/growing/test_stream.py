@@ -50,41 +50,27 @@ def secret(number: int) -> Any:
 
 
 class Numbers(CountedStream):
-    """Rows, or other samples of their numbers."""
+    """Rows, or other samples of their numbers, perhaps in another order in every epoch; may raise at a position."""
 
-    def __init__(self, make: Any = row, length: int = LENGTH) -> None:
+    fails_at: int | None = None
+
+    def __init__(self, make: Any = row, length: int = LENGTH, *, shuffles: bool = False) -> None:
         super().__init__(length, make)
-
-
-class Shuffled(Numbers):
-    """Another order in every epoch."""
+        self.shuffles = shuffles
 
     def __iter__(self) -> Iterator[Any]:
-        samples = list(super().__iter__())
-        random.shuffle(samples)
-        yield from samples
-
-
-class Life(Numbers):
-    """May have another order in every epoch, and raise at a position."""
-
-    def __init__(self, dice: random.Random) -> None:
-        makers: list[Any] = [row, text, partial(turning, 40), partial(row, values=3000), partial(text, length=20_000)]
-        make, different = dice.choice(makers), dice.choice([3, 1000, 1000])
-        super().__init__(lambda number: make(number % different), dice.choice([0, 1, 7, 63, 64, 65, 200]))
-        self.dice, self.shuffles = dice, dice.random() < 0.5
-        self.fails_at: int | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        samples = list(super().__iter__())
+        samples = super().__iter__()
         if self.shuffles:
-            self.dice.shuffle(samples)
+            listed = list(samples)
+            random.shuffle(listed)
+            samples = iter(listed)
         for position, sample in enumerate(samples):
             if position == self.fails_at:
                 raise KeyError(position)
             yield sample
 
 
+Shuffled = partial(Numbers, shuffles=True)
 Texts = partial(Numbers, text)
 TurningSoon = partial(Numbers, partial(turning, 5))  # among the sixteen samples that decide
 
@@ -239,21 +225,26 @@ def tag(sample: Any) -> tuple[int, Any]:
     return number, content if isinstance(content, str) else (tuple(content.shape), content.sum().item())
 
 
+MAKERS: list[Any] = [row, text, partial(turning, 40), partial(row, values=3000), partial(text, length=20_000)]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_every_whole_epoch_has_every_sample_as_often_as_the_stream(seed: int) -> None:
     """Random lives, against a plain list: epochs before it may be broken off, raise, or run at the same time, and
     samples may repeat."""
     dice = random.Random(seed)
-    life = Life(dice)
-    expected, served = Counter(tag(life.sample(number)) for number in range(life.length)), 0
+    make, different = dice.choice(MAKERS), dice.choice([3, 1000, 1000])
+    length, shuffles = dice.choice([0, 1, 7, 63, 64, 65, 200]), dice.random() < 0.5
+    life = Numbers(lambda number: make(number % different), length, shuffles=shuffles)
+    expected, served = Counter(tag(life.sample(number)) for number in range(length)), 0
     budget, shuffle = dice.choice(["512KiB", "2MiB", "16MiB"]), dice.random() < 0.7
     with closing(CachedStream(life, budget, shuffle=shuffle)) as stream:
         loader_kind = dice.choice([None, DataLoader, CachedLoader])
         loader: Any = stream if loader_kind is None else loader_kind(stream, batch_size=4, collate_fn=list)
         for _ in range(dice.randrange(4, 14)):
             what = dice.choice(["whole", "whole", "whole", "break", "fail", "two"])
-            life.fails_at = dice.randrange(life.length + 1) if what == "fail" else None
-            samples, reads = iter(loader), dice.randrange(life.length + 1)
+            life.fails_at = dice.randrange(length + 1) if what == "fail" else None
+            samples, reads = iter(loader), dice.randrange(length + 1)
             if what == "break":
                 for _ in range(reads):
                     next(samples, None)
@@ -269,7 +260,7 @@ def test_every_whole_epoch_has_every_sample_as_often_as_the_stream(seed: int) ->
                 continue
             flat = came if loader_kind is None else [sample for batch in came for sample in batch]
             assert Counter(map(tag, flat)) == expected, what
-            served += life.length
+            served += length
         assert stream.counters.totals().served >= served
 
 

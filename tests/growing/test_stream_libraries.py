@@ -1,7 +1,6 @@
 """Cached streams of libraries: tar shards of WebDataset, and iterable datasets of Hugging Face."""
 
 import logging
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,6 @@ from lightning_stocache import CachedStream
 
 datasets = pytest.importorskip("datasets")
 webdataset = pytest.importorskip("webdataset")
-
-
-def dictionaries(length: int) -> Iterator[Any]:
-    for number in range(length):
-        yield {"text": "x" * (number % 5), "number": number}
-
-
-def numbers_of(loader: Any) -> list[int]:
-    return [number for _, numbers in loader for number in numbers.tolist()]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +32,7 @@ def test_webdataset_is_cached(shards: list[str]) -> None:
     pipeline = webdataset.WebDataset(shards, shardshuffle=4).shuffle(10).decode().to_tuple("npy", "cls")
     with closing(CachedStream(pipeline, "16MiB")) as stream:
         loader = DataLoader(stream, batch_size=8, num_workers=2)
-        epochs = [numbers_of(loader) for _ in range(3)]
+        epochs = [[number for _, numbers in loader for number in numbers.tolist()] for _ in range(3)]
         counts = stream.counters.totals()
         values = {int(n): float(x[0, 0]) for xs, ns in loader for x, n in zip(xs, ns, strict=True)}
     assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
@@ -54,8 +44,8 @@ def test_webdataset_is_cached(shards: list[str]) -> None:
 @pytest.mark.processes
 def test_streams_of_hugging_face_are_cached() -> None:
     """A shuffled `datasets.IterableDataset` is stored, and receives the calls of `set_epoch`."""
-    table = datasets.Dataset.from_list(list(dictionaries(60))).to_iterable_dataset(num_shards=4)
-    table = table.shuffle(seed=3, buffer_size=8)
+    samples = [{"text": "x" * (number % 5), "number": number} for number in range(60)]
+    table = datasets.Dataset.from_list(samples).to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=8)
     with closing(CachedStream(table, "16MiB")) as stream:
         loader = DataLoader(stream, batch_size=5, num_workers=2)
         epochs = []

@@ -58,15 +58,6 @@ def whole(kind: Any, workers: int) -> Any:
     return epochs, counts
 
 
-def out_of_step(rank: int) -> list[list[int]]:
-    """The numbers of three epochs of rank zero, and of one epoch of rank one."""
-    patience, StreamLedger.patience = StreamLedger.patience, 0.2
-    with shared() as stream:
-        epochs = [sorted(number for _, number in stream) for _ in range(3 if rank == 0 else 1)]
-    StreamLedger.patience = patience
-    return epochs
-
-
 def killed(rank: int) -> Any:
     """The numbers of three epochs, and the hits, after a worker of rank zero was killed in an epoch before."""
     with shared() as stream:
@@ -86,14 +77,18 @@ def killed(rank: int) -> Any:
 
 
 def lives(rank: int) -> Any:
-    return whole(DataLoader, 0), whole(CachedLoader, 2), out_of_step(rank), killed(rank)
+    """Whole epochs of both kinds of loaders, a killed worker, and three epochs of rank zero beside one of rank one."""
+    found = whole(DataLoader, 0), whole(CachedLoader, 2), killed(rank)
+    StreamLedger.patience = 0.2
+    with shared() as stream:
+        return *found, [sorted(number for _, number in stream) for _ in range(3 if rank == 0 else 1)]
 
 
 @pytest.mark.processes
 def test_every_sample_comes_once_over_all_ranks() -> None:
-    """Epoch one is each rank's own stream. Later epochs are dealt to both ranks, in equally many batches. If the ranks
-    are out of step, the stream passes through after a wait. A killed worker costs an epoch: the samples that it has
-    stored do not come twice, and the next whole epoch is stored."""
+    """Epoch one is each rank's own stream. Later epochs are dealt to both ranks, in equally many batches. A killed
+    worker costs an epoch: the samples that it has stored do not come twice, and the next whole epoch is stored. If the
+    ranks are out of step, the stream passes through after a wait."""
     first, second = run_ranks(lives, 2)
     # The batches of a plain DataLoader are not known: as by DistributedSampler, a sample comes twice.
     for twice, (epochs, counts), (of_second, _) in zip((1, 0), first[:2], second[:2], strict=True):
@@ -106,14 +101,14 @@ def test_every_sample_comes_once_over_all_ranks() -> None:
         assert counts.misses == LENGTH
         assert counts.hits == 2 * (LENGTH + twice)
 
-    assert first[2] == [list(range(0, LENGTH, 2))] * 3
-    assert second[2] == [list(range(1, LENGTH, 2))]
-
-    (epochs, hits), (of_second, _) = first[3], second[3]
+    (epochs, hits), (of_second, _) = first[2], second[2]
     for ours, theirs in zip(epochs, of_second, strict=True):
         assert set(ours + theirs) == set(range(LENGTH))
         assert len(ours + theirs) <= LENGTH + 1
     assert LENGTH * 2 <= hits <= LENGTH * 2 + 4
+
+    assert first[3] == [list(range(0, LENGTH, 2))] * 3
+    assert second[3] == [list(range(1, LENGTH, 2))]
 
 
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 20), st.booleans())
