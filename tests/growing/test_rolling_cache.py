@@ -311,6 +311,7 @@ def test_a_pool_that_is_not_closed_ends_with_its_process():
         ({"epoch_samples": 2.5}, "epoch_samples must be a whole number of at least 1, got 2.5"),
         ({"source": None}, "without a source a rolling cache needs spec"),
         ({"source": iter([1]), "indices": [1]}, "indices needs a map-style source"),
+        ({"layout": "columns"}, "layout must be 'auto', 'rows' or 'records', got 'columns'"),
         ({"source": CachedDataset([1], defer=True)}, "source must be the dataset itself, got a CachedDataset that is"),
         ({"dir": "/tmp"}, "needs dir= and name="),
     ],

@@ -1,18 +1,35 @@
-"""CacheMeter: a loop of one's own has the numbers of the monitor, under its keys."""
+"""CacheMeter: a loop of one's own has the numbers of the monitor, under its keys. The tallies behind both."""
 
 import time
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
 from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
 
-from lightning_stocache import CachedDataset, CachedLoader, CachedStream, CacheMeter, CacheMonitor, SampleSpec
+from lightning_stocache import (
+    CachedDataset,
+    CachedLoader,
+    CachedStream,
+    CacheMeter,
+    CacheMonitor,
+    RollingCache,
+    RollingWriter,
+    SampleSpec,
+)
+from lightning_stocache.cache.counters import Counts
+from lightning_stocache.insight import tallies as module
+from lightning_stocache.insight.expectation import Expectation
 from lightning_stocache.insight.metrics import LIVE, LIVE_METRICS
+from lightning_stocache.insight.tallies import Tallies, coverage, samples_of
 from lightning_stocache.node.group import NodeGroup
 from tests.ranks import run_ranks
 from tests.sources import CountedSource
@@ -115,6 +132,25 @@ def test_a_stream_is_counted():
         assert (granted["layout"], granted["samples"]) == ("stream", 6)
 
 
+def test_a_pool_has_rates_of_the_time_between_two_epochs(monkeypatch):
+    """What came and went per second; levels are those of the moment. Of two pools there are no numbers, which would be
+    those of nobody knows which."""
+    clock = iter([50.0, 54.0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    pool = RollingCache(budget=200, spec=SampleSpec.infer(torch.zeros(3)), minimum=1)
+    with closing(pool), RollingWriter.attach(pool.handle) as writer:
+        writer.append(torch.zeros(3))
+        loader, slots = CachedLoader(pool, batch_size=1), pool.stats().capacity  # waits for a sample
+        meter = CacheMeter({"a": loader, "b": [torch.zeros(1)]})
+        for _ in range(slots + 1):
+            writer.append(torch.zeros(3))
+        metrics = meter.epoch()
+        assert metrics["stocache/rolling/resident"] == slots
+        assert metrics["stocache/rolling/appended_per_second"] == (slots + 1) / 4
+        assert metrics["stocache/rolling/evicted_per_second"] == 2 / 4
+        assert not [key for key in CacheMeter([loader, loader]).epoch() if "rolling" in key]
+
+
 @pytest.mark.processes
 def test_a_fabric_loop_logs_it(tmp_path, dataset):
     """`fabric.log_dict` accepts the metrics of a loader that Fabric has set up."""
@@ -174,3 +210,79 @@ def test_what_was_ready_before_the_first_epoch_is_expected():
             list(meter)
             metrics = meter.epoch()
             assert metrics["stocache/hit_rate"] == metrics["stocache/hit_rate_expected"] == expected
+
+
+# ---- tallies ----
+
+
+def numbers(length, **arguments):
+    """A cached dataset of floats, of which set-up has read none."""
+    return CachedDataset([float(index) for index in range(length)], spec=SampleSpec.infer(0.0), **arguments)
+
+
+def end_epoch(tallies, stage, loader):
+    """The samples that were served in an epoch that ends on the only rank."""
+    tallies.post(stage, loader)
+    metrics = tallies.metrics(stage, loader, patience=1)
+    return sum(metrics[name] for name in ("hits", "misses", "bypasses"))
+
+
+@settings(max_examples=30)
+@given(steps=st.lists(st.sampled_from(["read", "read", "put aside", "train", "val", "skip"]), max_size=30))
+@example(steps=["read", "put aside", "read", "val", "read", "put aside", "skip", "read", "train", "train"])
+def test_every_sample_is_in_one_tally(steps):
+    """An epoch of training counts all samples since its last end that no other stage has counted."""
+    expected = Counter()
+    with closing(numbers(3)) as dataset:
+        tallies, loader = Tallies(), DataLoader(dataset)
+        for step in [*steps, "train"]:
+            if step == "read":
+                assert dataset[1] == 1.0
+                expected["new"] += 1
+            elif step == "put aside":
+                tallies.count("train", loader)
+                expected["aside"] += expected.pop("new", 0)
+            elif step == "skip":
+                tallies.count("sanity check", loader)
+                del expected["new"]
+            else:
+                due = expected.pop("new", 0) + (expected.pop("aside", 0) if step == "train" else 0)
+                assert end_epoch(tallies, step, loader) == due
+
+
+def test_an_epoch_is_posted_once():
+    """Samples after the post belong to the next epoch, also after a second post. A stage has no metrics if it did not
+    post, or if it reads no cached dataset."""
+    with closing(numbers(3)) as dataset:
+        tallies, loader = Tallies(), DataLoader(dataset)
+        assert tallies.metrics("val", loader, patience=1) == {}
+        tallies.post("test", [])
+        assert tallies.metrics("test", [], patience=1) == tallies.live([]) == {}
+        for expected in (1, 2):
+            dataset[0]
+            tallies.post("val", loader)
+            dataset[expected]
+            assert end_epoch(tallies, "val", loader) == expected
+
+
+def test_a_rank_that_stored_nothing_expects_what_the_others_do():
+    """The fills of all ranks are subtracted from what is ready, whichever of them stored the samples."""
+    with closing(numbers(8)) as dataset:
+        assert list(dataset) == list(range(8))
+        metrics = {"hits": 0.0, "misses": 8.0, "bypasses": 0.0, "fills": 8.0, "fill_fraction": 1.0, "hit_rate": 0.0}
+        of_rank = {dataset.counters: Counts(misses=4)}
+        assert Expectation().compare(metrics, of_rank, [dataset], DataLoader(dataset)) is None
+        assert metrics["hit_rate_expected"] == 0
+
+
+def test_coverage_counts_samples_that_are_drawn():
+    """Coverage is the share of the drawn samples of all datasets that have a slot."""
+    with (
+        closing(numbers(6)) as whole,
+        closing(numbers(8, indices=[1, 3])) as part,
+        closing(numbers(4, budget=0)) as none,
+    ):
+        assert [samples_of(dataset) for dataset in (whole, part, none)] == [6, 2, 4]
+        assert coverage([whole, part]) == 1.0
+        assert coverage([whole, part, none]) == 8 / 12
+        assert coverage([]) == 0.0

@@ -142,12 +142,12 @@ def test_a_bad_csv_is_one_sentence(tmp_path, text):
 class Page(HTMLParser):
     """Tags, attributes and text of a page, as a browser without scripts sees it."""
 
-    def __init__(self, folders: list[Path], folder: Path) -> None:
+    def __init__(self, folder: Path, output: Path, png: Path | None = None) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
-        report(folders, folder / "report.html", folder / "report.png")
-        self.feed((folder / "report.html").read_text())
+        report([folder], output, png)
+        self.feed(output.read_text())
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
@@ -186,18 +186,17 @@ def test_page_and_picture_have_the_charts_and_the_table(multirun, tmp_path, monk
     legend of its charts, and every cell of its table, stands in the PNG, too."""
     figures, write = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **how: (figures.append(self), write(self, *a, **how)))
-    page = Page([multirun], tmp_path)
-    text = (tmp_path / "report.html").read_text()
+    page = Page(multirun, html := tmp_path / "report.html", png := tmp_path / "report.png")
     assert [title for title in (*EVERY_RUN, OF_STEPS) if title in page.text] == EVERY_RUN
     assert sum(tag == "svg" for tag, _ in page.tags) == len(EVERY_RUN)
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
     attributes = [attribute for _, of_tag in page.tags for attribute in of_tag.items()]
     links = [value for name, value in attributes if name.endswith(("src", "href"))]
     assert not [value for value in links if not value.startswith("#")]
-    assert not re.search(r"url\((?!#)|@import", text)
+    assert not re.search(r"url\((?!#)|@import", html.read_text())
     assert any(name == "content" and value.startswith("default-src 'none'") for name, value in attributes)
 
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert png.read_bytes().startswith(b"\x89PNG")
     picture = {part.get_text() for part in figures[-1].findobj(Text)}
     legends = {words(axes)[0] for figure in figures[:-1] for axes in figure.axes}
     assert len(figures) == len(EVERY_RUN) + 1
@@ -224,7 +223,7 @@ def test_epoch_values_and_live_values_are_told_apart(tmp_path):
     assert lines(drawn(folder, "Fill in the first epoch")) == [[(4, 0.5), (9, 1.0)]]
     sources = drawn(folder, "Where the bytes came from")
     assert {"0 B", "256 KiB", "512 KiB"} <= {label.get_text() for label in sources.get_yticklabels()}
-    page = Page([folder], tmp_path)
+    page = Page(folder, tmp_path / "report.html")
     assert "3 epochs" in page.text
     assert "at most\n50 %" in page.text
 
@@ -251,11 +250,12 @@ def test_runs_of_a_multirun_stand_side_by_side(multirun):
 def test_a_run_in_its_first_epoch_has_a_page(tmp_path):
     """Live values alone show the fill. A chart without values is left out of the page and the picture."""
     rows = [row for row in rows_of_a_run(epochs=1) if row[1] is None]
-    page = Page([write_csv(tmp_path / "run", rows)], tmp_path)
+    page = Page(write_csv(tmp_path / "run", rows), tmp_path / "report.html")
     assert "first epoch not over yet" in page.text
     assert [title for title in EVERY_RUN if title in page.text] == ["Fill in the first epoch"]
     only_validated = write_csv(tmp_path / "val", [(0, 0, {"stocache/val/hit_rate": 0.5})])
-    assert "val hit rate\n50 %" in Page([only_validated], tmp_path).text
+    page = Page(only_validated, tmp_path / "report.html", tmp_path / "report.png")
+    assert "val hit rate\n50 %" in page.text
 
 
 def test_parts_of_a_step_are_bars(tmp_path):
@@ -274,7 +274,7 @@ def test_more_runs_than_colours_are_all_in_the_table(tmp_path):
     do not fit into a legend are numbers there."""
     for number in range(len(COLOURS) + 2):
         write_csv(tmp_path / f"version_{number}", [(9, 0, {"stocache/samples_per_second": 100.0})])
-    page = Page([tmp_path], tmp_path)
+    page = Page(tmp_path, tmp_path / "report.html")
     assert f"first {len(COLOURS)} of {len(COLOURS) + 2} runs" in page.text
     runs, _ = find_runs([tmp_path])
     assert all(f"run {number}: {run.name}" in page.text for number, run in enumerate(runs, 1))
@@ -288,7 +288,7 @@ def test_hostile_names_are_escaped(tmp_path):
     for number, name in enumerate(names[:3]):
         write_hydra(tmp_path / "runs" / str(number), [name], rows)
     write_csv(tmp_path / "runs" / names[3], rows)
-    page = Page([tmp_path / "runs"], tmp_path)
+    page = Page(tmp_path / "runs", tmp_path / "report.html")
     assert not {"script", "b"} & {tag for tag, _ in page.tags}
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
     assert all(f"\n{name}\n" in page.text for name in names)  # the reader sees them, in the table
