@@ -1,5 +1,9 @@
-"""The batch of default_collate, made from fields; and the samples for which there is no short cut."""
+"""The batch of default_collate, made from gathered fields or by a worker in shared memory; and where it cannot be."""
 
+import collections
+import pickle
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -10,24 +14,25 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from torchvision import tv_tensors
 
 from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch
 from lightning_stocache.loading.collate import Collator
-from tests.loading.twins import same
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.worker_pool import Reply, Request, Responder, unpacked
+from tests.loading.twins import assert_as_plain, same
 
-
-def test_the_batch_lies_in_the_memory_that_was_gathered():
-    """Nothing is copied."""
-    rows = [np.zeros(4 * 12, dtype=np.uint8), np.zeros(4 * 8, dtype=np.uint8)]
-    image, label = Collator(SampleSpec.infer((torch.zeros(3), 1))).batch(rows, 4)
-    assert (image.data_ptr(), label.data_ptr()) == (rows[0].ctypes.data, rows[1].ctypes.data)
+# ---- from fields
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # NumPy has not the second
 def test_batches_that_were_gathered_together_are_batches_of_their_own(dtype):
-    """The last may be smaller. Who pickles one sends no other, and who changes one in place changes no other."""
+    """Nothing is copied. The last may be smaller. Who pickles one sends no other, and who changes one in place changes
+    no other."""
     samples: Any = [(torch.full((2,), float(i), dtype=dtype), i) for i in range(5)]
     spec = SampleSpec.infer(samples[0])
-    columns = zip(*map(spec.flatten, samples), strict=True)
-    batches = Collator(spec).batches([torch.cat(column).numpy() for column in columns], 5, 2)
+    rows = [torch.cat(column).numpy() for column in zip(*map(spec.flatten, samples), strict=True)]
+    batches = Collator(spec).batches(rows, 5, 2)
+    assert [field.data_ptr() for field in batches[0]] == [row.ctypes.data for row in rows]
     assert same(batches, [default_collate(samples[first : first + 2]) for first in (0, 2, 4)])
     assert [image.untyped_storage().nbytes() for image, _ in batches] == [image.nbytes for image, _ in batches]
     if dtype == torch.float32:
@@ -37,21 +42,115 @@ def test_batches_that_were_gathered_together_are_batches_of_their_own(dtype):
     assert same(batches[2], default_collate(samples[4:]))
 
 
-@pytest.mark.parametrize("sample", [(), {}, ((), [])], ids=str)
-def test_samples_without_a_field_have_no_short_cut(sample):
-    """The loader then leaves them to DataLoader."""
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ((), "does not keep the bytes"),
+        (((), []), "does not keep the bytes"),
+        (np.array(0, dtype="datetime64[s]"), "datetime64"),
+        (tv_tensors.Mask(torch.zeros(2, 2)), "default_collate makes a Mask of a field"),
+    ],
+)
+def test_samples_that_have_no_short_cut(monkeypatch, sample, message):
+    """Without a field, refused by default_collate in its own words, or of a type that the user's function collates: the
+    loader leaves them to DataLoader."""
+    monkeypatch.setitem(default_collate_fn_map, tv_tensors.Mask, lambda masks, *, collate_fn_map: masks[0])
+    with pytest.raises(TypeError, match=message):
         Collator(SampleSpec.infer(sample))
 
 
-def test_samples_that_default_collate_refuses_have_no_short_cut():
-    """It says why, in its own words."""
-    with pytest.raises(TypeError, match="datetime64"):
-        Collator(SampleSpec.infer(np.array(0, dtype="datetime64[s]")))
+# ---- by a worker
 
 
-def test_what_keeps_its_type_in_a_batch_has_no_short_cut(monkeypatch):
-    """A function that the user registered may make anything of a type."""
-    monkeypatch.setitem(default_collate_fn_map, tv_tensors.Mask, lambda masks, *, collate_fn_map: masks[0])
-    with pytest.raises(TypeError, match="default_collate makes a Mask of a field"):
-        Collator(SampleSpec.infer(tv_tensors.Mask(torch.zeros(2, 2))))
+def replied(responder: Responder, samples: Any, shared: SharedBatch | None, pool: BatchPool) -> Any:
+    """The batch of a worker that is asked for those samples, in the main process, after its way through a pipe."""
+    responder.dataset = CachedDataset(samples, defer=True)
+    request = Request(list(range(len(samples))), None, None if shared is None else shared.handle)
+    reply: Reply = pickle.loads(pickle.dumps(responder.__getitems__(request)))
+    return unpacked(reply.batch, shared, pool) if reply.packed else reply.batch
+
+
+def through(samples: list[Any]) -> tuple[Any, Any]:
+    """The batch as it comes without memory of its own, and then in it."""
+    pool, responder = BatchPool(shared=3), Responder(None)
+    first = replied(responder, samples, None, pool)
+    second = replied(responder, samples, pool.take_shared(), pool)
+    pool.close()
+    return first, second
+
+
+Pair = collections.namedtuple("Pair", "image label")
+
+SAMPLES: dict[str, Callable[[int], Any]] = {
+    "a tensor": lambda i: torch.full((2, 3), float(i)),
+    "an OrderedDict": lambda i: collections.OrderedDict(b=torch.tensor(i), a=float(i)),
+    "nested": lambda i: {"pair": Pair([torch.tensor([i])], (i, {"deep": torch.tensor([i * 0.5])})), "one": (i,)},
+    "arrays": lambda i: (np.full((2, 2), i, dtype=np.float32), np.array(i), np.arange(3, dtype=np.int16) + i),
+    "scalars": lambda i: (i, float(i), i % 2 == 0, np.float32(i), np.int64(i), torch.tensor(i % 3 == 0)),
+    "half precision": lambda i: (torch.full((5,), i, dtype=torch.bfloat16), torch.full((3,), i, dtype=torch.half)),
+    "complex": lambda i: torch.tensor([complex(i, -i)]),
+    "an empty field": lambda i: (torch.empty(0, 3), torch.tensor([i])),
+    "odd rows": lambda i: (torch.full((3,), i, dtype=torch.uint8), torch.tensor([i, 1, 2], dtype=torch.int16)),
+    "tv_tensors": lambda i: {
+        "image": tv_tensors.Image(torch.full((3, 2, 2), i, dtype=torch.uint8)),
+        "mask": tv_tensors.Mask(torch.full((2, 2), i % 2 == 0)),
+    },
+    "boxes": lambda i: tv_tensors.BoundingBoxes(torch.full((2, 4), i), format="XYXY", canvas_size=(9, 9)),
+    "a NumPy scalar": lambda i: np.float16(i),
+    "empty branches": lambda i: {2: torch.tensor([i]), "a": [], "b": (i, ()), "c": {}},
+    "nothing": lambda i: (),
+    "a string": lambda i: f"file {i}",
+    "strings": lambda i: (torch.tensor([i]), f"file {i}", b"bytes"),
+    "not contiguous": lambda i: torch.arange(12).reshape(3, 4).t() + i,
+    "conjugated": lambda i: torch.tensor([1 + 1j * i]).conj(),
+    "defaultdict": lambda i: (collections.defaultdict(list, a=torch.tensor([i])), torch.ones(99)),
+    "UserDict": lambda i: (collections.UserDict(a=torch.tensor([i])), torch.ones(99)),
+}
+"""What samples look like: a sample for each index."""
+
+
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("name", SAMPLES)
+def test_batches_have_the_structure_and_types_that_dataloader_gives_them(name):
+    """Whatever the samples are, cached or not; and whole batches that workers make, in shared memory or not."""
+    samples = [SAMPLES[name](i) for i in range(12)]
+    assert_as_plain(samples, [(CachedLoader, lambda: {"batch_size": 5})], ["quarter", "all"])
+    expected = default_collate(samples)
+    for got in through(samples):
+        assert same(got, expected)
+
+
+def test_types_that_the_user_registered_are_collated_by_the_users_function(monkeypatch):
+    """Registered after the import too; what it makes is not looked into."""
+    monkeypatch.setitem(default_collate_fn_map, Fraction, lambda numbers, *, collate_fn_map: sum(numbers))
+    for got in through([(Fraction(i, 2), i) for i in range(3)]):
+        assert got[0] == Fraction(3, 2)
+
+
+ODD: dict[str, list[Any]] = {
+    "shape": [torch.ones(2), torch.zeros(3), torch.ones(2)],
+    "dtype": [torch.ones(2), torch.full((2,), 0.1, dtype=torch.float64), torch.ones(2)],
+    "lengths": [(1, 2), (1,)],
+    "keys": [{"a": 1}, {"b": 2}],
+    "objects": [object(), object()],
+    "types": [torch.zeros(2), None],
+}
+
+
+@pytest.mark.parametrize("samples", ODD.values(), ids=ODD)
+def test_samples_that_differ_are_left_to_default_collate(samples):
+    """In shared memory too, whose rows they do not fit: whatever it makes of them, or its error, in its words."""
+
+    def outcome(make: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return make(*args)
+        except Exception as refused:
+            return type(refused), str(refused)
+
+    pool, responder = BatchPool(shared=3), Responder(None)
+    replied(responder, [torch.zeros(100)] * 3, pool.take_shared(), pool)
+    shared = pool.take_shared()
+    assert shared is not None
+    for memory in (None, shared):
+        assert same(outcome(replied, responder, samples, memory, pool), outcome(default_collate, samples))
+    pool.close()

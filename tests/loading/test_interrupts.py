@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment ends the epoch, and a loader begins again as often as one likes."""
+"""Ctrl-C at any moment ends the epoch, and a loader begins again as often as one likes; the thread that gathers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import gc
 import itertools
 import os
 import random
+import re
 import signal
 import sys
 import threading
+import weakref
+from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
@@ -25,13 +28,12 @@ from lightning_stocache.loading import batch_pool
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.prefetch import held_back
+from lightning_stocache.loading.prefetch import Job, Prefetcher, held_back
 from lightning_stocache.node.free import FreeMemory
-from tests.loading.twins import Faulty, Jitter, Numbers, same
+from tests.loading.twins import PERSISTENT, Numbers, jitter, prefetch_threads, same
 from tests.processes import wait_until
 
 LENGTH = 38
-PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 
 pytestmark = [pytest.mark.usefixtures("seeded", "interruptible"), pytest.mark.processes]
 
@@ -84,7 +86,7 @@ class Keyboard:
 @pytest.mark.parametrize("budget", ["50%", "auto"])
 @pytest.mark.parametrize(
     ("arguments", "transform"),
-    [({}, None), (PERSISTENT, None), ({"num_workers": 2}, Jitter("torch"))],
+    [({}, None), (PERSISTENT, None), ({"num_workers": 2}, jitter)],
     ids=["alone", "workers", "transforming workers"],
 )
 def test_ctrl_c_ends_the_epoch_and_the_next_one_is_whole(
@@ -103,7 +105,7 @@ def test_ctrl_c_ends_the_epoch_and_the_next_one_is_whole(
                 except KeyboardInterrupt:
                     presses += 1
                     assert [process for process in active_children() if process.is_alive()] == []
-                    assert [thread for thread in threading.enumerate() if thread.name == "stocache-prefetch"] == []
+                    assert prefetch_threads() == 0
                     assert next(batches, None) is None
         got = list(loader)
         assert [labels.tolist() for _, labels in got] == [labels.tolist() for _, labels in plain]
@@ -115,10 +117,10 @@ def test_ctrl_c_ends_the_epoch_and_the_next_one_is_whole(
 # ---- beginning again
 
 
-@pytest.mark.parametrize("transform", [None, Jitter("torch")])
+@pytest.mark.parametrize("transform", [None, jitter])
 def test_persistent_workers_begin_again_any_number_of_times(transform: Any) -> None:
     """Fifty epochs broken off in every way, with two workers and nothing left of each; then a whole one."""
-    source = Faulty(LENGTH, {17: OSError("sample 17 is broken")})
+    source = Numbers(LENGTH, bad={17: OSError("sample 17 is broken")})
     with closing(CachedDataset(source, "50%", transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, **PERSISTENT)
         held: list[tuple[int, int, int]] = []
@@ -133,7 +135,7 @@ def test_persistent_workers_begin_again_any_number_of_times(transform: Any) -> N
                 pass
             assert len(active_children()) == (0 if pressed else 2)
             handlers.add(signal.getsignal(signal.SIGCHLD))
-            wait_for_feeders()
+            wait_until(lambda: feeders() <= len(active_children()))
             gc.collect()
             held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), mapped()))
         assert len(handlers) == 1
@@ -159,19 +161,14 @@ def break_off(loader: DataLoader[Any], end: str, moment: int) -> None:
             Keyboard().next(batches, moment)
 
 
-def wait_for_feeders() -> None:
-    """Until workers that have ended are fed no more: nobody joins the threads that do it, and they hold the queues."""
-
-    def feeders() -> int:
-        return sum(thread.name == "QueueFeederThread" for thread in threading.enumerate())
-
-    wait_until(lambda: feeders() <= len(active_children()))
+def feeders() -> int:
+    """The threads that feed workers: nobody joins those of workers that have ended, and they hold the queues."""
+    return sum(thread.name == "QueueFeederThread" for thread in threading.enumerate())
 
 
 def mapped() -> int:
     """How often this process has files in memory mapped."""
-    with open("/proc/self/maps") as file:
-        return sum("/dev/shm" in line or "/memfd:" in line for line in file)
+    return len(re.findall("/dev/shm|/memfd:", Path("/proc/self/maps").read_text()))
 
 
 def waits_for_a_request(worker: BaseProcess) -> bool:
@@ -221,24 +218,7 @@ def test_shared_memory_that_is_being_taken_belongs_to_the_pool(monkeypatch: pyte
     assert presses > 20
 
 
-# ---- holding back
-
-
-def test_the_handler_of_the_user_is_put_back() -> None:
-    """Also after Ctrl-C, which waits for the end of the block; and who ignores it goes on ignoring it."""
-    before, pressed = signal.getsignal(signal.SIGINT), list[int]()
-    with suppress(KeyboardInterrupt), held_back():
-        signal.raise_signal(signal.SIGINT)
-        pressed.append(0)
-    assert pressed == [0]
-    assert signal.getsignal(signal.SIGINT) is before
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with held_back():
-        signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
-
-@pytest.mark.parametrize("transform", [None, Jitter("torch")])
+@pytest.mark.parametrize("transform", [None, jitter])
 def test_workers_that_are_being_started_are_somebodys(transform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while they start is raised when they are known, and ends them; the next epoch is whole."""
     start = BaseProcess.start
@@ -255,3 +235,66 @@ def test_workers_that_are_being_started_are_somebodys(transform: Any, monkeypatc
                 iter(loader)
         assert active_children() == []
         assert sum(len(labels) for _, labels in loader) == 12
+
+
+# ---- the thread, and steps that are not interrupted
+
+
+@pytest.fixture
+def thread() -> Iterator[Prefetcher]:
+    """It leaves nothing running, however often it is stopped."""
+    prefetcher = Prefetcher()
+    prefetcher.stop()
+    yield prefetcher
+    prefetcher.stop()
+    prefetcher.stop()
+    assert prefetch_threads() == 0
+
+
+def test_who_wants_a_job_that_is_under_way_waits_for_it(thread: Prefetcher) -> None:
+    """The thread has begun it, and nobody else does; its result is there as often as it is wanted. The thread keeps no
+    batch alive, though it waits: its memory is needed for the next one. An error is the consumer's, and the thread goes
+    on. A finalizer may stop it from anywhere, the thread itself included."""
+    begun, go_on, done_by = threading.Event(), threading.Event(), list[int]()
+
+    class Batch:
+        pass
+
+    def work() -> Batch:
+        done_by.append(threading.get_ident())
+        begun.set()
+        go_on.wait(120)
+        return Batch()
+
+    job = Job(work)
+    thread.offer(job)
+    assert begun.wait(120)
+    threading.Timer(0.05, go_on.set).start()
+    assert job.result() is job.result()
+    thread.offer(job)
+    assert len(done_by) == 1
+    assert done_by[0] != threading.get_ident()
+    reference = weakref.ref(job.result())
+    del job
+    broken = Job(lambda: 1 / 0)
+    thread.offer(broken)
+    wait_until(lambda: reference() is None)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            broken.result()
+    thread.offer(Job(thread.stop))
+    wait_until(lambda: prefetch_threads() == 0)
+
+
+def test_the_handler_of_the_user_is_put_back() -> None:
+    """Also after Ctrl-C, which waits for the end of the block; and who ignores it goes on ignoring it."""
+    before, pressed = signal.getsignal(signal.SIGINT), list[int]()
+    with suppress(KeyboardInterrupt), held_back():
+        signal.raise_signal(signal.SIGINT)
+        pressed.append(0)
+    assert pressed == [0]
+    assert signal.getsignal(signal.SIGINT) is before
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with held_back():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -1,8 +1,9 @@
-"""A loader that goes on where another one stood gives the batches that would have come."""
+"""The order of an epoch: drawn at DataLoader's moments, and gone on with from where another loader stood."""
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from itertools import chain
 from typing import Any
 
@@ -11,47 +12,228 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
 from lightning_stocache.cache.placement import Domain, Ring
 from lightning_stocache.loading.loader_sampler import locality_sampler
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from tests.loading.twins import SAMPLERS, seed_all, with_batches
+from tests.loading.twins import assert_as_plain, outcomes, pairwise, seed_all
 
 LENGTH = 23
-FOLD = range(2, 18)
 NUMBERS: Any = [torch.tensor(number) for number in range(LENGTH)]
+IN_BATCHES = {"batch_sampler", "batch_size"}  # samplers that say something about batches
 
 
-def dealt(draws: Any, rank: int, batch_size: int = 4) -> LocalitySampler:
-    """One of two ranks, each a node with a half of a fold."""
-    fold = Domain(FOLD, LENGTH)
-    ring = Ring.cut(len(FOLD), (0.5, 0.5), (8, 8), fold)
-    return LocalitySampler(NUMBERS, 2, rank, batch_size=batch_size, ring=ring, nodes=((0,), (1,)), draws=draws)
+@pytest.fixture
+def cached() -> Iterator[Any]:
+    with closing(CachedDataset(NUMBERS, spec=SampleSpec.infer(NUMBERS[0]))) as dataset:
+        yield dataset
 
 
-def dealing(name: str) -> Callable[[Any], dict[str, Any]]:
-    """A sampler whose indices are dealt."""
-    return lambda indices: SAMPLERS[name](indices) | {"sampling": "locality"}
+@pytest.fixture(params=["cached", "plain"])
+def dataset(request: pytest.FixtureRequest, cached: Any) -> Any:
+    """Where batches are made by the package, and where by DataLoader."""
+    return cached if request.param == "cached" else NUMBERS
+
+
+# ---- samplers ----
+
+
+class LazySampler(Sampler[int]):
+    """Draws every index from the global generator, when it is asked for."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        return (int(torch.randint(0, self.length, ())) for _ in range(self.length))
+
+
+class UnequalBatches:
+    """A batch sampler without a length, whose batches have 1 to 9 samples, drawn when they are asked for."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(self.length).tolist()
+        while order:
+            size = int(torch.randint(1, 10, ()))
+            yield order[:size]
+            order = order[size:]
+
+
+class Shuffled(Sampler[Any]):
+    """Indices or batches in an order of a generator of the user's, or of a process-wide one, drawn by `iter`."""
+
+    def __init__(self, items: Iterable[Any], generator: Any) -> None:
+        self.items, self.generator = list(items), generator
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(self.items)
+        self.generator.shuffle(order)
+        return iter(order)
+
+
+class LazyBatches(BatchSampler):
+    """A BatchSampler that draws before every batch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            torch.rand(1)
+            yield batch
+
+
+class LazyDistributed(DistributedSampler[Any]):
+    """A DistributedSampler with a way of its own to draw: from the global generator, when it is asked."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(torch.randint(0, len(self.dataset), ())) for _ in range(self.num_samples))  # type: ignore[arg-type]
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+SAMPLERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "sequential": lambda indices: {},
+    "shuffle": lambda indices: {"shuffle": True},
+    "a generator": lambda indices: {"shuffle": True, "generator": seeded(3)},
+    "replacement": lambda indices: {"sampler": RandomSampler(indices, replacement=True, num_samples=40)},
+    "oversampled": lambda indices: {"sampler": RandomSampler(indices, num_samples=83)},
+    "a shared generator": lambda indices: {"sampler": RandomSampler(indices, generator=torch.default_generator)},
+    "subset": lambda indices: {"sampler": SubsetRandomSampler(indices[::2])},
+    "weighted": lambda indices: {"sampler": WeightedRandomSampler([1.0] * len(indices), 30)},
+    "distributed": lambda indices: {"sampler": DistributedSampler(indices, 2, 1, seed=5)},
+    "lazy distributed": lambda indices: {"sampler": LazyDistributed(indices, 2, 0)},
+    "lazy": lambda indices: {"sampler": LazySampler(len(indices))},
+    "own generator": lambda indices: {"sampler": Shuffled(indices, random.Random(4))},
+    "NumPy's generator": lambda indices: {"sampler": Shuffled(indices, np.random)},
+    "a list": lambda indices: {"sampler": list(indices[::2])},
+    "batches": lambda indices: {"batch_sampler": BatchSampler(RandomSampler(indices, generator=seeded(2)), 4, True)},
+    "batches, lazy": lambda indices: {"batch_sampler": BatchSampler(LazySampler(len(indices)), 3, False)},
+    "lazy batches": lambda indices: {"batch_sampler": LazyBatches(SequentialSampler(indices), 3, False)},
+    "eager batches": lambda indices: {"batch_sampler": Shuffled([[1, 2], [3], [4, 5, 6], [0, 7, 8, 9]], random)},
+    "unequal batches": lambda indices: {"batch_sampler": UnequalBatches(len(indices))},
+    "a list of lists": lambda indices: {"batch_sampler": [[1, 2], [3], [4, 5, 6]]},
+    "no batches": lambda indices: {"shuffle": True, "batch_size": None},
+}
+"""The arguments of a loader for each way to draw indices, with samplers of their own."""
+
+
+# ---- drawn at DataLoader's moments ----
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("seeded")
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_are_asked_when_dataloader_asks_them(name):
+    """Also the user's own, and where nothing is missing and batches could be drawn ahead."""
+
+    def run_of(*, batch_size: int, drop_last: bool, generator: bool, **options: Any) -> Any:
+        def arguments() -> dict[str, Any]:
+            given = SAMPLERS[name](range(LENGTH))
+            batches = {} if IN_BATCHES & given.keys() else {"batch_size": batch_size, "drop_last": drop_last}
+            return options | ({"generator": seeded(5)} if generator else {}) | batches | given
+
+        return CachedLoader, arguments
+
+    flags = (False, True)
+    designs = pairwise(batch_size=(7, 256), drop_last=flags, generator=flags)  # a seed may be drawn or not
+    runs = [run_of(**design) for design in [*designs, designs[0] | {"num_workers": 1}]]
+    assert_as_plain(NUMBERS, runs, ["quarter", "all"])
+
+
+class Failing(Sampler[int]):
+    """A sampler that raises in the middle."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(7)
+        raise OSError("the list of files is gone")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("batches", [BatchSampler(Failing(), size, False) for size in (1, 2, 3)] + [[[0], [], [2]]])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_comes_where_dataloader_raises_it(cached, num_workers, batches):
+    """Of a sampler in `iter` or with a batch, as soon as DataLoader would have drawn so far; of an empty batch in its
+    place. Then the iteration goes on."""
+
+    def told(outcome: Any) -> Any:
+        words = str(outcome).strip().rpartition(": ")[2]
+        return (type(outcome), words) if isinstance(outcome, Exception) else outcome.tolist()
+
+    got = map(told, outcomes(CachedLoader(cached, batch_sampler=batches, num_workers=num_workers)))
+    assert list(got) == list(map(told, outcomes(DataLoader(NUMBERS, batch_sampler=batches, num_workers=num_workers))))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_a_sampler_is_told_after_iter_counts_as_in_dataloader(cached, num_workers):
+    """Between `iter` and the first batch, as far as it counts there; an epoch that nobody reads from draws what
+    DataLoader draws, and an epoch without a batch ends."""
+    seen: list[Any] = []
+    for kind, data in ((CachedLoader, cached), (DataLoader, NUMBERS)):
+        seed_all()
+        loader = kind(data, 3, sampler=DistributedSampler(data, 2, 0), num_workers=num_workers)
+        for epoch in range(3):
+            iterator = iter(loader)
+            loader.sampler.set_epoch(epoch)
+            seen.append([batch.tolist() for batch in iterator])
+        for arguments in ({"shuffle": True}, {"sampler": LazySampler(LENGTH)}):
+            iter(kind(data, 3, num_workers=num_workers, **arguments))
+            seen.append(torch.get_rng_state().tolist())
+        with pytest.raises(TypeError):  # only who asks for it needs the length
+            len(iter(kind(data, batch_sampler=UnequalBatches(LENGTH))))
+        assert list(kind(data, 64, drop_last=True, num_workers=num_workers)) == []
+        assert list(kind(data, batch_sampler=[], num_workers=num_workers)) == []
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
+# ---- gone on with ----
+
+
+def dealt(indices: Any) -> LocalitySampler:
+    """The second of two ranks, each a node with a half of a fold."""
+    ring = Ring.cut(16, (0.5, 0.5), (8, 8), Domain(range(2, 18), LENGTH))
+    draws = SubsetRandomSampler(indices)
+    return LocalitySampler(NUMBERS, 2, 1, batch_size=4, ring=ring, nodes=((0,), (1,)), draws=draws)
 
 
 WAYS = SAMPLERS | {
-    "locality": dealing("shuffle"),
-    "a dealt fold": dealing("subset"),
-    "dealt, own generator": dealing("own generator"),
-    "dealt, two ranks": lambda indices: {"sampler": dealt(SubsetRandomSampler(indices), 1)},
+    "locality": lambda indices: SAMPLERS["shuffle"](indices) | {"sampling": "locality"},
+    "a dealt fold": lambda indices: SAMPLERS["subset"](indices) | {"sampling": "locality"},
+    "dealt, own generator": lambda indices: SAMPLERS["own generator"](indices) | {"sampling": "locality"},
+    "dealt, two ranks": lambda indices: {"sampler": dealt(indices)},
 }
 
 
 def made(name: str, dataset: Any = NUMBERS, **more: Any) -> Any:
     """A loader as it is in a process of its own, whose generators are where they are by chance."""
-    return CachedLoader(dataset, **with_batches(WAYS[name](range(LENGTH)), batch_size=4), **more)
+    given = WAYS[name](range(LENGTH))
+    return CachedLoader(dataset, **({} if IN_BATCHES & given.keys() else {"batch_size": 4}), **given, **more)
 
 
 def made_elsewhere(state: Any, name: str, dataset: Any = NUMBERS, **more: Any) -> Any:
     """Such a loader in another process, which is to go on from a state."""
-    torch.manual_seed(77), np.random.seed(77), random.seed(77)  # type: ignore[func-returns-value]
+    seed_all(77)
     loader = made(name, dataset, **more)
     loader.load_state_dict(json.loads(json.dumps(state)))  # plain values, nothing else
     return loader
@@ -66,75 +248,52 @@ def epochs(loader: Any, begin: int, end: int) -> list[list[Any]]:
     return batches
 
 
-@pytest.fixture(params=["cached", "plain"])
-def dataset(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Where batches are made by the package, and where by DataLoader."""
-    if request.param == "plain":
-        yield NUMBERS
-        return
-    cached = CachedDataset(NUMBERS, spec=SampleSpec.infer(NUMBERS[0]))
-    yield cached
-    cached.close()
+WORKER: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
+WITH_WORKERS = [
+    *((name, WORKER | {"persistent_workers": True}) for name in ("shuffle", "lazy", "locality")),
+    *((name, WORKER) for name in ("a generator", "own generator")),
+]
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_the_rest_comes_from_any_moment(dataset, name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in WAYS), *(pytest.param(*way, marks=pytest.mark.processes) for way in WITH_WORKERS)],
+)
+def test_the_rest_comes_from_any_moment(dataset, name, options):
     """From a state that is taken when an epoch begins, after any of its batches or at its end, a loader in a process
-    with other random states gives what is left of that epoch, and the next one."""
+    with other random states gives what is left of that epoch, and the next ones.
+
+    What workers have loaded and nobody has been given comes again. What they had drawn ahead is drawn again before the
+    generators go on, and persistent workers, which draw no seed between two epochs, draw none after a break.
+    """
     seed_all()
-    first = made(name, dataset)
+    first = made(name, dataset, **options)
     first.set_epoch(0)
     batches, whole = iter(first), list[Any]()
     states = [first.state_dict()]  # begun, and nothing handed out
     for batch in batches:
         whole.append(batch.tolist())
         states.append(first.state_dict())
-    states.append(first.state_dict())
-    following = epochs(first, 1, 2)
-    assert len(whole) > 2
-    for number, state in enumerate(states):
-        again = made_elsewhere(state, name, dataset)
-        if number > len(whole):
-            assert epochs(again, 1, 2) == following
-        else:
-            assert epochs(again, 0, 2) == [whole[number:], *following], number
-
-
-@pytest.mark.parametrize(
-    ("name", "persistent"),
-    [("shuffle", True), ("a generator", False), ("lazy", True), ("own generator", False), ("locality", True)],
-)
-@pytest.mark.processes
-def test_workers_draw_on_from_where_they_had_drawn(dataset, name, persistent):
-    """What workers have loaded and nobody has been given comes again. What they had drawn ahead is drawn again before
-    the generators go on, and persistent workers, which draw no seed between two epochs, draw none after a break."""
-    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": persistent}
-    seed_all()
-    first = made(name, dataset, **options)
-    whole, states = list[Any](), list[Any]()
-    for batch in first:
-        whole.append(batch.tolist())
-        states.append(first.state_dict())
-    states.append(first.state_dict())
+    states.append(first.state_dict())  # at the epoch's end
     following = epochs(first, 1, 3)
-    for number in (2, len(whole) - 1, len(whole) + 1):  # the last: at the epoch's end
-        again = made_elsewhere(states[number - 1], name, dataset, **options)
+    assert len(whole) > 2
+    for number in (2, len(whole) - 1, len(whole) + 1) if options else range(len(states)):
+        again = made_elsewhere(states[number], name, dataset, **options)
         rest = [] if number > len(whole) else [whole[number:]]
         assert epochs(again, 1 - len(rest), 3) == [*rest, *following], number
-        again.load_state_dict(states[number - 1])  # with workers that are there, where they are persistent
+        again.load_state_dict(states[number])  # with workers that are there, where they are persistent
         assert epochs(again, 1 - len(rest), 2) == [*rest, following[0]], number
         again.close()
 
 
-@pytest.mark.parametrize("dataset", ["cached"], indirect=True)
-def test_an_epoch_that_was_closed_has_not_ended(dataset):
+def test_an_epoch_that_was_closed_has_not_ended(cached):
     """Who asks a closed iterator for more gets nothing, and the position stays where it was."""
-    loader = made("shuffle", dataset)
+    loader = made("shuffle", cached)
     batches = iter(loader)
     got = [next(batches).tolist()]
     batches.close()
     assert next(batches, None) is None
-    again = made_elsewhere(loader.state_dict(), "shuffle", dataset)
+    again = made_elsewhere(loader.state_dict(), "shuffle", cached)
     assert sorted(chain(*got, *(batch.tolist() for batch in again))) == list(range(LENGTH))
 
 
@@ -144,7 +303,7 @@ def test_an_epoch_that_was_closed_has_not_ended(dataset):
     length=st.integers(1, 60),
     before=st.tuples(st.integers(1, 7), st.integers(1, 4)),
     after=st.tuples(st.integers(1, 7), st.integers(1, 4)),
-    kind=st.sampled_from(["distributed", "locality"]),
+    kind=st.sampled_from(["distributed", "locality", "dealt"]),
 )
 def test_another_size_goes_on_after_the_same_samples(data, length, before, after, kind):
     """With another batch size and other ranks, all ranks together go on after the samples that were given; what does
@@ -152,10 +311,11 @@ def test_another_size_goes_on_after_the_same_samples(data, length, before, after
 
     def ranks(batch_size: int, world: int) -> list[CachedLoader]:
         numbers: Any = [torch.tensor(number) for number in range(length)]
+        draws = random.Random(7).sample(range(length), length) if kind == "dealt" else None  # a list of the user's
         samplers = [
             DistributedSampler(numbers, world, rank, seed=3)
             if kind == "distributed"
-            else locality_sampler(numbers, batch_size, True, world, rank)
+            else locality_sampler(numbers, batch_size, True, world, rank, draws=draws)
             for rank in range(world)
         ]
         return [CachedLoader(numbers, batch_size, sampler=sampler) for sampler in samplers]
@@ -176,19 +336,6 @@ def test_another_size_goes_on_after_the_same_samples(data, length, before, after
     assert len({len(batches) for batches in left}) == 1, "a rank that has more batches than another would hang"
     twice = len(seen) + len(rest) - length
     assert twice <= (before[1] - 1) + 2 * (after[1] - 1)  # both pad their epoch
-
-
-@pytest.mark.parametrize("start", [0, 2], ids=["absolute", "from zero"])
-def test_callers_may_count_epochs_on_or_from_zero(start):
-    """Where each process counts epochs from zero, as Fabric does, later epochs are those that would have come."""
-    first = made("distributed")
-    whole = epochs(first, 0, 5)
-    first.set_epoch(2)
-    batches = iter(first)
-    for _ in range(2):
-        next(batches)
-    again = made_elsewhere(first.state_dict(), "distributed")
-    assert epochs(again, 2 - start, 5 - start) == [whole[2][2:], *whole[3:]]
 
 
 WHOLE = {"version": 1, "batches": 2, "batch_size": 4, "replicas": 1, "length": 23}
@@ -213,21 +360,3 @@ def test_a_sampler_is_told_its_epoch_once():
         told: list[int] = []
         CachedLoader(NUMBERS, **arguments).set_epoch(3)  # type: ignore[arg-type]
         assert told == [3]
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_a_fold_that_is_dealt_to_nodes_goes_on_after_the_same_samples(batch_size: int) -> None:
-    """With another batch size, too, the ranks train together on what was left of the fold."""
-    before, after = list[int](), list[int]()
-    for rank in (0, 1):
-        torch.manual_seed(3)
-        loader = CachedLoader(NUMBERS, 2, sampler=dealt(SubsetRandomSampler(FOLD), rank, 2))
-        drawing = iter(loader)
-        before += [number for _ in range(2) for number in next(drawing).tolist()]
-        state = loader.state_dict()
-        torch.manual_seed(rank)  # what the order was drawn from is in the state
-        resumed = CachedLoader(NUMBERS, batch_size, sampler=dealt(SubsetRandomSampler(FOLD), rank, batch_size))
-        resumed.load_state_dict(state)
-        after += [number for batch in resumed for number in batch.tolist()]
-    assert len(before) == 8
-    assert sorted(before + after) == list(FOLD)

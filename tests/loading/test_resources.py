@@ -3,10 +3,7 @@
 import gc
 import subprocess
 import sys
-import threading
-import time
 import weakref
-from collections.abc import Callable
 from contextlib import closing
 from multiprocessing import active_children
 from pathlib import Path
@@ -19,31 +16,23 @@ from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from tests.jobs import job_environment
-from tests.loading.twins import Numbers, copied, same, to_float, uncached
+from tests.loading.twins import (
+    PERSISTENT,
+    Numbers,
+    copied,
+    gathered_or_made,
+    in_every_way,
+    plain_batches,
+    prefetch_threads,
+    same,
+    totals,
+)
+from tests.processes import wait_until
+from tests.sources import CountedMade, Made
 
 LENGTH = 40
 
 pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
-
-
-gathered_or_made = pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
-WAYS: dict[str, tuple[dict[str, Any], str, Any]] = {
-    "alone, gathered": ({}, "auto", None),
-    "alone, made": ({}, "50%", to_float),
-    "workers, gathered": ({"num_workers": 2}, "50%", None),
-    "workers, made": ({"num_workers": 2}, "auto", to_float),
-    "persistent, gathered": ({"num_workers": 2, "persistent_workers": True}, "50%", None),
-    "persistent, made": ({"num_workers": 2, "persistent_workers": True}, "auto", to_float),
-}
-in_every_way = pytest.mark.parametrize(("arguments", "budget", "transform"), WAYS.values(), ids=WAYS)
-
-
-def plain(transform: Callable[[Any], Any] | None) -> list[Any]:
-    return list(DataLoader(uncached(Numbers(LENGTH), transform), 4))
-
-
-def threads() -> int:
-    return sum(thread.name == "stocache-prefetch" for thread in threading.enumerate())
 
 
 def worker_pids() -> set[int | None]:
@@ -54,7 +43,7 @@ def worker_pids() -> set[int | None]:
 def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follows(arguments, budget, transform):
     """Thread and workers end with the iterator, unless they are persistent, and then the same go on. They end with
     `close`, too. What has been handed out stays, and the next epoch is complete."""
-    expected = plain(transform)
+    expected = plain_batches(Numbers(LENGTH), transform)
     with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
         loader, pids = CachedLoader(dataset, 4, **arguments), set[int | None]()
         for stop in (0, 3, 6):
@@ -62,7 +51,7 @@ def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follo
             batches = [next(iterator) for _ in range(stop + 1)]
             pids |= worker_pids()
             del iterator
-            assert threads() == 0
+            assert prefetch_threads() == 0
             assert worker_pids() == (pids if loader.persistent_workers else set())
             assert same(batches, expected[: stop + 1])
         assert not loader.persistent_workers or len(pids) == 2
@@ -75,7 +64,7 @@ def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follo
         batch, ours = next(iterator), loader.resources is not None
         loader.close()
         assert active_children() == []
-        assert threads() == 0
+        assert prefetch_threads() == 0
         if ours:  # without workers, transformed samples come by DataLoader's own iterator
             assert next(iterator, None) is None
         assert same(batch, expected[0])
@@ -99,18 +88,17 @@ FOLD = list(range(1, LENGTH, 4))
 )
 def test_workers_end_when_all_that_is_drawn_is_cached(indices, make, persistent):
     """Of a fold, too; where another one is drawn then, there are workers again, and batches are DataLoader's."""
-    arguments: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent}
     with closing(CachedDataset(Numbers(LENGTH), indices=indices)) as dataset:
         given, plainly = make(), make()
-        loader, plainly_made = CachedLoader(dataset, **given, **arguments), DataLoader(Numbers(LENGTH), **plainly)
-        working = []
+        loader = CachedLoader(dataset, num_workers=2, persistent_workers=persistent, **given)
+        plain_loader, working = DataLoader(Numbers(LENGTH), **plainly), []
         for epoch in range(4):
             if epoch == 2:  # the sampler draws others, which the user has changed in place
                 for order in (given, plainly):
                     sampler: Any = order.get("sampler") or order["batch_sampler"].sampler
                     getattr(sampler, "indices", sampler)[:] = range(0, LENGTH, 4)
             state = torch.get_rng_state()
-            expected = list(plainly_made)
+            expected = list(plain_loader)
             torch.set_rng_state(state)
             if persistent and epoch:
                 torch.empty((), dtype=torch.int64).random_()  # the seed of workers, which are there already
@@ -125,103 +113,140 @@ def test_workers_end_when_all_that_is_drawn_is_cached(indices, make, persistent)
 @in_every_way
 def test_two_iterators_at_once(arguments, budget, transform):
     """Each has its own place in the epoch; with persistent workers the first one ends, as DataLoader has but one."""
-    expected = plain(transform)
+    expected = plain_batches(Numbers(LENGTH), transform)
     with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, **arguments)
-        if loader.persistent_workers:
-            first = iter(loader)
-            assert same(next(first), expected[0])
-            second = iter(loader)
-            assert same([copied(batch) for batch in second], expected)
-            assert next(first, None) is None
-        else:
-            pairs = [(copied(one), copied(other)) for one, other in zip(loader, loader, strict=True)]
-            assert same(pairs, [(batch, batch) for batch in expected])
-            assert same([copied(batch) for batch in loader], expected)
+        first = iter(loader)
+        assert same(next(first), expected[0])
+        got = [(copied(batch), copied(next(first, None))) for batch in loader]
+        others = [None] * 10 if loader.persistent_workers else [*expected[1:], None]
+        assert same(got, list(zip(expected, others, strict=True)))
+        assert same([copied(batch) for batch in loader], expected)
         loader.close()
 
 
 @in_every_way
 def test_a_loader_may_be_deleted_while_its_iterator_goes_on(arguments, budget, transform):
-    """The iterator has what it needs, and everything ends with it."""
+    """The iterator has what it needs, and everything ends with it; of a loader without one, at once: there is no cycle
+    that waits for the garbage collector."""
     with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, **arguments)
         iterator = iter(loader)
         got = [copied(next(iterator))]
         del loader
-        gc.collect()
         got.extend(copied(batch) for batch in iterator)
-        assert same(got, plain(transform))
+        assert same(got, plain_batches(Numbers(LENGTH), transform))
         del iterator
         gc.collect()
         assert active_children() == []
-
-
-@gathered_or_made
-def test_a_loader_that_is_deleted_ends_its_persistent_workers(transform):
-    """At once, and the memory that it kept goes with it: there is no cycle that waits for the garbage collector."""
-    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
-        loader = CachedLoader(dataset, 4, num_workers=2, persistent_workers=True)
-        list(loader)
-        assert len(active_children()) == 2
-        kept = weakref.ref(loader.resources)
+        loader = CachedLoader(dataset, 4, **arguments)
+        assert len(list(loader)) == LENGTH // 4
+        memory = None if loader.resources is None else weakref.ref(loader.resources)
         del loader
-        assert kept() is None
+        assert memory is None or memory() is None
         assert active_children() == []
-
-
-# ---- interruptions ----
-
-
-class Gated(Numbers):
-    """A source that waits at one sample until a file is there (a lock would be lost with a worker that is killed)."""
-
-    def __init__(self, gate: Path) -> None:
-        super().__init__(LENGTH)
-        self.gate = gate
-
-    def __getitem__(self, index: int) -> Any:
-        deadline = time.monotonic() + 120
-        while index == 13 and not self.gate.exists():
-            if time.monotonic() > deadline:
-                raise TimeoutError("the gate stayed shut")
-            time.sleep(0.01)
-        return super().__getitem__(index)
 
 
 @pytest.mark.epoch_one_reads_all
 @gathered_or_made
 def test_a_batch_that_came_too_late_is_the_next_one_again(transform, tmp_path):
     """A time-out is an error, after which the answer still comes: to its own batch."""
-    gate = tmp_path / "gate"
+    gate, numbers = tmp_path / "gate", Numbers(LENGTH)
     gate.touch()  # it is open while the cache is made
-    with closing(CachedDataset(Gated(gate), "50%", transform=transform)) as dataset:
+
+    def gated(index: int) -> Any:
+        if index == 13:  # a lock would be lost with a worker that is killed
+            wait_until(gate.exists, 120)
+        return numbers[index]
+
+    with closing(CachedDataset(Made(gated, LENGTH), "50%", transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=1, prefetch_factor=1, timeout=0.3)
-        iterator, got = iter(loader), []
+        iterator, got, errors = iter(loader), list[Any](), set[str]()
         gate.unlink()
-        errors: list[str] = []
-        while True:
+        while len(got) < LENGTH // 4:
             try:
                 got.append(copied(next(iterator)))
-            except StopIteration:
-                break
             except RuntimeError as error:  # on a busy machine the first batches may come too late, too
-                errors.append(str(error))
+                errors.add(str(error))
                 if len(got) == 13 // 4:
                     gate.touch()
-        assert set(errors) == {"DataLoader timed out after 0.3 seconds"}
-        assert same(got, plain(transform))
+        assert errors == {"DataLoader timed out after 0.3 seconds"}
+        assert next(iterator, None) is None
+        assert same(got, plain_batches(Numbers(LENGTH), transform))
 
+
+# ---- workers that wait load what nobody has asked for yet ----
+
+IDLE = PERSISTENT | {"batch_size": 4}
+
+
+def tensor_and_text(index: int) -> Any:
+    """A tensor and a text."""
+    return torch.full((3,), index), str(index)
+
+
+def with_a_broken_one(index: int) -> Any:
+    if index == 35:
+        raise OSError(f"sample {index} is broken")
+    return tensor_and_text(index)
+
+
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) -> None:
+    """After one batch all of it is filled, and what was served is what was counted.
+
+    A sample is loaded twice only where it is asked for while it is being loaded ahead.
+    """
+    source = CountedMade(tensor_and_text, LENGTH, tmp_path / "loads")
+    with closing(CachedDataset(source, prefill=True)) as dataset:
+        Path(source.log_path).unlink()
+        loader = CachedLoader(dataset, multiprocessing_context=method, **IDLE)
+        batches = iter(loader)
+        first = next(batches)
+        wait_until(lambda: dataset.cache is not None and dataset.cache.filled == LENGTH)
+        rest = list(batches)
+        loader.close()
+        assert [text for _, texts in [first, *rest] for text in texts] == list(map(str, range(LENGTH)))
+        assert first[0].tolist() == [[index] * 3 for index in range(4)]
+        assert set(source.loaded) == set(range(LENGTH))
+        assert source.loads <= LENGTH + 5
+        counts = totals(dataset)
+        assert (counts.served, counts.fills, counts.bypasses) == (LENGTH, LENGTH, 0)
+
+
+def test_broken_samples_and_those_without_room_are_left_to_who_asks_for_them(tmp_path: Path) -> None:
+    """The others are filled; whoever asks for the broken one gets its error. A cache of a part fills that part, and
+    workers go on waiting for requests."""
+    with closing(CachedDataset(CountedMade(with_a_broken_one, LENGTH), prefill=True)) as dataset:
+        loader = CachedLoader(dataset, **IDLE)
+        batches = iter(loader)
+        next(batches)
+        wait_until(lambda: dataset.cache is not None and dataset.cache.filled == LENGTH - 1)
+        with pytest.raises(OSError, match="sample 35 is broken"):
+            list(batches)
+        loader.close()
+    source = CountedMade(tensor_and_text, LENGTH, tmp_path / "loads")
+    with closing(CachedDataset(source, "50%", prefill=True)) as dataset:
+        loader = CachedLoader(dataset, **IDLE)
+        for _ in range(2):
+            assert sum(len(texts) for _, texts in loader) == LENGTH
+        loader.close()
+        assert source.loads < 3 * LENGTH
+
+
+# ---- the end of the interpreter ----
 
 SCRIPT = """
 import logging
 
+import torch
+
 from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
-from tests.loading.twins import Numbers, to_float
 
 logging.getLogger("lightning_stocache").addHandler(logging.NullHandler())  # else it says what is cached
-live, source = [], Numbers(40)
-for transform in (None, to_float):
+live, source = [], [torch.full((3,), number) for number in range(40)]
+for transform in (None, torch.neg):
     for arguments in ({}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}):
         dataset = CachedDataset(source, "75%", transform=transform, spec=SampleSpec.infer(source[0]))
         dataset.__getitems__(list(range(10)))

@@ -6,13 +6,16 @@ import pickle
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, get_worker_info
 
-from lightning_stocache.loading.dataset import CachedDataset, StandIn, cached_in
-from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache import CachedDataset, CachedLoader, CachedStream, SampleSpec
+from lightning_stocache.loading.dataset import StandIn, cached_in
+from lightning_stocache.loading.loader_tree import cached_in_leaves, leaves_in, loaders_in, wrapped_loader
 from tests.loading.twins import totals
 
 pytestmark = pytest.mark.processes
@@ -22,23 +25,6 @@ NAMES = [
     *("source", "cache", "counters", "ring", "group", "budget_bytes", "share", "close", "describe", "opened", "finish"),
     *("changed", "refresh", "view", "request", "adopt", "load_into", "budget", "spec", "name", "strict", "backend"),
 ]
-
-
-class Named(Dataset[Any]):
-    """A dataset that has every name that one could think of."""
-
-    def __init__(self) -> None:
-        for name in NAMES:
-            setattr(self, name, f"the user's {name}")
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> int:
-        return index * index
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [self[index] for index in indices]
 
 
 class Plain(Dataset[Any]):
@@ -52,8 +38,11 @@ class Plain(Dataset[Any]):
         return 6
 
     def __getitem__(self, index: int) -> int:
-        sample = index * self.strength + self._offset
-        return sample if self.transform is None else self.transform(sample)
+        sample, transform = index * self.strength + self._offset, getattr(self, "transform", None)
+        return transform(sample) if callable(transform) else sample
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
 
     def set_strength(self, strength: int) -> None:
         self.strength = strength
@@ -79,35 +68,39 @@ def dataset(plain: Plain) -> Iterator[CachedDataset]:
 
 
 def test_a_stand_in_has_no_name_of_its_own() -> None:
-    """Whatever the user's names are: read, written and deleted in the user's dataset."""
-    source = Named()
+    """Whatever the user's names are: read, written and deleted in the user's dataset, and shown by `dir`; dunder names
+    are not forwarded. A CachedDataset keeps those that it documents; all others, private ones too, are the source's.
+    """
+    source = Plain()
+    for name in NAMES:
+        setattr(source, name, f"the user's {name}")
     with closing(CachedDataset(source)) as dataset:
         stand_in: Any = StandIn(dataset)
+        kept = set(dir(CachedDataset)) & set(NAMES) - {"transform"}
+        assert all(f"`{name}`" in str(CachedDataset.__doc__) for name in kept)
         for name in NAMES:
-            assert getattr(stand_in, name) == f"the user's {name}"
-            setattr(stand_in, name, "another")
-            assert vars(source)[name] == "another"
+            for wrapped in (stand_in, dataset):
+                if wrapped is stand_in or name not in kept:
+                    assert getattr(wrapped, name) == getattr(source, name)
+                    setattr(wrapped, name, f"another {name}")
+                    assert vars(source)[name] == f"another {name}"
             delattr(stand_in, name)
             assert not hasattr(source, name)
             assert not hasattr(stand_in, name)
-            assert list(DataLoader(stand_in, None)) == [index * index for index in range(6)]
-
-
-def test_a_cached_dataset_keeps_a_few_names() -> None:
-    """Those that it documents are its own; every other name is the source's, private ones too."""
-    source = Named()
-    with closing(CachedDataset(source)) as dataset:
-        kept = set(dir(CachedDataset)) & set(NAMES) - {"transform"}
-        for name in set(NAMES) - kept:
-            assert getattr(dataset, name) == f"the user's {name}"
-            setattr(dataset, name, "another")
-            assert getattr(source, name) == "another"
-        assert all(f"`{name}`" in str(CachedDataset.__doc__) for name in kept)
+            assert list(DataLoader(stand_in, None)) == list(range(6))
         assert dataset.source is source
+        assert not hasattr(stand_in, "__iter__")
+        assert {"strength", "_offset", "set_strength"} <= set(dir(dataset)) & set(dir(stand_in))
+        with pytest.raises(AttributeError, match="nothing_of_this_name"):
+            dataset.nothing_of_this_name  # noqa: B018
+    with pytest.raises(AttributeError, match="source"):
+        CachedDataset.__new__(CachedDataset).source  # noqa: B018  pickle asks before there is one
 
 
-@pytest.mark.parametrize("wrap", [itself, StandIn])
-@pytest.mark.parametrize("way", ["an attribute", "a method", "the user's object"])
+@pytest.mark.parametrize(
+    ("wrap", "way"),
+    [(itself, "a method"), (itself, "the user's object"), (StandIn, "an attribute"), (StandIn, "a method")],
+)
 def test_a_change_takes_effect(plain: Plain, dataset: CachedDataset, wrap: Any, way: str, caplog: Any) -> None:
     """Through the wrapper, by a method or on the user's object: from the next read on, with one warning."""
     wrapped = wrap(dataset)
@@ -134,17 +127,23 @@ def set_strength_of_the_worker(worker: int) -> None:
     info.dataset.strength = worker + 2
 
 
-def test_workers_that_change_their_copy_say_so_once(dataset: CachedDataset, tmp_path: Path) -> None:
-    """Each epoch's workers do, for `worker_init_fn` tells them to."""
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("kind", [DataLoader, CachedLoader])
+def test_workers_that_change_their_copy_say_so_once(plain: Plain, tmp_path: Path, kind: Any) -> None:
+    """`worker_init_fn` tells those of each epoch to. They let go of the cache and serve whole batches, counted once:
+    what the main process had planned as hits, too."""
     log, handler = logging.getLogger("lightning_stocache"), logging.FileHandler(tmp_path / "log")
-    log.addHandler(handler)
-    try:
-        loader = DataLoader(dataset, 1, num_workers=2, worker_init_fn=set_strength_of_the_worker)
-        batches = [[int(batch) for batch in loader] for _ in range(3)]
-    finally:
-        log.removeHandler(handler)
-        handler.close()
-    assert batches == [[0, 3, 4, 9, 8, 15]] * 3  # by two workers in turn, as without a cache
+    with closing(CachedDataset(plain, "34%")) as dataset:
+        dataset.__getitems__(list(range(6)))
+        log.addHandler(handler)
+        try:
+            loader = kind(dataset, 3, num_workers=2, worker_init_fn=set_strength_of_the_worker)
+            batches = [[batch.tolist() for batch in loader] for _ in range(3)]
+        finally:
+            log.removeHandler(handler)
+            handler.close()
+        assert totals(dataset).served == 6 + 3 * 6
+    assert batches == [[[0, 2, 4], [9, 12, 15]]] * 3  # by two workers in turn, as without a cache
     assert (tmp_path / "log").read_text().count("its `strength` has changed") == 1
 
 
@@ -174,10 +173,9 @@ def test_the_transform_is_the_sources_unless_one_was_given(plain: Plain) -> None
 def test_batches_between_changes_are_a_plain_loaders(kind: Any, num_workers: int, persistent: bool) -> None:
     """Changed in the middle of an epoch, whose later batches may be gathered already, and between two of them: what a
     DataLoader over the user's dataset gives."""
-    options = {"num_workers": num_workers, "persistent_workers": persistent}
 
     def run(make: Any, dataset: Any) -> list[list[int]]:
-        loader, batches = make(dataset, 1, **options), []
+        loader, batches = make(dataset, 1, num_workers=num_workers, persistent_workers=persistent), []
         for epoch in range(4):
             for number, batch in enumerate(loader):
                 batches.append(batch.tolist())
@@ -200,20 +198,40 @@ def test_a_copy_has_attributes_of_its_own(plain: Plain, dataset: CachedDataset, 
     assert (other[1], dataset[1], plain.strength) == (5, 1, 1)
 
 
-def test_the_package_finds_the_cached_dataset(dataset: CachedDataset, plain: Plain) -> None:
-    """Behind a stand-in and as itself, and nothing elsewhere; a stand-in is not cached again."""
+# ---- how the package finds it
+
+
+PLAIN = DataLoader(TensorDataset(torch.zeros(1)))
+
+
+def test_leaves_come_in_order() -> None:
+    """Through lists, tuples, dicts and what Lightning combines them in; of them the DataLoaders are known.
+
+    The loader that timm wraps is found: its own is no DataLoader. Of another class with that name nothing is known.
+    """
+    combined = SimpleNamespace(iterables={"a": PLAIN, "b": [range(3), {}]})
+    assert list(leaves_in([7, (combined, {"text": "text"}), [], None])) == [7, PLAIN, range(3), "text", None]
+    assert list(loaders_in([7, (combined, PLAIN)])) == [PLAIN, PLAIN]
+    kind = type("PrefetchLoader", (), {"__module__": "timm.data.loader", "__init__": lambda self, loader: None})
+    wrapper, empty, foreign = kind(None), kind(None), type("PrefetchLoader", (), {"loader": PLAIN})()
+    wrapper.loader, empty.loader = PLAIN, range(3)
+    assert (wrapped_loader(wrapper), wrapped_loader(empty)) == (PLAIN, None)
+    assert list(leaves_in([wrapper, empty, foreign])) == [PLAIN, empty, foreign]
+
+
+def test_cached_datasets_are_found_through_what_wraps_them_once() -> None:
+    """A Subset, a ConcatDataset, a StandIn and the dataset itself are all of one cache; datasets of several come in the
+    order in which they are read, streams and leaves that are no DataLoaders included."""
+    dataset = CachedDataset([0.0, 1.0, 2.0], spec=SampleSpec.infer(0.0))
+    other = CachedDataset([3.0], spec=SampleSpec.infer(0.0))
+    stream = CachedStream([1.0], budget="1MiB")
+    behind = [dataset, Subset(dataset, [1]), ConcatDataset([PLAIN.dataset, Subset(dataset, [0])]), StandIn(dataset)]
+    loaders = {"each": [DataLoader(each) for each in behind], "plain": PLAIN}
+    assert cached_in_leaves(loaders) == [dataset]
     assert cached_in(dataset) is cached_in(StandIn(dataset)) is dataset
-    assert cached_in(plain) is None
-    with pytest.raises(TypeError, match="cached already"):
-        CachedDataset(StandIn(dataset))
-
-
-def test_dir_and_dunder_names(dataset: CachedDataset) -> None:
-    """`dir` shows the source's names; a dunder name of the source is never forwarded; what nobody has is missing."""
-    assert {"strength", "_offset", "set_strength"} <= set(dir(dataset)) & set(dir(StandIn(dataset)))
-    with closing(CachedDataset(Named(), 0)) as other:
-        assert not hasattr(StandIn(other), "__iter__")
-        with pytest.raises(AttributeError, match="nothing_of_this_name"):
-            other.nothing_of_this_name  # noqa: B018
-    with pytest.raises(AttributeError, match="source"):
-        CachedDataset.__new__(CachedDataset).source  # noqa: B018  pickle asks before there is one
+    assert cached_in(PLAIN.dataset) is None
+    assert cached_in_leaves([DataLoader(ConcatDataset([other, dataset])), DataLoader(dataset)]) == [other, dataset]
+    leaves = [SimpleNamespace(dataset=dataset), SimpleNamespace(dataset=stream), SimpleNamespace(dataset=stream), 7]
+    assert cached_in_leaves(leaves) == [dataset, stream]
+    for opened in (dataset, other, stream):
+        opened.close()
