@@ -11,6 +11,7 @@ import torch
 
 from lightning_stocache.loading import batch_pool
 from lightning_stocache.loading.batch_pool import Attached, BatchPool, fields_of
+from lightning_stocache.node.free import FreeMemory
 
 SIZE = 1 << 16
 
@@ -46,8 +47,6 @@ def test_memory_that_somebody_holds_a_view_of_is_not_given_out_again(hold: Calla
     gc.collect()
     two = take(pool), take(pool)
     assert address in {one.data_ptr() for one in two}
-    del two
-    assert pool.idle_bytes == 2 * SIZE
 
     shared = pool.take_shared([400, SIZE])
     _, tensor = map(torch.from_numpy, fields_of(shared, [400, SIZE]))
@@ -59,6 +58,18 @@ def test_memory_that_somebody_holds_a_view_of_is_not_given_out_again(hold: Calla
     gc.collect()
     assert pool.shared_left == 1
     pool.close()
+
+
+def test_a_larger_batch_gets_larger_memory_and_smaller_memory_is_dropped():
+    """Also where the smaller one comes back after the larger one was made. It is aligned for wide copies."""
+    pool = BatchPool()
+    small, large = take(pool), take(pool, 2 * SIZE + 8)
+    del small, large
+    for _ in range(3):
+        one, other = take(pool, 2 * SIZE + 8).fill_(1), take(pool, 2 * SIZE).fill_(2)
+        assert (int(one.max()), len(one), one.data_ptr() % 64) == (1, 2 * SIZE + 8, 0)
+        del one, other
+    assert pool.idle_bytes <= 2 * (2 * SIZE + 8)
 
 
 def test_memory_that_is_sent_to_another_process_is_not_shared_with_the_next_batch():
@@ -82,6 +93,16 @@ def test_it_takes_nothing_from_dev_shm_and_all_of_it_is_reserved():
     assert "memfd" in os.readlink(shared.handle.data)
     assert os.stat(shared.handle.data).st_blocks * 512 >= 1 << 20
     del shared
+    pool.close()
+
+
+@pytest.mark.parametrize("promised", [0, 400])
+def test_memory_that_is_not_there_or_promised_to_a_cache_is_not_tried(monkeypatch, promised):
+    """Above a cgroup's limit the kernel would kill: so it is asked before."""
+    monkeypatch.setattr(batch_pool.FreeMemory, "now", lambda *_: FreeMemory(None, 2**40, 1024 + promised))
+    pool = BatchPool(shared=3, promised=lambda: promised)
+    assert pool.take_shared([1024]) is not None
+    assert pool.take_shared([1025]) is None
     pool.close()
 
 
