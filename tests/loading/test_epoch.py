@@ -40,6 +40,7 @@ from tests.loading.twins import (
     same,
     seed_all,
     to_float,
+    told,
     totals,
     uncached,
 )
@@ -137,18 +138,6 @@ def test_a_sampler_may_change_its_batch_size_between_epochs(transform):
 # ---- errors ----
 
 
-class Broken(Exception):
-    """An error of the user's."""
-
-
-def told(outcome: Any) -> Any:
-    """A batch; of an error its type and text, and whether it has the user's traceback."""
-    if not isinstance(outcome, Exception):
-        return outcome
-    lines = "".join(traceback.format_exception(outcome))
-    return type(outcome), str(outcome).rpartition("Broken: ")[2].strip(), "self.bad[index]" in lines
-
-
 @pytest.mark.parametrize(
     ("kind", "arguments", "budget", "transform"),
     [
@@ -160,14 +149,16 @@ def told(outcome: Any) -> Any:
 def test_an_error_of_the_source_takes_the_place_of_its_batch(kind, arguments, budget, transform):
     """With its type, text and traceback; the next batch is DataLoader's, no memory is lost, and what was loaded before
     the error is stored."""
-    source = Numbers(LENGTH, bad={9: Broken("sample 9 is broken"), 22: Broken("sample 22 is broken")})
+    source = Numbers(LENGTH, bad={9: LookupError("sample 9 is broken"), 22: LookupError("sample 22 is broken")})
     without = DataLoader(uncached(source, transform), 4, **arguments)
     expected = [list(map(told, outcomes(without))) for _ in range(2)]
-    assert expected[0][9 // 4] == (Broken, "sample 9 is broken", True)
+    assert expected[0][9 // 4] == (LookupError, "sample 9 is broken")
     with closing(CachedDataset(source, budget, transform=transform)) as dataset:
         loader = kind(dataset, 4, **arguments)
         for _ in range(3):
-            assert same([list(map(told, outcomes(loader))) for _ in range(2)], expected)
+            came = [list(outcomes(loader)) for _ in range(2)]
+            assert same([list(map(told, outcome)) for outcome in came], expected)
+            assert "self.bad[index]" in "".join(traceback.format_exception(came[0][9 // 4]))
         if budget == "auto":
             assert dataset.cache.filled == LENGTH - len({9, 10, 11, 22, 23})
         assert totals(dataset).fills == (0 if dataset.cache is None else dataset.cache.filled)

@@ -27,7 +27,7 @@ from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
 from lightning_stocache.cache.placement import Domain, Ring
 from lightning_stocache.loading.loader_sampler import locality_sampler
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from tests.loading.twins import assert_as_plain, outcomes, pairwise, seed_all
+from tests.loading.twins import assert_as_plain, outcomes, pairwise, same, seed_all, told
 
 LENGTH = 23
 NUMBERS: Any = [torch.tensor(number) for number in range(LENGTH)]
@@ -176,12 +176,9 @@ def test_an_error_comes_where_dataloader_raises_it(cached, num_workers, batches)
     """Of a sampler in `iter` or with a batch, as soon as DataLoader would have drawn so far; of an empty batch in its
     place. Then the iteration goes on."""
 
-    def told(outcome: Any) -> Any:
-        words = str(outcome).strip().rpartition(": ")[2]
-        return (type(outcome), words) if isinstance(outcome, Exception) else outcome.tolist()
-
     got = map(told, outcomes(CachedLoader(cached, batch_sampler=batches, num_workers=num_workers)))
-    assert list(got) == list(map(told, outcomes(DataLoader(NUMBERS, batch_sampler=batches, num_workers=num_workers))))
+    expected = map(told, outcomes(DataLoader(NUMBERS, batch_sampler=batches, num_workers=num_workers)))
+    assert same(list(got), list(expected))
 
 
 @pytest.mark.processes

@@ -41,9 +41,10 @@ def worker_pids() -> set[int | None]:
 
 
 @in_every_way
-def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follows(arguments, budget, transform):
-    """Thread and workers end with the iterator, unless they are persistent, and then the same go on. They end with
-    `close`, too. What has been handed out stays, and the next epoch is complete."""
+def test_nothing_outlives_its_loader(arguments, budget, transform):
+    """Thread and workers end with a broken-off iterator, unless they are persistent, and then the same go on. They end
+    with `close`, and with a loader that is deleted: there is no cycle that waits for the garbage collector. What has
+    been handed out stays, an iterator goes on without its loader, and the next epoch is complete."""
     expected = plain_batches(Numbers(LENGTH), transform)
     with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
         loader, pids = CachedLoader(dataset, 4, **arguments), set[int | None]()
@@ -62,16 +63,41 @@ def test_an_epoch_that_is_broken_off_leaves_nothing_behind_and_another_one_follo
             gc.collect()
             assert loader.resources.pool.shared_left == 7
         iterator = iter(loader)
-        batch, ours = next(iterator), loader.resources is not None
+        batch, memory = next(iterator), loader.resources and weakref.ref(loader.resources)
         loader.close()
-        assert active_children() == []
-        assert prefetch_threads() == 0
-        if ours:  # without workers, transformed samples come by DataLoader's own iterator
+        assert (worker_pids(), prefetch_threads()) == (set(), 0)
+        if memory is not None:  # without workers, transformed samples come by DataLoader's own iterator
             assert next(iterator, None) is None
         assert same(batch, expected[0])
+        iterator = iter(loader)
+        got = [copied(next(iterator))]
+        del loader
+        got.extend(copied(batch) for batch in iterator)
+        assert same(got, expected)
+        del iterator
+        gc.collect()
+        assert worker_pids() == set()
+        loader = CachedLoader(dataset, 4, **arguments)
+        assert len(list(loader)) == LENGTH // 4
+        memory = loader.resources and weakref.ref(loader.resources)
+        del loader
+        assert memory is None or memory() is None
+        assert worker_pids() == set()
+
+
+@in_every_way
+def test_two_iterators_at_once(arguments, budget, transform):
+    """Each has its own place in the epoch; with persistent workers the first one ends, as DataLoader has but one."""
+    expected = plain_batches(Numbers(LENGTH), transform)
+    with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, **arguments)
+        first = iter(loader)
+        assert same(next(first), expected[0])
+        got = [(copied(batch), copied(next(first, None))) for batch in loader]
+        others = [None] * 10 if loader.persistent_workers else [*expected[1:], None]
+        assert same(got, list(zip(expected, others, strict=True)))
         assert same([copied(batch) for batch in loader], expected)
         loader.close()
-        assert active_children() == []
 
 
 FOLD = list(range(1, LENGTH, 4))
@@ -108,43 +134,6 @@ def test_workers_end_when_all_that_is_drawn_is_cached(indices, make, persistent)
             working.append(served[0][1])
         assert working == [2, 0, 2, 0 if indices is None else 2]
         loader.close()
-        assert active_children() == []
-
-
-@in_every_way
-def test_two_iterators_at_once(arguments, budget, transform):
-    """Each has its own place in the epoch; with persistent workers the first one ends, as DataLoader has but one."""
-    expected = plain_batches(Numbers(LENGTH), transform)
-    with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
-        loader = CachedLoader(dataset, 4, **arguments)
-        first = iter(loader)
-        assert same(next(first), expected[0])
-        got = [(copied(batch), copied(next(first, None))) for batch in loader]
-        others = [None] * 10 if loader.persistent_workers else [*expected[1:], None]
-        assert same(got, list(zip(expected, others, strict=True)))
-        assert same([copied(batch) for batch in loader], expected)
-        loader.close()
-
-
-@in_every_way
-def test_a_loader_may_be_deleted_while_its_iterator_goes_on(arguments, budget, transform):
-    """The iterator has what it needs, and everything ends with it; of a loader without one, at once: there is no cycle
-    that waits for the garbage collector."""
-    with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
-        loader = CachedLoader(dataset, 4, **arguments)
-        iterator = iter(loader)
-        got = [copied(next(iterator))]
-        del loader
-        got.extend(copied(batch) for batch in iterator)
-        assert same(got, plain_batches(Numbers(LENGTH), transform))
-        del iterator
-        gc.collect()
-        assert active_children() == []
-        loader = CachedLoader(dataset, 4, **arguments)
-        assert len(list(loader)) == LENGTH // 4
-        memory = None if loader.resources is None else weakref.ref(loader.resources)
-        del loader
-        assert memory is None or memory() is None
         assert active_children() == []
 
 

@@ -141,6 +141,13 @@ def outcomes(loader: Any) -> Iterator[Any]:
             yield batch
 
 
+def told(outcome: Any) -> Any:
+    """A batch; of an error its type and its last words."""
+    if not isinstance(outcome, Exception):
+        return outcome
+    return type(outcome), str(outcome).strip().rpartition(": ")[2]
+
+
 def assert_as_plain(
     source: Any,
     runs: Sequence[tuple[Any, Callable[[], dict[str, Any]]]],
