@@ -119,16 +119,16 @@ def test_ctrl_c_ends_the_epoch_and_the_next_one_is_whole(
 
 @pytest.mark.parametrize("transform", [None, jitter])
 def test_persistent_workers_begin_again_any_number_of_times(transform: Any) -> None:
-    """Fifty epochs broken off in every way, with two workers and nothing left of each; then a whole one."""
+    """Epochs broken off in every way, with two workers and nothing left of each; then a whole one."""
     source = Numbers(LENGTH, bad={17: OSError("sample 17 is broken")})
     with closing(CachedDataset(source, "50%", transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, **PERSISTENT)
         held: list[tuple[int, int, int]] = []
         handlers = set[Any]()
-        for number in range(50):
+        for number in range(24):
             pressed = False
             try:
-                break_off(loader, ENDS[number % len(ENDS)], moment=number * 2)
+                break_off(loader, ENDS[number % len(ENDS)], moment=number * 4)
             except KeyboardInterrupt:
                 pressed = True
             except (ArithmeticError, OSError):

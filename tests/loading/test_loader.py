@@ -109,7 +109,7 @@ def test_without_workers_batches_and_draws_are_those_of_dataloader(name):
     """Whatever samples are, whatever is cached, whatever a transform draws from: nothing tells the two apart."""
     source, transform, collate = SOURCES[name]
     flags, kinds = (False, True), (CachedLoader, DataLoader)
-    designs = pairwise(kind=kinds, batch_size=(7, 1, 256), shuffle=flags, drop_last=flags, generator=flags)
+    designs = pairwise(kind=kinds, batch_size=(7, 256), shuffle=flags, drop_last=flags, generator=flags)
     assert_as_plain(source, [run_of(collate=collate, **design) for design in designs], transform=transform)
 
 
