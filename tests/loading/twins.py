@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from tests.cache.equality import same
+from tests.cache.leaves import same
 from tests.sources import Made
 
 # ---- sources and transforms ----
