@@ -237,6 +237,23 @@ def test_processes_that_fill_at_once_store_each_sample_once(layout: str, share: 
     store.close()
 
 
+def fill_some(store: Any, first: int) -> None:
+    for index in range(first, 10_000, 6):
+        store.fill(index, f"{index:4} " * (4 + index % 14))
+
+
+@pytest.mark.processes
+def test_records_of_many_processes_never_overlap() -> None:
+    """Thousands of records from six processes at once: each lies inside, whole, and the store is full."""
+    with closing(Store.create(RecordCodec(100), Arc(10_000, 10_000), granted=2**19)) as store:
+        call_many(fill_some, [(store, first) for first in range(6)])
+        places = store.lookup(np.arange(10_000))
+        found = np.flatnonzero(places != NO_PLACE)
+        assert list(store.read(places[found])) == [f"{index:4} " * (4 + index % 14) for index in found]
+        assert len(found) > 2000
+        assert store.fill_fraction > 0.999
+
+
 # ---- how much there is ----
 
 

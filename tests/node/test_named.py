@@ -68,6 +68,8 @@ def test_clean_leaves_what_is_in_use(name: str) -> None:
     assert clean(name) == []
     [found] = [one for one in named_segments(contents_of) if one.name == name]
     assert (found.in_use, found.contents.manifest, found.allocated_bytes) == (True, manifest, HEADER_BYTES)
+    segment.store(0, memoryview(bytes([2, 0, 2]).ljust(10, b"\0") + b"\2"))  # states, and a sample
+    assert [one.contents.filled for one in named_segments(contents_of) if one.name == name] == [2]
     segment.close()
     with path_of(name).open("r+b") as file:  # what is damaged is listed and removed, too
         file.seek(64)
