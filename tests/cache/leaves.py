@@ -106,9 +106,8 @@ def same(left: Any, right: Any, met: dict[int, int] | None = None) -> bool:
         return same_tensors(left, right) and same(vars(left), vars(right), met)
     if isinstance(left, np.ndarray):
         # NumPy 1 gives a pickled dtype of times an empty dict of metadata where there was none.
-        if (left.dtype, left.dtype.metadata or None) != (right.dtype, right.dtype.metadata or None):
-            return False
-        if left.shape != right.shape:
+        facts, others = ((array.shape, array.dtype, array.dtype.metadata or None) for array in (left, right))
+        if facts != others:
             return False
         # The lists live shortly, and another object may get their id: what has been met is theirs alone.
         return same(left.tolist(), right.tolist(), {}) if left.dtype.hasobject else left.tobytes() == right.tobytes()
@@ -124,9 +123,8 @@ def same(left: Any, right: Any, met: dict[int, int] | None = None) -> bool:
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(same(*pair, met) for pair in zip(left, right, strict=True))
     if isinstance(left, (float, complex, np.generic)):
-        return np.asarray(left).dtype == np.asarray(right).dtype and np.asarray(left).tobytes() == (
-            np.asarray(right).tobytes()
-        )
+        one, other = np.asarray(left), np.asarray(right)
+        return (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
     if isinstance(left, (type, enum.Enum)):
         return left is right
     if hasattr(left, "__dict__"):
