@@ -76,6 +76,18 @@ def test_a_ledger_counts_like_a_list() -> None:
             assert ledger.passed(epoch, length=0) == passed
 
 
+def test_a_decision_is_taken_once() -> None:
+    """The second process receives the decision of the first, and a final decision stays."""
+    asked = list[str]()
+    with closing(StreamLedger.create(1)) as ledger:
+        for key, mode, decision in ((1, "stream", "stream"), (2, "cache", "cache"), (3, "stream", "cache")):
+            epoch = ledger.begin(Shard(key=key))
+            choose: Any = lambda late, mode=mode: asked.append(mode) or mode  # noqa: E731
+            assert [ledger.decide(epoch, choose) for _ in range(2)] == [decision] * 2
+        assert asked == ["stream", "cache"]
+        assert [ledger.pass_by(), ledger.pass_by(), ledger.mode] == ["cache", "pass", "pass"]
+
+
 def test_a_stream_promises_what_it_was_granted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its files are as much longer than their memory, for other jobs to see. Few samples take little memory, and
     `clear` gives it back: the next samples begin with number zero, in columns that were released, too."""
