@@ -1,4 +1,4 @@
-"""A training on the CPU whose memory is all of its own: run by `test_budgets` in a cgroup.
+"""A training on the CPU whose memory is all of its own: run by `test_doors` in a cgroup.
 
     python limited_job.py '{"door": "callback", "budget": "auto", "num_workers": 2, "samples": 7000}'
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import LambdaCallback
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import Subset, default_collate
 from torchvision.transforms import v2
 
 from lightning_stocache.training.callbacks import StochasticCache
@@ -72,17 +72,15 @@ def test_hooks_run_when_and_as_often_as_without(tmp_path, door, options):
     assert run(door) == run("none")
 
 
-class Appended(Dataset[Any]):
+class Appended(Made):
     """The bytes of a file, to which workers see others append."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(torch.tensor)
         self.path = path
 
     def __len__(self) -> int:
         return self.path.stat().st_size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor(index)
 
 
 def test_a_persistent_loader_that_comes_again_is_the_same(tmp_path):

@@ -1,11 +1,14 @@
 """The promises of every door, over a counted source: by Lightning, and in a loop of one's own, with Fabric."""
 
+import json
 import os
 import pickle
+import sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,18 +28,24 @@ from lightning_stocache import (
     StochasticCache,
     cache_datamodule,
 )
+from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.named import clean, named_segments
+from lightning_stocache.setup import allocation
+from tests.cgroups import run_limited
 from tests.sources import CountedSource, Made, TransformedSource
 from tests.training.tiny import (
     DOORS,
     SAMPLES,
+    SLOT,
     Data,
+    Looking,
     Model,
     Remembers,
     announced,
     behind,
     cached_datasets,
     data_hooks,
+    fit,
     logged,
     make_trainer,
     plain_loader,
@@ -136,7 +145,8 @@ def test_a_random_source_is_not_frozen(door, tmp_path, caplog):
 
 @pytest.mark.epoch_one_reads_all
 def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
-    """fit, validate, test and predict, twice each, load a set once. Epochs have a hit rate, and steps have parts."""
+    """fit, validate, test and predict, twice each, load a set once. Epochs have a hit rate, and steps have parts.
+    Outside of fit only the loggers get metrics: the results of a call are those without a cache."""
     sets = {name: source(tmp_path, name, 8) for name in ("train", "val", "test", "predict")}
     options: dict[str, Any] = {"keep_cache": True, "stage_budgets": {"test": 0}}
     if door == "ours":
@@ -149,12 +159,16 @@ def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
     assert logged(trainer, "stocache/hit_rate")[-1] == 1.0
     assert logged(trainer, "stocache/step/wait_seconds")
     for _ in range(2):
-        trainer.validate(Model(), data, verbose=False)
-        trainer.test(Model(), data, verbose=False)
-        trainer.predict(Model(), data)
+        assert trainer.validate(Model(), data, verbose=False) == [{}]
+        assert trainer.test(Model(), data, verbose=False) == [{}]
+        assert len(trainer.predict(Model(), data)) == 2
+        assert trainer.callback_metrics == {}
     loads = {name: images.loads for name, images in sets.items()}
     assert loads["test"] == 16
     assert sum(loads.values()) == 16 + 3 * 8 + announced(caplog)
+    assert logged(trainer, "stocache/val/hits") == [0, 8, 8, 8]
+    assert logged(trainer, "stocache/test/bypasses") == [8, 8]
+    assert logged(trainer, "stocache/predict/hits") == [0, 8]
     (callbacks[0] if door == "callback" else data).caches.close()
 
 
@@ -317,3 +331,85 @@ def test_a_copy_in_another_process_has_nothing_open(tmp_path, door):
         assert copy.caches.options == dm.caches.options
         assert cached_datasets(loader)[0].cache.filled == 0
     dm.teardown("fit")
+
+
+# ---- memory ----
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("door", "options", "sanity", "slots"),
+    [
+        ("callback", {"budget": 48 * SLOT}, 2, [24, 8]),
+        ("callback", {"budget": 8 * SLOT}, 2, [4, 4]),
+        ("cache_datamodule", {"budget": 26 * SLOT}, 0, [24, 2]),
+        ("callback", {"budget": 24 * SLOT}, 0, [24, 0]),
+        ("loaders", {"budget": 16 * SLOT}, 2, [12, 4]),
+        ("ours", {"budget": 16 * SLOT}, 2, [12, 4]),
+        ("ours", {"budget": "50%", "stage_budgets": {"val": 0}}, 0, [12, 0]),
+    ],
+)
+def test_stages_divide_the_budget(tmp_path, caplog, door, options, sanity, slots):
+    """Of hooks, val takes at most half before train, and train the rest; without a sanity check train goes first.
+    Loaders that are given to `fit`, and the sets of StocacheDataModule, divide a budget in bytes by their sizes. A
+    stage with a separate budget uses that; where nothing is left, one warning for all reloads names that option."""
+    train, val, looking = source(tmp_path), source(tmp_path, "val", 8), Looking()
+    callbacks, dm = behind("callback" if door == "loaders" else door, Data(train, val), **options)
+    given = (plain_loader(train), plain_loader(val)) if door == "loaders" else (dm,)
+    reloads = {"epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    trainer = make_trainer(tmp_path, [*callbacks, looking], num_sanity_val_steps=sanity, logger=False, **reloads)
+    trainer.fit(Model(), *given)
+    assert [*looking.slots["train"], *looking.slots["val"]] == slots
+    warnings = said(caplog, "val loader: CountedSource passes through uncached")
+    assert ["stage_budgets={'val': ...}" in warning for warning in warnings] == [True] * (slots == [24, 0])
+
+
+@pytest.mark.epoch_one_reads_all
+def test_scarce_memory_is_kept_for_train_and_promised_once(tmp_path, monkeypatch):
+    """With "auto" a val set that opens first takes at most half of the free memory. Memory that was granted to it,
+    filled or not, is not granted again."""
+    free = FreeMemory(filesystem=None, available=800 * MIB, cgroup=None, directory=None)
+    monkeypatch.setattr(FreeMemory, "measure", lambda *_: free)
+    train, val = (Made(lambda _: torch.zeros(MIB, dtype=torch.uint8), length) for length in (800, 400))
+    loaders = {"train": lambda: plain_loader(train, batch_size=1), "val": lambda: plain_loader(val, batch_size=1)}
+    sanity_check = {"num_sanity_val_steps": 1, "limit_train_batches": 1, "check_val_every_n_epoch": 2}
+    _, _, looking = fit("callback", tmp_path, loaders, **sanity_check)
+    [train_slots], [val_slots] = looking.slots["train"], looking.slots["val"]
+    assert 300 < val_slots <= 400 - 64  # a margin of 64 MiB is left
+    assert train_slots > 380
+    assert train_slots + val_slots <= 800 - 64
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("fits", [False, True], ids=["larger", "fits"])
+@pytest.mark.parametrize("door", ["callback", "datamodule"])
+@pytest.mark.parametrize("num_workers", [0, 2, 4])
+@pytest.mark.parametrize("limit", [500, 600, 700, 850, 1000, 1200, 1600, 2400, 4096])
+def test_a_cache_gets_no_training_killed(limit, num_workers, door, fits):
+    """A fit in a cgroup, over a dataset that fits into a sixth of its limit, or is larger than what is free there, is
+    killed only if it is killed without a cache, too; -s shows bytes and hit rates."""
+
+    def lives(budget: int | str) -> bool:
+        samples = limit if fits else max((limit - 400) * 7, 500)  # of 147 KiB
+        job = {"door": door, "budget": budget, "num_workers": num_workers, "samples": samples}
+        command = [sys.executable, str(Path(__file__).with_name("limited_job.py")), json.dumps(job)]
+        done = run_limited(command, limit * MIB, timeout=1500)
+        print(f"\n{limit} MiB {job}: peak {done.peak // MIB} MiB", *done.out.strip().splitlines()[-1:], done.error)
+        return not done.killed and done.code == 0
+
+    assert lives("auto") or not lives(0)
+
+
+def test_every_door_keeps_back_what_the_training_will_take(tmp_path, monkeypatch, door):
+    """In a fit gradients and Adam's state need memory after the caches have opened: seven times the parameters that
+    are trained. Lazy parameters have no size yet."""
+    grant = Mock(wraps=allocation.grant)
+    monkeypatch.setattr(allocation, "grant", grant)
+    model = Model()
+    model.layer.weight.requires_grad_(False)
+    model.lazy = torch.nn.LazyLinear(10)
+    callbacks, data = behind(door, Data(source(tmp_path)), budget="1MiB")
+    make_trainer(tmp_path, callbacks, limit_train_batches=1, logger=False).fit(model, data)
+    assert {call.args[3].private for call in grant.call_args_list} == {7 * 4 * 10}

@@ -312,14 +312,16 @@ def test_two_doors_cache_once(tmp_path, caplog, other):
 
 
 def test_without_private_names_of_lightning_a_feature_is_off(caplog):
-    """Without the setting of samplers the default is assumed, and without data sources StochasticCache caches nothing,
-    each with one warning."""
+    """Without the setting of samplers the default is assumed, without data sources StochasticCache caches nothing, and
+    without hooks of waiting StepTimer times nothing, each with one warning."""
     importlib.reload(lightning_internals)  # each warning comes once in a process
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace()))
     loops = {f"{name}_loop": loop for name in ("fit", "validate", "test", "predict")}
     known: dict[str, Any] = {"distributed_sampler_kwargs": {"num_replicas": 2, "rank": 1}, "enable_validation": True}
-    trainer: Any = SimpleNamespace(_accelerator_connector=SimpleNamespace(), **known, **loops)
+    trainer: Any = SimpleNamespace(_accelerator_connector=SimpleNamespace(), strategy=None, **known, **loops)
     assert replicas(trainer) == replicas(trainer) == (2, 1)
     assert caplog.text.count("use_distributed_sampler=False") == 1
     assert lightning_internals.data_sources(trainer, "fit") == lightning_internals.data_sources(trainer, "fit") == {}
     assert caplog.text.count("StochasticCache caches nothing") == 1
+    assert lightning_internals.step_calls(trainer) == []
+    assert caplog.text.count("StepTimer times nothing") == 1

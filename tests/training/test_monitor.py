@@ -6,11 +6,9 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import CSVLogger
 
-from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.training.callbacks import FillProgress, StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule
 from lightning_stocache.training.monitor import CacheMonitor
@@ -40,9 +38,9 @@ OF_TRAINING = {"data_wait_seconds", "compute_seconds", "samples_per_second", "hi
 
 
 @pytest.mark.parametrize(("budget", "slots", "workers"), [("auto", 24, 0), ("50%", 12, 2), (0, 0, 0)])
-def test_values_are_the_sources_own(tmp_path, workers, budget, slots):
+def test_values_are_the_sources_own(tmp_path, caplog, workers, budget, slots):
     """In every epoch hits, misses and bypasses add up to the served samples, and misses and bypasses to the source's
-    loads."""
+    loads. Of a cache that is off the bytes are not known, and the end of the run says so."""
     train = source(tmp_path)
     dm = StocacheDataModule(train, batch_size=4, num_workers=workers, budget=budget)
     dm.setup("fit")
@@ -59,7 +57,8 @@ def test_values_are_the_sources_own(tmp_path, workers, budget, slots):
     assert values["hit_rate"][-1] == pytest.approx(slots / SAMPLES)
     assert values["bytes_from_cache"] == [0, *[slots * (SLOT - 1)] * 2]
     assert values["budget_bytes"][0] <= SAMPLES * SLOT
-    assert (values["memory_bytes"][0] > 0) == (slots > 0)
+    assert (values["memory_bytes"][0] > 0) == (values["bytes_from_source"] != []) == (slots > 0)
+    assert len(said(caplog, "stocache: the cache is off (budget=0)")) == (budget == 0)
 
 
 def test_each_key_is_logged_once_per_epoch_and_can_be_watched(tmp_path):
@@ -121,27 +120,11 @@ def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path, caplog
     assert warning.endswith("\nthe source may be created again in every epoch")
 
 
-class Recording(Logger):
-    """A user's logger that records rows of metrics with their steps, and hyperparameters."""
-
-    name, version = "recording", 0
-
-    def __init__(self):
-        super().__init__()
-        self.rows, self.hyperparameters = [], []
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append({"step": step, **metrics})
-
-    def log_hyperparams(self, params):
-        self.hyperparameters.append(params)
-
-
 def test_no_value_is_logged_twice(tmp_path):
     """With two fits, a resume, validation within epochs and two monitors a logger has each key once per step."""
-    recording, both, val = Recording(), source(tmp_path), source(tmp_path, "val", 8)
+    both, val = source(tmp_path), source(tmp_path, "val", 8)
     monitors = [StochasticCache(keep_cache=True), CacheMonitor(), CacheMonitor()]
-    options = {"logger": recording, "val_check_interval": 3, "num_sanity_val_steps": 1}
+    options = {"logger": CSVLogger(tmp_path), "val_check_interval": 3, "num_sanity_val_steps": 1}
     trainer = make_trainer(tmp_path, [*monitors, FillProgress()], epochs=2, **options)
     trainer.fit(Model(), plain_loader(both), [plain_loader(val), plain_loader(both)])
     trainer.fit_loop.max_epochs = 3
@@ -150,54 +133,13 @@ def test_no_value_is_logged_twice(tmp_path):
     trainer = make_trainer(tmp_path, monitors, epochs=4, **options)
     trainer.fit(Model(), plain_loader(both), plain_loader(val), ckpt_path=tmp_path / "last.ckpt")
     monitors[0].close()
-    keys = {key for row in recording.rows for key in row if key.startswith("stocache/")}
-    steps = {key: [row["step"] for row in recording.rows if key in row] for key in keys}
+    rows = rows_of(trainer.logger)
+    keys = {key for row in rows for key in row if key.startswith("stocache/")}
+    steps = {key: [int(row["step"]) for row in rows if key in row] for key in keys}
     assert steps["stocache/hit_rate"] == [5, 11, 17, 23]
     assert steps[LIVE] == list(range(24))
     assert len(steps["stocache/val/hit_rate"]) == 8
     assert all(len(set(of_key)) == len(of_key) for of_key in steps.values())
-    assert len(recording.hyperparameters) == 3  # once in each fit
-
-
-def test_predict_has_a_hit_rate(tmp_path):
-    """Several loaders are counted together, under `stocache/predict/`. Predictions are the same as without a cache."""
-    loaders = [plain_loader(source(tmp_path)), plain_loader(source(tmp_path, "second", 12))]
-
-    def predicted(trainer: Trainer) -> list[int]:
-        return [int(label) for of_loader in trainer.predict(Model(), loaders) for batch in of_loader for label in batch]
-
-    expected = predicted(make_trainer(tmp_path))
-    callback = StochasticCache(keep_cache=True)
-    for hits in (0, SAMPLES + 12):
-        trainer = make_trainer(tmp_path, [callback])
-        assert predicted(trainer) == expected
-        assert logged(trainer, "stocache/predict/hits") == [hits]
-        assert logged(trainer, "stocache/predict/coverage") == [1]
-        assert trainer.callback_metrics == {}
-    assert trainer.predict(Model(), loaders, return_predictions=False) is None
-    callback.close()
-
-
-def test_validate_and_test_return_what_they_return_without_a_monitor(tmp_path):
-    """Outside of fit the loggers get stocache/val/ and stocache/test/ once, and the results of the call have no such
-    keys."""
-    dm = StocacheDataModule(val=source(tmp_path, "val", 8), test=source(tmp_path, "test", 8), batch_size=4)
-    trainer = make_trainer(tmp_path, [CacheMonitor()])
-    for call, stage in ((trainer.validate, "val"), (trainer.test, "test")):
-        assert call(Model(), dm, verbose=False) == [{}]
-        assert trainer.callback_metrics == {}
-        assert logged(trainer, f"stocache/{stage}/misses") == [8]
-
-
-def test_a_cache_that_is_off_says_so_and_gives_no_false_bytes(tmp_path, caplog):
-    """With budget=0, here of the user's own CachedDataset, the end of the run says that the cache is off; unknown bytes
-    are left out."""
-    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
-    trainer.fit(Model(), Data(CachedDataset(source(tmp_path), budget=0)))
-    assert logged(trainer, "stocache/bypasses") == [SAMPLES, SAMPLES]
-    assert logged(trainer, "stocache/bytes_from_source") == []
-    lines = [line for line in said(caplog, "stocache: ") if "epoch" not in line]
-    assert lines == ["stocache: the cache is off (budget=0)"]
 
 
 # ---- in the progress bar ----
