@@ -8,7 +8,6 @@ import sys
 import time
 import types
 from collections import namedtuple
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -28,24 +27,22 @@ from tests.sources import Made
 
 pytestmark = pytest.mark.processes
 
-SAMPLES = 300
-
 
 class Lazy(Dataset[Any]):
-    """Opens its file when it is first read, without a buffer, counts its reads, and remembers the last."""
+    """Opens a file when it is first read, without a buffer, counts its reads, and remembers the last."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.file, self.reads, self.seen = path, None, 0, list[int]()
+    def __init__(self) -> None:
+        self.file, self.reads, self.seen = None, 0, list[int]()
 
     def __len__(self) -> int:
-        return SAMPLES
+        return 300
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if self.file is None:
-            self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115
+            self.file = open(__file__, "rb", buffering=0)  # noqa: SIM115
         self.reads += 1
         self.seen = [*self.seen, index][-3:]
-        self.file.seek(index * 512)
+        self.file.seek(index)
         return torch.frombuffer(bytearray(self.file.read(512)), dtype=torch.uint8), index
 
     @property
@@ -53,30 +50,11 @@ class Lazy(Dataset[Any]):
         return (self.file, self.reads, self.seen) == (None, 0, [])
 
 
-class Own(Dataset[Any]):
-    """Draws from a generator of its own, for every fifth sample."""
-
-    def __init__(self) -> None:
-        self.draws = np.random.default_rng(3)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((4,), float(index)) + (self.draws.random() if index % 5 == 0 else 0), index
-
-
 def look(source: Any, workers: int = 0, method: str | None = None, **options: Any) -> Finding:
     """What a reader finds that is closed again."""
     reader = LoaderSettings(4, workers, start_method=method, worker_init_fn=options.pop("init", None))
     with closing(SourceReader(CacheRequest(source, reader=reader, **options))) as reading:
         return reading.look()
-
-
-@pytest.fixture
-def lazy(tmp_path: Path) -> Lazy:
-    np.zeros((SAMPLES, 512), dtype=np.uint8).tofile(tmp_path / "rows")
-    return Lazy(tmp_path / "rows")
 
 
 @pytest.fixture
@@ -96,52 +74,30 @@ def _raises(index: int) -> Any:
     raise OSError("the disk is gone")
 
 
-# ---- nothing is left behind ----
-
-
 @pytest.mark.parametrize(("num_workers", "wrapped"), [(0, True), (2, False)])
-def test_nothing_is_opened_counted_or_remembered(lazy: Lazy, num_workers: int, wrapped: bool) -> None:
+def test_nothing_is_opened_counted_or_remembered(num_workers: int, wrapped: bool) -> None:
     """The source is as it was, through a Subset too."""
-    finding = look(Subset(lazy, range(10, SAMPLES)) if wrapped else lazy, num_workers)
+    lazy = Lazy()
+    finding = look(Subset(lazy, range(10, 300)) if wrapped else lazy, num_workers)
     assert finding.codec.nbytes == 520
     assert finding.reads >= 8
     assert lazy.is_as_before
 
 
-def _looked_in_a_daemon(lazy: Lazy) -> Any:
-    own = Own()
-    before = own.draws.bit_generator.state
-    is_cached, reason = look(lazy, 1).codec is not None, look(own).reason
-    return is_cached, lazy.is_as_before, reason, own.draws.bit_generator.state == before
-
-
-def in_a_daemon(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a process that may have no children."""
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=lambda: sender.send(function(*args)), daemon=True)
-    process.start()
-    answer = receiver.recv() if receiver.poll(200) else None
-    process.join(200)
-    return answer
-
-
-def test_where_no_process_can_be_started_all_is_put_back(lazy: Lazy) -> None:
-    """A daemonic process reads the source itself; attributes and generators are then as before."""
-    is_cached, is_as_before, reason, same = in_a_daemon(_looked_in_a_daemon, lazy)
-    assert (is_cached, is_as_before, same) == (True, True, True)
-    assert "moves the generator of Own.draws" in reason
-
-
-def test_where_nothing_is_forked_the_trainer_looks_itself(
-    of_a_notebook: Any, lazy: Lazy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A spawned process would run the user's script once more; what was opened and remembered is put back."""
+def test_where_no_process_is_started_all_is_put_back(of_a_notebook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemonic process can start none, and without fork a spawned one would run the user's script once more: the
+    source is read here. Attributes and generators are then as before."""
+    lazy, own, readers = Lazy(), np.random.default_rng(3), set[int]()
+    with monkeypatch.context() as patch:
+        patch.setattr(child, "DataLoader", lambda *_, **__: _raises(0))
+        assert look(lazy).codec is not None
     monkeypatch.setattr("lightning_stocache.setup.child.sys.platform", "darwin")
     assert look(of_a_notebook).codec is not None
-    readers = set[int]()
     assert look(Made(lambda index: readers.add(os.getpid()) or torch.tensor(index))).codec is not None
     assert readers == {os.getpid()}
     assert look(lazy).codec is not None
+    assert "moves the generator of own" in str(look(Made(lambda index: own.random())).reason)
+    assert own.random() == np.random.default_rng(3).random()
     assert lazy.is_as_before
 
 
@@ -151,85 +107,39 @@ def test_samples_of_a_local_class_are_cached() -> None:
     assert look(Made(lambda index: pair(torch.tensor(index), index))).codec is not None
 
 
-def test_a_frozen_source_is_read_once_per_sample_and_left_alone() -> None:
-    """`allow_random` needs what samples look like, and reads none twice; generators stay where they are."""
-    source = Own()
-    before = source.draws.bit_generator.state
-    finding = look(source, allow_random=True)
-    assert (finding.reads, finding.reason) == (4, None)
-    assert source.draws.bit_generator.state == before
-
-
-# ---- what is found ----
-
-
-def _needs_init(worker: int) -> None:
-    info: Any = get_worker_info()
-    info.dataset.make = lambda index: torch.tensor(index)
-
-
-def test_the_users_worker_init_fn_is_called() -> None:
-    """It finds the user's own dataset, as in a worker of the user's loader."""
-    source = Made(_raises)
-    assert look(source, 2, init=_needs_init).codec.nbytes == 8
-    assert look(source).codec is None
-
-
 @pytest.mark.parametrize(
-    ("source", "reason", "options", "error"),
+    ("source", "reason", "error"),
     [
-        (Made(_raises), "reading it raised OSError: the disk is gone", {}, OSError),
-        (Made({"k1": 1}.__getitem__), "reading it raised KeyError: 0", {}, KeyError),
-        (Made(lambda index: {"call": [_raises, lambda: index]}), "cannot be kept as bytes: ", {}, TypeError),
-        (Made(str), "is a str, which cannot be cached", {"layout": "rows"}, TypeError),
-        (
-            Made(lambda index: torch.zeros(2 + index % 2)),
-            r"shape \(3,\).*layout=\"records\"",
-            {"layout": "rows"},
-            ValueError,
-        ),
-        (Made(lambda index: torch.rand(2)), r"it is random \(reading index 0 moves the generator of torch\)", {}, None),
-        (Made(lambda index: os._exit(3)), "exited unexpectedly", {}, ChildProcessError),
+        (Made(_raises), "reading it raised OSError: the disk is gone", OSError),
+        (Made(lambda index: {"call": [_raises, lambda: index]}), "cannot be kept as bytes: ", TypeError),
+        (Made(lambda index: torch.rand(2)), r"it is random \(reading index 0 moves the generator of torch\)", None),
+        (Made(lambda index: os._exit(3)), "exited unexpectedly", ChildProcessError),
         # what comes from the worker: a seed or a number
-        (Made(lambda index: torch.tensor([index, getattr(get_worker_info(), "seed", 0)])), "it is random", {}, None),
-        (Made(lambda index: torch.tensor([index, getattr(get_worker_info(), "id", 0)])), "it is random", {}, None),
+        (Made(lambda index: torch.tensor([index, getattr(get_worker_info(), "seed", 0)])), "it is random", None),
+        (Made(lambda index: torch.tensor([index, getattr(get_worker_info(), "id", 0)])), "it is random", None),
     ],
-    ids=["raises", "keys", "function", "text", "two shapes", "random", "dies", "seed", "worker"],
+    ids=["raises", "function", "random", "dies", "seed", "worker"],
 )
-def test_what_cannot_be_cached_has_a_reason(
-    source: Dataset[Any], reason: str, options: dict[str, Any], error: type[Exception] | None
-) -> None:
+def test_what_cannot_be_cached_has_a_reason(source: Dataset[Any], reason: str, error: type[Exception] | None) -> None:
     """In words, without an error; where errors are wanted, the error itself, but for a source that is random."""
-    finding = look(source, 2, **options)
+    finding = look(source, 2)
     assert (finding.codec, finding.cut) == (None, None)
     assert re.search(reason, str(finding.reason))
     if error is None:
-        assert re.search(reason, str(look(source, 2, strict=True, **options).reason))
+        assert re.search(reason, str(look(source, 2, strict=True).reason))
     else:
         with pytest.raises(error, match=reason.rpartition("Error: ")[2]):
-            look(source, 2, strict=True, **options)
+            look(source, 2, strict=True)
 
 
-def test_a_late_error_of_the_source_is_no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a RuntimeError that comes when the look is about to say what it waits for is the source's own."""
-
-    def late(index: int) -> Any:
-        time.sleep(0.95 * child.REPORT_SECONDS)
-        raise RuntimeError("the disk is gone")
-
-    monkeypatch.setattr(child, "REPORT_SECONDS", 0.2)
-    with pytest.raises(RuntimeError, match="the disk is gone"):
-        look(Made(late), strict=True)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_one_broken_sample_does_not_switch_the_cache_off(strict: bool) -> None:
+def test_one_broken_sample_does_not_switch_the_cache_off() -> None:
     """Of rows, what raises or is odd beyond the four that must be alike is left to the batch that asks for it."""
 
     def make(index: int) -> torch.Tensor:
         return _raises(index) if index == 5 else torch.zeros(3 if index == 6 else 2)
 
-    assert look(Made(make), strict=strict, layout="rows").codec.nbytes == 8
+    for strict in (False, True):
+        assert look(Made(make), strict=strict, layout="rows").codec.nbytes == 8
 
 
 def test_a_source_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,23 +154,6 @@ def test_a_source_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch, caplo
     assert not multiprocessing.active_children()
 
 
-class Importing(Made):
-    """It takes a second until a process that is not forked has it."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        time.sleep(1.0)
-        vars(self).update(state)
-
-
-def test_a_process_that_imports_first_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One that is not forked may take seconds to begin."""
-    monkeypatch.setattr(child, "REPORT_SECONDS", 0.5)
-    assert look(Importing(_squares), 1, "forkserver").codec is not None
-    assert "set-up waits for Importing" in caplog.text
-
-
 def test_workers_that_cannot_import_the_source_are_told_of(of_a_notebook, monkeypatch):
     """Where workers are forked it is cached; where they are not it passes through, and the reason names the way out."""
     monkeypatch.setattr(child, "REPORT_SECONDS", 1.0)
@@ -268,11 +161,7 @@ def test_workers_that_cannot_import_the_source_are_told_of(of_a_notebook, monkey
     reason = str(look(of_a_notebook, 2, "forkserver").reason)
     assert "exited unexpectedly. A process that is started by 'forkserver'" in reason
     assert 'multiprocessing_context="fork"' in reason
-    with pytest.raises(ChildProcessError, match="notebook"):
-        look(of_a_notebook, 2, "forkserver", strict=True)
-
-
-# ---- one process for several reads ----
+    assert "notebook" in reason
 
 
 def reported(path: Path, ends: bool = False) -> Made:
@@ -292,20 +181,8 @@ def pids(path: Path) -> set[str]:
     return set(path.read_text().split())
 
 
-def test_one_process_reads_all_of_a_source(tmp_path: Path) -> None:
-    """The look, and samples that are asked for later; it ends when the reader is closed."""
-    with closing(SourceReader(CacheRequest(reported(tmp_path / "pids")))) as reader:
-        found = reader.look()
-        again = reader.read(found, [0, 5], True)
-        assert list(again) == [0, 5]
-        assert reader.read(found, [0, 5]) == again
-    [pid] = pids(tmp_path / "pids")
-    assert int(pid) != os.getpid()
-    assert not os.path.exists(f"/proc/{pid}")
-
-
 def test_one_process_reads_all_sources_of_a_call(tmp_path: Path) -> None:
-    """One that raises or kills it is passed over, and the others are read all the same."""
+    """The looks, and samples that are asked for later; one that raises or kills it is passed over."""
     noted = tmp_path / "pids"
     sources = [reported(noted), reported(noted), Made(_raises), reported(tmp_path / "killed", True), reported(noted)]
     openings = SourceReader.of(list(map(CacheRequest, sources)))
@@ -315,27 +192,25 @@ def test_one_process_reads_all_sources_of_a_call(tmp_path: Path) -> None:
         founds = [reader.look() for reader in openings]
         assert [found.codec is not None for found in founds] == [True, True, False, False, True]
         assert "the disk is gone" in str(founds[2].reason)
-        assert list(openings[0].read(founds[0], [0, 5])) == [0, 5]
-        assert len(pids(noted)) == 2  # after the death another one
+        again = openings[0].read(founds[0], [0, 5], True)
+        assert list(again) == [0, 5]
+        assert openings[0].read(founds[0], [0, 5]) == again
+        assert len(pids(noted) - {str(os.getpid())}) == 2  # after the death another one
 
 
 def test_a_loader_that_prepares_its_workers_has_a_process_of_its_own(tmp_path: Path) -> None:
-    """`worker_init_fn` is for one source, which `get_worker_info` names."""
+    """`worker_init_fn` is for one source, and finds it as in a worker of the user's loader."""
 
     def init(worker: int) -> None:
         info: Any = get_worker_info()
         info.dataset.make = partial(_report, tmp_path / "init", False)
 
     prepared = LoaderSettings(4, 1, worker_init_fn=init)
-    plain = CacheRequest(reported(tmp_path / "plain"))
+    requests = CacheRequest(reported(tmp_path / "plain")), CacheRequest(Made(_raises), reader=prepared)
     with ExitStack() as stack:
-        for reader in SourceReader.of([plain, CacheRequest(reported(tmp_path / "prepared"), reader=prepared)]):
+        for reader in SourceReader.of(requests):
             assert stack.enter_context(closing(reader)).look().codec is not None
-    assert not (tmp_path / "prepared").exists()
     assert pids(tmp_path / "plain").isdisjoint(pids(tmp_path / "init"))
-
-
-# ---- the first samples of a stream, read again ----
 
 
 def test_a_stream_is_read_again_and_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

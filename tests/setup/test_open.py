@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.serve import CachedSource
@@ -29,7 +31,6 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.segments import CacheMemoryError
 from lightning_stocache.source import random_split
-from tests.logs import Log
 from tests.ranks import run_ranks
 from tests.sources import CountedSource, Made, TransformedSource
 
@@ -50,25 +51,15 @@ def full(*_: Any, **__: Any) -> Any:
 # ---- on one rank ----
 
 
-@pytest.mark.parametrize("backend", ["tmpfile", "memfd", "file"])
-def test_the_backend_can_be_chosen(backend: Any) -> None:
+def test_the_backend_can_be_chosen() -> None:
     """The memory lies where it was asked for, and no name is left while it is used."""
-    its = opened(CountedSource(LENGTH), backend=backend)
-    where = os.readlink(its.cache.handle.segment.data)
-    assert where.startswith({"tmpfile": "/dev/shm/#", "memfd": "/memfd:", "file": "/dev/shm/lsc-"}[backend])
-    assert where.endswith(" (deleted)")
-    its.close()
-
-
-@pytest.mark.named
-def test_off_reads_and_measures_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process is started, nobody looks for free memory, which takes its time, and no name is made."""
-    for what in ("allocation.FreeMemory", "child.DataLoader"):
-        monkeypatch.setattr(f"lightning_stocache.setup.{what}", None)
-    with closing(CachedDataset(CountedSource(LENGTH), 0, name=name)) as off:
-        assert off.cache is None
-        assert off[3][1] == 3
-    assert name not in [segment.name for segment in named_segments()]
+    backends: dict[Any, str] = {"tmpfile": "/dev/shm/#", "memfd": "/memfd:", "file": "/dev/shm/lsc-"}
+    for backend, prefix in backends.items():
+        its = opened(CountedSource(LENGTH), backend=backend)
+        where = os.readlink(its.cache.handle.segment.data)
+        assert where.startswith(prefix)
+        assert where.endswith(" (deleted)")
+        its.close()
 
 
 def full_for_names(segment: Segment, offset: int, length: int) -> None:
@@ -88,14 +79,7 @@ def full_for_names(segment: Segment, offset: int, length: int) -> None:
     ids=["Windows", "no memory", "no memory for a name", "no directory"],
 )
 def test_where_no_cache_can_be_samples_pass_through(
-    patched: Any,
-    option: str | None,
-    error: type[Exception] | None,
-    words: str,
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    patched: Any, option: str | None, error: Any, words: str, name: str, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     """With one warning that says why, and nothing left; with `strict` it is an error."""
     (tmp_path / "caches").write_text("a file")
@@ -141,12 +125,7 @@ def text(index: int) -> Any:
     return "x" * int(np.random.default_rng(index).lognormal(6, 1)), index
 
 
-def row(index: int) -> Any:
-    """A row: all are of one size."""
-    return torch.full((30,), index), index
-
-
-@pytest.mark.parametrize(("make", "percent"), [(photo, 75), (text, 50), (row, 75)])
+@pytest.mark.parametrize(("make", "percent"), [(photo, 75), (text, 50)])
 def test_a_budget_of_a_percentage_is_that_of_the_samples(make: Any, percent: int) -> None:
     """Within one in a hundred, whatever they are and however they are stored."""
     with closing(CachedDataset(Made(make, 400), f"{percent}%")) as dataset:
@@ -158,55 +137,10 @@ def test_a_budget_of_a_percentage_is_that_of_the_samples(make: Any, percent: int
 # ---- on two ranks ----
 
 
-class Scale(nn.Module):
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return image / 255
-
-
 class Dropped(TransformedSource):
     """Random inside, by a transform that can be cut: two steps, of which the second draws."""
 
-    transform: Any = nn.Sequential(Scale(), nn.Dropout())
-
-
-def train(rank: int, folder: Path, num_workers: int = 0) -> Any:
-    """Three epochs of a plain loop."""
-    source = CountedSource(LENGTH, log_path=folder / f"{rank}{num_workers}")
-    dataset = CachedDataset(source, defer=True)
-    dataset.share()
-    reads, seen = source.loads, 0
-    sampler = DistributedSampler(source, shuffle=True)
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        method = "fork" if num_workers else None
-        loader = DataLoader(dataset, 4, sampler=sampler, num_workers=num_workers, multiprocessing_context=method)
-        order = list(sampler)
-        for at, (images, labels) in zip(range(0, len(order), 4), loader, strict=True):
-            expected = [source.expected(index) for index in order[at : at + 4]]
-            assert torch.equal(images, torch.stack([image for image, _ in expected]))
-            assert labels.tolist() == [label for _, label in expected]
-            seen += len(labels)
-        dist.barrier()  # as a step's all-reduce does: no rank begins an epoch before all have loaded the last one
-    counts = dataset.counters.totals().values()
-    dist.barrier()
-    dataset.close()
-    return reads, source.loads, seen, counts
-
-
-def train_with_workers(rank: int, folder: Path) -> Any:
-    return train(rank, folder, 2)
-
-
-def half_of_the_photos(rank: int, folder: Path) -> float:
-    dataset = CachedDataset(Made(photo, 400), "50%", defer=True)
-    dataset.share()
-    for index in range(400):
-        dataset[index]
-    dist.barrier()
-    share = dataset.cache.filled / 400
-    dist.barrier()
-    dataset.close()
-    return share
+    transform: Any = v2.Compose([v2.ToDtype(torch.float32, scale=True), nn.Dropout()])
 
 
 def folds(rank: int, folder: Path) -> Any:
@@ -241,76 +175,53 @@ def cut(rank: int, folder: Path) -> Any:
     source = Dropped(LENGTH, log_path=folder / f"cut{rank}")
     its = opened(source)
     at_set_up = source.loads
-    assert its.tail is not None
-    torch.manual_seed(3)
     served = CachedSource(its)
+    torch.manual_seed(3)
     samples = [served.sample(index) for index in range(LENGTH)]
     torch.manual_seed(3)
     same = all(torch.equal(image, source[index][0]) for index, (image, _) in enumerate(samples))
     dist.barrier()
-    result = at_set_up, same, its.cache.filled, its.cache.segment.token, repr(its.tail)
+    result = same, its.cache.filled, its.cache.segment.token, repr(its.tail)
     dist.barrier()
     its.close()
-    return result
+    return at_set_up, result
 
 
-def without_memory(rank: int, folder: Path, strict: bool = False) -> Any:
-    create = Segment.create
-    if rank == 0:
-        Segment.create = full  # type: ignore[method-assign]
-    try:
-        dataset = CachedDataset(CountedSource(LENGTH), strict=strict, defer=True)
-        dataset.share()
-    finally:
-        Segment.create = create  # type: ignore[method-assign]
-    return dataset.cache, dataset.group.world, dataset[3][1]
-
-
-def without_memory_strict(rank: int, folder: Path) -> Any:
-    return without_memory(rank, folder, strict=True)
-
-
-def blind(rank: int, folder: Path, named_too: bool = False) -> Any:
-    """Rank 1 cannot reach files without a name, as in another pid namespace; or none at all any more."""
+def blind(rank: int, folder: Path, reached: str = "/dev/shm/") -> Any:
+    """Rank 1 reaches only files with a name, as in another pid namespace; or none at all."""
     NodeGroup.discover()  # by then it could
-    attach, create, made = Segment.attach, Segment.create, []
+    attach, create, names = Segment.attach, Segment.create, list[str]()
 
-    def see_names_only(handle: SegmentHandle) -> Segment:
-        if named_too or handle.data.startswith("/proc/"):
+    def attach_some(handle: SegmentHandle) -> Segment:
+        if rank == 1 and not handle.data.startswith(reached):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", handle.data)
         return attach(handle)
 
     def note(*arguments: Any, **more: Any) -> Segment:
         segment = create(*arguments, **more)
-        made.append(segment.path)
+        names.extend(filter(None, [segment.path]))
         return segment
 
-    if rank == 1:
-        Segment.attach = see_names_only  # type: ignore[method-assign,assignment]
-    Segment.create = note  # type: ignore[method-assign,assignment]
-    error = its = None
-    try:
-        its = opened(CountedSource(LENGTH), strict=True)
-    except OSError as raised:
-        error = type(raised).__name__, str(raised), type(raised.__cause__).__name__
-    Segment.attach, Segment.create = attach, create  # type: ignore[method-assign]
+    its = error = label = None
+    with mock.patch.object(Segment, "attach", attach_some), mock.patch.object(Segment, "create", note):
+        try:
+            its = opened(CountedSource(LENGTH), strict=True)
+        except CacheMemoryError as raised:
+            error = type(raised.__cause__).__name__, str(raised)
     dist.barrier()
-    names = [path for path in made if path]
     left = [path for path in names if os.path.exists(path) or os.path.exists(path + ".locks")]
-    label = None
-    if its is not None and its.cache is not None:
+    if its is not None:
         if rank == 0:
             CachedSource(its).sample(3)
         dist.barrier()
-        sample = its.cache.get(3)
-        label = None if sample is None else sample[1]
+        label = its.cache.get(3)[1]
         dist.barrier()
         its.close()
     return len(names), left, label, error
 
 
 def blind_to_names(rank: int, folder: Path) -> Any:
-    return blind(rank, folder, named_too=True)
+    return blind(rank, folder, "nothing")
 
 
 def broken(rank: int, folder: Path) -> Any:
@@ -328,17 +239,7 @@ def unlike(rank: int, folder: Path) -> Any:
     return opened(source)
 
 
-def short_of_memory(rank: int, folder: Path) -> int:
-    log = Log()
-    log.setLevel(logging.WARNING)
-    opened(CountedSource(LENGTH), 10).close()
-    return len([line for line in log.lines if "set-up waits" not in line])  # as it may on a busy machine
-
-
-WORKS = (
-    *(train, train_with_workers, half_of_the_photos, folds, open_some, split_for_itself, cut, without_memory),
-    *(without_memory_strict, blind, blind_to_names, broken, uneven, unlike, short_of_memory),
-)
+WORKS = (folds, open_some, split_for_itself, cut, blind, blind_to_names, broken, uneven, unlike)
 
 
 @pytest.fixture(scope="module")
@@ -361,25 +262,6 @@ def _do(rank: int, folder: Path) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("work", [train, train_with_workers])
-def test_two_ranks_load_every_sample_once(on_two_ranks: Any, work: Any) -> None:
-    """After `share()` the ranks of a node have one cache: N loads in all, and only the leader reads at set-up.
-    It reads all samples twice, and stores them."""
-    first, second = on_two_ranks[work]
-    stored = first[0] // 2
-    assert stored in range(4, LENGTH + 1)
-    assert second[0] == 0
-    assert first[1] + second[1] == LENGTH + stored
-    assert first[2] == second[2] == 3 * LENGTH // 2
-    assert first[3] == second[3]
-    assert first[3][:4] == (2 * LENGTH + stored, LENGTH - stored, 0, LENGTH - stored)
-
-
-def test_the_budget_is_that_of_the_node(on_two_ranks: Any) -> None:
-    """Two ranks cache as much as one."""
-    assert on_two_ranks[half_of_the_photos] == pytest.approx((0.5, 0.5), abs=0.01)
-
-
 def test_nodes_divide_what_any_rank_draws(on_two_ranks: Any) -> None:
     """Of the eleven that are drawn by either rank, each of two nodes with half of the memory has slots for a part."""
     (first, filled, coverage), (second, *_) = on_two_ranks[folds]
@@ -390,13 +272,6 @@ def test_nodes_divide_what_any_rank_draws(on_two_ranks: Any) -> None:
     assert coverage == 10 / 11
 
 
-def test_a_rank_that_wants_nothing_does_not_leave_the_others_waiting(on_two_ranks: Any) -> None:
-    """All ranks must want the same: it is an error on each of them."""
-    for kind, words, _ in on_two_ranks[open_some]:
-        assert kind == "ValueError"
-        assert "must open the same sources" in words
-
-
 def test_a_split_that_each_rank_draws_for_itself_passes_through(on_two_ranks: Any) -> None:
     """Each rank sees the samples of its own part."""
     assert on_two_ranks[split_for_itself] == ((None, True), (None, True))
@@ -404,21 +279,10 @@ def test_a_split_that_each_rank_draws_for_itself_passes_through(on_two_ranks: An
 
 def test_only_the_leader_reads_and_all_cut_alike(on_two_ranks: Any) -> None:
     """The other rank cuts its own source where the leader has found it, maps the same memory, and serves the same."""
-    first, second = on_two_ranks[cut]
-    assert first[0] > 0 == second[0]
-    assert first[1:] == second[1:]
-    assert first[1:3] == (True, LENGTH)
-    assert first[4] == "Tail(Dropout)"
-
-
-def test_a_leader_without_memory_is_the_same_error_everywhere(on_two_ranks: Any) -> None:
-    """With `strict` both ranks raise the same CacheMemoryError, which names the leader; else both pass through."""
-    first, second = on_two_ranks[without_memory_strict]
-    assert first[:2] == second[:2]
-    assert first[0] == "CacheMemoryError"
-    assert first[1].startswith("rank 0 could not make or reach the shared memory of its node: OSError(28")
-    assert first[2] == "OSError"
-    assert on_two_ranks[without_memory] == ((None, 2, 3), (None, 2, 3))
+    (at_set_up, first), (at_set_up_of_the_other, second) = on_two_ranks[cut]
+    assert at_set_up > 0 == at_set_up_of_the_other
+    assert first == second
+    assert (*first[:2], first[3]) == (True, LENGTH, "Tail(Dropout)")
 
 
 def test_ranks_that_cannot_attach_meet_by_name(on_two_ranks: Any) -> None:
@@ -426,25 +290,20 @@ def test_ranks_that_cannot_attach_meet_by_name(on_two_ranks: Any) -> None:
     assert on_two_ranks[blind] == ((2, [], 3, None), (0, [], 3, None))
     first, second = on_two_ranks[blind_to_names]
     assert (first[:3], second[:3]) == ((2, [], None), (0, [], None))
-    (kind, words, _), (other_kind, other_words, cause) = first[3], second[3]
-    assert (kind, words) == (other_kind, other_words)
-    assert kind == "CacheMemoryError"
-    assert words.startswith("rank 1 could not make or reach the shared memory of its node: FileNotFoundError")
-    assert cause == "FileNotFoundError"
+    assert first[3][1] == second[3][1]
+    assert second[3][0] == "FileNotFoundError"
+    assert first[3][1].startswith("rank 1 could not make or reach the shared memory of its node: FileNotFoundError")
 
 
 def test_what_one_source_does_wrong_is_told_to_all(on_two_ranks: Any) -> None:
-    """The rank at fault raises its own error, the other one names it; sources of different length are refused."""
+    """The rank at fault raises its own error, the other one names it; all must want the same: sources of different
+    length or number are refused."""
     by_source, by_length, by_cut = (on_two_ranks[work] for work in (broken, uneven, unlike))
     assert [kind for kind, *_ in by_source] == ["KeyError", "RuntimeError"]
     assert "failed on rank 0: KeyError(0)" in by_source[1][1]
-    assert by_length[0] == by_length[1]
-    assert by_length[0][0] == "ValueError"
+    for kind, words, _ in (*on_two_ranks[open_some], *by_length):
+        assert kind == "ValueError"
+        assert "must open the same sources" in words
     assert "those of rank 0 have [20] samples, those of rank 1 [21]" in by_length[0][1]
     assert [kind for kind, *_ in by_cut] == ["RuntimeError", "UncuttableError"]
     assert "failed on rank 1: UncuttableError" in by_cut[0][1]
-
-
-def test_a_node_warns_once(on_two_ranks: Any) -> None:
-    """Only the leader warns of a small budget."""
-    assert on_two_ranks[short_of_memory] == (1, 0)
