@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from itertools import islice, zip_longest
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,13 +32,8 @@ def test_all_fillers_together_draw_each_index_once_per_pass(length, fillers, pas
         part = drawn[number * length : (number + 1) * length]
         assert sorted(part) == list(range(length))
         assert shuffle or part == sorted(part)
-
-
-def test_passes_differ():
-    """Every pass is another permutation."""
-    source = list(range(50))
-    first, second = (values(islice(Draws(source).share(0, 1), start, start + 50)) for start in (0, 50))
-    assert first != second
+    if shuffle and passes > 1 and length >= 20:
+        assert drawn[:length] != drawn[length : 2 * length]
 
 
 @given(done=st.integers(0, 20), fillers=st.integers(1, 4))
@@ -48,14 +42,6 @@ def test_a_filler_that_is_started_anew_goes_on_behind_what_it_had_begun(done, fi
     draws = Draws(list(range(10)), seed=3)
     whole = [d.index for d in islice(draws.share(0, fillers), 40)]
     assert [d.index for d in islice(draws.share(0, fillers, done), 40 - done)] == whole[done:]
-
-
-def test_a_stream_of_indices_is_divided_and_ends():
-    """Each filler loads every n-th index that comes."""
-    draws = Draws("abcdef", indices=[5, 0, 0, 3, 1])
-    assert values(draws.share(0, 2)) == ["f", "a", "b"]
-    assert values(draws.share(1, 2)) == ["a", "d"]
-    assert values(draws.share(0, 2, done=2)) == ["b"]
 
 
 def test_a_stream_begins_again_when_it_ends():
@@ -72,14 +58,3 @@ def test_an_empty_stream_is_not_asked_for_ever():
     """What gives nothing ends the draws."""
     assert values(Draws(iter(())).share(0, 1)) == []
     assert values(Draws(CountedStream(0)).share(0, 1)) == []
-
-
-def test_what_a_stream_raises_is_raised_by_the_draw():
-    """An error of the stream is an error of one draw, and the next pass begins anew."""
-    draws = Draws(CountedStream(2, "a".__getitem__)).share(0, 1)
-    assert next(draws).load() == "a"
-    with pytest.raises(IndexError, match="out of range"):
-        next(draws).load()
-    with pytest.raises(EndOfStreamError):
-        next(draws).load()
-    assert next(draws).load() == "a"
