@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.sources import Made
 
-__all__ = ["SAMPLES", "Setting", "held", "images", "pictures"]
+__all__ = ["SAMPLES", "Setting", "Way", "held", "images", "made", "pictures"]
 
 SAMPLES = 24
 
@@ -40,10 +40,6 @@ class Setting:
         """The loader of a dataset whose loads are counted."""
         return kind(self.counted(dataset), **self.options | options)
 
-    def made(self, make: Callable[[int], Any], *, length: int = SAMPLES, **options: Any) -> Any:
-        """The loader of samples that a function makes of their index."""
-        return self.loader(Made(make, length), **options)
-
     def counted(self, dataset: Any) -> Any:
         """The same object; every sample that it loads, in any process, is noted.
 
@@ -63,6 +59,15 @@ class Setting:
             return dataset
         path.touch()
         return dataset
+
+
+Way: TypeAlias = Callable[[Setting], Any]
+"""A way of holding data: it makes the loader."""
+
+
+def made(make: Callable[[int], Any], *, length: int = SAMPLES, **options: Any) -> Way:
+    """A loader with these options of samples that a function makes of their index."""
+    return lambda setting: setting.loader(Made(make, length), **options)
 
 
 def held(load: Callable[[Any, int], Any], length: int = SAMPLES, **attributes: Any) -> Any:

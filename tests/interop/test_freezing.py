@@ -96,7 +96,7 @@ def read_twice(dataset: Any) -> list[Any]:
     return [fingerprint(dataset[index]) for _ in range(2) for index in range(len(dataset))]
 
 
-@pytest.mark.parametrize(("count", "apart"), [(10, False), THOUSAND])
+@pytest.mark.parametrize(("count", "apart"), [(6, False), THOUSAND])
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_draws_are_those_of_the_source(library, count, apart, monkeypatch):
     """Two epochs through the cache hold the draws of two epochs without, over many set-ups of a library."""

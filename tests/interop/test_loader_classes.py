@@ -10,39 +10,27 @@ from tests.training.tiny import fit, through
 
 pytestmark = pytest.mark.processes
 
-SAMPLES = 24
+NUMBERS = TensorDataset(torch.arange(48.0).reshape(24, 2))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """Before the first test: what their imports leave behind is no test's."""
-    global monai_data, timm_loader, webdataset
+    global monai, timm, webdataset
     names = ("monai.data", "timm.data.loader", "webdataset")
-    monai_data, timm_loader, webdataset = (pytest.importorskip(name) for name in names)
+    monai, timm, webdataset = (pytest.importorskip(name) for name in names)
 
 
-def numbers() -> TensorDataset:
-    return TensorDataset(torch.arange(2.0 * SAMPLES).reshape(SAMPLES, 2))
-
-
-def monai(**options: Any) -> DataLoader[Any]:
-    return monai_data.DataLoader(numbers(), batch_size=4, shuffle=True, **options)
-
-
-def monai_thread(**options: Any) -> DataLoader[Any]:
-    return monai_data.ThreadDataLoader(numbers(), batch_size=4, shuffle=True, **options)
-
-
-def multi_epochs() -> DataLoader[Any]:
-    return timm_loader.MultiEpochsDataLoader(numbers(), batch_size=4, shuffle=True, num_workers=1)
+def made(kind: Any, **options: Any) -> Any:
+    return kind(NUMBERS, batch_size=4, shuffle=True, **options)
 
 
 @pytest.mark.parametrize(
     ("make", "door", "reload"),
     [
-        (lambda: monai(num_workers=2), "cache_datamodule", 1),
-        (lambda: monai_thread(buffer_size=2), "callback", 0),
-        (multi_epochs, "cache_datamodule", 1),
+        (lambda: made(monai.DataLoader, num_workers=2), "cache_datamodule", 1),
+        (lambda: made(monai.ThreadDataLoader, buffer_size=2), "callback", 0),
+        (lambda: made(timm.MultiEpochsDataLoader, num_workers=1), "cache_datamodule", 1),
     ],
     ids=["MONAI, anew each epoch", "MONAI, thread", "timm, MultiEpochs"],
 )
@@ -52,21 +40,21 @@ def test_subclasses_are_cached_and_equal(tmp_path, make, door, reload):
     plain, *_ = fit("none", tmp_path, {"train": make}, **options)
     model, _, looking = fit(door, tmp_path, {"train": make}, **options)
     assert model.batches == plain.batches
-    assert looking.slots["train"] == [SAMPLES]
+    assert looking.slots["train"] == [24]
     assert type(looking.loaders["train"]) is type(make())
 
 
-@pytest.mark.parametrize("make", [monai, monai_thread])
-def test_lightning_makes_them_anew_to_predict(tmp_path, make):
-    """The loader that Lightning makes anew for predict reads the cache too."""
+@pytest.mark.parametrize("kind", ["DataLoader", "ThreadDataLoader"])
+def test_lightning_makes_them_anew_to_predict(tmp_path, kind):
+    """The loader of MONAI's that Lightning makes anew for predict reads the cache too."""
     seen = []
     for door in ("none", "callback"):
-        trainer, model, dm, looking = through(door, tmp_path, {"predict": make})
+        trainer, model, dm, looking = through(door, tmp_path, {"predict": lambda: made(getattr(monai, kind))})
         torch.manual_seed(0)
         trainer.predict(model, datamodule=dm)
         seen.append(model.batches)
     assert seen[0] == seen[1]
-    assert looking.slots["predict"] == [SAMPLES]
+    assert looking.slots["predict"] == [24]
 
 
 class Wrapper:
@@ -83,15 +71,12 @@ class Wrapper:
     ("make", "words"),
     [
         (
-            lambda: Wrapper(DataLoader(numbers(), 2)),
-            "Wrapper passes through uncached: it is no torch.utils.data.DataLoader. Wrap its TensorDataset",
+            lambda: Wrapper(made(DataLoader)),
+            "Wrapper passes through uncached: it is no torch.utils.data.DataLoader. Wrap",
         ),
+        (lambda: webdataset.WebLoader(NUMBERS, batch_size=4), "WebLoader passes through uncached: it is no torch"),
         (
-            lambda: webdataset.WebLoader(numbers(), batch_size=4),
-            "WebLoader passes through uncached: it is no torch.utils.data.DataLoader",
-        ),
-        (
-            lambda: monai_thread(num_workers=1, use_thread_workers=True),
+            lambda: made(monai.ThreadDataLoader, num_workers=1, use_thread_workers=True),
             "TensorDataset passes through uncached: the workers of ThreadDataLoader are threads",
         ),
     ],

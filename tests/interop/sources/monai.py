@@ -12,7 +12,7 @@ monai_data = pytest.importorskip("monai.data")
 transforms = pytest.importorskip("monai.transforms")
 
 KEYS = ["image", "label"]
-VOLUMES = 12  # MONAI takes its time for each
+VOLUMES = 8  # MONAI takes its time for each
 
 
 def _volumes(setting: Setting, *, of_one_size: bool = True) -> list[dict[str, str]]:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from tests.interop.setting import SAMPLES, Setting, held
+from tests.interop.setting import SAMPLES, Setting, Way, held, made
 from tests.sources import CountedStream
 
 # ---- nested, named, odd, or with something in them that is no number ----
@@ -44,26 +44,26 @@ def _numbers(index: int) -> Any:
 
 
 PLAIN = {
-    "image_and_filename": lambda setting: setting.made(lambda index: (_image(index), f"images/{index}.png")),
-    "one_odd_sample": lambda setting: setting.made(  # has a single channel, which the collate_fn mends
+    "image_and_filename": made(lambda index: (_image(index), f"images/{index}.png")),
+    "one_odd_sample": made(  # has a single channel, which the collate_fn mends
         lambda index: (_image(index, 1 if index == ODD else 3), index),
         length=40,
         collate_fn=lambda samples: torch.stack([image.expand(3, 4, 4) for image, _ in samples]),
     ),
-    "clips_in_nested_dicts": lambda setting: setting.made(_clip),
-    "numpy_scalars_and_arrays": lambda setting: setting.made(
+    "clips_in_nested_dicts": made(_clip),
+    "numpy_scalars_and_arrays": made(
         lambda index: (np.full((2, 3), index, np.float32), np.int64(index), np.float32(0.5))
     ),
-    "named_tuples": lambda setting: setting.made(lambda index: _Pair(_image(index), index)),
-    "bare_tensors": lambda setting: setting.made(_image),
-    "bare_ints": lambda setting: setting.made(lambda index: index),
-    "booleans_halves_and_complex": lambda setting: setting.made(_numbers),
-    "dataclasses": lambda setting: setting.made(lambda index: _Record(_image(index), index), collate_fn=list),
-    "samples_with_none": lambda setting: setting.made(
+    "named_tuples": made(lambda index: _Pair(_image(index), index)),
+    "bare_tensors": made(_image),
+    "bare_ints": made(lambda index: index),
+    "booleans_halves_and_complex": made(_numbers),
+    "dataclasses": made(lambda index: _Record(_image(index), index), collate_fn=list),
+    "samples_with_none": made(
         lambda index: {"image": _image(index), "mask": None},
         collate_fn=lambda samples: torch.stack([sample["image"] for sample in samples]),
     ),
-    "encoded_bytes": lambda setting: setting.made(lambda index: (bytes([index] * (1 + index)), index), collate_fn=list),
+    "encoded_bytes": made(lambda index: (bytes([index] * (1 + index)), index), collate_fn=list),
 }
 
 # ---- tokens as language models take them ----
@@ -89,26 +89,29 @@ def _masked(samples: list[Any]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids.masked_fill(torch.rand(ids.shape) < 0.15, -1), "labels": ids}
 
 
-def _windows(setting: Setting, start: Callable[[int], int]) -> Any:
+def _windows(start: Callable[[int], int]) -> Way:
     """Windows of a token file, which begin where a function says."""
-    path = setting.folder / "tokens.bin"
-    np.arange(WINDOW * SAMPLES + 1, dtype=np.uint16).tofile(path)
 
-    def window(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    def window(self: Any, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = np.memmap(self.path, dtype=np.uint16, mode="r")
         chosen = torch.from_numpy(tokens[start(index) :][: WINDOW + 1].astype(np.int64))
         return chosen[:-1], chosen[1:]
 
-    return setting.made(window)
+    def way(setting: Setting) -> Any:
+        path = setting.folder / "tokens.bin"
+        np.arange(WINDOW * SAMPLES + 1, dtype=np.uint16).tofile(path)
+        return setting.loader(held(window, path=path))
+
+    return way
 
 
 TEXT = {
-    "varying_lengths_padded_in_collate": lambda setting: setting.made(_tokens, collate_fn=_padded_tokens),
-    "padded_to_max_length": lambda setting: setting.made(lambda index: _tokens(index, 8)),
-    "strings_and_labels": lambda setting: setting.made(lambda index: ("word " * (1 + index % 4), index % 2)),
-    "masked_in_collate": lambda setting: setting.made(lambda index: _tokens(index, 8), collate_fn=_masked),
-    "random_windows": lambda setting: _windows(setting, lambda _: int(torch.randint(0, WINDOW * (SAMPLES - 1), ()))),
-    "consecutive_windows": lambda setting: _windows(setting, lambda index: WINDOW * index),
+    "varying_lengths_padded_in_collate": made(_tokens, collate_fn=_padded_tokens),
+    "padded_to_max_length": made(lambda index: _tokens(index, 8)),
+    "strings_and_labels": made(lambda index: ("word " * (1 + index % 4), index % 2)),
+    "masked_in_collate": made(lambda index: _tokens(index, 8), collate_fn=_masked),
+    "random_windows": _windows(lambda _: int(torch.randint(0, WINDOW * (SAMPLES - 1), ()))),
+    "consecutive_windows": _windows(lambda index: WINDOW * index),
 }
 
 # ---- recordings as torchaudio's users hold them ----
@@ -139,13 +142,11 @@ def _crop(index: int) -> tuple[torch.Tensor, int]:
 
 
 AUDIO = {
-    "speech_commands": lambda setting: setting.made(
-        lambda index: _command(index, 300 + 10 * (index % 7)), collate_fn=_padded_waveforms
-    ),
-    "speech_commands_of_one_length": lambda setting: setting.made(_command),
-    "waveform_and_label": lambda setting: setting.made(lambda index: (_waveform(index), index % 3)),
-    "spectrogram": lambda setting: setting.made(_spectrogram),
-    "random_crop_of_long_recordings": lambda setting: setting.made(_crop),
+    "speech_commands": made(lambda index: _command(index, 300 + 10 * (index % 7)), collate_fn=_padded_waveforms),
+    "speech_commands_of_one_length": made(_command),
+    "waveform_and_label": made(lambda index: (_waveform(index), index % 3)),
+    "spectrogram": made(_spectrogram),
+    "random_crop_of_long_recordings": made(_crop),
 }
 
 # ---- generators of a dataset's own, wherever it keeps them ----
@@ -157,38 +158,39 @@ def _noisy(index: int, noise: Any = 0.0) -> torch.Tensor:
     return torch.full((4,), index + float(noise))
 
 
-def _owner(generator: Any) -> Any:
+def _owner(draw: Callable[[Any], Any], make: Callable[[], Any], **options: Any) -> Way:
     """A dataset whose generator is an attribute."""
-    return held(lambda self, index: _noisy(index, self.generator.random()), generator=generator)
-
-
-def _rare_owner(generator: Any) -> Any:
-    """It draws for one sample of five."""
-    return held(
-        lambda self, index: _noisy(index, self.generator.random() if index % 5 == 4 else 0), generator=generator
+    return lambda setting: setting.loader(
+        held(lambda self, index: _noisy(index, draw(self.generator)), generator=make()), **options
     )
 
 
-def _torch_owner(generator: torch.Generator) -> Any:
-    return held(lambda self, index: _noisy(index, torch.rand((), generator=self.generator)), generator=generator)
+def _rare_owner(setting: Setting) -> Any:
+    """It draws for one sample of five."""
+    generator = np.random.default_rng(0)
+    return setting.loader(
+        held(lambda self, index: _noisy(index, index % 5 == 4 and self.generator.random()), generator=generator)
+    )
 
 
 def _module_global(setting: Setting) -> Any:
     _OF_THE_MODULE.bit_generator.state = np.random.default_rng(0).bit_generator.state
-    return setting.made(lambda index: _noisy(index, _OF_THE_MODULE.random()))
+    return made(lambda index: _noisy(index, _OF_THE_MODULE.random()))(setting)
 
 
 def _closure(setting: Setting) -> Any:
     generator = np.random.RandomState(0)
-    return setting.made(lambda index: _noisy(index, generator.rand()))
+    return made(lambda index: _noisy(index, generator.rand()))(setting)
 
 
 GENERATORS = {
-    "numpy_in_every_sample": lambda setting: setting.loader(_owner(np.random.default_rng(0))),
-    "numpy_in_one_of_five": lambda setting: setting.loader(_rare_owner(np.random.default_rng(0))),
-    "random_in_every_sample": lambda setting: setting.loader(_owner(random.Random(0))),
-    "torch_in_every_sample": lambda setting: setting.loader(
-        _torch_owner(torch.Generator().manual_seed(0)), persistent_workers=False
+    "numpy_in_every_sample": _owner(lambda generator: generator.random(), lambda: np.random.default_rng(0)),
+    "numpy_in_one_of_five": _rare_owner,
+    "random_in_every_sample": _owner(lambda generator: generator.random(), lambda: random.Random(0)),
+    "torch_in_every_sample": _owner(
+        lambda generator: torch.rand((), generator=generator),
+        lambda: torch.Generator().manual_seed(0),
+        persistent_workers=False,
     ),
     "module_global": _module_global,
     "closure": _closure,
@@ -202,8 +204,8 @@ class _SizedStream(CountedStream):
         return SAMPLES
 
 
-def _in_order(setting: Setting, dataset: Any) -> Any:
-    return DataLoader(dataset, **setting.options | {"shuffle": False})
+def _in_order(dataset: Callable[[Setting], Any]) -> Way:
+    return lambda setting: DataLoader(dataset(setting), **setting.options | {"shuffle": False})
 
 
 def _webdataset(setting: Setting) -> Any:
@@ -223,8 +225,8 @@ def _web_loader(setting: Setting) -> Any:
 
 
 STREAMS = {
-    "iterable_dataset": lambda setting: _in_order(setting, CountedStream(SAMPLES, _noisy)),
-    "iterable_dataset_with_length": lambda setting: _in_order(setting, _SizedStream(SAMPLES, _noisy)),
-    "webdataset_in_a_loader": lambda setting: _in_order(setting, _webdataset(setting)),
+    "iterable_dataset": _in_order(lambda _: CountedStream(SAMPLES, _noisy)),
+    "iterable_dataset_with_length": _in_order(lambda _: _SizedStream(SAMPLES, _noisy)),
+    "webdataset_in_a_loader": _in_order(_webdataset),
     "web_loader": _web_loader,
 }

@@ -1,6 +1,7 @@
 """Images as torchvision's users hold them: folders, its own datasets, masks and boxes; transforms v1 and v2."""
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torchvision.datasets import CIFAR10, FakeData, ImageFolder
 from torchvision.transforms import v2
 from torchvision.transforms._presets import ImageClassification
 
-from tests.interop.setting import SAMPLES, Setting, held, images, pictures
+from tests.interop.setting import SAMPLES, Setting, Way, held, images, made, pictures
 
 MEAN_STD = (0.5, 0.5, 0.5), (0.2, 0.2, 0.2)
 V1_TENSOR = [v1.ToTensor(), v1.Normalize(*MEAN_STD)]
@@ -19,12 +20,12 @@ FLOATS = v2.ToDtype(torch.float32, scale=True)
 V2_TENSOR = [v2.ToImage(), FLOATS, v2.Normalize(*MEAN_STD)]
 
 
-def _v1(setting: Setting, *steps: Any, **options: Any) -> Any:
-    return setting.loader(ImageFolder(images(setting.folder), v1.Compose([*steps])), **options)
+def _v1(*steps: Any, **options: Any) -> Way:
+    return lambda setting: setting.loader(ImageFolder(images(setting.folder), v1.Compose([*steps])), **options)
 
 
-def _v2(setting: Setting, *steps: Any) -> Any:
-    return setting.loader(ImageFolder(images(setting.folder), v2.Compose([*steps])))
+def _v2(*steps: Any) -> Way:
+    return lambda setting: setting.loader(ImageFolder(images(setting.folder), v2.Compose([*steps])))
 
 
 class _SmallCIFAR10(CIFAR10):
@@ -35,13 +36,16 @@ class _SmallCIFAR10(CIFAR10):
     meta = {"filename": "batches.meta", "key": "label_names", "md5": None}  # noqa: RUF012
 
 
-def _cifar(setting: Setting, *steps: Any) -> Any:
-    base = setting.folder / CIFAR10.base_folder
-    base.mkdir(exist_ok=True)
-    data = pictures(SAMPLES, 32, 32).transpose(0, 3, 1, 2).reshape(SAMPLES, -1)
-    (base / "data_batch_1").write_bytes(pickle.dumps({"data": data, "labels": list(range(SAMPLES))}))
-    (base / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(label) for label in range(SAMPLES)]}))
-    return setting.loader(_SmallCIFAR10(setting.folder, transform=v1.Compose([*steps, *V1_TENSOR])))
+def _cifar(*steps: Any) -> Way:
+    def way(setting: Setting) -> Any:
+        base = setting.folder / CIFAR10.base_folder
+        base.mkdir(exist_ok=True)
+        data = pictures(SAMPLES, 32, 32).transpose(0, 3, 1, 2).reshape(SAMPLES, -1)
+        (base / "data_batch_1").write_bytes(pickle.dumps({"data": data, "labels": list(range(SAMPLES))}))
+        (base / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(label) for label in range(SAMPLES)]}))
+        return setting.loader(_SmallCIFAR10(setting.folder, transform=v1.Compose([*steps, *V1_TENSOR])))
+
+    return way
 
 
 def _random_split_of_a_random_dataset(setting: Setting) -> Any:
@@ -68,10 +72,7 @@ def _concatenated_random(setting: Setting) -> Any:
     return DataLoader(parts, **setting.options)
 
 
-def _cutmix_in_collate(setting: Setting) -> Any:
-    cutmix = v2.CutMix(num_classes=2)
-    collate = lambda samples: cutmix(*default_collate(samples))  # noqa: E731
-    return _v1(setting, v1.Resize((12, 12)), v1.ToTensor(), collate_fn=collate)
+_CUTMIX = v2.CutMix(num_classes=2)
 
 
 def _pair(index: int) -> tuple[tv_tensors.Image, tv_tensors.Mask]:
@@ -93,61 +94,57 @@ def _boxes(self: Any, index: int) -> Any:
     return self.transform(_pair(index)[0], {"boxes": boxes, "labels": torch.arange(count)})
 
 
-def _augmented(self: Any, index: int) -> Any:
-    return {"image": self.convert(self.aug(_pair(index)[0])), "label": index}
+def _held(load: Callable[[Any, int], Any], *, collate_fn: Any = None, **attributes: Any) -> Way:
+    return lambda setting: setting.loader(held(load, **attributes), collate_fn=collate_fn)
 
+
+_MANY_SIZES = v2.RandomResizedCrop(12), v2.RandomHorizontalFlip()
 
 TORCHVISION = {
-    "many_sizes_v1": lambda setting: _v1(setting, v1.RandomResizedCrop(12), v1.RandomHorizontalFlip(), *V1_TENSOR),
-    "many_sizes_v2": lambda setting: _v2(setting, v2.RandomResizedCrop(12), v2.RandomHorizontalFlip(), *V2_TENSOR),
-    "many_sizes_to_tensor_first": lambda setting: _v2(
-        setting, v2.PILToTensor(), v2.RandomResizedCrop(12), v2.RandomHorizontalFlip()
-    ),
-    "one_edge_resized_to_tensor_first": lambda setting: _v2(
-        setting, v2.Resize(16), v2.PILToTensor(), v2.RandomCrop(12)
-    ),
-    "eval_v1": lambda setting: _v1(setting, v1.Resize(16), v1.CenterCrop(12), *V1_TENSOR),
-    "eval_v2": lambda setting: _v2(setting, v2.Resize(16), v2.CenterCrop(12), *V2_TENSOR),
+    "many_sizes_v1": _v1(v1.RandomResizedCrop(12), v1.RandomHorizontalFlip(), *V1_TENSOR),
+    "many_sizes_v2": _v2(*_MANY_SIZES, *V2_TENSOR),
+    "many_sizes_to_tensor_first": _v2(v2.PILToTensor(), *_MANY_SIZES),
+    "one_edge_resized_to_tensor_first": _v2(v2.Resize(16), v2.PILToTensor(), v2.RandomCrop(12)),
+    "eval_v1": _v1(v1.Resize(16), v1.CenterCrop(12), *V1_TENSOR),
+    "eval_v2": _v2(v2.Resize(16), v2.CenterCrop(12), *V2_TENSOR),
     "eval_of_weights": lambda setting: setting.loader(
         ImageFolder(images(setting.folder), ImageClassification(crop_size=12, resize_size=16))
     ),
-    "resized_then_random": lambda setting: _v2(
-        setting, v2.Resize((16, 16)), v2.PILToTensor(), v2.RandomCrop(16, padding=2), v2.RandomHorizontalFlip(), FLOATS
+    "resized_then_random": _v2(
+        v2.Resize((16, 16)), v2.PILToTensor(), v2.RandomCrop(16, padding=2), v2.RandomHorizontalFlip(), FLOATS
     ),
-    "centre_cropped_then_random": lambda setting: _v1(
-        setting, v1.Resize(16), v1.CenterCrop(12), v1.ToTensor(), v1.RandomHorizontalFlip(), v1.Normalize(*MEAN_STD)
+    "centre_cropped_then_random": _v1(
+        v1.Resize(16), v1.CenterCrop(12), v1.ToTensor(), v1.RandomHorizontalFlip(), v1.Normalize(*MEAN_STD)
     ),
-    "resized_then_trivial_augment": lambda setting: _v2(
-        setting, v2.Resize((16, 16)), v2.PILToTensor(), v2.TrivialAugmentWide(), v2.RandomHorizontalFlip()
+    "resized_then_trivial_augment": _v2(
+        v2.Resize((16, 16)), v2.PILToTensor(), v2.TrivialAugmentWide(), v2.RandomHorizontalFlip()
     ),
-    "resized_then_random_erasing": lambda setting: _v1(
-        setting, v1.Resize((16, 16)), v1.ToTensor(), v1.RandomErasing(p=0.5)
-    ),
-    "cifar_train": lambda setting: _cifar(setting, v1.RandomCrop(32, padding=4), v1.RandomHorizontalFlip()),
-    "cifar_eval": _cifar,
+    "resized_then_random_erasing": _v1(v1.Resize((16, 16)), v1.ToTensor(), v1.RandomErasing(p=0.5)),
+    "cifar_train": _cifar(v1.RandomCrop(32, padding=4), v1.RandomHorizontalFlip()),
+    "cifar_eval": _cifar(),
     "fake_data": lambda setting: setting.loader(FakeData(SAMPLES, (3, 8, 8), transform=v1.ToTensor())),
     "random_split_of_a_random_dataset": _random_split_of_a_random_dataset,
     "concatenated": _concatenated,
     "concatenated_random": _concatenated_random,
-    "cutmix_in_collate": _cutmix_in_collate,
-    "masks_untransformed": lambda setting: setting.made(_pair),
-    "masks_with_joint_transforms": lambda setting: setting.loader(
-        held(
-            lambda self, index: self.transforms(*_pair(index)),
-            transforms=v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(12)]),
-        )
+    "cutmix_in_collate": _v1(
+        v1.Resize((12, 12)), v1.ToTensor(), collate_fn=lambda samples: _CUTMIX(*default_collate(samples))
     ),
-    "masks_with_transform_called_on_both": lambda setting: setting.loader(
-        held(
-            lambda self, index: self.transform(*_pair(index)),
-            transform=v2.Compose([v2.RandomCrop(12), v2.RandomVerticalFlip()]),
-        )
+    "masks_untransformed": made(_pair),
+    "masks_with_joint_transforms": _held(
+        lambda self, index: self.transforms(*_pair(index)),
+        transforms=v2.Compose([v2.RandomHorizontalFlip(), v2.RandomCrop(12)]),
     ),
-    "transform_of_another_name": lambda setting: setting.loader(
-        held(_augmented, aug=v2.Compose([v2.Resize(14), v2.RandomCrop(12), v2.ColorJitter(0.3)]), convert=FLOATS)
+    "masks_with_transform_called_on_both": _held(
+        lambda self, index: self.transform(*_pair(index)),
+        transform=v2.Compose([v2.RandomCrop(12), v2.RandomVerticalFlip()]),
     ),
-    "masks_flipped_by_hand": lambda setting: setting.loader(held(_flipped_by_hand)),
-    "detection": lambda setting: setting.loader(
-        held(_boxes, transform=v2.RandomHorizontalFlip()), collate_fn=lambda samples: tuple(zip(*samples, strict=True))
+    "transform_of_another_name": _held(
+        lambda self, index: {"image": self.convert(self.aug(_pair(index)[0])), "label": index},
+        aug=v2.Compose([v2.Resize(14), v2.RandomCrop(12), v2.ColorJitter(0.3)]),
+        convert=FLOATS,
+    ),
+    "masks_flipped_by_hand": _held(_flipped_by_hand),
+    "detection": _held(
+        _boxes, transform=v2.RandomHorizontalFlip(), collate_fn=lambda samples: tuple(zip(*samples, strict=True))
     ),
 }

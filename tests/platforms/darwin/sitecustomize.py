@@ -1,9 +1,8 @@
-"""Makes a Python process on Linux look like one on macOS to all that runs in it, and in the processes that it starts.
+"""Makes a Python process on Linux, and those that it starts, look like one on macOS; from PYTHONPATH, before all else.
 
-Python imports this file before anything else where its folder is in PYTHONPATH. What macOS lacks is taken out of the
-standard library, /proc and /dev/shm are not there for Python code (torch's own libraries still see them), processes
-are spawned, and `flock` and byte locks on one file are in each other's way, as BSD has it: who holds one of a kind may
-not get the other, not even in the same process.
+What macOS lacks is taken out of the standard library, /proc and /dev/shm are not there for Python code (torch's own
+libraries still see them), processes are spawned, and `flock` and byte locks on one file are in each other's way, as BSD
+has it: who holds one of a kind may not get the other, not even in the same process.
 """
 
 import builtins
@@ -35,8 +34,7 @@ _lockf, _flock = fcntl.lockf, fcntl.flock
 
 def _without(call):
     def hides(path, *args, **more):
-        named = os.fspath(path) if isinstance(path, str | bytes | os.PathLike) else ""
-        text = os.fsdecode(named)
+        text = os.fsdecode(path) if isinstance(path, str | bytes | os.PathLike) else ""
         if text in HIDDEN or text.startswith(tuple(f"{place}/" for place in HIDDEN)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), text)
         return call(path, *args, **more)
