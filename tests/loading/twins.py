@@ -120,7 +120,7 @@ def prefetch_threads() -> int:
 
 def copied(batch: Any) -> Any:
     """The batch in memory of its own."""
-    return apply_to_collection(batch, torch.Tensor, torch.clone)
+    return apply_to_collection(batch, torch.Tensor, torch.Tensor.clone)
 
 
 def outcomes(loader: Any) -> Iterator[Any]:
