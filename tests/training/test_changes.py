@@ -55,8 +55,7 @@ RELOADS = {"reload_dataloaders_every_n_epochs": 1}
     ],
 )
 def test_hooks_run_when_and_as_often_as_without(tmp_path, door, options):
-    """In fit, validate, test and predict each hook runs at the same steps as without the cache, with the same
-    batches."""
+    """In each call each hook runs at the same steps as without the cache, and gives the same batches."""
     data = {stage: source(tmp_path, stage, 8) for stage in ("train", "val", "test", "predict")}
     loaders = {stage: lambda stage=stage: plain_loader(data[stage], shuffle=stage == "train") for stage in data}
 
@@ -84,8 +83,7 @@ class Appended(Made):
 
 
 def test_a_persistent_loader_that_comes_again_is_the_same(tmp_path):
-    """A loader that its hook returns again keeps its workers over reloads, and draws no second base seed, also if its
-    dataset grows."""
+    """It keeps its workers over reloads, and draws no second base seed, also if its dataset grows."""
     data = Appended(tmp_path / "samples")
     data.path.write_bytes(bytes(8))
     loader = plain_loader(data, shuffle=True, num_workers=1, persistent_workers=True)
@@ -270,13 +268,7 @@ def grow(shown: Any, users: Images, strength: int = 0, steps: Sequence[Any] = ()
 
 @dataclass(frozen=True)
 class Case:
-    """A dataset, and what changes before the second and the third epoch.
-
-    Args:
-        changes: by epoch, of the dataset of the Trainer's loader, and of the user's.
-        warnings: what has changed, as the cache says.
-        reloads: whether loaders are made anew before each epoch.
-    """
+    """A dataset, what changes before an epoch (of the loader's dataset, and of the user's), and the warnings of it."""
 
     dataset: Any
     changes: dict[int, Callable[[Any, Any], Any]]
@@ -330,9 +322,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_changes_take_effect_when_they_would_without_a_cache(tmp_path, caplog, name):
-    """In three epochs a model sees what it would see without a cache, whether the dataset of the Trainer's loader or
-    the user's own object is changed. One warning names what has changed, if the process that reads samples sees the
-    change, and the changed step does not run after the cache. Of a dataset that only grows, the cache goes on."""
+    """A model sees what it would see without a cache, whether the Trainer's or the user's object is changed. One
+    warning names what has changed, if the process that reads samples sees it. Of what only grows, the cache goes on."""
     case = CASES[name]
 
     def run(door: str, **options: Any) -> Any:

@@ -86,8 +86,7 @@ class Augmented(TransformedSource):
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("door", [*DOORS, "loop"])
 def test_each_sample_is_loaded_once(door, tmp_path, caplog):
-    """Two epochs load each sample once. What follows the first random step draws as it does with budget=0, where every
-    epoch loads all samples."""
+    """Two epochs load each sample once, and draw after the first random step as they do with budget=0."""
     images = Augmented(SAMPLES, log_path=tmp_path / "loads")
     epochs = train(door, tmp_path, images)
     loads = images.loads
@@ -319,8 +318,7 @@ def test_a_kept_cache_is_replaced_when_setup_makes_a_new_dataset(tmp_path):
 
 @pytest.mark.epoch_one_reads_all
 def test_a_copy_in_another_process_has_nothing_open(tmp_path, door):
-    """A Trainer and a DataModule that are pickled, as where ranks are spawned, keep callbacks, hooks and options, and
-    open their own caches."""
+    """Pickled, as where ranks are spawned, a Trainer and a DataModule keep their options, and open their own caches."""
     callbacks, dm = behind(door, Data(source(tmp_path)), budget="1MiB")
     dm.setup("fit")
     loader = dm.train_dataloader()
@@ -351,9 +349,8 @@ MIB = 2**20
     ],
 )
 def test_stages_divide_the_budget(tmp_path, caplog, door, options, sanity, slots):
-    """Of hooks, val takes at most half before train, and train the rest; without a sanity check train goes first.
-    Loaders that are given to `fit`, and the sets of StocacheDataModule, divide a budget in bytes by their sizes. A
-    stage with a separate budget uses that; where nothing is left, one warning for all reloads names that option."""
+    """Of hooks, val takes at most half before train; without a sanity check train goes first. Known loaders divide
+    bytes by their sizes. Where nothing is left, one warning for all reloads names `stage_budgets`."""
     train, val, looking = source(tmp_path), source(tmp_path, "val", 8), Looking()
     callbacks, dm = behind("callback" if door == "loaders" else door, Data(train, val), **options)
     given = (plain_loader(train), plain_loader(val)) if door == "loaders" else (dm,)
@@ -367,8 +364,7 @@ def test_stages_divide_the_budget(tmp_path, caplog, door, options, sanity, slots
 
 @pytest.mark.epoch_one_reads_all
 def test_scarce_memory_is_kept_for_train_and_promised_once(tmp_path, monkeypatch):
-    """With "auto" a val set that opens first takes at most half of the free memory. Memory that was granted to it,
-    filled or not, is not granted again."""
+    """With "auto" val, which opens first, takes at most half of the free memory, and that is not granted again."""
     free = FreeMemory(filesystem=None, available=800 * MIB, cgroup=None, directory=None)
     monkeypatch.setattr(FreeMemory, "measure", lambda *_: free)
     train, val = (Made(lambda _: torch.zeros(MIB, dtype=torch.uint8), length) for length in (800, 400))
@@ -403,8 +399,7 @@ def test_a_cache_gets_no_training_killed(limit, num_workers, door, fits):
 
 
 def test_every_door_keeps_back_what_the_training_will_take(tmp_path, monkeypatch, door):
-    """In a fit gradients and Adam's state need memory after the caches have opened: seven times the parameters that
-    are trained. Lazy parameters have no size yet."""
+    """A fit needs seven times its trained parameters: gradients and Adam's state. Lazy parameters have no size yet."""
     grant = Mock(wraps=allocation.grant)
     monkeypatch.setattr(allocation, "grant", grant)
     model = Model()

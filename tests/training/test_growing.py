@@ -42,9 +42,8 @@ def append(pool: RollingCache, samples: int, size: int = 4) -> None:
 
 
 def test_epochs_grow_with_the_resident_samples(tmp_path, caplog, door):
-    """New loaders are made before each epoch: one line names the Trainer's setting, which is restored at the end. The
-    metrics count samples that came, left and were seen. A StocacheDataModule closes its pool; a pool in a loader of the
-    user's, in a hook or given to `fit`, is left as it is and not cached again."""
+    """New loaders are made before each epoch, by a setting that is restored. Metrics count samples that came, left and
+    were seen. A StocacheDataModule closes its pool; a pool of the user's is left as it is, and not cached again."""
     model, pool = Remembers(), pool_of(60)
     append(pool, 8)
     callbacks, data = behind(door, Data(pool, **({} if door == "ours" else {"sampler": pool.sampler()})))
@@ -86,9 +85,9 @@ def test_a_full_pool_says_what_follows(tmp_path, caplog):
 
 
 class Replaces(Callback):
-    """As soon as the Trainer has counted an epoch's batches, a large sample replaces many; after each epoch more come.
+    """When the Trainer has counted an epoch's batches, a large sample replaces many; after each epoch more come.
 
-    Every rank has as many batches as its Trainer and that of rank zero have counted, and its bar shows that number.
+    Every rank has the batches that its Trainer and rank zero's have counted, and its bar shows that number.
     """
 
     def __init__(self, pool: RollingCache) -> None:
@@ -151,9 +150,8 @@ def test_ranks_share_the_pool_and_have_the_batches_that_their_trainers_have_coun
 
 
 def test_a_kept_pool_goes_on(tmp_path, caplog):
-    """With `keep_cache=True` a second call trains on the samples that have come since. The DataModule's transform runs
-    in its workers, on served samples. With `epoch_samples` all epochs have one length, and the Trainer's own setting
-    stays."""
+    """A second call trains on the samples that have come since. The transform runs on served samples. With
+    `epoch_samples` all epochs have one length, and the Trainer's own setting stays."""
     model, pool = Remembers(), pool_of(60, fillers=1, epoch_samples=20)
     dm = StocacheDataModule(train=pool, batch_size=4, keep_cache=True, num_workers=1, transform=torch.neg)
     make_trainer(tmp_path, logger=False).fit(model, dm)
@@ -174,9 +172,8 @@ ALL = [float(number) for number in range(LENGTH)]
 
 
 def test_streams_are_kept(tmp_path, door, caplog):
-    """Every sample comes once an epoch. Later epochs come from memory, in another order, before the transform of
-    StocacheDataModule. A CachedStream in the user's own loader (cache_datamodule) is left as it is and monitored. One
-    line says that a stream is stored, and one, in the first epoch that comes from memory, that the cache is full."""
+    """Later epochs come from memory, in another order, before the transform. A CachedStream of the user's is monitored.
+    One line says that a stream is stored, and one, in the first epoch from memory, that the cache is full."""
     train, val = (CountedStream(length, numbered) for length in (LENGTH, 12))
     model = Remembers()
     kept = CachedStream(train, "64MiB") if door == "cache_datamodule" else train

@@ -37,14 +37,12 @@ class Saving(Model):
 
 
 def hyperparameters_of(logger: CSVLogger) -> dict[str, Any]:
-    """The hyperparameters that the logger has written; without any it writes no file."""
-    path = Path(logger.log_dir) / "hparams.yaml"
-    return yaml.safe_load(path.read_text()) or {} if path.exists() else {}
+    """The hyperparameters that the logger has written."""
+    return yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text())
 
 
 def test_what_was_granted_goes_to_the_logger(tmp_path, door):
-    """Beside a module's own hyperparameters, whose names may be those of StocacheDataModule's options, there are plain
-    values of training, and of validation below them."""
+    """Beside a module's own hyperparameters, of whatever names, are plain values of training, and below them of val."""
     budgets: dict[str, Any] = {"stage_budgets": {} if door == "ours" else {"val": "50%"}}
     callbacks, dm = behind(door, Photos(str(tmp_path)), budget="50%", **budgets)
     trainer = make_trainer(tmp_path, callbacks)
@@ -56,15 +54,6 @@ def test_what_was_granted_goes_to_the_logger(tmp_path, door):
     assert granted.pop("backend") == granted["val"].pop("backend") in ("tmpfile", "memfd")
     assert granted.pop("val") == OF_VALIDATION
     assert granted == OF_TRAINING | {"sampling": "locality" if door == "ours" else "RandomSampler"}
-
-
-def test_without_a_cache_nothing_is_logged(tmp_path):
-    """Plain loaders have neither hyperparameters nor metrics, and `hyperparameters=False` logs no hyperparameters."""
-    for number, callback in enumerate([CacheMonitor(), StochasticCache(hyperparameters=False)]):
-        trainer = make_trainer(tmp_path, [callback], logger=CSVLogger(tmp_path, name=str(number)))
-        trainer.fit(Model(), plain_loader(source(tmp_path)))
-        assert hyperparameters_of(trainer.logger) == {}
-        assert any("stocache/" in key for key in trainer.callback_metrics) == (number == 1)
 
 
 def test_tensorboard_has_them(tmp_path):

@@ -62,9 +62,8 @@ def test_values_are_the_sources_own(tmp_path, caplog, workers, budget, slots):
 
 
 def test_each_key_is_logged_once_per_epoch_and_can_be_watched(tmp_path):
-    """Exactly the documented keys are logged. Live values come every `log_every_n_steps`, under Lightning's step
-    number. ModelCheckpoint and EarlyStopping, listed before the monitor, see each epoch's hit rate. The fills of the
-    sanity check are hits of the first validation, and its misses are not logged."""
+    """Exactly the documented keys are logged, live values every `log_every_n_steps`; others see them. The fills
+    of the sanity check are hits of the first validation, and its misses are not logged."""
     saver = ModelCheckpoint(tmp_path / "kept", monitor="stocache/hit_rate", mode="max")
     stopper = EarlyStopping("stocache/hit_rate", mode="max", patience=2)
     options = {"num_sanity_val_steps": 1, "log_every_n_steps": 2, "enable_checkpointing": True}
@@ -121,9 +120,10 @@ def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path, caplog
 
 
 def test_no_value_is_logged_twice(tmp_path):
-    """With two fits, a resume, validation within epochs and two monitors a logger has each key once per step."""
+    """With two fits, a resume, validation within epochs and two monitors a logger has each key once per step; with
+    `hyperparameters=False` it has none."""
     both, val = source(tmp_path), source(tmp_path, "val", 8)
-    monitors = [StochasticCache(keep_cache=True), CacheMonitor(), CacheMonitor()]
+    monitors = [StochasticCache(keep_cache=True), *(CacheMonitor(hyperparameters=False) for _ in range(2))]
     options = {"logger": CSVLogger(tmp_path), "val_check_interval": 3, "num_sanity_val_steps": 1}
     trainer = make_trainer(tmp_path, [*monitors, FillProgress()], epochs=2, **options)
     trainer.fit(Model(), plain_loader(both), [plain_loader(val), plain_loader(both)])
@@ -140,6 +140,7 @@ def test_no_value_is_logged_twice(tmp_path):
     assert steps[LIVE] == list(range(24))
     assert len(steps["stocache/val/hit_rate"]) == 8
     assert all(len(set(of_key)) == len(of_key) for of_key in steps.values())
+    assert trainer.logger.experiment.hparams == {}
 
 
 # ---- in the progress bar ----
@@ -173,8 +174,7 @@ def fit_with_bar(tmp_path, callbacks, data, bar=TQDMProgressBar, key="cache", ep
     ],
 )
 def test_the_bar_shows_the_fill_and_later_the_hit_rate(tmp_path, caplog, progress, bar, shown, lines):
-    """The bar's metrics hold the node's fill after each batch of epoch one, or every so many steps, and the hit rate
-    after later batches."""
+    """After each batch, or every so many steps, the bar has the node's fill, and from epoch two on the hit rate."""
     callbacks = [make() for make in progress]
     data = Data(source(tmp_path)) if StochasticCache in progress else StocacheDataModule(source(tmp_path), batch_size=4)
     assert fit_with_bar(tmp_path, callbacks, data, bar, epochs=len(shown) // 6) == shown
@@ -182,8 +182,7 @@ def test_the_bar_shows_the_fill_and_later_the_hit_rate(tmp_path, caplog, progres
 
 
 def test_a_half_cached_epoch_shows_its_hit_rate_so_far(tmp_path, caplog):
-    """After the first epoch the bar has the hits of the epoch so far over its samples, not those of the whole run. At
-    the end of the first epoch one line says how many samples are cached and what that saves."""
+    """The rate is of the epoch so far. When the cache is full, one line says what is cached and what that saves."""
     callbacks = [StochasticCache(budget="50%"), FillProgress("photos")]
     shown = fit_with_bar(tmp_path, callbacks, Data(source(tmp_path)), key="photos", epochs=3)
     assert shown[5::6] == ["fill 100 %", "hit 50 %", "hit 50 %"]

@@ -1,7 +1,6 @@
 """The options of the doors: described in `help`, refused if wrong, in effect, and on a command line."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import getdoc, signature
@@ -131,33 +130,27 @@ def test_transforms_run_after_the_cache(tmp_path, option, factor):
     assert train.cache is None
 
 
-class Noting(torch.nn.Module):
+def noting(shapes: list[tuple[int, ...]]) -> torch.nn.Module:
     """A batch transform that notes the shapes of its batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def forward(self, batch):
-        self.shapes.append(tuple(batch[0].shape))
-        return batch
+    module = torch.nn.Identity()
+    module.register_forward_hook(lambda module, args, output: shapes.append(tuple(args[0][0].shape)))
+    return module
 
 
 @pytest.mark.processes
 def test_batch_transforms_run_on_whole_batches(tmp_path):
     """Validation has `eval_batch_transform`, also in the sanity check."""
-    training, evaluation = Noting(), Noting()
-    transforms = {"batch_transform": training, "eval_batch_transform": evaluation}
+    training, evaluation = list[tuple[int, ...]](), list[tuple[int, ...]]()
+    transforms = {"batch_transform": noting(training), "eval_batch_transform": noting(evaluation)}
     dm = StocacheDataModule(source(tmp_path), source(tmp_path, "val", 8), batch_size=4, **transforms)
     make_trainer(tmp_path, num_sanity_val_steps=1, logger=False).fit(Model(), dm)
-    assert training.shapes == [(4, 3, 8, 8)] * 6
-    assert evaluation.shapes == [(4, 3, 8, 8)] * 3
+    assert training == [(4, 3, 8, 8)] * 6
+    assert evaluation == [(4, 3, 8, 8)] * 3
 
 
 @pytest.mark.processes
 def test_loader_options_reach_the_loaders(tmp_path):
-    """`loader` overrides the DataLoader's arguments. Only the training loader gets `shuffle`, `drop_last` and
-    samplers."""
+    """`loader` overrides arguments of all loaders; order, `drop_last` and samplers are of the training loader alone."""
     data = source(tmp_path, "train", 10)
     for shuffle in (True, False):
         with ready(data, data, batch_size=4, loader={"drop_last": True, "shuffle": shuffle}) as dm:
@@ -176,26 +169,17 @@ def test_loader_options_reach_the_loaders(tmp_path):
 @pytest.mark.processes
 @pytest.mark.epoch_one_reads_all
 def test_setup_twice_opens_once(tmp_path):
-    """A second `setup`, before or by the Trainer, keeps the cache and reads no sample."""
+    """A second `setup`, before or by the Trainer, keeps the cache and reads no sample. A stage without a set is
+    undefined: Lightning has no loader of it, or raises its own error."""
     train = source(tmp_path)
     dm = StocacheDataModule(train, batch_size=4)
     dm.setup("fit")
     reads, [dataset] = train.loads, cached_datasets(dm.train_dataloader())
     dm.setup("fit")
-    make_trainer(tmp_path, logger=False).fit(Model(), dm)
-    assert train.loads == reads + SAMPLES
-    assert dataset.cache is None
-
-
-@pytest.mark.processes
-def test_a_stage_without_a_set_is_undefined(tmp_path):
-    """Without a val set Lightning sees no val loader, and without a test set it raises its own error."""
-    dm = StocacheDataModule(source(tmp_path), batch_size=4)
     trainer = make_trainer(tmp_path, logger=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Total length")
-        trainer.fit(Model(), dm)
-    assert trainer.val_dataloaders is None
+    trainer.fit(Model(), dm)
+    assert train.loads == reads + SAMPLES
+    assert dataset.cache is trainer.val_dataloaders is None
     with pytest.raises(MisconfigurationException, match="test_dataloader"):
         trainer.test(Model(), dm)
 
@@ -226,8 +210,7 @@ CACHED += ["--data.stage_budgets={{val: 0}}", MONITOR, "--trainer.callbacks.live
     ids=["ours", "callback", "cache_datamodule"],
 )
 def test_every_door_takes_its_options_from_a_command_line(tmp_path, monkeypatch, data, words, hits):
-    """LightningCLI takes datasets by their class, all options of StocacheDataModule, the callback among the Trainer's,
-    and cache_datamodule in place of a DataModule class."""
+    """LightningCLI takes datasets by their class, callbacks, and cache_datamodule in place of a DataModule class."""
     options = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, "log_every_n_steps": 1}
     options |= dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), "false")
     options |= {"logger": "lightning.pytorch.loggers.CSVLogger", "logger.save_dir": tmp_path}

@@ -139,8 +139,7 @@ CASES: dict[str, tuple[type[Steps], Any, dict[str, Any], list[dict[str, float]]]
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_part_has_its_own_seconds(tmp_path, case):
-    """The seconds of each part are counted there and nowhere else. Their means are logged once per epoch, and callbacks
-    can watch them."""
+    """The seconds of a part are counted there alone. Their means are logged once per epoch, and can be watched."""
     model, data, options, expected = CASES[case]
     timer, trainer = fit(tmp_path, model, data, epochs=len(expected), log_every_n_steps=2, **options)
     assert seconds(timer) == expected
@@ -173,8 +172,7 @@ def test_a_line_at_the_end(tmp_path, caplog, error):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_real_device(tmp_path):
-    """On a GPU the backward of a large layer takes longer than moving a batch, and all parts fit into the fit's
-    time."""
+    """On a GPU a large backward takes longer than moving a batch, and all parts fit into the fit's time."""
 
     class Large(Model):
         def __init__(self):
