@@ -1,6 +1,5 @@
 """A dataset that grows and rolls while it is trained on, in loaders of all kinds; and the faults of its fillers."""
 
-import errno
 import logging
 import os
 import signal
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
 from lightning_stocache.node import processes
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.setup.first_samples import FirstSampleError
 from tests.growing.pools import LENGTH, SPEC, Numbers, all_resident, epoch, fillers_end, labels, row, write
 from tests.loading.twins import same
@@ -325,18 +323,6 @@ def test_arguments_that_break_a_rule(arguments, message):
 # ---- ranks ----
 
 
-def attach_by_name() -> None:
-    """Reach memory by names alone, as a process of another pid namespace has to."""
-    attach = Segment.attach
-
-    def by_name(handle: SegmentHandle) -> Segment:
-        if handle.data.startswith("/proc/"):
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory", handle.data)
-        return attach(handle)
-
-    Segment.attach = by_name  # type: ignore[method-assign,assignment]
-
-
 def epochs_of(group: NodeGroup | None, budget: str, minimum: int, **on_disk: str) -> tuple[list[list[int]], int]:
     """The numbers of three epochs on this rank, of a pool that a group shares, and how many samples came."""
     pool = RollingCache(Numbers(), budget, spec=SPEC, fillers=2, minimum=minimum, **on_disk)
@@ -357,17 +343,14 @@ def train(rank: int, folder: str) -> tuple[Any, ...]:
     for _ in range(2):
         jobs.append(epochs_of(node, "100%", LENGTH, dir=folder, name="pool"))
         dist.barrier()
-    if rank == 1:
-        attach_by_name()
     shared, _ = epochs_of(node, "50%", 20)
     return alone, apart, jobs, shared, sum("call share() of the dataset" in line for line in log.lines)
 
 
 def test_ranks_run_the_same_number_of_batches(tmp_path):
-    """Ranks of a node divide the resident samples, also in separate pid namespaces, where they attach by name, and of a
-    pool on a disk, in this job and in the next one. Of two nodes the smaller pool decides the number, and more samples
-    of the larger pool are drawn some time. Without `share`, each rank trains on all of its own pool, and one warning on
-    rank zero says so."""
+    """Ranks of a node divide the resident samples, also of a pool on a disk, in this job and in the next one. Of two
+    nodes the smaller pool decides the number, and more samples of the larger pool are drawn some time. Without `share`,
+    each rank trains on all of its own pool, and one warning on rank zero says so."""
     first, second = run_ranks(train, 2, str(tmp_path / "pools"))
     for alone, *_ in (first, second):
         assert [sorted(numbers) for numbers in alone] == [list(range(LENGTH))] * 3

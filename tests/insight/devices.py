@@ -19,17 +19,12 @@ class ManualClock:
 
 
 class Device:
-    """A device with one stream.
-
-    Attributes:
-        host: seconds on the host's clock.
-        waits: how often the host waited for the device.
-        read: events whose time was asked for.
-    """
+    """A device with one stream."""
 
     def __init__(self) -> None:
-        self.host = self.busy_until = 0.0
-        self.waits = self.read = 0
+        self.host = self.busy_until = 0.0  # seconds on the host's clock
+        self.waits = 0  # how often the host waited for the device
+        self.read = 0  # events whose time was asked for
 
     def moment(self) -> Any:
         """An event like a CUDA event that is recorded now."""

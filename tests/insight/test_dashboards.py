@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from lightning_stocache.insight.dashboards import LAYOUT
 from lightning_stocache.insight.metrics import Tally, summarise
 
@@ -23,13 +21,3 @@ def test_every_tag_is_shown_in_its_category_alone():
     assert shown["stocache/val/hit_rate"] == shown["stocache/predict/hit_rate"] == of_stages
     assert shown["stocache/node1/memory_bytes"] == {"Stochastic cache: nodes"}
     assert [one for of in CHARTS.values() for one in of if not any(re.match(one, tag) for tag in tags)] == []
-
-
-def test_a_summary_writer_takes_the_layout():
-    """SummaryWriter.add_custom_scalars accepts the layout, and TensorBoard's plugin reads it back."""
-    tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    layout_pb2 = pytest.importorskip("tensorboard.plugins.custom_scalar.layout_pb2")
-    summary = tensorboard.summary.custom_scalars(LAYOUT)
-    read = layout_pb2.Layout.FromString(summary.value[0].tensor.string_val[0])
-    assert [(category.title, chart.title) for category in read.category for chart in category.chart] == [*CHARTS]
-    assert all(chart.multiline.tag for category in read.category for chart in category.chart)

@@ -29,7 +29,7 @@ from lightning_stocache.cache.counters import Counts
 from lightning_stocache.insight import tallies as module
 from lightning_stocache.insight.expectation import Expectation
 from lightning_stocache.insight.metrics import LIVE, LIVE_METRICS
-from lightning_stocache.insight.tallies import Tallies, coverage, samples_of
+from lightning_stocache.insight.tallies import Tallies, coverage, end_call, samples_of
 from lightning_stocache.node.group import NodeGroup
 from tests.ranks import run_ranks
 from tests.sources import CountedSource
@@ -263,6 +263,15 @@ def test_an_epoch_is_posted_once():
             tallies.post("val", loader)
             dataset[expected]
             assert end_epoch(tallies, "val", loader) == expected
+
+
+def test_a_call_begins_where_the_last_one_ended():
+    """A Trainer call does not count the samples of the call before."""
+    with closing(numbers(3)) as dataset:
+        dataset[0]
+        end_call([dataset])
+        dataset[1]
+        assert end_epoch(Tallies(), "train", DataLoader(dataset)) == 1
 
 
 def test_a_rank_that_stored_nothing_expects_what_the_others_do():
