@@ -36,34 +36,29 @@ SHARES, BUDGETS = ["0 %", "50 %", "100 %"], ["budget=0%", "budget=50%", "budget=
 # ---- runs, as loggers leave them ----
 
 
-def rows_of_a_run(share: float = 0.5, epochs: int = 3, *, nodes: int = 1):
-    """The rows of CacheMonitor for 100 samples in 10 steps per epoch: (step, epoch or None, metrics) in its order."""
+def rows_of_a_run(share: float = 0.5, epochs: int = 3, *, nodes: int = 1, steps: bool = False):
+    """The rows of CacheMonitor for 100 samples in 10 steps per epoch: (step, epoch or None, metrics) in its order; with
+    those of StepTimer: waiting of 0.03 s a step in the first epoch, and 0.01 s less in each later epoch."""
     for epoch in range(epochs):
         hits = round(100 * share) if epoch else 0
         for step, fill in ((5, 0.5), (10, 0.9)):
             fill = 1.0 if epoch else fill
             now = {"hit_rate": hits / 100, "fill_fraction": fill, "memory_bytes": fill * share * 2**20}
             yield 10 * epoch + step - 1, None, {f"stocache/live/{name}": value for name, value in now.items()}
-        counts = {"hits": hits, "misses": 100 - hits, "bypasses": 0, "fills": 0 if epoch else round(100 * share)}
-        rates = {"hit_rate": hits / 100, "fill_fraction": 1.0, "coverage": share, "source_seconds": (100 - hits) / 10}
+        counts = {"hits": hits, "misses": 100 - hits, "bypasses": 0}
+        rates = {"hit_rate": hits / 100, "fill_fraction": 1.0, "coverage": share}
         sizes = {"bytes_from_cache": hits * 2**20 / 100, "bytes_from_source": (100 - hits) * 2**20 / 100}
         memory = {"memory_bytes": share * 2**20, "budget_bytes": share * 2**20}
         stall = {"data_wait_seconds": (100 - hits) / 20, "compute_seconds": 2.0, "samples_per_second": 50.0 + hits}
         values = {**counts, **rates, **sizes, **memory, **stall, "hit_rate_expected": share if epoch else 0.0}
         if nodes > 1:
             values |= {f"node{node}/hit_rate": hits / 100 for node in range(nodes)}
+        if steps:
+            seconds = dict.fromkeys(PARTS, 0.0) | {"wait": 0.03 - 0.01 * epoch, "forward": 0.01}
+            values |= {f"step/{part}_seconds": spent for part, spent in seconds.items()}
         validation = {f"stocache/val/{name}": values[name] for name in (*counts, *rates, *memory)}
         yield 10 * epoch + 9, epoch, {"val/loss": 0.1} | validation
         yield 10 * epoch + 9, epoch, {f"stocache/{name}": value for name, value in values.items()}
-
-
-def step_rows(rows):
-    """Add the values of StepTimer: waiting of 0.03 s a step in the first epoch, and 0.01 s less in each later epoch."""
-    for step, epoch, values in rows:
-        if "stocache/hits" in values:
-            seconds = {"wait": 0.03 - 0.01 * epoch, "forward": 0.01}
-            values |= {f"stocache/step/{part}_seconds": seconds.get(part, 0.0) for part in PARTS}
-        yield step, epoch, values
 
 
 def write_csv(folder: Path, rows) -> Path:
@@ -106,11 +101,12 @@ def test_tensorboard_says_the_same_as_csv(tmp_path):
     value under one step, the epoch's counts."""
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     writer = tensorboard.SummaryWriter(str(tmp_path / "events"))
-    for step, epoch, values in step_rows(rows_of_a_run(0.5, nodes=2)):
+    rows = list(rows_of_a_run(0.5, nodes=2, steps=True))
+    for step, epoch, values in rows:
         for name, value in {**values, **({} if epoch is None else {"epoch": epoch})}.items():
             writer.add_scalar(name, value, step)
     writer.close()
-    write_csv(tmp_path / "csv", step_rows(rows_of_a_run(0.5, nodes=2)))
+    write_csv(tmp_path / "csv", rows)
     (events,), (lines,) = find_runs([tmp_path / "events"])[0], find_runs([tmp_path / "csv"])[0]
     assert table([events]) == table([lines])
     metrics = ("hit_rate", "val/hit_rate", "bytes_from_cache", "samples_per_second", "node1/hit_rate")
@@ -260,7 +256,7 @@ def test_a_run_in_its_first_epoch_has_a_page(tmp_path):
 
 def test_parts_of_a_step_are_bars(tmp_path):
     """Where a StepTimer logged, even if it was alone, there is a chart more, with a bar for each epoch."""
-    rows = list(step_rows(rows_of_a_run(epochs=2)))
+    rows = list(rows_of_a_run(epochs=2, steps=True))
     for _, _, values in rows:
         values.pop("stocache/hits", None)
     axes = drawn(write_csv(tmp_path, rows), OF_STEPS)
