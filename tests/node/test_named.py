@@ -210,14 +210,9 @@ def test_no_lock_file_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) 
     """It is removed before its segment, so a kill in between leaves a segment for the next `clean`. A lock file whose
     segment was removed by hand is that of the next segment of this name."""
     unlink, removed = os.unlink, list[str]()
-
-    def noted(path: str) -> None:
-        removed.append(path)
-        unlink(path)
-
     path_of(name + ".locks").touch(0o600)
     opened(name).close()
-    monkeypatch.setattr(os, "unlink", noted)
+    monkeypatch.setattr(os, "unlink", lambda path: removed.append(path) or unlink(path))
     assert [gone.name for gone in clean(name)] == [name]
     assert removed == [str(path_of(name + ".locks")), str(path_of(name))]
     segment = Segment.create(SIZE, "file")
