@@ -203,7 +203,7 @@ def look(handle: Any, over: Path, seed: int) -> int:
     return read
 
 
-@pytest.mark.parametrize("seconds", [1, pytest.param(600, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("seconds", [2, pytest.param(600, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_reader_sees_a_torn_sample(tmp_path: Path, layout: str, seconds: float) -> None:
     """Two readers look at every word of what two writers write, who are killed again and again at random moments."""

@@ -101,6 +101,19 @@ def test_a_slot_that_is_being_written_gives_another_sample(store: RollingStore) 
     store.finish(taken)
 
 
+def test_what_changes_during_a_copy_is_copied_again(store: RollingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that a writer overtakes is served the newer sample of the slot."""
+    append(store, "rows", range(8))
+    gather = store.layout.gather
+
+    def overtaken(slots: Any, into: Any) -> None:
+        gather(slots, into)
+        append(store, "rows", range(8, 9))
+
+    monkeypatch.setattr(store.layout, "gather", overtaken)
+    assert gathered(store, np.array([0, 1])) == [8, 1]
+
+
 def test_what_came_after_the_epoch_had_begun_is_counted(store: RollingStore) -> None:
     """A sample that left during an epoch is replaced by the newer one of its slot."""
     append(store, "rows", range(8))
