@@ -73,7 +73,7 @@ def test_errors_of_every_flag(cache: SharedCache) -> None:
     assert cache.aux_array.tolist() == [1, 0, 0, 0, 0, 0, 2, 2, 2, 2]
     assert int(cache.get_slot(0).max()) == 9  # type: ignore[union-attr]
     cache.close()
-    for use in (lambda: cache.get_slot(1), lambda: cache.set_slot(1, image(1)), lambda: cache[1], lambda: cache.array):
+    for use in (lambda: cache.get_slot(1), lambda: cache[1], lambda: cache.array, lambda: cache.aux_array):
         with pytest.raises(ValueError, match="the cache is closed"):
             use()
 
