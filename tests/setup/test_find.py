@@ -52,7 +52,7 @@ class Lazy(Dataset[Any]):
 
 def look(source: Any, workers: int = 0, method: str | None = None, **options: Any) -> Finding:
     """What a reader finds that is closed again."""
-    reader = LoaderSettings(4, workers, start_method=method, worker_init_fn=options.pop("init", None))
+    reader = LoaderSettings(4, workers, start_method=method)
     with closing(SourceReader(CacheRequest(source, reader=reader, **options))) as reading:
         return reading.look()
 

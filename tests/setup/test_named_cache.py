@@ -92,9 +92,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-# --- warm starts
-
-
 def begin(folder: Path, name: str, kind: type[CountedSource], options: dict[str, Any]) -> CachedDataset:
     """A job that has read 19 samples."""
     return check(cached(source(folder, kind), name, **options), 19)
@@ -140,8 +137,6 @@ def trial(folder: Path, name: str, num_workers: int, options: dict[str, Any]) ->
         for _ in range(2):
             epoch(dataset, num_workers)
 
-
-# --- what is refused
 
 WHOLE = CountedSource(LENGTH)
 
@@ -246,9 +241,6 @@ def test_a_damaged_cache_is_refused_by_name(name: str, damage: Any, words: str) 
     check(cached(WHOLE, name)).close()
 
 
-# --- slots
-
-
 def test_geometry_wins_over_another_budget(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """A later job has the slots of the first, and is told so or refused; closing tells of what stays in memory."""
     caplog.set_level(logging.INFO, "lightning_stocache")
@@ -276,9 +268,6 @@ def test_datasets_open_beside_a_named_one(name: str) -> None:
     assert [opened.cache and len(opened.cache) for opened in both] == [LENGTH, 10]
     for opened in both:
         opened.close()
-
-
-# --- several ranks, several sets
 
 
 @pytest.mark.processes
@@ -322,9 +311,6 @@ def test_each_set_of_a_datamodule_has_a_name(name: str) -> None:
         dm.teardown(stage)
     kept = sorted(one.name.removeprefix(name) for one in named_segments() if one.name.startswith(name))
     assert kept == ["-test0", "-train0", "-val0", "-val1"]
-
-
-# --- on a disk
 
 
 def test_a_cache_on_a_disk_without_a_name_leaves_nothing(tmp_path: Path) -> None:
