@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from datetime import datetime
 from functools import partial
 from importlib.metadata import version
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from lightning_stocache import LMDBSource
 from lightning_stocache.__main__ import COMMANDS, main
@@ -25,7 +24,6 @@ from lightning_stocache.node.files import Geometry, Manifest
 from lightning_stocache.node.named import clean, named_segments, open_named
 from tests.commands import refused, said, write_files
 from tests.names import path_of
-from tests.training.tiny import Watcher
 
 pytestmark = pytest.mark.named
 
@@ -72,18 +70,8 @@ class Squares(Dataset[Any]):
         return torch.full((8,), float(index)), {index} if index == self.odd else index % 2
 
 
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield 1
-
-
-class Broken(Watcher):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        raise RuntimeError("no such layer")
-
-
 CONFIGS = {
-    "beside_configs.py": f"from {__name__} import Broken, Endless, Squares, Watcher\n",
+    "beside_configs.py": f"from {__name__} import Squares\nfrom tests.training.tiny import Watcher\n",
     "conf/data/squares.yaml": (
         "defaults: [stocache, _self_]\nbatch_size: 4\n"
         "train: {_target_: beside_configs.Squares, length: 64, broken: false}\n"
@@ -94,14 +82,11 @@ CONFIGS = {
         "val: {_target_: beside_configs.Squares, _partial_: true, length: 5}\n"
         "test: {_target_: builtins.int}\n"
     ),
-    "conf/data/endless.yaml": "defaults: [stocache, _self_]\ntrain: {_target_: beside_configs.Endless}\n",
     "conf/model/none.yaml": "nothing: 0\n",  # the primary config asks for one
     "conf/model/line.yaml": "_target_: beside_configs.Watcher\n",
-    "conf/model/broken.yaml": "_target_: beside_configs.Broken\n",
     "conf/mine.yaml": (
         "hydra: {searchpath: ['pkg://lightning_stocache.configs']}\n"
-        "defaults: [data: squares, _self_]\n"
-        "trainer: {num_nodes: 2, accelerator: cpu}\n"
+        "defaults: [data: squares, _self_]\ntrainer: {num_nodes: 2, accelerator: cpu}\n"
     ),
 }
 ON_CPU = "++trainer.accelerator=cpu"
@@ -144,8 +129,7 @@ def configs(tmp_path, monkeypatch):
         ("{plan} data=squares data.train._target_=no_such_module.Thing", "data.train: "),
         ("{plan} data=squares data.train.broken=true", "no such file"),
         ("{plan} data=squares data.train.length=0", "at least one sample"),
-        ("{plan} data=squares model=broken", "no such layer"),
-        ("{plan} data=endless", "map-style"),
+        ("{plan} data=squares model=line +model.broken=1", "unexpected keyword argument 'broken'"),
         ("{pack} --source data.nope", "the config has no `data.nope`"),
         ("{pack} --source data.test", "a dataset, or a LightningDataModule, can be packed, got int"),
         ("{pack} data.train.odd=3", "sample 3 of Squares: sample[1] is a set, which cannot be packed"),
