@@ -18,11 +18,9 @@ from typing import Any
 
 import pytest
 
-from lightning_stocache.cache.placement import Ring
 from tests.jobs import OWN_SHM, exit_codes, job_environment, skip_without, start
 from tests.proc import is_alive, memory_files
 from tests.processes import wait_until
-from tests.sampling.theory import moved_share
 from tests.training.job import FITS, logs, printed, read_at_setup, read_ranks, start_nodes, words
 from tests.training.tiny import DOORS, SAMPLES, source
 
@@ -212,7 +210,6 @@ LARGE: dict[str, Any] = {"samples": MANY, "batch_size": 64, "nodes": 2, "budget"
 SMALL: dict[str, Any] = {"samples": 512, "batch_size": 8}
 EVERYTHING = list(range(512))
 CONTAINER = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", *OWN_SHM[2:]]
-NODES = ((0, 1), (2, 3))
 RUNS: dict[str, dict[str, Any]] = {
     "full": {"case": "full", "strict": True, "epochs": 1},
     "rows": {},
@@ -255,12 +252,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int | None
     """The folder of a SLURM job that does all `RUNS`, the last of which nobody survives, and its exit codes."""
     skip_without(CONTAINER)
     folder = tmp_path_factory.mktemp("nodes")
-    told = [[slurm(rank, 2) for rank in node] for node in NODES]
+    told = [[slurm(rank, 2) for rank in node] for node in ((0, 1), (2, 3))]
     jobs = start_nodes(folder, told, runs=RUNS, **LARGE)
     return folder, exit_codes(jobs, folder / "said", SECONDS)
 
 
-def under_torchrun(folder: Path) -> None:
+def under_torchrun(folder: Path) -> Path:
     """The job of "rows" with ranks that torchrun starts, which meet in the store of its agents, by another door."""
     meeting, commands = job_environment(), []
     for node in (0, 1):
@@ -269,44 +266,37 @@ def under_torchrun(folder: Path) -> None:
         python, *job = command(folder, door="cache_datamodule", **LARGE)
         commands.append([*OWN_SHM, python, *torchrun_it, *job])
     assert run(folder, commands, [meeting] * 2) == [0, 0], printed(folder)
+    return folder
 
 
 @pytest.mark.parametrize("name", ["rows", "fold", "records", pytest.param("torchrun", marks=pytest.mark.soak)])
-def test_the_memory_of_two_nodes_adds_up(tmp_path, job, name):
-    """Two nodes that can each cache half of what is drawn cache all of it: if the other node draws a share m of it in
-    the next epoch, epoch two hits 1 - 2 m, and later ones 1 - m. The metrics of all ranks are the same, per node too,
-    and say what the source says. Samples beside a fold are never loaded. Records of which set-up sees ten times the
-    size find room, too."""
-    if name == "torchrun":
-        under_torchrun(tmp_path)
-    folder = tmp_path if name == "torchrun" else job[0] / name
+def test_the_memory_of_two_nodes_adds_up(tmp_path, request, name):
+    """Two nodes that can each cache half of what is drawn cache all of it, also if samples are ten times as small as
+    those of set-up. The metrics of all ranks are the same, per node too, and agree with the source. Samples beside a
+    fold are never loaded."""
+    folder = under_torchrun(tmp_path) if name == "torchrun" else request.getfixturevalue("job")[0] / name
     drawn = range(0, MANY, 2 if name == "fold" else 1)
     epochs, *others = (fit["epochs"] for [fit] in read_ranks(folder, 4))
     assert others == [epochs] * 3
-    ring = Ring.cut(len(drawn), (0.5, 0.5), (len(drawn) // 2, len(drawn) // 2))
-    moved = moved_share(ring, NODES, LARGE["batch_size"])
-    stored = read_at_setup(folder) / 2  # by each node, where it has a slot
-    rates = [epoch["hit_rate"] for epoch in epochs]
-    more = 0.5 if name == "fold" else 0.2  # of fewer batches
-    assert rates[1] >= 1 - (2 + more) * moved
-    assert rates[2] >= 1 - (1 + more) * moved
     for epoch in epochs:
         assert sum(epoch[count] for count in COUNTS) == len(drawn)
         assert epoch["hit_rate"] == pytest.approx(sum(epoch[f"node{node}/hit_rate"] for node in (0, 1)) / 2, abs=1e-6)
+    # A share m of the samples, 0.0225 or of a fold 0.024, is drawn by the other node in the next epoch: about 1 - 2 m
+    # are hits in epoch two, and 1 - m later.
+    rates = [epoch["hit_rate"] for epoch in epochs]
+    assert rates[1] >= (0.939 if name == "fold" else 0.95)
+    assert rates[2] >= (0.963 if name == "fold" else 0.973)
     assert set(source(folder).loaded) == set(drawn)
     assert "hit rate of this epoch is" not in logs(folder)
     if name == "records":
         assert epochs[0]["coverage"] < 0.3
         return
     assert [epoch["coverage"] for epoch in epochs] == [1, 1, 1]
+    assert all(epochs[2][f"node{node}/fill_fraction"] > 0.99 for node in (0, 1))
+    stored = read_at_setup(folder) / 2  # by each node, where it has a slot
     assert rates[0] <= stored / len(drawn)
-    assert epochs[0]["fills"] == pytest.approx(len(drawn) * (1 - moved), abs=len(drawn) * moved + stored)
-    assert epochs[2]["node0/fill_fraction"] > 0.99
-    assert epochs[2]["node1/fill_fraction"] > 0.99
-    loads = source(folder).loads - 2 * stored
-    second_reads = loads - sum(epoch["misses"] + epoch["bypasses"] for epoch in epochs)
+    second_reads = source(folder).loads - 2 * stored - sum(epoch["misses"] + epoch["bypasses"] for epoch in epochs)
     assert 0 < second_reads <= 8 * 4  # of each rank, while the cache fills, to see whether the source is random
-    assert loads - second_reads <= (1 + 4 * moved) * len(drawn)
 
 
 def test_what_fails_on_one_rank_fails_on_all(job):

@@ -133,17 +133,13 @@ def fit(
     return trainer
 
 
-def save_every(folder: Path, steps: int) -> ModelCheckpoint:
-    return ModelCheckpoint(folder, "{step:02d}", every_n_train_steps=steps, save_top_k=-1)
+def save(folder: Path, name: str = "{step:02d}", **when: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, name, save_top_k=-1, **when)
 
 
 def at_step(folder: Path, step: int) -> Path:
-    """The checkpoint of `save_every` after a step."""
+    """The checkpoint after a step."""
     return folder / f"step={step:02d}.ckpt"
-
-
-def save_epochs(folder: Path) -> ModelCheckpoint:
-    return ModelCheckpoint(folder, "end-{step:02d}", every_n_epochs=1, save_top_k=-1)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +149,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     @cache
     def fitted(door: str) -> tuple[Path, Seen]:
         folder, whole = tmp_path_factory.mktemp(door), Seen()
-        fit(folder, door, whole, save_every(folder, 2))
+        fit(folder, door, whole, save(folder, every_n_train_steps=2))
         assert len(whole.seen) == EPOCHS * BATCHES
         return folder, whole
 
@@ -179,7 +175,7 @@ def test_what_remains_is_what_would_have_come(tmp_path, name, sampler, workers):
         fit(tmp_path, name, seen, *callbacks, ckpt=ckpt, model=Scheduled, data=Users(sampler, num_workers=workers))
         return seen
 
-    whole = run(Seen(), save_every(tmp_path, 4), save_epochs(tmp_path))
+    whole = run(Seen(), save(tmp_path, every_n_train_steps=4), save(tmp_path, "end-{step:02d}", every_n_epochs=1))
     assert len(whole.batches) == 18
     assert sorted(whole.epoch(1)) == list(range(SAMPLES))
     assert whole.batches[0, 0] != whole.batches[1, 0]
@@ -208,7 +204,7 @@ def test_several_loaders_go_on_together(tmp_path, mode, seeded):
         fit(tmp_path, "callback", seen, *callbacks, ckpt=ckpt, data=data_hooks(train=loaders), model=Watcher)
         return seen
 
-    whole = run(save_every(tmp_path, 1))
+    whole = run(save(tmp_path, every_n_train_steps=1))
     each = 3 if mode == "min_size" else 6
     assert len(whole.batches) == 3 * each
     for step in (3, each + 1, 2 * each - 1):  # the second loader has three batches
@@ -286,7 +282,7 @@ def test_an_epoch_that_begins_with_a_resume_is_counted(tmp_path, saved, door, op
     for breaks_at, begun in ((7, [0, 1]), (3, [1]), (5, [2]), (1, [2]), (None, [2])):
         part = Seen(breaks_at)
         try:
-            fit(tmp_path, door, part, save_every(tmp_path, 2), ckpt=ckpt, **options)
+            fit(tmp_path, door, part, save(tmp_path, every_n_train_steps=2), ckpt=ckpt, **options)
         except BreakError:
             ckpt = max(tmp_path.glob("*.ckpt"))
         assert all(whole[at] == then for at, then in part.seen.items()), breaks_at
@@ -304,7 +300,7 @@ def test_an_epoch_that_was_cut_short_goes_on(tmp_path, saved, door, at_the_end, 
     from a checkpoint at the epoch's end or after the fit. Later epochs are those of a fit without such an end. If
     `max_steps` is still the same, nothing runs and the counts stay."""
     first, second, none = Seen(stops_after=None if stops else 9), Seen(), Seen()
-    trainer = fit(tmp_path, door, first, save_epochs(tmp_path), **stops)
+    trainer = fit(tmp_path, door, first, save(tmp_path, "end-{step:02d}", every_n_epochs=1), **stops)
     assert len(first.seen) == 9
     trainer.save_checkpoint(tmp_path / "after.ckpt")
     ckpt = tmp_path / ("end-step=09.ckpt" if at_the_end else "after.ckpt")
@@ -330,9 +326,9 @@ def test_an_epoch_that_was_cut_short_goes_on(tmp_path, saved, door, at_the_end, 
 def test_an_epoch_that_a_validation_ends_is_over(tmp_path, saved, options, ended):
     """A checkpoint of a validation after an epoch's last batch resumes with the next epoch. The hooks at the end of the
     last epoch run."""
-    save = ModelCheckpoint(tmp_path, "{step}", save_on_train_epoch_end=False, save_top_k=-1)
-    fit(tmp_path, "ours", Seen(), save, max_epochs=2, **options | VALIDATES)
-    fit(tmp_path, "ours", second := Seen(), ckpt=tmp_path / f"step={2 * BATCHES}.ckpt", **options | VALIDATES)
+    saves = save(tmp_path, save_on_train_epoch_end=False)
+    fit(tmp_path, "ours", Seen(), saves, max_epochs=2, **options | VALIDATES)
+    fit(tmp_path, "ours", second := Seen(), ckpt=at_step(tmp_path, 2 * BATCHES), **options | VALIDATES)
     assert second.seen == {at: then for at, then in saved("ours")[1].seen.items() if at[0] == 2}
     assert (second.begun, second.ended) == ([2], ended)
 
@@ -344,7 +340,7 @@ def test_an_epoch_that_a_hook_ended_is_over(tmp_path):
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 3 else None
 
-    fit(tmp_path, "ours", whole := Seen(), save_epochs(tmp_path), model=Skips)
+    fit(tmp_path, "ours", whole := Seen(), save(tmp_path, "end-{step:02d}", every_n_epochs=1), model=Skips)
     fit(tmp_path, "ours", second := Seen(), ckpt=tmp_path / "end-step=03.ckpt", model=Skips)
     assert second.batches == whole.since(BATCHES)
 
@@ -353,11 +349,11 @@ def test_an_epoch_that_is_about_to_begin_is_whole(tmp_path):
     """A checkpoint between an epoch's beginning and its first batch (by a signal's handler) resumes with all batches of
     that epoch."""
 
-    def save(trainer: Any, action: str) -> None:
+    def begins(trainer: Any, action: str) -> None:
         if action == "run_training_epoch":  # Lightning still counts the batches of the last epoch
             trainer.save_checkpoint(tmp_path / f"begins-{trainer.current_epoch}.ckpt")
 
-    saves = LambdaCallback(on_fit_start=lambda trainer, _: setattr(trainer.profiler, "start", partial(save, trainer)))
+    saves = LambdaCallback(on_fit_start=lambda trainer, _: setattr(trainer.profiler, "start", partial(begins, trainer)))
     fit(tmp_path, "ours", whole := Seen(), saves)
     for number in (0, 2):
         fit(tmp_path, "ours", second := Seen(), ckpt=tmp_path / f"begins-{number}.ckpt")
