@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from lightning_stocache import CacheMonitor, StochasticCache, cache_datamodule
-from lightning_stocache.training.sampling import loader_domain
+from lightning_stocache.training.sampling import loader_domain, replicas
 from tests.ranks import run_ranks
 from tests.training.tiny import (
     DOORS,
@@ -127,6 +127,14 @@ def test_validation_draws_samples_that_came_since_training_began(tmp_path):
     trainer.fit(Watcher(), data_hooks(train=lambda: fold(data, range(40)), val=newest))
     assert logged(trainer, "stocache/hits")[1] == 40
     assert logged(trainer, "stocache/val/hits")[1] == 8
+
+
+def test_a_trainer_that_leaves_samplers_alone_divides_nothing(tmp_path):
+    """With use_distributed_sampler=False each rank has its own loader; the package's own sampler still deals."""
+    ranks = {"devices": 2, "num_nodes": 2, "strategy": "ddp"}
+    for leaves_alone, count in ((False, 4), (True, 1)):
+        trainer = make_trainer(tmp_path, use_distributed_sampler=not leaves_alone, **ranks)
+        assert (replicas(trainer), replicas(trainer, always=True)) == ((count, 0), (4, 0))
 
 
 def draw_together(rank: int, folder: str) -> None:
