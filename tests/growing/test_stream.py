@@ -1,6 +1,5 @@
 """A cached stream: epoch one is the stream, later epochs come from memory, every sample once."""
 
-import itertools
 import logging
 import os
 import random
@@ -194,16 +193,6 @@ def test_a_stream_that_is_shared_again_begins_anew() -> None:
             stream.share()
 
 
-@pytest.mark.processes
-def test_a_broken_epoch_begins_again() -> None:
-    """After a break, no sample comes twice, and the next whole epoch is stored."""
-    with closing(CachedStream(Numbers(), "16MiB")) as stream:
-        loader = DataLoader(stream, batch_size=4, num_workers=2)
-        next(iter(loader))
-        assert [sorted(numbers_of(loader)) for _ in range(3)] == [ALL] * 3
-        assert stream.counters.totals().hits == 2 * LENGTH
-
-
 def test_a_known_length_ends_an_epoch() -> None:
     """A loader that knows the length stops there. That epoch is whole."""
 
@@ -310,14 +299,6 @@ def test_a_stream_that_is_always_broken_off_is_not_stored(caplog: pytest.LogCapt
         assert stream.cache.filled == 0
     assert len(caplog.records) == 1
     assert "broken off" in caplog.text
-
-
-def test_a_stream_that_never_ends_is_passed_on() -> None:
-    """Its samples are stored as long as there is room, and all samples pass."""
-    with closing(CachedStream(lambda: map(partial(row, values=1024), itertools.count()), "1MiB")) as stream:
-        samples = iter(stream)
-        assert [next(samples)[1] for _ in range(600)] == list(range(600))
-        assert 0 < stream.counters.totals().fills < 300
 
 
 @pytest.mark.processes
