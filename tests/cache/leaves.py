@@ -143,21 +143,18 @@ def same_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
         return torch.equal(left.to_dense(), right.to_dense())
     if left.is_quantized:
         return bool(torch.equal(left, right))
-    dense = left.numel() and is_dense(left) and is_dense(right)
-    if left.shape != right.shape or (dense and strides(left) != strides(right)):
+    orders = order(left), order(right)
+    if left.shape != right.shape or (None not in orders and orders[0] != orders[1]):
         return False
     return bits(left) == bits(right)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has every byte between its first and last byte exactly once."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return last + 1 == tensor.numel() and min(tensor.stride(), default=1) > 0
-
-
-def strides(tensor: torch.Tensor) -> list[int]:
-    """The strides of dimensions with more than one element."""
-    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+def order(tensor: torch.Tensor) -> list[int] | None:
+    """The strides of dimensions with more than one element, if each byte from the first to the last is there once."""
+    strides = [(size - 1, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    last = sum(steps * stride for steps, stride in strides)
+    is_dense = last + 1 == tensor.numel() and min(tensor.stride(), default=1) > 0
+    return [stride for _, stride in strides] if is_dense else None
 
 
 def bits(tensor: torch.Tensor) -> bytes:
