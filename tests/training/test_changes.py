@@ -232,22 +232,14 @@ def test_a_stream_that_is_made_anew_replaces_the_one_before(tmp_path, caplog):
 # ---- what a dataset is made of ----
 
 
-def brighten(image: torch.Tensor) -> torch.Tensor:
-    return image * 2
-
-
-def darken(image: torch.Tensor) -> torch.Tensor:
-    return image / 2
-
-
 class Images(TransformedSource):
-    """Images of a strength, brightened, and then changed by further steps."""
+    """Images of a strength, squared, and then changed by further steps."""
 
     strength = 0
 
     def __init__(self, *steps: Any) -> None:
         super().__init__(12)
-        self.transform = v2.Compose([brighten, *steps])
+        self.transform = v2.Compose([torch.square, *steps])
 
     def expected(self, index: int) -> tuple[torch.Tensor, int]:
         return torch.full((3, 8, 8), float(index)) + self.strength, index % 10
@@ -301,7 +293,7 @@ CASES = {
     # Detectors are trained so: without the strong transform in the last epochs.
     "split transform": Case(
         Images(FLIP, ERASE),
-        {2: lambda shown, users: setattr(shown, "transform", darken)},
+        {2: lambda shown, users: setattr(shown, "transform", torch.neg)},
         ["Images: its `transform`"],
         workers=2,
     ),
