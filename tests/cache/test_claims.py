@@ -14,7 +14,7 @@ from lightning_stocache.cache import store as store_module
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.node.segment import Segment
 from tests.cache.stores import Disk
-from tests.processes import call, hanging
+from tests.processes import call, hanging, wait_until
 
 
 @pytest.fixture
@@ -42,13 +42,23 @@ def test_a_claim_excludes_other_processes(segment: Segment) -> None:
 
 
 def test_a_claim_excludes_other_threads(segment: Segment) -> None:
-    """POSIX locks do not tell threads apart; claims do. A thread that failed to claim a slot can claim it later."""
-    seen: list[bool] = []
+    """POSIX locks do not tell threads apart; claims do. A thread that failed to claim a slot can claim it later, and
+    a thread that waits gets it then."""
+    seen: list[Any] = []
+
+    def wait() -> None:
+        seen.extend(can_claim(segment, 3) for _ in range(3))
+        with Claims(segment).waiting(3):
+            seen.append("waited")
+
+    thread = threading.Thread(target=wait)
     with Claims(segment).waiting(3):
-        thread = threading.Thread(target=lambda: seen.extend(can_claim(segment, 3) for _ in range(3)))
         thread.start()
-        thread.join()
-    assert seen == [False] * 3
+        wait_until(lambda: len(seen) == 3)
+        thread.join(0.05)
+        seen.append("released")
+    thread.join()
+    assert seen == [False, False, False, "released", "waited"]
     assert can_claim(segment, 3)
 
 
