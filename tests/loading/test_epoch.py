@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from multiprocessing import active_children
@@ -152,13 +151,11 @@ def test_an_error_of_the_source_takes_the_place_of_its_batch(kind, arguments, bu
     source = Numbers(LENGTH, bad={9: LookupError("sample 9 is broken"), 22: LookupError("sample 22 is broken")})
     without = DataLoader(uncached(source, transform), 4, **arguments)
     expected = [list(map(told, outcomes(without))) for _ in range(2)]
-    assert expected[0][9 // 4] == (LookupError, "sample 9 is broken")
+    assert expected[0][9 // 4] == (LookupError, "sample 9 is broken", True)
     with closing(CachedDataset(source, budget, transform=transform)) as dataset:
         loader = kind(dataset, 4, **arguments)
         for _ in range(3):
-            came = [list(outcomes(loader)) for _ in range(2)]
-            assert same([list(map(told, outcome)) for outcome in came], expected)
-            assert "self.bad[index]" in "".join(traceback.format_exception(came[0][9 // 4]))
+            assert same([list(map(told, outcomes(loader))) for _ in range(2)], expected)
         if budget == "auto":
             assert dataset.cache.filled == LENGTH - len({9, 10, 11, 22, 23})
         assert totals(dataset).fills == (0 if dataset.cache is None else dataset.cache.filled)

@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
@@ -142,10 +143,14 @@ def outcomes(loader: Any) -> Iterator[Any]:
 
 
 def told(outcome: Any) -> Any:
-    """A batch; of an error its type and its last words."""
+    """A batch; of an error its type, its last words, and whether it has the user's traceback.
+
+    An error that is kept would keep the batches of its epoch.
+    """
     if not isinstance(outcome, Exception):
         return outcome
-    return type(outcome), str(outcome).strip().rpartition(": ")[2]
+    lines = "".join(traceback.format_exception(outcome))
+    return type(outcome), str(outcome).strip().rpartition(": ")[2], "self.bad[index]" in lines
 
 
 def assert_as_plain(
