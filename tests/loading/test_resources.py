@@ -199,7 +199,7 @@ def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) ->
         assert [text for _, texts in came for text in texts] == list(map(str, whole))
         assert first[0].tolist() == [[index] * 3 for index in range(4)]
         assert set(source.loaded) == set(range(LENGTH))
-        assert source.loads <= LENGTH + 5
+        assert source.loads <= LENGTH + 6  # the broken one is loaded again by who asks for it
         counts = totals(dataset)
         assert (counts.served, counts.fills, counts.bypasses) == (len(whole), LENGTH - 1, 0)
 
