@@ -1,4 +1,4 @@
-"""Many trainings in one process: trials leave nothing behind, and the Tuner builds no cache twice."""
+"""Many trainings in one process: trials leave nothing behind, sweeps and the Tuner build no cache twice."""
 
 import contextlib
 import ctypes
@@ -6,21 +6,26 @@ import gc
 import multiprocessing
 import os
 import re
+import sys
 import threading
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
 import torch
+from hydra.core.config_store import ConfigStore
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.tuner import Tuner
+from omegaconf import DictConfig
 
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, StocacheDataModule
+from lightning_stocache.node.named import clean
 from tests.proc import descendants, memory_files
 from tests.sources import Made
-from tests.training.tiny import DOORS, Data, Model, Watcher, behind, make_trainer, source
+from tests.training.tiny import DOORS, SAMPLES, Data, Epochs, Model, Watcher, behind, make_trainer, source
 
 pytestmark = pytest.mark.processes
 
@@ -114,6 +119,49 @@ def test_trials_leave_nothing_behind(tmp_path, doors, count, warm, ends, mapping
     assert grown.pop("anonymous") < 8 * MIB
     assert grown.pop("mappings") <= mappings  # of malloc
     assert grown == {"descriptors": 0, "memory_files": 0, "threads": 0, "children": 0}
+
+
+# ---- sweeps ----
+
+SWEEP = {
+    "defaults": [{"cache": "stocache"}, {"callbacks": "stochastic_cache"}, "_self_"],
+    "folder": "???",
+    "lr": 0.1,
+    "hydra": {"sweep": {"dir": "${folder}/runs"}, "output_subdir": None},
+}
+ConfigStore.instance().store(name="sweep_job", node=SWEEP)
+trials: list[list[float]] = []
+"""The misses of each epoch of each trial."""
+
+
+@hydra.main(version_base="1.3", config_path="pkg://lightning_stocache.configs", config_name="sweep_job")
+def trial(config: DictConfig) -> float:
+    """A user's app: one trial of a sweep."""
+    callback, epochs = hydra.utils.instantiate(config.callbacks.stochastic_cache), Epochs()
+    make_trainer(Path(config.folder), [callback, epochs], epochs=2).fit(Model(), Data(source(config.folder)))
+    trials.append([epoch["misses"] for epoch in epochs.metrics])
+    return float(config.lr)
+
+
+@pytest.mark.soak
+@pytest.mark.named
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("sweeper", ["basic", "optuna"])
+def test_a_sweep_loads_each_sample_once(tmp_path, monkeypatch, sweeper):
+    """With a name the trials of Hydra's sweepers share one cache: those after the first load nothing."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    trials.clear()
+    words = [f"hydra/sweeper={sweeper}", "lr=choice(0.1,0.01,0.001)", f"folder={tmp_path}"]
+    if sweeper == "optuna":
+        words += ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
+    name = f"sweep-test-{os.getpid()}"
+    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+    monkeypatch.setattr(sys, "argv", ["sweep", "-m", *quiet, *words, f"cache.name={name}"])
+    try:
+        trial()
+    finally:
+        clean(f"{name}-train0")
+    assert trials == [[SAMPLES - 4, 0], [0, 0], [0, 0]]  # set-up stores the four that it compares
 
 
 # ---- Lightning's Tuner ----
