@@ -77,14 +77,14 @@ OWN, CLOCK, BUFFER = np.random.default_rng(0), itertools.count(), np.zeros(3)
 
 
 class Noise(nn.Module):
-    """Adds what a function draws."""
+    """Adds what a function draws, or a generator that it holds."""
 
-    def __init__(self, draw: Callable[[], float]) -> None:
+    def __init__(self, draw: Callable[[], float] | np.random.Generator) -> None:
         super().__init__()
         self.draw = draw
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return image + self.draw()
+        return image + (self.draw() if callable(self.draw) else self.draw.random())
 
 
 class Rare(nn.Module):
@@ -136,7 +136,7 @@ CUT: dict[str, tuple[Dataset[Any], str]] = {
     "nested": (Photos(v2.Compose([v2.Compose(HEAD), v1.Compose([v2.Resize(8), v2.RandomCrop(6)])])), "RandomCrop"),
     "Sequential": (Photos(nn.Sequential(*HEAD, ERASING)), "RandomErasing"),
     "generators": (
-        Photos(v2.Compose([*HEAD, ERASING, *map(Noise, (np.random.rand, random.random, OWN.random))])),
+        Photos(v2.Compose([*HEAD, ERASING, *map(Noise, (np.random.rand, random.random, OWN))])),
         "RandomErasing, Noise, Noise, Noise",
     ),
     "some images": (Photos(v2.Compose([Rare(), v2.RandomCrop(6)])), "Rare, RandomCrop"),
