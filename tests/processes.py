@@ -22,6 +22,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import lightning_stocache
 from lightning_stocache.setup import find
@@ -39,11 +41,13 @@ __all__ = [
     "idle_worker",
     "killed_at_line",
     "mount_own_shm",
+    "run_ranks",
     "take_all_of_dev_shm",
     "wait_until",
     "without_room",
 ]
 
+_SECONDS = 400
 _NEW_USERS, _NEW_MOUNTS, _PRIVATE = 0x10000000, 0x00020000, (1 << 18) | (1 << 14)
 
 
@@ -68,17 +72,17 @@ class Child:
         self.process: BaseProcess = context(method).Process(target=_run, args=arguments)
         self.process.start()
 
-    def result(self, timeout: float = 400) -> Any:
+    def result(self) -> Any:
         """What the function returned.
 
         Raises:
             ChildError: it raised, the process died, or it has not ended in time (and is killed).
         """
-        self.process.join(timeout)
+        self.process.join(_SECONDS)
         code = self.process.exitcode
         if code is None:
             self.kill()
-            raise ChildError(f"the child did not end in {timeout} s")
+            raise ChildError(f"the child did not end in {_SECONDS} s")
         answer = self._answer.read_bytes() if self._answer.exists() else None
         self._folder.cleanup()
         self.process.close()
@@ -98,9 +102,9 @@ class Child:
         self._folder.cleanup()
 
 
-def call(function: Callable[..., Any], *args: Any, method: str = "fork", timeout: float = 400) -> Any:
+def call(function: Callable[..., Any], *args: Any, method: str = "fork") -> Any:
     """What a function returns in a process of its own."""
-    return Child(function, *args, method=method).result(timeout)
+    return Child(function, *args, method=method).result()
 
 
 @contextmanager
@@ -132,17 +136,31 @@ def idle_worker() -> int:
     return pid
 
 
-def call_many(
-    function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, method: str = "fork", timeout: float = 400
-) -> list[Any]:
+def call_many(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, method: str = "fork") -> list[Any]:
     """What a function returns in several processes at the same time, one per tuple of arguments."""
-    deadline = time.monotonic() + timeout
     children = [Child(function, *args, method=method) for args in arguments]
     try:
-        return [child.result(max(deadline - time.monotonic(), 0.1)) for child in children]
+        return [child.result() for child in children]
     finally:
         for child in children:
             child.kill()
+
+
+def run_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """What `function(rank, *args)`, importable by name, returns on each rank of a job with a process group on gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [(f"file://{folder}/meeting", rank, world, function, args) for rank in range(world)]
+        return call_many(_rank, arguments, method="forkserver")
+
+
+def _rank(meeting: str, rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
+    try:
+        return function(rank, *args)
+    finally:
+        dist.destroy_process_group()  # without it a gloo rank aborts at exit, in one run of six
 
 
 def without_room(function: Callable[..., Any], *args: Any, mib: int = 64) -> Any:

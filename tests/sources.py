@@ -14,7 +14,6 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 __all__ = [
     "Allowance",
     "CountedFiles",
-    "CountedMade",
     "CountedSource",
     "CountedStream",
     "Made",
@@ -64,8 +63,8 @@ class CountedSource(Dataset[tuple[torch.Tensor, int]]):
         return os.path.getsize(self.log_path) // _INDEX_BYTES if os.path.exists(self.log_path) else 0
 
 
-class CountedMade(CountedSource):
-    """Whatever a function makes of an index, counted in the same way."""
+class Made(CountedSource):
+    """Whatever a function makes of an index."""
 
     def __init__(self, make: Callable[[int], Any], length: int = 12, log_path: str | Path = "") -> None:
         super().__init__(length, log_path=log_path)
@@ -101,19 +100,6 @@ class TransformedSource(CountedSource):
     def __getitem__(self, index: int) -> Any:
         image, label = super().__getitem__(index)
         return (image if self.transform is None else self.transform(image)), label
-
-
-class Made(Dataset[Any]):
-    """Whatever a function makes of an index."""
-
-    def __init__(self, make: Callable[[int], Any], length: int = 12) -> None:
-        self.make, self.length = make, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
 
 
 class Allowance:

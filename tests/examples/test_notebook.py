@@ -22,7 +22,7 @@ TRAINING = """
 import os, time
 from torch.utils.data import DataLoader
 from lightning_stocache import StochasticCache
-from tests.sources import CountedMade
+from tests.sources import Made
 from tests.training.tiny import Watcher, make_trainer
 
 class Stopping(Watcher):
@@ -32,7 +32,7 @@ class Stopping(Watcher):
             time.sleep(280)
         return super().training_step(batch, batch_idx)
 
-cache, dataset = StochasticCache(keep_cache=True), CountedMade(lambda index: time.sleep(0.01) or index, 64)
+cache, dataset = StochasticCache(keep_cache=True), Made(lambda index: time.sleep(0.01) or index, 64)
 loader = DataLoader(dataset, 8, shuffle=True, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
 
 def fit():

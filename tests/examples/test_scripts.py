@@ -34,7 +34,7 @@ def run_example(script: str, folder: Path, *arguments: str) -> str:
     environment = {"PYTHONPATH": str(EXAMPLES.parent), "XDG_CACHE_HOME": str(folder / "cache")}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder)}
     importlib.import_module("lightning.pytorch")  # once, for all scripts that follow
-    code = call(run, EXAMPLES / script, arguments, folder, environment, timeout=550)
+    code = call(run, EXAMPLES / script, arguments, folder, environment)
     assert code == 0, (folder / "stderr").read_text()
     return (folder / "stdout").read_text()
 

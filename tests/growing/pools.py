@@ -10,7 +10,7 @@ import torch
 from lightning_stocache import CachedLoader, RollingCache, RollingWriter, SampleSpec
 from lightning_stocache.cache.store import StoreHandle
 from tests.processes import wait_until
-from tests.sources import CountedMade
+from tests.sources import Made
 
 __all__ = ["LENGTH", "SPEC", "Numbers", "all_resident", "epoch", "fillers_end", "labels", "row", "write"]
 
@@ -25,7 +25,7 @@ def row(index: int) -> tuple[torch.Tensor, int]:
 SPEC = SampleSpec.infer(row(0))
 
 
-class Numbers(CountedMade):
+class Numbers(Made):
     """A source of such samples, or of others; `trouble` is called with the index before each load."""
 
     def __init__(

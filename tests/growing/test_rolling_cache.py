@@ -20,8 +20,7 @@ from tests.growing.pools import LENGTH, SPEC, Numbers, all_resident, epoch, fill
 from tests.loading.twins import same
 from tests.logs import Log
 from tests.proc import is_alive
-from tests.processes import Child, call, wait_until
-from tests.ranks import run_ranks
+from tests.processes import Child, call, run_ranks, wait_until
 from tests.sources import Allowance, CountedStream
 
 EACH = SPEC.nbytes + 24  # bytes of a slot

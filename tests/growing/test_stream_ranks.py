@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from lightning_stocache import CachedLoader, CachedStream
 from lightning_stocache.cache.stream import StreamLedger
 from lightning_stocache.sampling.residents import batches_of, permutation
-from tests.ranks import run_ranks
+from tests.processes import run_ranks
 from tests.sources import CountedStream
 
 LENGTH = 103

@@ -31,7 +31,7 @@ from lightning_stocache.insight.expectation import Expectation
 from lightning_stocache.insight.metrics import LIVE, LIVE_METRICS
 from lightning_stocache.insight.tallies import Tallies, coverage, end_call, samples_of
 from lightning_stocache.node.group import NodeGroup
-from tests.ranks import run_ranks
+from tests.processes import run_ranks
 from tests.sources import CountedSource
 from tests.training.tiny import SAMPLES, Model, logged, make_trainer
 

@@ -32,7 +32,7 @@ from tests.loading.twins import InBatches, same, totals
 from tests.logs import Log
 from tests.proc import memory_files
 from tests.processes import without_room
-from tests.sources import CountedMade, CountedSource, CountedStream, Made
+from tests.sources import CountedSource, CountedStream, Made
 
 pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
@@ -172,7 +172,7 @@ def test_any_index_gives_the_sources_sample(make: Any, budget: Any, indices: Any
     """One by one, in batches, which may be empty or have one twice, and by loaders, from the front and from the end,
     drawn or not. Each with a slot is loaded once, and counts add up; budget and coverage are of what is drawn. Of an
     index outside the source says what is wrong with it, also when everything is cached."""
-    source, chance, served = CountedMade(make, LENGTH, tmp_path / "loads"), random.Random(0), 0
+    source, chance, served = Made(make, LENGTH, tmp_path / "loads"), random.Random(0), 0
     with closing(CachedDataset(source, budget, indices=indices or None)) as dataset:
         at_setup, kinds = source.loads, [int, np.int64, np.array, torch.tensor]
         assert (len(dataset), slots(dataset)) == (LENGTH, count)

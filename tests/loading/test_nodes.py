@@ -20,8 +20,7 @@ from lightning_stocache.loading.loader_sampler import global_seed, locality_samp
 from lightning_stocache.node.group import NodeGroup
 from tests.loading.twins import Numbers
 from tests.logs import Log
-from tests.processes import ChildError, call
-from tests.ranks import run_ranks
+from tests.processes import ChildError, call, run_ranks
 from tests.sources import CountedSource
 
 pytestmark = pytest.mark.processes

@@ -29,7 +29,7 @@ from tests.loading.twins import (
     totals,
 )
 from tests.processes import wait_until
-from tests.sources import CountedMade, Made
+from tests.sources import Made
 
 LENGTH = 40
 
@@ -185,7 +185,7 @@ def with_a_broken_one(index: int) -> Any:
 def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) -> None:
     """After one batch all of it is filled but a broken sample, whose error is for who asks for it; what was served is
     what was counted. A sample is loaded twice only where it is asked for while it is being loaded ahead."""
-    source = CountedMade(with_a_broken_one, LENGTH, tmp_path / "loads")
+    source = Made(with_a_broken_one, LENGTH, tmp_path / "loads")
     with closing(CachedDataset(source, prefill=True)) as dataset:
         Path(source.log_path).unlink()
         loader = CachedLoader(dataset, multiprocessing_context=method, **IDLE)
@@ -206,7 +206,7 @@ def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) ->
 
 def test_idle_workers_load_what_there_is_room_for(tmp_path: Path) -> None:
     """A cache of a part fills that part, and workers go on waiting for requests."""
-    source = CountedMade(tensor_and_text, LENGTH, tmp_path / "loads")
+    source = Made(tensor_and_text, LENGTH, tmp_path / "loads")
     with closing(CachedDataset(source, "50%", prefill=True)) as dataset:
         loader = CachedLoader(dataset, **IDLE)
         for _ in range(2):

@@ -17,7 +17,7 @@ from lightning_stocache.node import group as group_module
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.post import Mailbox
 from tests.logs import Log
-from tests.ranks import run_ranks
+from tests.processes import run_ranks
 
 T = TypeVar("T")
 

@@ -32,8 +32,7 @@ from lightning_stocache.source.samples import bits
 from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.loading.twins import same
 from tests.names import path_of
-from tests.processes import call, call_many, hanging
-from tests.ranks import run_ranks
+from tests.processes import call, call_many, hanging, run_ranks
 from tests.sources import CountedSource
 
 pytestmark = pytest.mark.named

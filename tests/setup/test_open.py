@@ -31,7 +31,7 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.segments import CacheMemoryError
 from lightning_stocache.source import random_split
-from tests.ranks import run_ranks
+from tests.processes import run_ranks
 from tests.sources import CountedSource, Made, TransformedSource
 
 pytestmark = pytest.mark.processes

@@ -21,7 +21,7 @@ from lightning_stocache.setup.same_data import FingerprintError
 from lightning_stocache.source.random_split import spread
 from lightning_stocache.source.samples import same_sample
 from tests.processes import call, call_many
-from tests.sources import CountedFiles, CountedMade, CountedSource, TransformedSource
+from tests.sources import CountedFiles, CountedSource, Made, TransformedSource
 
 pytestmark = [pytest.mark.named, pytest.mark.processes]
 
@@ -48,11 +48,11 @@ def noise(index: int) -> Any:
 
 
 def rows(gain: float = 1.0, log_path: str | Path = "") -> CountedSource:
-    return CountedMade(partial(row, gain=gain), LENGTH, log_path)
+    return Made(partial(row, gain=gain), LENGTH, log_path)
 
 
 def records(gain: float = 1.0, log_path: str | Path = "") -> CountedSource:
-    return CountedMade(partial(record, gain=gain), LENGTH, log_path)
+    return Made(partial(record, gain=gain), LENGTH, log_path)
 
 
 def augmented(gain: float = 1.0, log_path: str | Path = "") -> CountedSource:
@@ -128,8 +128,8 @@ def test_what_four_samples_do_not_show_is_looked_for_again(name: str, tmp_path: 
     def make(index: int) -> torch.Tensor:
         return torch.zeros(2 + (index not in FIRST))
 
-    source = CountedMade(make, LENGTH, tmp_path / "log")
-    with closing(CachedDataset(CountedMade(make, LENGTH), name=name)) as first:
+    source = Made(make, LENGTH, tmp_path / "log")
+    with closing(CachedDataset(Made(make, LENGTH), name=name)) as first:
         with closing(CachedDataset(source, name=name)) as second:
             assert first.cache is not None
             assert second.cache is not None
@@ -198,14 +198,14 @@ def test_random_samples_are_no_other_data(name, caplog) -> None:
     nobody has looked for what is random: neither set-up nor training freezes a draw."""
     for fingerprint in ("", "v2"):
         options: dict[str, Any] = {"name": f"{name}-{fingerprint}x", "fingerprint": fingerprint, "allow_random": True}
-        with closing(CachedDataset(CountedMade(noise), **options)) as first:
+        with closing(CachedDataset(Made(noise), **options)) as first:
             samples = list(first)
-            with closing(CachedDataset(CountedMade(noise), **options)) as second:
+            with closing(CachedDataset(Made(noise), **options)) as second:
                 assert all(map(torch.equal, samples, second))
     assert ["fingerprint=" in words for words in warnings(caplog)] == [True]
     caplog.clear()
     for _ in range(2):
-        with closing(CachedDataset(CountedMade(noise), name=name, spec=SampleSpec.infer(noise(0)))) as dataset:
+        with closing(CachedDataset(Made(noise), name=name, spec=SampleSpec.infer(noise(0)))) as dataset:
             assert len(list(dataset)) == 12
             assert dataset.cache.filled == 0
     assert ["draws random numbers" in words for words in warnings(caplog)] == [True] * 2

@@ -23,16 +23,14 @@ from lightning_stocache.source.pack import PackError, pack
 from lightning_stocache.source.samples import bits
 from tests.processes import Child, wait_until, without_room
 from tests.source.lmdbs import entries, put
-from tests.sources import Allowance, CountedFiles, CountedMade, CountedSource, Made, write_photos
+from tests.sources import Allowance, CountedFiles, CountedSource, Made, write_photos
 
 pytest.importorskip("lmdb")
 
 LENGTH = 60
 
 
-def source(
-    reads: Path | str = "", before: Callable[[int], object] = lambda index: None, size: int = 500
-) -> CountedMade:
+def source(reads: Path | str = "", before: Callable[[int], object] = lambda index: None, size: int = 500) -> Made:
     """Samples of many sizes, whose reads are noted in a file; `before` is called with the index of each."""
 
     def make(index: int) -> Any:
@@ -40,7 +38,7 @@ def source(
         chance = random.Random(index)
         return {"x": torch.full((chance.randrange(size),), float(index)), "name": "x" * index}, index
 
-    return CountedMade(make, LENGTH, reads)
+    return Made(make, LENGTH, reads)
 
 
 def raising(at: int, error: BaseException) -> Callable[[int], None]:
@@ -80,7 +78,7 @@ def test_the_source_comes_out_and_each_index_is_read_once(tmp_path: Path, worker
 def test_an_error_of_the_source_loses_nothing(tmp_path: Path, workers: int, at: int) -> None:
     """It is told with the index; what came before is kept, and four of that are read again."""
     path = tmp_path / "x.lmdb"
-    with pytest.raises(PackError, match=f"sample {at} of CountedMade: ValueError: no such file"):
+    with pytest.raises(PackError, match=f"sample {at} of Made: ValueError: no such file"):
         pack(source(before=raising(at, ValueError("no such file"))), path, workers=workers)
     with pytest.raises(LMDBError, match=f"has {at} of the {LENGTH} samples"):
         LMDBSource(path)
@@ -216,7 +214,7 @@ def test_what_cannot_be_packed_is_said_before_anything_is_written(tmp_path: Path
     words = r"sample 0 of list: sample\['a'\]\[1\] is a set, which cannot.*What can be packed"
     with pytest.raises(PackError, match=words):
         pack([{"a": (1, {2})}] * 3, path, workers=2)
-    with pytest.raises(PackError, match="sample 0 of CountedMade: Unsendable: no such file") as caught:
+    with pytest.raises(PackError, match="sample 0 of Made: Unsendable: no such file") as caught:
         pack(source(before=raising(0, Unsendable("no such file"))), path, workers=1)
     assert "in before" in caught.value.__notes__[0]
     random_source = Made(lambda index: torch.rand(2), 3)

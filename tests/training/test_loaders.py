@@ -23,7 +23,7 @@ from lightning_stocache.training.loaders import rewrap, settings_of, with_datase
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import replicas
 from tests.logs import Log
-from tests.ranks import run_ranks
+from tests.processes import run_ranks
 from tests.sources import CountedStream, Made
 from tests.training.tiny import (
     DOORS,

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from lightning_stocache import CacheMonitor, StochasticCache, cache_datamodule
 from lightning_stocache.training.sampling import loader_domain, replicas
-from tests.ranks import run_ranks
+from tests.processes import run_ranks
 from tests.training.tiny import (
     DOORS,
     SLOT,
