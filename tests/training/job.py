@@ -208,10 +208,8 @@ class Alone(CacheMonitor):
 
 FITS: list[Callable[[], list[Callback]]] = [
     lambda: [TQDMProgressBar(), StochasticCache()],
-    lambda: [StochasticCache(), RichProgressBar()],
     lambda: [StochasticCache(), Alone()],
-    lambda: [StochasticCache(), Alone()],
-    lambda: [StochasticCache(), CacheMonitor()],
+    lambda: [StochasticCache(), RichProgressBar(), CacheMonitor()],
 ]
 
 

@@ -47,11 +47,9 @@ RELOADS = {"reload_dataloaders_every_n_epochs": 1}
 @pytest.mark.parametrize(
     ("door", "options"),
     [
-        ("cache_datamodule", {}),
-        ("callback", {"limit_val_batches": 1} | RELOADS),
+        ("cache_datamodule", {"limit_val_batches": 1} | RELOADS),
         ("callback", {"reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 0, "val_check_interval": 2}),
         ("callback", {"overfit_batches": 2}),
-        ("callback", {"limit_train_batches": 0}),
     ],
 )
 def test_hooks_run_when_and_as_often_as_without(tmp_path, door, options):
@@ -280,7 +278,7 @@ BEFORE_FIRST = {1: lambda shown, users: users.insert(0, torch.tensor(-1.0))}
 BEFORE_LAST = {1: lambda shown, users: users.insert(-1, torch.tensor(-1.0))}
 CASES = {
     "rows grow": Case(Images(FLIP), GROWS, reloads=True, workers=1),
-    "records grow": Case(Words(FLIP), GROWS, reloads=True, workers=1),
+    "records grow": Case(Words(FLIP), GROWS, reloads=True),
     "grown, with other contents": Case(Images(), STRONGER, reloads=True),
     "grown in half a cache": Case(Images(), STRONGER, reloads=True, budget="50%"),
     "grown, with a random step": Case(Images(), {1: lambda *both: grow(*both, 0, [ERASE])}, reloads=True),
@@ -288,14 +286,14 @@ CASES = {
     "grown before the last sample": Case(NUMBERS, BEFORE_LAST, reloads=True),
     # Workers that persist do not see it.
     "persistent workers": Case(
-        Images(), {1: lambda shown, users: setattr(shown, "strength", 5)}, workers=2, persistent=True
+        Images(), {1: lambda shown, users: setattr(shown, "strength", 5)}, workers=1, persistent=True
     ),
     # Detectors are trained so: without the strong transform in the last epochs.
     "split transform": Case(
         Images(FLIP, ERASE),
         {2: lambda shown, users: setattr(shown, "transform", torch.neg)},
         ["Images: its `transform`"],
-        workers=2,
+        workers=1,
     ),
     "step after the cache": Case(
         Images(FLIP, ERASE), {2: lambda shown, users: setattr(shown.transform.transforms[1], "p", 0)}

@@ -113,8 +113,7 @@ class Replaces(Callback):
     ("door", "options", "share", "steps", "validations"),
     [
         ("callback", {"limit_train_batches": 0.5}, 0.5, 1, 1),
-        ("callback", {"accumulate_grad_batches": 3}, 1, 3, 1),
-        ("cache_datamodule", {}, 1, 1, 1),
+        ("cache_datamodule", {"accumulate_grad_batches": 3}, 1, 3, 1),
         ("ours", {"val_check_interval": 0.5}, 1, 1, 2),
     ],
 )

@@ -32,9 +32,7 @@ pytestmark = [
 ]
 
 SECONDS = 240  # a job takes ten; a machine with much else to do takes longer
-TWO_RANKS = [[{"NODE_RANK": "0", "LOCAL_RANK": str(rank)} for rank in (0, 1)]]
 COUNTS = ("hits", "misses", "bypasses")
-CROSSING = {"case": "crossing", "door": "none", "epochs": 2, "val": 8}
 
 Batches = dict[tuple[int, int], list[int]]
 """The samples of batches, by epoch and number."""
@@ -60,54 +58,48 @@ def samples(batches: Sequence[Batches], epoch: int) -> list[int]:
 
 def start_node(folder: Path, door: str, strategy: str, **options: Any) -> BaseProcess:
     """A job of two ranks, which are started one by one with "ddp", and else by the strategy itself."""
-    folder.mkdir(exist_ok=True)
-    told = TWO_RANKS if strategy == "ddp" else [[{}]]
+    told = [[{"NODE_RANK": "0", "LOCAL_RANK": str(rank)} for rank in (0, 1)]] if strategy == "ddp" else [[{}]]
     options |= {"strategy": strategy.removesuffix(" itself"), "door": door, "case": "early" if door == "ours" else ""}
     [job] = start_nodes(folder, told, val=8, **options)
     return job
 
 
 @pytest.mark.parametrize(
-    ("door", "strategy", "fits", "jobs"),
+    ("door", "strategy", "fits"),
     [
-        ("ours", "ddp", 2, 2),
-        ("cache_datamodule", "ddp_fork", 2, 1),
-        pytest.param("callback", "ddp_spawn", 1, 1, marks=pytest.mark.soak),  # each rank imports everything anew
-        pytest.param("ours", "ddp_notebook", 1, 1, marks=pytest.mark.soak),
+        ("ours", "ddp", 2),
+        pytest.param("cache_datamodule", "ddp_fork", 2, marks=pytest.mark.soak),
+        pytest.param("callback", "ddp_spawn", 1, marks=pytest.mark.soak),  # each rank imports everything anew
+        pytest.param("ours", "ddp_notebook", 1, marks=pytest.mark.soak),
     ],
 )
-def test_ranks_share_one_cache(tmp_path, door, strategy, fits, jobs):
+def test_ranks_share_one_cache(tmp_path, door, strategy, fits):
     """In each fit of a job both ranks map one segment, load every sample once between them, log the same counts, and
-    end with the same weights. Two jobs on one node have a cache each."""
-    folders = [tmp_path / str(number) for number in range(jobs)]
-    started = [start_node(folder, door, strategy, fits=fits) for folder in folders]
-    for folder, job in zip(folders, started, strict=True):
-        assert exit_codes([job], folder / "said", SECONDS) == [0], printed(folder)
-    results = [read_ranks(folder, 2) for folder in folders]
-    assert len({fit["weights"] for ranks in results for fits_of_rank in ranks for fit in fits_of_rank[:1]}) == 1
-    for folder, (first, second) in zip(folders, results, strict=True):
-        assert first == second
-        assert len(first) == fits
-        all_stored = 0
-        for fit in first:
-            epochs = {key: [epoch[key] for epoch in fit["epochs"]] for key in COUNTS}
-            stored = epochs["hits"][0]
-            assert 4 <= stored <= SAMPLES, "what set-up has read is stored"
-            assert epochs["hits"] == [stored, SAMPLES, SAMPLES]
-            assert epochs["misses"] == [SAMPLES - stored, 0, 0]
-            assert epochs["bypasses"] == [0, 0, 0]
-            all_stored += stored
-        train, val = (read_at_setup(folder, stage) for stage in ("train", "val"))
-        assert source(folder).loads == fits * SAMPLES + train - all_stored
-        assert 0 <= source(folder, "val").loads - val <= 4 * fits, "of eight at least four are stored"
-        assert "sync_dist" not in printed(folder)
+    end with the same weights."""
+    job = start_node(tmp_path, door, strategy, fits=fits)
+    assert exit_codes([job], tmp_path / "said", SECONDS) == [0], printed(tmp_path)
+    first, second = read_ranks(tmp_path, 2)
+    assert first == second
+    assert len(first) == fits
+    all_stored = 0
+    for fit in first:
+        epochs = {key: [epoch[key] for epoch in fit["epochs"]] for key in COUNTS}
+        stored = epochs["hits"][0]
+        assert 4 <= stored <= SAMPLES, "what set-up has read is stored"
+        assert epochs["hits"] == [stored, SAMPLES, SAMPLES]
+        assert epochs["misses"] == [SAMPLES - stored, 0, 0]
+        assert epochs["bypasses"] == [0, 0, 0]
+        all_stored += stored
+    train, val = (read_at_setup(tmp_path, stage) for stage in ("train", "val"))
+    assert source(tmp_path).loads == fits * SAMPLES + train - all_stored
+    assert 0 <= source(tmp_path, "val").loads - val <= 4 * fits, "of eight at least four are stored"
+    assert "sync_dist" not in printed(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("victim", "strategy"),
     [
-        ("rank 0", "ddp"),
-        ("rank 1", "ddp"),
+        ("rank 0", "ddp"),  # a rank 1 is killed in `test_killed_jobs_go_on_where_they_were`
         ("worker", "ddp"),
         pytest.param("rank 1", "ddp itself", marks=pytest.mark.soak),  # Lightning starts it as a command
     ],
@@ -152,7 +144,7 @@ def test_killed_jobs_go_on_where_they_were(tmp_path, door, ranks, workers, count
         assert (exit_codes(jobs, folder / "said", SECONDS) == [0]) != bool(kill), printed(folder)
         return seen(folder, ranks)
 
-    draw = random.Random(f"{door}{ranks}{workers}")
+    draw = random.Random(f"{door} {ranks} {workers}")
     kills = [("SIGKILL", draw.randrange(ranks), step) for step in sorted(draw.sample(range(3, 3 * each - 2), count))]
     expected = run_job(whole, ranks)
     before = run_job(broken, ranks, kills[0])
@@ -171,38 +163,6 @@ def test_killed_jobs_go_on_where_they_were(tmp_path, door, ranks, workers, count
     assert [samples(kept, epoch) for epoch in range(3)] == [list(range(48))] * 3
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_no_collective_of_others_is_crossed(tmp_path, request, nodes):
-    """Every fit ends, with each bar, order of callbacks and kind of reduction. The values that a checkpoint can watch
-    are the same on all ranks, though one rank is late, and agree with the source. If one rank alone has a monitor, it
-    warns once per fit and logs nothing, and training continues; the next fit logs again."""
-    if nodes == 1:
-        folder, alone = tmp_path, (2, 3)
-        jobs = start_nodes(folder, TWO_RANKS, fits=len(FITS), **CROSSING)
-        assert exit_codes(jobs, folder / "said", SECONDS) == [0], printed(folder)
-    else:
-        folder, alone = request.getfixturevalue("job")[0] / "crossing", ()
-    first, *others = ([fit["epochs"] for fit in rank] for rank in read_ranks(folder, 2 * nodes))
-    assert len(first) == (len(FITS) if nodes == 1 else 2)
-    assert all(other == first for other in others)
-    for number, epochs in enumerate(first):
-        if number in alone:
-            assert epochs == [{}, {}]
-            continue
-        for epoch_number, epoch in enumerate(epochs):
-            for stage, length in (("", SAMPLES), ("val/", 8)):
-                counts = [epoch[stage + name] for name in COUNTS]
-                assert sum(counts) == length
-                assert epoch[f"{stage}hit_rate"] == pytest.approx(counts[0] / length)
-            if nodes == 1:
-                assert epoch["fill_fraction"] == 1
-                assert (epoch["hit_rate"] == 1) if epoch_number else (epoch["hits"] >= 4)
-    if nodes == 1:  # two keep samples that are dealt to both in turn
-        at_setup = read_at_setup(folder) // 2  # each was read twice, and is stored
-        assert source(folder).loads + source(folder, "val").loads == len(first) * (SAMPLES + 8) + at_setup
-    assert logs(folder).count("the cache counts of the other ranks have not come") == len(alone)
-
-
 # ---- nodes, meshes, containers ----
 
 MANY = 4096  # samples
@@ -215,7 +175,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "rows": {},
     "fold": {"case": "fold", "door": "callback"},
     "records": {"case": "records", "budget": "1.5MiB"},
-    "crossing": {"fits": 2, "batch_size": 4, "samples": SAMPLES} | CROSSING,
+    "crossing": {"fits": len(FITS), "batch_size": 4, "samples": SAMPLES, "val": 8, "epochs": 2}
+    | {"case": "crossing", "door": "none"},
     "dies": {"case": "dies"},
 }
 
@@ -297,6 +258,21 @@ def test_the_memory_of_two_nodes_adds_up(tmp_path, request, name):
     assert rates[0] <= stored / len(drawn)
     second_reads = source(folder).loads - 2 * stored - sum(epoch["misses"] + epoch["bypasses"] for epoch in epochs)
     assert 0 < second_reads <= 8 * 4  # of each rank, while the cache fills, to see whether the source is random
+
+
+def test_no_collective_of_others_is_crossed(job):
+    """Every fit ends, with each bar, order of callbacks and kind of reduction. The values that a checkpoint can watch
+    are the same on all ranks, though one rank is late, and agree with the source. If one rank alone has a monitor, it
+    warns and logs nothing, and training continues; the next fit logs again."""
+    folder = job[0] / "crossing"
+    (first, alone, last), *others = ([fit["epochs"] for fit in rank] for rank in read_ranks(folder, 4))
+    assert others == [[first, alone, last]] * 3
+    assert alone == [{}, {}]
+    for epoch, (stage, length) in itertools.product([*first, *last], (("", SAMPLES), ("val/", 8))):
+        counts = [epoch[stage + name] for name in COUNTS]
+        assert sum(counts) == length
+        assert epoch[f"{stage}hit_rate"] == pytest.approx(counts[0] / length)
+    assert logs(folder).count("the cache counts of the other ranks have not come") == 1
 
 
 def test_what_fails_on_one_rank_fails_on_all(job):

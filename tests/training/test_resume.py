@@ -161,10 +161,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     [
         ("cache_datamodule", "random", 0),
         ("cache_datamodule", "distributed", 2),
-        ("callback", "random", 2),
+        ("callback", "random", 1),
         ("callback", "seeded", 0),
         ("ours", "locality", 0),
-        ("ours", "locality", 2),
+        ("ours", "locality", 1),
     ],
 )
 def test_what_remains_is_what_would_have_come(tmp_path, name, sampler, workers):
@@ -175,7 +175,7 @@ def test_what_remains_is_what_would_have_come(tmp_path, name, sampler, workers):
         fit(tmp_path, name, seen, *callbacks, ckpt=ckpt, model=Scheduled, data=Users(sampler, num_workers=workers))
         return seen
 
-    whole = run(Seen(), save(tmp_path, every_n_train_steps=4), save(tmp_path, "end-{step:02d}", every_n_epochs=1))
+    whole = run(Seen(), save(tmp_path, every_n_train_steps=8), save(tmp_path, "end-{step:02d}", every_n_epochs=1))
     assert len(whole.batches) == 18
     assert sorted(whole.epoch(1)) == list(range(SAMPLES))
     assert whole.batches[0, 0] != whole.batches[1, 0]
@@ -183,7 +183,7 @@ def test_what_remains_is_what_would_have_come(tmp_path, name, sampler, workers):
         with pytest.raises(BreakError):
             run(Seen(step), OnExceptionCheckpoint(tmp_path, f"broken-{step:02d}"))
     checkpoints = sorted(tmp_path.glob("*.ckpt"))
-    assert len(checkpoints) == 9
+    assert len(checkpoints) == 7
     for checkpoint in checkpoints[workers > 0 :: 2]:  # every door has each of them, with workers or without
         steps = torch.load(checkpoint, weights_only=True)["global_step"]
         assert run(Seen(), ckpt=checkpoint).batches == whole.since(steps), checkpoint.name
@@ -207,7 +207,7 @@ def test_several_loaders_go_on_together(tmp_path, mode, seeded):
     whole = run(save(tmp_path, every_n_train_steps=1))
     each = 3 if mode == "min_size" else 6
     assert len(whole.batches) == 3 * each
-    for step in (3, each + 1, 2 * each - 1):  # the second loader has three batches
+    for step in (each + 1, 2 * each - 1):  # the second loader has three batches
         assert run(ckpt=at_step(tmp_path, step)).batches == whole.since(step, each), step
 
 
@@ -237,7 +237,7 @@ def test_a_foreign_state_is_no_error(tmp_path, caplog, saved, state):
     checkpoint = torch.load(at_step(saved("ours")[0], 8), weights_only=False)
     checkpoint["callbacks"]["lightning_stocache"] = state
     torch.save(checkpoint, tmp_path / "foreign.ckpt")
-    fit(tmp_path, "ours", seen := Seen(), ckpt=tmp_path / "foreign.ckpt")
+    fit(tmp_path, "ours", seen := Seen(), ckpt=tmp_path / "foreign.ckpt", max_steps=9)
     assert seen.batches
     assert "does not say where in an epoch" in caplog.text
 
