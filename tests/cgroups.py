@@ -1,4 +1,4 @@
-"""Commands run in a memory cgroup of their own, above whose limit the kernel kills.
+"""Commands and processes in a memory cgroup of their own, above whose limit the kernel kills.
 
 One is made below that of this process (v1), or below the mount's root (v2, where a cgroup with processes has no
 children that are limited). Making one takes root; a test is skipped where it is refused.
@@ -16,7 +16,7 @@ import pytest
 
 from tests.processes import wait_until
 
-__all__ = ["Outcome", "run_limited"]
+__all__ = ["Outcome", "cgroup", "has_killed", "peak_of", "run_limited"]
 
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
 
 def run_limited(command: Sequence[str], limit: int, timeout: float = 240) -> Outcome:
     """Run a command with that many bytes of memory; skips the test where no cgroup can be made."""
-    with _cgroup(limit) as folder, tempfile.TemporaryDirectory() as place:
+    with cgroup(limit) as folder, tempfile.TemporaryDirectory() as place:
         script = 'echo $$ > "$0/cgroup.procs" && out="$1" && shift && exec "$@" >"$out/out" 2>"$out/error"'
         process = subprocess.Popen(["sh", "-c", script, str(folder), place, *command])
         try:
@@ -44,19 +44,25 @@ def run_limited(command: Sequence[str], limit: int, timeout: float = 240) -> Out
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), 9)
             process.wait()
-        events = (folder / ("memory.oom_control" if _V1.is_dir() else "memory.events")).read_text()
-        peak = folder / ("memory.max_usage_in_bytes" if _V1.is_dir() else "memory.peak")
-        return Outcome(
-            killed=int(dict(line.split() for line in events.splitlines())["oom_kill"]) > 0,
-            code=code,
-            peak=int(peak.read_text()) if peak.exists() else 0,
-            out=Path(place, "out").read_text(),
-            error=Path(place, "error").read_text(),
-        )
+        out, error = Path(place, "out").read_text(), Path(place, "error").read_text()
+        return Outcome(has_killed(folder), code, peak_of(folder), out, error)
+
+
+def has_killed(folder: Path) -> bool:
+    """Whether the kernel has killed a process of the cgroup with this folder."""
+    events = (folder / ("memory.oom_control" if _V1.is_dir() else "memory.events")).read_text()
+    return int(dict(line.split() for line in events.splitlines())["oom_kill"]) > 0
+
+
+def peak_of(folder: Path) -> int:
+    """The most bytes that were charged at once, or 0 where the kernel does not say."""
+    peak = folder / ("memory.max_usage_in_bytes" if _V1.is_dir() else "memory.peak")
+    return int(peak.read_text()) if peak.exists() else 0
 
 
 @contextlib.contextmanager
-def _cgroup(limit: int) -> Iterator[Path]:
+def cgroup(limit: int) -> Iterator[Path]:
+    """The folder of a cgroup with that many bytes of memory, which a process enters by its file `cgroup.procs`."""
     folder = _parent() / f"stocache-test-{os.getpid()}"
     try:
         folder.mkdir()

@@ -261,15 +261,15 @@ def ends_alive(function: Callable[..., Any], *args: Any) -> bool:
 
 
 @contextmanager
-def killed_at_line(number: int, room: str) -> Iterator[None]:
-    """Kill this process at the given line that it runs of a room of the package."""
+def killed_at_line(number: int, room: str, counts: Callable[[], bool]) -> Iterator[None]:
+    """Kill this process at the given line that it runs of a room of the package, of those before which one counts."""
     directory, lines = str(Path(lightning_stocache.__file__).parent / room), 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         nonlocal lines
         if not frame.f_code.co_filename.startswith(directory):
             return None
-        lines += event == "line"
+        lines += event == "line" and counts()
         if lines == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return trace

@@ -53,7 +53,7 @@ def sample(layout: str, number: int) -> Any:
     return {"number": number, "words": torch.full((words,), ~number), "text": f"{number} " * (words % 50)}
 
 
-_stored = lru_cache(LENGTH)(sample)
+_stored = lru_cache(2048)(sample)
 
 
 def number_of(read: Any) -> int:
@@ -68,6 +68,7 @@ def infer_codec(layout: str, samples: list[Any]) -> Any:
     return SampleSpec.infer(samples[0]) if layout == "rows" else RecordCodec.infer(samples)
 
 
+@lru_cache(2)
 def codec_of(layout: str) -> Any:
     """The codec of these samples."""
     return infer_codec(layout, [sample(layout, number) for number in range(20)])
@@ -75,8 +76,13 @@ def codec_of(layout: str) -> Any:
 
 def encoded(store: Any, number: int) -> list[memoryview]:
     """A sample as `put` takes it."""
-    layout = "rows" if gathers(store) else "records"
-    return list(store.codec.contents(store.codec.encode(sample(layout, number), number)))
+    return _encoded("rows" if gathers(store) else "records", number)
+
+
+@lru_cache(2048)
+def _encoded(layout: str, number: int) -> list[memoryview]:
+    codec = codec_of(layout)
+    return list(codec.contents(codec.encode(_stored(layout, number), number)))
 
 
 # ---- opening ----
@@ -123,7 +129,7 @@ def rolling_disk_store(codec: Any, samples: int, directory: Path) -> Any:
 def filled(store: Any, indices: Iterable[int] = ALL) -> list[int]:
     """Store samples under their numbers. Returns the indices that were stored."""
     layout = "rows" if gathers(store) else "records"
-    return [index for index in indices if store.fill(index, sample(layout, index))]
+    return [index for index in indices if store.fill(index, _stored(layout, index))]
 
 
 def served(store: Any) -> list[int]:

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.compat import SharedCache
@@ -28,22 +26,23 @@ def image(value: int) -> torch.Tensor:
     return torch.full((2, 3), value, dtype=torch.uint8)
 
 
-@settings(deadline=None)
-@given(
-    limit=st.integers(0, 5000),
-    dataset_len=st.integers(1, 60),
-    dims=st.lists(st.integers(1, 4), max_size=3),
-    dtype=st.sampled_from([torch.uint8, torch.float32, torch.bfloat16, torch.complex64]),
-)
-def test_the_limit_holds_samples_and_one_byte_per_index(limit: int, dataset_len: int, dims: Any, dtype: Any) -> None:
-    """There are (limit - dataset_len) // slot_bytes slots, no more than indices and no fewer than none."""
-    cache = SharedCache(limit / GIB, dataset_len, tuple(dims), dtype)
-    slot_bytes = torch.empty(dims, dtype=dtype).nbytes
-    assert len(cache) == max(0, min((limit - dataset_len) // slot_bytes, dataset_len))
-    assert cache.array.shape == (len(cache), *dims)
-    assert cache.array.dtype == dtype
-    assert cache.aux_array.tolist() == [0] * len(cache) + [2] * (dataset_len - len(cache))
-    cache.close()
+def test_the_limit_holds_samples_and_one_byte_per_index() -> None:
+    """There are (limit - dataset_len) // slot_bytes slots, no more than indices and no fewer than none. The size of
+    /dev/shm, by which users choose the limit, is rounded down to GiB."""
+    for limit, length, dims, dtype, slots in (
+        (5000, 60, (2, 3), torch.float32, 60),
+        (59, 60, (2, 3), torch.float32, 0),
+        (60 + 5 * 24 + 23, 60, (2, 3), torch.float32, 5),
+        (60 + 7 * 8, 60, (), torch.complex64, 7),
+        (10, 10, (0, 3), torch.bfloat16, 0),
+        (12, 10, (0, 3), torch.bfloat16, 2),
+    ):
+        cache = SharedCache(limit / GIB, length, dims, dtype)
+        assert (len(cache), cache.array.shape, cache.array.dtype) == (slots, (slots, *dims), dtype)
+        assert cache.aux_array.tolist() == [0] * slots + [2] * (length - slots)
+        cache.close()
+    stats = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    assert get_shm_size() == (0 if stats is None else stats.f_frsize * stats.f_blocks // GIB)
 
 
 def test_errors_of_every_flag(cache: SharedCache) -> None:
@@ -108,9 +107,3 @@ def test_items_are_slots_and_array_is_their_live_view(cache: SharedCache) -> Non
     assert cache.get_slot(0) is None
     cache.set_slot(0, image(4))
     assert cache.array.sum() == cache[0].sum() == 24
-
-
-def test_shm_size_is_in_whole_gib() -> None:
-    """The size of /dev/shm, rounded down; 0 on systems without."""
-    stats = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    assert get_shm_size() == (0 if stats is None else stats.f_frsize * stats.f_blocks // GIB)

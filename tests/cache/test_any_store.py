@@ -222,7 +222,7 @@ class Rolling(Machine):
 TestStores = Stores.TestCase
 TestRolling = Rolling.TestCase
 TestRolling.settings = TestStores.settings = settings(
-    max_examples=30, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -1,9 +1,8 @@
 """One process, and one thread of it, has a slot or a turn to load at a time; death gives it back."""
 
+import errno
 import logging
-import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,36 +85,23 @@ def test_a_child_forked_during_a_claim_of_another_thread_waits_for_nobody(segmen
     release.join()
 
 
-@pytest.mark.processes
-def test_what_is_no_deadlock_is_waited_for() -> None:
-    """A thread waits for a process that waits for another thread: the kernel refuses, and all come to an end."""
-    assert call(wait_in_a_circle) == 0
+def test_what_is_no_deadlock_is_waited_for(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread waits for a process that waits for another thread: the kernel refuses, and the thread tries again. Any
+    other error is raised, and the slot is free."""
+    refusals = [errno.EDEADLK, errno.EDEADLK, errno.ENOLCK]
+    lock = segment.lock
 
+    def refuse(slot: int, *, wait: bool) -> bool:
+        if refusals:
+            raise OSError(refusals.pop(), "refused")
+        return lock(slot, wait=wait)
 
-def wait_in_a_circle() -> int:
-    claims, (told, tell) = Claims(Segment.create(64)), os.pipe()
-    if (child := os.fork()) == 0:
-        with claims.waiting(0):
-            os.write(tell, b"0")
-            time.sleep(0.3)
-            try:
-                with claims.waiting(1):
-                    os._exit(0)
-            except BaseException:
-                os._exit(1)
-
-    def hold() -> None:
-        with claims.waiting(1):
-            os.read(told, 1)
-            time.sleep(0.8)
-
-    holding = threading.Thread(target=hold)
-    holding.start()
-    time.sleep(0.1)
-    with claims.waiting(0):
-        pass
-    holding.join()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    monkeypatch.setattr(segment, "lock", refuse)
+    with pytest.raises(OSError, match="refused"):
+        Claims(segment).take(3)
+    with Claims(segment).waiting(3):
+        assert not refusals
+    assert can_claim(segment, 3)
 
 
 # ---- whose turn it is to load ----

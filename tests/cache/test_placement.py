@@ -79,64 +79,52 @@ def test_a_class_sorted_dataset_is_cached_evenly(size: int, share: float) -> Non
 
 @pytest.mark.parametrize("size", [10**9, 3 * 10**9 + 17, 3_800_000_000])
 def test_billions_of_indices_do_not_overflow(size: int) -> None:
-    """In 64 bits the slots of many indices are those of exact arithmetic."""
+    """In 64 bits the slots of many indices are those of exact arithmetic. The placement is fixed: another process, and
+    another version, find the samples of a cache."""
+    ring = Ring.cut(1000, (0.25, 0.75), (100, 900))
+    assert [(arc.start, arc.slots, arc.step) for arc in ring.arcs] == [(0, 100, 633), (250, 900, 633)]
     arc = Ring.cut(size, (0.5, 0.5), (size // 3, size)).arcs[1]
     indices = [0, 1, size // 2, size - 2, size - 1, *range(7, size, size // 97)]
     assert arc.slots_of(np.array(indices)).tolist() == [arc.slot(index) for index in indices]
     assert all(arc.slot(index) == (index * arc.step - arc.start) % size for index in indices)
 
 
-def test_impossible_arcs_are_refused() -> None:
-    """Sizes for which 64-bit arithmetic would be wrong, too. The error tells the rule and the numbers."""
+# ---- domains ----
+
+
+def parts(length: int) -> st.SearchStrategy[Domain]:
+    """Some of the indices of a dataset, in any order, some more than once, some counted from the end."""
+    return st.lists(st.integers(-length, length - 1), max_size=60).map(lambda indices: Domain(indices, length))
+
+
+@given(st.data())
+def test_domains_are_sets_in_the_order_of_the_dataset(data: st.DataObject) -> None:
+    """The indices of a domain have the ranks 0, 1, 2 ..., all others have none, one by one or many at once. An
+    unpickled domain is equal, has the same digest and hash, and is read-only. `|` and `covers` do what they do with
+    sets."""
+    domain, right = data.draw(parts(100)), data.draw(parts(100))
+    order = {index: rank for rank, index in enumerate(sorted(domain.indices.tolist()))}
+    expected = [order.get(index, NO_RANK) for index in range(100)]
+    assert [domain.rank(index) for index in range(100)] == expected
+    other = pickle.loads(pickle.dumps(domain))
+    assert other.ranks(np.arange(100)).tolist() == expected
+    assert (other, other.digest, hash(other)) == (domain, domain.digest, hash(domain))
+    with pytest.raises(ValueError, match="read-only"):
+        other.indices[:] = 0
+    sets = [set(domain.indices.tolist()) for domain in (domain, right)]
+    assert set((domain | right).indices.tolist()) == sets[0] | sets[1]
+    assert domain.covers(right) == (sets[0] >= sets[1])
+    assert (domain == right) == (sets[0] == sets[1])
+    assert domain.covers(None) == (len(sets[0]) == 100) == domain.is_whole
+
+
+def test_impossible_arcs_and_domains_are_refused() -> None:
+    """Sizes for which 64-bit arithmetic would be wrong, masks, fractions, and indices of another dataset. The error
+    tells the rule and the numbers."""
     wrong: list[dict[str, Any]] = [{"slots": 11}, {"slots": -1}, {"start": 10}, {"step": 4}, {"step": 2**61 + 1}]
     for arguments in (*wrong, {"domain": Domain([1, 2], 15)}):
         with pytest.raises(ValueError, match=r"an arc needs slots of 0 to size.*got Arc\(size=10, slots="):
             Arc(**{"size": 10, "slots": 1} | arguments)
-
-
-def test_every_process_lays_the_same_ring() -> None:
-    """The placement is fixed: a cache that is read by another process finds its samples."""
-    ring = Ring.cut(1000, (0.25, 0.75), (100, 900))
-    assert [(arc.start, arc.slots, arc.step) for arc in ring.arcs] == [(0, 100, 633), (250, 900, 633)]
-
-
-# ---- domains ----
-
-
-@st.composite
-def parts(draw: st.DrawFn, length: int | None = None) -> Domain:
-    """Some of the indices of a dataset, in any order, some more than once, some counted from the end."""
-    length = draw(st.integers(1, 500)) if length is None else length
-    return Domain(draw(st.lists(st.integers(-length, length - 1), max_size=60)), length)
-
-
-@given(domain=parts())
-def test_ranks_are_the_order_of_the_dataset(domain: Domain) -> None:
-    """The indices of a domain have the ranks 0, 1, 2 ..., all others have none, one by one or many at once. An
-    unpickled domain is equal, has the same digest and hash, and is read-only."""
-    order = {index: rank for rank, index in enumerate(sorted(domain.indices.tolist()))}
-    expected = [order.get(index, NO_RANK) for index in range(domain.length)]
-    assert [domain.rank(index) for index in range(domain.length)] == expected
-    other = pickle.loads(pickle.dumps(domain))
-    assert other.ranks(np.arange(domain.length)).tolist() == expected
-    assert (other, other.digest, hash(other)) == (domain, domain.digest, hash(domain))
-    with pytest.raises(ValueError, match="read-only"):
-        other.indices[:] = 0
-
-
-@given(st.data())
-def test_unions_and_subsets_are_those_of_sets(data: st.DataObject) -> None:
-    """`|` and `covers` do what they do with sets."""
-    left, right = data.draw(parts(100)), data.draw(parts(100))
-    sets = [set(domain.indices.tolist()) for domain in (left, right)]
-    assert set((left | right).indices.tolist()) == sets[0] | sets[1]
-    assert left.covers(right) == (sets[0] >= sets[1])
-    assert (left == right) == (sets[0] == sets[1])
-    assert left.covers(None) == (len(sets[0]) == 100) == left.is_whole
-
-
-def test_what_are_no_indices_is_refused() -> None:
-    """The error for a mask, fractions, or indices of another dataset tells the rule."""
     for indices, words in (
         ([1, 10], "must lie in the dataset of 10 samples, got 10"),
         ([-11], "must lie in the dataset of 10 samples, got -11"),

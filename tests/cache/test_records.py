@@ -11,7 +11,7 @@ import random
 import sys
 import tracemalloc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from PIL import Image
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -92,7 +92,6 @@ def leaves_of_records(count: int) -> dict[str, Any]:
     values = torch.arange(24.0 * count).view(2, 3, count, 4)
     scales, zeros = torch.tensor([0.5, 0.25]), torch.tensor([0, 1])
     return {
-        "transposed": values.permute(2, 3, 0, 1),
         "channels last": values.to(memory_format=torch.channels_last),
         "one element": values[1:, 2:, 1:2, 3:],
         "subclass": boxes(count),
@@ -102,13 +101,10 @@ def leaves_of_records(count: int) -> dict[str, Any]:
         "nested": torch.nested.nested_tensor([torch.arange(1.0 * count), torch.ones(2)]),
         "quantised": torch.quantize_per_tensor(values[0, 0], 0.5, 3, torch.quint8),
         "quantised by rows": torch.quantize_per_channel(values[:, 0, 0], scales, zeros, 0, torch.qint8),
-        "fortran": np.asfortranarray(np.arange(6 * count).reshape(3, 2 * count)),
-        "channels first": np.arange(24.0 * count).reshape(count, 6, 4).transpose(2, 0, 1),
         "broadcast": np.broadcast_to(np.arange(3), (count, 3)),
         "read-only scalar": np.broadcast_to(np.float32(5), ()),
         "text": np.array(["a", "größer"] * count),
         "empty text": np.zeros(count, "U0"),
-        "bytes": np.array([b"a", b"bcd"] * count),
         "raw": np.zeros(count, "V8"),
         "dates": np.array(["2020-01-01", "NaT"] * count, "M8[25m]"),
         "fields": np.array([(1, [2, 3])] * count, [("a", ">i4"), ("b", "f8", (2,))]),
@@ -174,7 +170,9 @@ def picture(mode: str, size: tuple[int, int]) -> Image.Image:
 
 
 def test_images_of_every_mode_come_back() -> None:
-    """With size, palette and info, small, large and empty, packed or not; and can be drawn into."""
+    """With size, palette and info, small, large and empty, packed or not; and can be drawn into. A palette of four
+    channels, or in another order, keeps its transparency. Images that were only opened keep class and format. A plain
+    record has four bytes for a pixel of RGB, as PIL has in memory, a packed record three."""
     for mode, size, packed in itertools.product(MODES, [(3, 2), (101, 67), (0, 5)], [False, True]):
         image = picture(mode, size)
         came = through(image, RecordCodec(0, packed=packed))
@@ -182,11 +180,6 @@ def test_images_of_every_mode_come_back() -> None:
         if min(size):
             came.putpixel((0, 0), pixel := image.getpixel((2, 1)))
             assert came.getpixel((0, 0)) == pixel, mode
-
-
-def test_images_keep_palettes_and_the_class_of_their_file() -> None:
-    """A palette of four channels, or in another order, keeps its transparency. Images that were only opened keep class
-    and format. A plain record has four bytes for a pixel of RGB, as PIL has in memory, a packed record three."""
     images = [Image.new("P", (20, 20), 2) for _ in range(2)]
     images[0].putpalette(bytes(range(40)), "RGBA")
     images[1].putpalette(bytes(range(30)), "BGR")
@@ -281,7 +274,8 @@ def richer(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-@given(st.recursive(LEAVES, richer, max_leaves=15))
+@settings(max_examples=60)
+@given(st.recursive(LEAVES, richer, max_leaves=10))
 def test_any_sample_comes_back_and_is_as_large_as_was_said(sample: Any) -> None:
     """Decoding gives the same as was encoded, and no record is smaller than `least_bytes`."""
     parts = CODEC.encode(sample)
@@ -320,26 +314,22 @@ def deep() -> list[Any]:
     return node
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: lambda: 0, "pickle"),
-        (np.random.default_rng, "Generator draws random numbers"),
-        (random.Random, "random.Random draws random numbers"),
-        (lambda: CountedSource(3, (2,)), "CountedSource is a dataset: the whole of it would be kept"),
-        (lambda: torch.ones(3, requires_grad=True), r"requires grad; return it with .detach"),
-        (lambda: torch.eye(3).to_sparse().requires_grad_(), "requires grad"),
-        (object, "only equal to itself"),
-        (deep, "recursion"),
-    ],
-)
-def test_what_cannot_be_kept_is_an_error_with_its_sample(make: Callable[[], Any], message: str) -> None:
+def test_what_cannot_be_kept_is_an_error_with_its_sample() -> None:
     """The error names the sample and the reason."""
-    bad = make()
-    for sample in ({"image": torch.zeros(3), "extra": [1, bad]}, (Target(bad, np.zeros(3, np.bool_)),), bad):
-        with pytest.raises(UnsupportedSampleError, match=f"^sample 41 cannot be kept as bytes: .*{message}"):
-            CODEC.encode(sample, 41)
-    assert canonical_bytes(bad) is None
+    for bad, message in [
+        (lambda: 0, "pickle"),
+        (np.random.default_rng(), "Generator draws random numbers"),
+        (random.Random(), "random.Random draws random numbers"),
+        (CountedSource(3, (2,)), "CountedSource is a dataset: the whole of it would be kept"),
+        (torch.ones(3, requires_grad=True), r"requires grad; return it with .detach"),
+        (torch.eye(3).to_sparse().requires_grad_(), "requires grad"),
+        (object(), "only equal to itself"),
+        (deep(), "recursion"),
+    ]:
+        for sample in ({"image": torch.zeros(3), "extra": [1, bad]}, (Target(bad, np.zeros(3, np.bool_)),), bad):
+            with pytest.raises(UnsupportedSampleError, match=f"^sample 41 cannot be kept as bytes: .*{message}"):
+                CODEC.encode(sample, 41)
+        assert canonical_bytes(bad) is None
 
 
 def test_a_required_place_must_hold_its_type() -> None:

@@ -53,14 +53,6 @@ def store() -> Iterator[RollingStore]:
     store.close()
 
 
-@pytest.fixture
-def records() -> Iterator[RollingStore]:
-    """A store of about sixty records."""
-    store = RollingStore.empty(codec_of("records"), granted=400_000)
-    yield store
-    store.close()
-
-
 def test_the_oldest_leave_first(store: RollingStore) -> None:
     """After any number of appends the last samples are resident, as many as there are slots."""
     for number in range(50):
@@ -70,7 +62,7 @@ def test_the_oldest_leave_first(store: RollingStore) -> None:
     assert store.lookup(np.array([-1, 0, 7, 8])).tolist() == [NO_PLACE, 0, 7, NO_PLACE]
 
 
-def test_what_does_not_fit_is_refused(store: RollingStore, records: RollingStore) -> None:
+def test_what_does_not_fit_is_refused(store: RollingStore) -> None:
     """A sample that does not match the codec, or has no room even alone, is an error, and replaces no sample. So is
     reading before the first append, and after `close`."""
     with pytest.raises(RuntimeError, match="no sample has been appended yet"):
@@ -79,6 +71,7 @@ def test_what_does_not_fit_is_refused(store: RollingStore, records: RollingStore
     with pytest.raises(SampleMismatchError, match="sample 3"):
         store.append((torch.zeros(3), 0), index=3)
     assert resident(store) == [1]
+    records = RollingStore.empty(codec_of("records"), granted=400_000)
     append(records, "records", range(1, 2))
     with pytest.raises(ValueError, match="larger than the whole rolling cache"):
         records.append({"number": 2, "words": torch.zeros(10**6)})
@@ -89,34 +82,11 @@ def test_what_does_not_fit_is_refused(store: RollingStore, records: RollingStore
         next(samples)
 
 
-def test_a_slot_that_is_being_written_gives_another_sample(store: RollingStore) -> None:
-    """Readers do not wait for a writer: they get another resident sample, and count it."""
-    append(store, "rows", range(8))
-    taken = store.take()
-    assert taken is not None
-    read = gathered(store, np.full(20, taken))
-    assert taken not in read
-    assert len(set(read)) > 2  # not always the same one
-    assert store.substituted == 20
-    assert store.filled == 8  # its sample is about to come
-    store.finish(taken)
-
-
-def test_what_changes_during_a_copy_is_copied_again(store: RollingStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that a writer overtakes is served the newer sample of the slot."""
-    append(store, "rows", range(8))
-    gather = store.layout.gather
-
-    def overtaken(slots: Any, into: Any) -> None:
-        gather(slots, into)
-        append(store, "rows", range(8, 9))
-
-    monkeypatch.setattr(store.layout, "gather", overtaken)
-    assert gathered(store, np.array([0, 1])) == [8, 1]
-
-
-def test_what_came_after_the_epoch_had_begun_is_counted(store: RollingStore) -> None:
-    """A sample that left during an epoch is replaced by the newer one of its slot."""
+def test_what_changes_during_an_epoch_gives_another_sample(
+    store: RollingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers do not wait for a writer: for a slot that is being written they get another resident sample, and count
+    it. A sample that left is replaced by the newer one of its slot, also where a writer overtakes the copy."""
     append(store, "rows", range(8))
     store.begin_epoch()
     assert gathered(store, np.array([0, 1, 7])) == [0, 1, 7]
@@ -124,6 +94,23 @@ def test_what_came_after_the_epoch_had_begun_is_counted(store: RollingStore) -> 
     append(store, "rows", range(8, 9))
     assert gathered(store, np.array([0, 1])) == [8, 1]
     assert store.renewed == 1
+    gather = store.layout.gather
+
+    def overtaken(slots: Any, into: Any) -> None:
+        gather(slots, into)
+        append(store, "rows", range(9, 10))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.layout, "gather", overtaken)
+        assert gathered(store, np.array([0, 1])) == [8, 9]
+    taken = store.take()
+    assert taken == 2
+    read = gathered(store, np.full(20, taken))
+    assert 2 not in read
+    assert len(set(read)) > 2  # not always the same one
+    assert store.substituted == 20
+    assert store.filled == 8  # its sample is about to come
+    store.finish(taken)
 
 
 def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
@@ -138,13 +125,14 @@ def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
     store.close()
 
 
-def test_small_samples_end_at_the_number_of_slots(records: RollingStore) -> None:
+def test_small_samples_end_at_the_number_of_slots() -> None:
     """If samples are smaller than expected, slots run out before bytes do."""
-    count = records.count
-    assert all(records.append({"number": number}) for number in range(3 * count))
-    assert records.filled == count
-    left = [read["number"] for read in records.read(records.readable_slots())]
-    assert sorted(left) == list(range(2 * count, 3 * count))
+    with closing(RollingStore.empty(codec_of("records"), granted=400_000)) as store:
+        count = store.count
+        assert all(store.append({"number": number}) for number in range(3 * count))
+        assert store.filled == count
+        left = [read["number"] for read in store.read(store.readable_slots())]
+        assert sorted(left) == list(range(2 * count, 3 * count))
 
 
 # ---- other processes ----
@@ -200,21 +188,6 @@ class RollingDisk(Disk):
 @pytest.fixture(params=LAYOUTS)
 def disk(request: Any, tmp_path: Path) -> RollingDisk:
     return RollingDisk(tmp_path, request.param)
-
-
-def test_the_next_job_goes_on_where_the_last_one_was(disk: RollingDisk) -> None:
-    """Each job finds what was resident. The oldest samples leave first, whichever job has written them."""
-    came, before = 0, 0
-    for more in (5, 0, 30, 7, 100, 1):
-        with disk.open() as store:
-            assert (store.filled, store.found, store.appended, store.evicted) == (before, before, 0, 0)
-            disk.append(store, range(came, came + more))
-            came += more
-            found = resident(store)
-            assert found == list(range(came - len(found), came))
-            assert (store.appended, store.renewed) == (more, min(more, len(found)))
-            before = store.filled
-    assert before < came
 
 
 def test_a_damaged_generation_loses_no_later_sample(disk: RollingDisk) -> None:

@@ -1,6 +1,10 @@
-"""Budgets are read or refused in words."""
+"""Budgets are read or refused in words; what is granted stays below what is free, now and when workers, batches, the
+training and other jobs have come."""
 
+import itertools
 import math
+import os
+import signal
 from fractions import Fraction
 
 import numpy as np
@@ -9,18 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_stocache.node.budget import Budget, format_bytes
+from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.grant import Grant, Reserve, grant, loader_reserve
+from lightning_stocache.node.open_files import Promised, promised_to_others
+from lightning_stocache.node.segment import Segment
+from tests.proc import descendants
+from tests.processes import hanging, idle_worker
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+MIB, GIB = 2**20, 2**30
+AUTO = Budget.parse("auto")
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-BIG = 10**18
 
 
-def bytes_of(value: int | float | str | Budget) -> int:
-    return Budget.parse(value).wanted(BIG, BIG)
-
-
-# --- reading a budget
+def bytes_of(value):
+    return Budget.parse(value).wanted(10**18, 10**18)
 
 
 @given(
@@ -30,8 +37,12 @@ def bytes_of(value: int | float | str | Budget) -> int:
     gap=st.sampled_from(["", " ", "  "]),
 )
 def test_amount_with_unit(number, unit, recase, gap):
-    """A number and a unit are that many bytes, rounded down, in any case and with or without a space."""
+    """A number and a unit are that many bytes, rounded down, in any case and with or without a space. Ints, digits,
+    NumPy's integers, and integral floats above 1 (as Hydra reads 8e9) are bytes."""
     assert bytes_of(f" {number}{gap}{recase(unit)} ") == math.floor(Fraction(number) * UNITS[unit])
+    n = int(number) + 2
+    assert bytes_of(n) == bytes_of(str(n)) == bytes_of(np.int64(n)) == bytes_of(float(n)) == bytes_of(f"{n}.0") == n
+    assert bytes_of("8e9") == bytes_of("8e+9") == bytes_of(8e9) == 8 * 10**9
 
 
 @given(
@@ -45,13 +56,6 @@ def test_percent(percent, dataset, free, spelling):
     share = Fraction(percent) / 100
     assert Budget.parse(spelling.format(percent)).wanted(dataset, free) == math.floor(share * dataset)
     assert Budget.parse(spelling.format(percent) + " of  Free").wanted(dataset, free) == math.floor(share * free)
-
-
-@given(st.integers(2, 2**53))
-def test_a_number_is_bytes(n):
-    """Ints, digits, NumPy's integers, and integral floats above 1 (as Hydra reads 8e9) are bytes."""
-    assert bytes_of(n) == bytes_of(str(n)) == bytes_of(np.int64(n)) == bytes_of(float(n)) == bytes_of(f"{n}.0") == n
-    assert bytes_of("8e9") == bytes_of("8e+9") == bytes_of(8e9) == 8 * 10**9
 
 
 def test_auto_and_off():
@@ -85,28 +89,142 @@ def test_texts_are_readable():
         assert Budget.parse(text) == Budget.parse(value)
 
 
-REFUSED = [
-    (-1, "must not be negative"),
-    ("-8GiB", "must not be negative"),
-    (float("nan"), "cannot convert NaN"),
-    (float("inf"), "cannot convert Infinity"),
-    (0.5, 'could mean a share or bytes .*write "50%" for the share'),
-    ("1.0", "could mean a share or bytes"),
-    ("2.5", "whole number of bytes"),
-    ("8G", 'could mean GB or GiB: write "8GiB" .*"8GB"'),
-    ("8 gi", 'could mean GB or GiB: write "8 giB"'),
-    ("100.001%", "more than 100 percent"),
-    ("150% of free", "more than 100 percent"),
-    *((text, "cannot be read") for text in ("", "nan", "GiB", "8 apples", "8GiB 2", "60% of", "auto 5", "1e999999999")),
-    *((value, "must be a number or a string") for value in (None, True, np.True_, [1], b"8GiB")),
-]
-
-
-@pytest.mark.parametrize(("value", "rule"), REFUSED)
-def test_refused(value, rule):
+def test_refused():
     """The error for a value that is no budget names the rule, the value and every accepted form."""
-    error = TypeError if "a string" in rule else ValueError
-    with pytest.raises(error, match=rule) as caught:
-        Budget.parse(value)
-    forms = ('"8GiB"', '"500MB"', '"60%"', '"60% of free"', '"auto"', "bytes", "0 (off)", repr(value))
-    assert all(form in str(caught.value) for form in forms)
+    for value, rule in [
+        (-1, "must not be negative"),
+        ("-8GiB", "must not be negative"),
+        (float("nan"), "cannot convert NaN"),
+        (float("inf"), "cannot convert Infinity"),
+        (0.5, 'could mean a share or bytes .*write "50%" for the share'),
+        ("1.0", "could mean a share or bytes"),
+        ("2.5", "whole number of bytes"),
+        ("8G", 'could mean GB or GiB: write "8GiB" .*"8GB"'),
+        ("8 gi", 'could mean GB or GiB: write "8 giB"'),
+        ("100.001%", "more than 100 percent"),
+        ("150% of free", "more than 100 percent"),
+        *((text, "cannot be read") for text in ("", "nan", "GiB", "8 apples", "8GiB 2", "60% of", "1e999999999")),
+        *((value, "must be a number or a string") for value in (None, True, np.True_, [1], b"8GiB")),
+    ]:
+        with pytest.raises(TypeError if "a string" in rule else ValueError, match=rule) as caught:
+            Budget.parse(value)
+        forms = ('"8GiB"', '"500MB"', '"60%"', '"60% of free"', '"auto"', "bytes", "0 (off)", repr(value))
+        assert all(form in str(caught.value) for form in forms)
+
+
+# --- what is granted
+
+
+def test_grant():
+    """With enough memory a budget gets what it asks for, and no more than the dataset, which is no shortage. Below a
+    cgroup's limit two percent are kept back; where the training needs all that is left there is no cache. A share of
+    free memory is one of what is left after reserve and margin, so nothing limits it. In Docker's 64 MiB /dev/shm
+    batches and 16 MiB are kept back, not what lies elsewhere. In memory batches, processes, and as much again as the
+    trainers hold already are kept back; the words name the limit and say how much that is."""
+    ample = FreeMemory(32 * GIB, 32 * GIB, None, "/dev/shm")
+    tight = FreeMemory(12 * GIB, 20 * GIB, 220 * MIB, "/dev/shm", own=480 * MIB)
+    half, unknown = Budget.parse("50% of free"), FreeMemory(None, None, None)
+    assert grant(Budget.parse("8GiB"), 20 * GIB, ample, Reserve(GIB)) == Grant(8 * GIB, 8 * GIB, None)
+    assert grant(Budget.parse("8GiB"), GIB, ample, Reserve()) == Grant(GIB, 8 * GIB, None)
+    assert grant(AUTO, 400 * GIB, FreeMemory(None, 500 * GIB, 100 * GIB), Reserve()).bytes == 98 * GIB
+    assert grant(AUTO, GIB, tight, Reserve(private=64 * MIB)).bytes == 0
+    assert grant(AUTO, GIB, unknown, Reserve()) == Grant(0, GIB, "memory that cannot be measured here")
+    free = FreeMemory(None, 100 * GIB, None)
+    assert grant(half, 400 * GIB, free, Reserve(8 * GIB)) == Grant(45 * GIB, 45 * GIB, None)
+    free = FreeMemory(64 * MIB, 32 * GIB, None, "/dev/shm")
+    reserve = Reserve(files=8 * MIB, private=2 * GIB, readers=9)
+    assert grant(AUTO, GIB, free, reserve) == Grant(40 * MIB, GIB, "/dev/shm (64 MiB free)")
+    free = FreeMemory(None, 500 * GIB, 10 * GIB, own=512 * MIB)
+    words = "the cgroup's memory limit (10 GiB free, 4 GiB kept for the training)"
+    assert grant(AUTO, 400 * GIB, free, Reserve(GIB, 2 * GIB), ranks=2) == Grant(6 * GIB, 400 * GIB, words)
+
+
+@given(
+    budget=st.one_of(
+        st.integers(0, 2**45), st.sampled_from(["auto", "60%", "60% of free", "100% of free", "8GiB", "0"])
+    ).map(Budget.parse),
+    dataset=st.integers(0, 2**45),
+    limits=st.tuples(*[st.none() | st.integers(0, 2**45)] * 3),
+    own=st.integers(0, 2**34),
+    reserve=st.builds(Reserve, st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 1000)),
+)
+def test_grant_is_within_every_bound(budget, dataset, limits, own, reserve):
+    """A grant is never negative or above wish, dataset and safely free memory, and it says when memory was short."""
+    free = FreeMemory(*limits, own=own)
+    given_ = grant(budget, dataset, free, reserve)
+    assert 0 <= given_.bytes <= min(given_.wanted, dataset)
+    filesystem, *memory = limits
+    if given_.bytes and filesystem is not None:
+        assert given_.bytes <= filesystem - reserve.files - 16 * MIB
+    for limit in memory:
+        if given_.bytes and limit is not None:
+            tables = given_.bytes * reserve.readers // 512
+            assert given_.bytes + tables <= limit - reserve.bytes - max(64 * MIB, own)
+    assert (given_.limited_by is not None) == (given_.bytes < min(given_.wanted, dataset))
+
+
+def test_batches_of_a_loader():
+    """Files hold the batches that workers make ahead and five more, per rank. Every process reads the cache. A forked
+    worker shares most pages with the trainer; any other worker takes as much memory as the trainer."""
+    loaders = [(0, None, 4, 20), (4, None, 1, 13), (4, 5, 2, 50), (4, 2, 0, 0)]
+    methods = [("fork", GIB, 32 * MIB), ("spawn", GIB, GIB), ("forkserver", 0, 32 * MIB)]
+    for (num_workers, prefetch, ranks, batches), (method, own, worker) in itertools.product(loaders, methods):
+        reserve = loader_reserve(1000, num_workers, prefetch, ranks, start_method=method, own=own)
+        assert reserve.files == batches * 1000
+        assert reserve.private == ranks * num_workers * (worker + 1000)
+        assert reserve.readers == ranks * (num_workers + 1)
+    assert Reserve(1, 2, 3) + Reserve(10, 20, 30) == Reserve(11, 22, 33)
+
+
+# --- what other jobs were granted, and have not taken yet, is not granted again
+
+
+def open_with_worker(backend):
+    segment = Segment.create(64 * MIB, backend, reserved=16 * MIB)
+    idle_worker()
+    return segment
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["tmpfile", "memfd"])
+def test_what_living_jobs_may_still_take_is_counted_once(backend, tmp_path):
+    """A segment is as long as what it was granted. Two processes that have it open count once, and for the cgroup's
+    limit if one of them is in it. A memfd takes no room of /dev/shm. Segments of this process are not counted. Without
+    /proc, as on macOS, no promises are known."""
+    assert promised_to_others("/dev/shm", tmp_path) == (0, 0, 0)
+    own = Segment.create(64 * MIB)
+    with hanging(open_with_worker, backend) as job:
+        [worker] = descendants() - {job.process.pid}
+        try:
+            for pid in (os.getpid(), job.process.pid, worker):  # other tests open caches at the same time
+                process = tmp_path / f"proc/{pid}"
+                process.mkdir(parents=True)
+                (process / "fd").symlink_to(f"/proc/{pid}/fd")
+                (process / "cgroup").write_text("theirs")
+            (tmp_path / "proc/self").mkdir()
+            (tmp_path / "proc/self/cgroup").write_text("ours")
+            apart = promised_to_others("/dev/shm", tmp_path)
+            (tmp_path / f"proc/{worker}/cgroup").write_text("ours")
+            free = FreeMemory.measure("/dev/shm", tmp_path)
+        finally:
+            os.kill(worker, signal.SIGKILL)
+    own.close()
+    assert 47 * MIB < apart.memory <= 48 * MIB
+    in_directory = apart.memory if backend == "tmpfile" else 0
+    assert apart == (apart.memory, 0, in_directory)
+    assert free.promised == (apart.memory, apart.memory, in_directory)
+
+
+def test_a_filesystem_is_not_promised_twice_and_memory_is_shared():
+    """Promised bytes of a filesystem are gone. Of memory a new job gets at least half, and the words say why."""
+    free = FreeMemory(1000 * MIB, 10_000 * MIB, None, "/dev/shm", promised=Promised(950 * MIB, in_directory=900 * MIB))
+    given = grant(AUTO, 2**40, free, Reserve())
+    assert given.bytes == (1000 - 900 - 20) * MIB
+    assert given.limited_by == "/dev/shm (1000 MiB free, of which caches of other jobs may take 900 MiB)"
+    free = FreeMemory(None, 1064 * MIB, 10_000 * MIB, promised=Promised(900 * MIB))
+    given = grant(AUTO, 2**40, free, Reserve())
+    assert given.bytes == 500 * MIB
+    assert given.limited_by is not None
+    assert "(1 GiB free, of which caches of other jobs may take 900 MiB, 64 MiB kept" in given.limited_by
+    less = FreeMemory(None, 2064 * MIB, None, promised=Promised(900 * MIB))
+    assert grant(AUTO, 2**40, less, Reserve()).bytes == 1100 * MIB

@@ -46,22 +46,19 @@ def machine(tmp_path: Path, request: pytest.FixtureRequest) -> Machine:
     return Machine(tmp_path, request.param)
 
 
-def test_meminfo(machine):
-    """MemAvailable is read in KiB, not MemFree; `own` is the process's anonymous memory."""
-    machine.write("/proc/meminfo", "MemTotal:  900 kB\nMemFree:  100 kB\nMemAvailable:     2048 kB\n")
-    machine.write("/proc/self/status", "VmRSS:\t  900 kB\nRssAnon:\t  300 kB\nRssFile:\t  600 kB\n")
-    assert FreeMemory.measure(None, machine.root) == FreeMemory(None, 2 * MIB, None, own=300 * KIB)
-
-
-def test_without_meminfo_half_of_the_memory_is_free(machine, monkeypatch):
-    """On macOS half of the memory counts as free. Without its size the free memory is unknown, and nothing is safe."""
+def test_memory_of_the_machine(machine, monkeypatch):
+    """MemAvailable is read in KiB, not MemFree; `own` is the process's anonymous memory. On macOS half of the memory
+    counts as free. Without its size the free memory is unknown, and nothing is safe."""
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": 4096}.__getitem__)
     assert FreeMemory.measure(None, machine.root).available == 204800
     monkeypatch.delattr(os, "sysconf")
     free = FreeMemory.measure(str(machine.root / "missing"), machine.root)
-    assert (free.filesystem, free.available, free.cgroup) == (None, None, None)
-    assert (free.bytes, free.memory, free.own) == (0, None, 0)
+    assert free == FreeMemory(None, None, None, directory=free.directory)
+    assert (free.bytes, free.memory) == (0, None)
     assert "cannot be measured" in free.limited_by
+    machine.write("/proc/meminfo", "MemTotal:  900 kB\nMemFree:  100 kB\nMemAvailable:     2048 kB\n")
+    machine.write("/proc/self/status", "VmRSS:\t  900 kB\nRssAnon:\t  300 kB\nRssFile:\t  600 kB\n")
+    assert FreeMemory.measure(None, machine.root) == FreeMemory(None, 2 * MIB, None, own=300 * KIB)
 
 
 def test_rubbish_is_unknown(machine):
@@ -72,16 +69,6 @@ def test_rubbish_is_unknown(machine):
     (machine.root / machine.cgroups.lstrip("/") / "memory.stat").mkdir()
     (machine.root / "proc/meminfo").mkdir()
     assert machine.cgroup is None
-
-
-def test_filesystem(machine, monkeypatch):
-    """The filesystem of the cache's folder limits it, unless it was mounted without a size."""
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: {"/dev/shm": usage(64, 4, 60), "/big": usage(0, 0, 0)}[path])
-    assert FreeMemory.now("/dev/shm", machine.root).filesystem == 60
-    assert FreeMemory.now("/dev/shm", machine.root).directory == "/dev/shm"
-    assert FreeMemory.now("/big", machine.root).filesystem is None
-    assert FreeMemory.now(None, machine.root).filesystem is None
 
 
 def test_the_tightest_of_the_chain_counts(machine):
@@ -117,8 +104,12 @@ def test_page_cache_in_use_counts_beyond_what_programs_need(machine):
         assert machine.cgroup == room
 
 
-def test_tightest_limit():
-    """What is free is the smallest limit that is known, and it is named."""
+def test_the_smallest_limit_is_free_and_named(tmp_path, monkeypatch):
+    """The filesystem of the cache's folder is a limit, unless it was mounted without a size."""
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: {"/dev/shm": usage(64, 4, 60), "/big": usage(0, 0, 0)}[path])
+    free = FreeMemory.now("/dev/shm", tmp_path)
+    assert (free.filesystem, free.directory, FreeMemory.now("/big", tmp_path).filesystem) == (60, "/dev/shm", None)
     for free, size, name in [
         (FreeMemory(64 * MIB, GIB, 2 * GIB, "/dev/shm"), 64 * MIB, "/dev/shm"),
         (FreeMemory(64 * MIB, 32 * MIB, None, "/dev/shm"), 32 * MIB, "MemAvailable"),

@@ -3,12 +3,9 @@
 What is posted reaches every rank, and nobody waits longer than it said.
 """
 
-import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,8 +15,6 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.post import Mailbox
 from tests.logs import Log
 from tests.processes import run_ranks
-
-T = TypeVar("T")
 
 
 def test_without_a_process_group_there_is_one_rank_on_one_node() -> None:
@@ -114,33 +109,11 @@ def test_messages_pass_by_other_collectives_and_by_other_turns() -> None:
     run_ranks(of_three, 3)
 
 
-def rejoin(rank: int, folder: str) -> None:
-    group = NodeGroup.discover()
-    assert group.exchange(rank) == [0, 1]
-    of_all = group.post("of all")
-    assert of_all.collect(1000) == ["of all"] * 2
-    if rank == 0:
-        group.post("of rank 0")
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/again", rank=rank, world_size=2)
-    assert NodeGroup.discover().exchange(rank) == [0, 1]
-    assert of_all.collect(1000) == ["of all"] * 2
-    group_module.job_store = lambda: None  # as under MPI
-    group = NodeGroup.discover()
-    assert group.exchange(rank) == group.post(rank).collect(1000) == [0, 1]
-    dist.barrier()  # rank 0 has the store
-
-
-@pytest.mark.processes
-def test_a_second_process_group_is_not_the_first(tmp_path: Path) -> None:
-    """After the process group was destroyed and made anew, ranks talk over a new private group. A post that nobody has
-    answered ends with the first one. A job without a store makes one."""
-    run_ranks(rejoin, 2, os.fspath(tmp_path))
-
-
-def on_all(store: Any, world: int, work: Callable[[Mailbox], T]) -> list[T]:
+def exchanged(store: Any, world: int, value: Any) -> list[Any]:
+    """What the ranks of a new group receive."""
+    mailboxes = [Mailbox(store, rank, world) for rank in range(world)]
     with ThreadPoolExecutor(world) as threads:
-        return list(threads.map(work, [Mailbox(store, rank, world) for rank in range(world)]))
+        return list(threads.map(lambda mailbox: mailbox.exchange((value, mailbox.rank)), mailboxes))
 
 
 def test_a_group_reads_nothing_of_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,21 +124,17 @@ def test_a_group_reads_nothing_of_those_before_it(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         for number, world in enumerate((3, 2, 2, 3)):
             value = (attempt, number)
-            seen = on_all(store, world, lambda mailbox: mailbox.exchange((value, mailbox.rank)))  # noqa: B023
-            assert seen == [[(value, rank) for rank in range(world)]] * world
+            assert exchanged(store, world, value) == [[(value, rank) for rank in range(world)]] * world
         Mailbox(store, rank=0, world=3)
 
 
 def test_messages_are_deleted() -> None:
     """The store of a job does not grow with its epochs."""
-    store = dist.HashStore()
+    store, sizes = dist.HashStore(), list[int]()
     mailboxes = [Mailbox(store, rank, 2) for rank in range(2)]
-
-    def epoch(_: int) -> int:
-        with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(20):
             list(threads.map(lambda mailbox: mailbox.exchange(1), mailboxes))
             assert list(threads.map(lambda mailbox: mailbox.post(2).collect(100), mailboxes)) == [[2, 2]] * 2
-        return int(store.num_keys())
-
-    sizes = [epoch(number) for number in range(20)]
+            sizes.append(int(store.num_keys()))
     assert sizes[-1] == sizes[10]

@@ -1,7 +1,6 @@
 """A segment is one file in memory: shared by the processes of a node, promised before it is touched, never left."""
 
 import dataclasses
-import errno
 import gc
 import mmap
 import os
@@ -65,9 +64,7 @@ def test_other_processes_attach_by_the_handle(backend: Backend) -> None:
     segment.unlink(), segment.unlink()
     assert not any(map(os.path.exists, names))
     assert call(answer, segment, method="forkserver") == 7
-    with context("forkserver").Pool(1) as pool:  # by the handle, which leads through /proc now
-        assert pool.apply(answer, (segment,)) == 8
-    assert int(segment.memory(0, 1)[0]) == 9
+    assert int(segment.memory(0, 1)[0]) == 8
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "readlink", lambda path: os.stat("/no/such/file"))  # where there is no /proc
         assert segment.backend == "file"
@@ -112,23 +109,18 @@ def test_a_handle_that_leads_elsewhere_is_refused(segment: Segment, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("backend", "step"),
-    [("file", "too large to map"), ("file", "pwrite"), ("memfd", "too large to map"), ("tmpfile", "posix_fallocate")],
+    ("backend", "step"), [("file", "pwrite"), ("memfd", "too large to map"), ("tmpfile", "posix_fallocate")]
 )
 def test_a_create_that_fails_leaves_nothing(
     backend: Backend, step: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whichever step fails, neither a descriptor nor a name is left."""
-
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     if backend == "file":
         monkeypatch.setattr("lightning_stocache.node.files.memory_directory", lambda: str(tmp_path))
     if step != "too large to map":
-        monkeypatch.setattr(os, step, refuse)
+        monkeypatch.setattr(os, step, lambda *_: os.stat("/no/such/file"))
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match=r"Cannot allocate|No space|too large"):
+    with pytest.raises(OSError, match=r"No such file|Cannot allocate|too large"):
         Segment.create(2**62 if step == "too large to map" else 4096, backend)
     assert set(os.listdir("/proc/self/fd")) == before
     assert os.listdir(tmp_path) == []
