@@ -3,7 +3,9 @@
 Only tests that are marked `processes` start any; the others, `-m "not processes"`, are the loop to keep running.
 """
 
+import functools
 import gc
+import importlib.metadata
 import math
 import multiprocessing
 import os
@@ -36,6 +38,8 @@ from tests.proc import collapse, command_of, descendants, memory_files, unused_n
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # an example is not wrong because others are busy
 hypothesis.settings.load_profile("any machine")
+# Each Trainer would look for callbacks in all installed distributions. Lightning is imported later, and takes this one.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
 tqdm.get_lock()  # made with the first bar or line that is written, in memory that is shared, and stays
 torch.set_num_threads(1)  # a forked child would wait for the threads of its parent's pool for ever
 if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's, by which each worker imports torch anew

@@ -34,7 +34,7 @@ class Setting:
     def options(self) -> dict[str, Any]:
         """The arguments of every loader."""
         workers = {"num_workers": self.workers, "persistent_workers": self.workers > 0}
-        return {"batch_size": 4, "shuffle": True} | workers
+        return {"batch_size": 6, "shuffle": True} | workers
 
     def loader(self, dataset: Any, kind: Callable[..., Any] = DataLoader, **options: Any) -> Any:
         """The loader of a dataset whose loads are counted."""
