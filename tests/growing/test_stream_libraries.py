@@ -61,7 +61,7 @@ def test_streams_of_hugging_face_are_cached() -> None:
     ("make", "length", "words"),
     [
         (lambda shards: webdataset.WebDataset(shards, shardshuffle=4).shuffle(50), 10, "make them in the loader"),
-        (lambda shards: webdataset.WebDataset(shards, shardshuffle=False, resampled=True), 6, "resampled"),
+        (lambda shards: webdataset.WebDataset(shards, shardshuffle=False, resampled=True), 30, "resampled"),
     ],
     ids=["batches of shuffled samples", "resampled shards"],
 )
