@@ -7,8 +7,6 @@ import pytest
 
 from lightning_stocache.__main__ import main
 
-__all__ = ["refused", "said", "write_files"]
-
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
     """Write texts under their paths below a folder."""

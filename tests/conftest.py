@@ -100,51 +100,17 @@ _audit = _Audit()
 
 
 @pytest.fixture(autouse=True)
-def looks_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set-up reads samples here, as it does where no process can be started, and forks none for each cache.
+def has_names_and_variables_to_itself(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Named caches lie in a folder of this process of pytest: others make, list and remove theirs at the same time.
 
-    Only in the rooms that build on a cache that is open. A test of what the reading process leaves behind is marked
-    `looks_apart`; a job that is started as a command has that process, too.
+    Variables are as before; those that Lightning itself sets are put back without a word. A test that starts processes
+    is marked: the loop of those that start nothing stays fast, and runs where nothing can be forked.
     """
-    rooms = {"growing", "insight", "loading", "training"}.intersection(_folders(request))
-    if rooms and not request.node.get_closest_marker("looks_apart"):
-        monkeypatch.setattr(find, "start_method", lambda chosen: None)
-    if rooms - {"training"}:  # streams are read again here, too; `tests/training/test_growing.py` has that process
-        monkeypatch.setattr(first_samples, "start_method", lambda chosen: chosen)
-
-
-@pytest.fixture(autouse=True)
-def set_up_reads_as_many(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set-up reads as many samples on a busy machine as on another one; it stores none of them if a test says so."""
-    monkeypatch.setattr(random_split, "QUICK_SECONDS", math.inf)
-    monkeypatch.setattr(child, "REPORT_SECONDS", 90.0)  # nor does it warn that reading takes its time
-    if request.node.get_closest_marker("epoch_one_reads_all"):
-        monkeypatch.setattr(find, "MOST_BYTES", -1)
-
-
-@pytest.fixture(autouse=True)
-def shares_no_memory_with_other_tests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the caches of other test processes may still take is not counted, but where that is the subject (`node`).
-
-    Its name comes after those of the guards (fixtures are set up by name), so that `monkeypatch` ends before they look.
-    """
-    if "node" not in _folders(request):
-        monkeypatch.setattr(free, "promised_to_others", lambda *_: Promised())
-
-
-@pytest.fixture(autouse=True)
-def starts_processes_only_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The loop of tests that start nothing stays fast, and runs where nothing can be forked."""
-    yield
-    if _audit.started and not request.node.get_closest_marker("processes"):
-        pytest.fail(f"the test starts processes, so mark it with pytest.mark.processes: {_audit.started}")
-
-
-@pytest.fixture(autouse=True)
-def leaves_no_environment_variable_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Variables are as before; those that Lightning itself sets are put back without a word."""
+    if request.node.get_closest_marker("named"):
+        names.use()
     before = dict(os.environ)
     yield
+    names.leave()
     after = dict(os.environ)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     changed -= {"PYTEST_CURRENT_TEST"}
@@ -155,22 +121,17 @@ def leaves_no_environment_variable_behind(request: pytest.FixtureRequest) -> Ite
     ours = {name for name in changed if not _LAUNCH_VARIABLES.match(name)}
     if ours and not _has_failed(request):
         pytest.fail(f"the test left environment variables changed: {sorted(ours)}")
+    if _audit.started and not request.node.get_closest_marker("processes"):
+        pytest.fail(f"the test starts processes, so mark it with pytest.mark.processes: {_audit.started}")
 
 
 @pytest.fixture(autouse=True)
-def has_names_to_itself(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Named caches lie in a folder of this process of pytest: others make, list and remove theirs at the same time."""
-    if request.node.get_closest_marker("named"):
-        names.use()
-    yield
-    names.leave()
-
-
-@pytest.fixture(autouse=True)
-def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest, has_names_to_itself: None) -> Iterator[None]:
+def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Children have ended, and no process of this test run has a file in memory open that it did not have before.
 
-    Listing /dev/shm does not show anonymous files, so descriptors and mappings are looked at.
+    Fixtures are set up by name: this one after the first guard, so that names are left last, and before `monkeypatch`,
+    so that it ends before this one looks. Listing /dev/shm does not show anonymous files, so descriptors and mappings
+    are looked at.
     """
     if not os.path.isdir("/proc/self/fd"):
         yield
@@ -198,6 +159,28 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest, has_n
     if left_children:
         pytest.fail(f"the test left child processes behind: {[command_of(pid) for pid in left_children]}")
     pytest.fail(f"the test left files in memory behind: {sorted(left_memory)}")
+
+
+@pytest.fixture(autouse=True)
+def sets_up_as_on_a_quiet_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set-up reads as many samples, and gives as much memory, as where nobody else is; it reads them in this process.
+
+    It forks none for each cache in the rooms that build on a cache that is open, as where no process can be started. A
+    test of what the reading process leaves behind is marked `looks_apart`; a job that is started as a command has that
+    process, too. What other test processes may still take counts where that is the subject (`node`).
+    """
+    folders, marker = _folders(request), request.node.get_closest_marker
+    rooms = {"growing", "insight", "loading", "training"}.intersection(folders)
+    if rooms and not marker("looks_apart"):
+        monkeypatch.setattr(find, "start_method", lambda chosen: None)
+    if rooms - {"training"}:  # streams are read again here, too; `tests/training/test_growing.py` has that process
+        monkeypatch.setattr(first_samples, "start_method", lambda chosen: chosen)
+    monkeypatch.setattr(random_split, "QUICK_SECONDS", math.inf)
+    monkeypatch.setattr(child, "REPORT_SECONDS", 90.0)  # nor does it warn that reading takes its time
+    if marker("epoch_one_reads_all"):
+        monkeypatch.setattr(find, "MOST_BYTES", -1)
+    if "node" not in folders:
+        monkeypatch.setattr(free, "promised_to_others", lambda *_: Promised())
 
 
 @pytest.fixture

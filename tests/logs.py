@@ -2,8 +2,6 @@
 
 import logging
 
-__all__ = ["Log"]
-
 
 class Log(logging.Handler):
     """Collects what the package logs in this process, from now on or, as a context, until its end.

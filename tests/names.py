@@ -10,8 +10,6 @@ from pathlib import Path
 
 from lightning_stocache.node import files, named
 
-__all__ = ["folder", "leave", "path_of", "remove", "use"]
-
 _plain = files.memory_directory
 _made: list[str] = []
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from tests import names
 
-__all__ = ["collapse", "command_of", "descendants", "is_alive", "memory_files", "unused_names"]
-
 _MEMORY_FILES = ("/dev/shm/", "/memfd:lightning_stocache", "/lsc-")
 _COLLAPSE, _HUGE = 25, 2 << 20  # MADV_COLLAPSE
 

@@ -30,23 +30,6 @@ from lightning_stocache.setup import find
 from lightning_stocache.source import random_split
 from tests import names
 
-__all__ = [
-    "Child",
-    "ChildError",
-    "call",
-    "call_many",
-    "context",
-    "ends_alive",
-    "hanging",
-    "idle_worker",
-    "killed_at_line",
-    "mount_own_shm",
-    "run_ranks",
-    "take_all_of_dev_shm",
-    "wait_until",
-    "without_room",
-]
-
 _SECONDS = 400
 _NEW_USERS, _NEW_MOUNTS, _PRIVATE = 0x10000000, 0x00020000, (1 << 18) | (1 << 14)
 

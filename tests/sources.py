@@ -11,16 +11,6 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-__all__ = [
-    "Allowance",
-    "CountedFiles",
-    "CountedSource",
-    "CountedStream",
-    "Made",
-    "TransformedSource",
-    "write_photos",
-]
-
 _INDEX_BYTES = 8
 
 
