@@ -32,25 +32,20 @@ PNG = b"\x89PNG\r\n"
 
 
 @pytest.mark.processes
-def test_help_lists_the_commands_and_imports_little(tmp_path):
-    """`python -m lightning_stocache --help` names every command. Neither it nor the package with its configs imports
-    torch, Lightning, Hydra or NumPy."""
+def test_help_and_version_import_little(tmp_path):
+    """`python -m lightning_stocache --help` names every command, --version is the distribution's. Neither of them, nor
+    the package with its configs, imports torch, Lightning, Hydra or NumPy."""
     code = (
-        "import lightning_stocache.configs, runpy, sys\nsys.argv = ['command', '--help']\n"
-        "try:\n    runpy.run_module('lightning_stocache', run_name='__main__')\n"
-        "except SystemExit as end:\n    assert end.code == 0\n"
+        "import lightning_stocache.configs, runpy, sys\n"
+        "for word in ('--version', '--help'):\n    sys.argv = ['command', word]\n"
+        "    try:\n        runpy.run_module('lightning_stocache', run_name='__main__')\n"
+        "    except SystemExit as end:\n        assert end.code == 0\n"
         "print(sorted({'torch', 'lightning', 'hydra', 'numpy', 'matplotlib'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert all(command.__name__.rstrip("_") in done.stdout for command in COMMANDS)
+    assert done.stdout.startswith(f"lightning-stocache {version('lightning-stocache')}\n")
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_the_version_is_told(capsys):
-    """--version and `__version__` are the version of the distribution."""
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out == f"lightning-stocache {version('lightning-stocache')}\n"
 
 
 class Squares(Dataset[Any]):
@@ -114,15 +109,12 @@ def configs(tmp_path, monkeypatch):
     ("arguments", "words"),
     [
         ("", "arguments are required"),
-        ("no_such_command", "invalid choice"),
         ("report", "arguments are required"),
         ("report {0}/missing", "missing is no folder"),
         ("report {0}", "holds no run"),
-        ("report --png {0}", "arguments are required"),
         ("plan --workers=two", "argument --workers: invalid"),
         ("plan --config-name mine", "--config-dir"),
         ("plan --config-dir {0}/missing data=squares", "--config-dir must be a folder"),
-        ("{plan} --config-name no_such_config", "no_such_config"),
         ("{plan}", "train"),
         ("{plan} data=no_such_data", "no_such_data"),
         ("{plan} data=squares data.no_such_knob=1", "plan: Could not override 'data.no_such_knob'"),
@@ -135,10 +127,8 @@ def configs(tmp_path, monkeypatch):
         ("{pack} data.train.odd=3", "sample 3 of Squares: sample[1] is a set, which cannot be packed"),
         ("{pack} --encoded", "the files of Squares are not known"),
         ("{pack} data.train.length=0", "source must have at least one sample"),
-        ("{pack} data.nope=3", "nope"),
         ("pack {0}/conf/mine.yaml data=sources --config-dir {0}/conf", "is not overwritten"),
         ("clean x-none", "does not exist"),
-        ("clean ../x", "does not exist"),
     ],
 )
 def test_bad_input_is_exit_code_2_and_a_sentence(configs, tmp_path, capsys, arguments, words):
@@ -158,11 +148,10 @@ def test_bad_input_is_exit_code_2_and_a_sentence(configs, tmp_path, capsys, argu
     [
         ("", ["report.html"]),
         ("--output page.html --png", ["page.html", "page.png"]),
-        ("--png mine.png", ["report.html", "mine.png"]),
     ],
 )
 def test_a_report_is_written_where_it_is_told(tmp_path, monkeypatch, capsys, chosen, written):
-    """A page in the working directory, and with --png a picture beside it or at a path; their paths are printed. A run
+    """A page in the working directory, and with --png a picture beside it; their paths are printed. A run
     that cannot be read is named on stderr."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -290,7 +279,6 @@ def test_a_source_of_a_config_is_packed(tmp_path, configs, capsys, chosen, lengt
     source = LMDBSource(path)
     assert len(source) == length
     assert source[3][0].tolist() == [3.0] * 8
-    assert f"{length} samples, 0 of them now" in said(capsys, *command)
 
 
 @pytest.mark.processes
