@@ -12,24 +12,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_stocache import CacheMonitor, StocacheDataModule, StochasticCache
+from tests.sources import Made
 
-BATCH = 64
 
-
-class Images(Dataset[Any]):
-    """Samples of 147 KiB, made on the spot."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3, 224, 224), index % 256, dtype=torch.uint8), index % 10
+def image(index: int) -> tuple[torch.Tensor, int]:
+    """A sample of 147 KiB."""
+    return torch.full((3, 224, 224), index % 256, dtype=torch.uint8), index % 10
 
 
 class Classifier(LightningModule):
@@ -58,8 +49,8 @@ class Classifier(LightningModule):
 def main(door: str, budget: int | str, num_workers: int, samples: int) -> None:
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)  # on a busy machine threads that wait for each other take ten times as long
-    train, val = Images(samples), Images(samples // 20)
-    loading: dict[str, Any] = {"batch_size": BATCH, "num_workers": num_workers}
+    train, val = Made(image, samples), Made(image, samples // 20)
+    loading: dict[str, Any] = {"batch_size": 64, "num_workers": num_workers}
     if door == "datamodule":
         callback: Any = CacheMonitor()
         data: list[Any] = [StocacheDataModule(train, val, budget=budget, **loading)]

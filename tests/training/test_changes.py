@@ -73,7 +73,7 @@ class Appended(Made):
     """The bytes of a file, to which workers see others append."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(torch.tensor)
+        super().__init__(torch.tensor, 100)
         self.path = path
 
     def __len__(self) -> int:
@@ -106,12 +106,11 @@ def test_a_persistent_loader_that_comes_again_is_the_same(tmp_path):
 
 
 @pytest.mark.looks_apart
-@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
-def test_a_reloaded_loader_takes_its_workers_with_it(tmp_path, door):
+def test_a_reloaded_loader_takes_its_workers_with_it(tmp_path):
     """New loaders in every epoch leave no more worker processes than one epoch has."""
     workers = list[int]()
     counting = LambdaCallback(on_train_epoch_end=lambda *_: workers.append(len(multiprocessing.active_children())))
-    callbacks, cached = behind(door, Data(source(tmp_path), num_workers=1, persistent_workers=True), budget="50%")
+    callbacks, cached = behind("callback", Data(source(tmp_path), num_workers=1, persistent_workers=True), budget="50%")
     make_trainer(tmp_path, [*callbacks, counting], epochs=3, logger=False, **RELOADS).fit(Model(), cached)
     assert workers == [1, 1, 1]
     gc.collect()
@@ -273,14 +272,12 @@ class Case:
 FLIP, ERASE = v2.RandomHorizontalFlip(), v2.RandomErasing(1)
 NUMBERS = [torch.tensor(float(number)) for number in range(8)]
 GROWS = {1: grow, 2: grow}
-STRONGER = {1: lambda shown, users: grow(shown, users, 5)}
 BEFORE_FIRST = {1: lambda shown, users: users.insert(0, torch.tensor(-1.0))}
 BEFORE_LAST = {1: lambda shown, users: users.insert(-1, torch.tensor(-1.0))}
 CASES = {
     "rows grow": Case(Images(FLIP), GROWS, reloads=True, workers=1),
     "records grow": Case(Words(FLIP), GROWS, reloads=True),
-    "grown, with other contents": Case(Images(), STRONGER, reloads=True),
-    "grown in half a cache": Case(Images(), STRONGER, reloads=True, budget="50%"),
+    "grown, with other contents": Case(Images(), {1: lambda *both: grow(*both, 5)}, reloads=True),
     "grown, with a random step": Case(Images(), {1: lambda *both: grow(*both, 0, [ERASE])}, reloads=True),
     "grown before the first sample": Case(NUMBERS, BEFORE_FIRST, reloads=True, budget="50%"),
     "grown before the last sample": Case(NUMBERS, BEFORE_LAST, reloads=True),

@@ -1,7 +1,6 @@
 """Rolling caches and streams in a Trainer: by every door, their epochs, their metrics, and what is said of them."""
 
 import logging
-import re
 from typing import Any
 
 import pytest
@@ -72,16 +71,6 @@ def test_epochs_grow_with_the_resident_samples(tmp_path, caplog, door):
     assert 0 < values["oldest_seconds"][-1] < 600
     assert values["times_seen"][-1] >= 1
     assert logged(trainer, "stocache/hit_rate")[-1] == 1
-
-
-def test_a_full_pool_says_what_follows(tmp_path, caplog):
-    """Its line has no seconds that will not be repeated: new samples replace the oldest."""
-    pool = pool_of(60, "50%")
-    append(pool, 8)
-    filling = LambdaCallback(on_train_start=lambda *_: append(pool, 22))
-    trainer = make_trainer(tmp_path, [FillProgress(), filling], logger=False)
-    trainer.fit(Remembers(), StocacheDataModule(train=pool, batch_size=4))
-    assert re.search("the cache is full: 30 of 30 samples.*; from now on new samples replace the oldest", caplog.text)
 
 
 class Replaces(Callback):

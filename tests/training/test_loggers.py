@@ -102,15 +102,25 @@ class Derived(StocacheDataModule):
         self.save_hyperparameters()
 
 
-def test_a_subclass_logs_its_own_arguments_alone(tmp_path):
-    """They come back from a checkpoint."""
-    dm, trainer = Derived(str(tmp_path), "50%"), make_trainer(tmp_path, [CacheMonitor()])
+class Refusing(CSVLogger):
+    """Refuses the cache's hyperparameters, as MLflow's does in a resumed run with other values."""
+
+    def log_hyperparams(self, params: Any = None) -> None:
+        if "stocache" in params:
+            raise ValueError("not these")
+
+
+def test_a_subclass_logs_its_own_arguments_alone(tmp_path, caplog):
+    """They come back from a checkpoint. A logger that refuses the cache's hyperparameters stops no training."""
+    dm, logger = Derived(str(tmp_path), "50%"), CSVLogger(tmp_path, name="logs")
+    trainer = make_trainer(tmp_path, [CacheMonitor()], logger=[Refusing(tmp_path), logger])
     trainer.fit(Saving(), dm)
-    written = hyperparameters_of(trainer.logger)
+    written = hyperparameters_of(logger)
     assert written.pop("stocache")["budget"] == "50%"
     assert written == {"folder": str(tmp_path), "budget": "50%", "batch_size": 7, "name": "mine"}
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert Derived.load_from_checkpoint(tmp_path / "last.ckpt").hparams == dm.hparams
+    assert caplog.text.count("Refusing does not take the cache's hyperparameters: not these") == 1
 
 
 # ---- W&B and MLflow, without the network ----
@@ -185,7 +195,7 @@ def test_wandb_keeps_what_was_logged(tmp_path, monkeypatch):
     assert not [name for name in summary if "/live/" in name]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.epoch_one_reads_all
 def test_mlflow_keeps_what_was_logged(tmp_path, monkeypatch, caplog):
     """Its client returns the values with their steps. A later fit in the same run keeps the params of the first; that

@@ -91,21 +91,32 @@ def ready(*sets: Any, **options: Any) -> Iterator[StocacheDataModule]:
     dm.teardown("fit")
 
 
+def noting(shapes: list[tuple[int, ...]]) -> torch.nn.Module:
+    """A batch transform that notes the shapes of its batches."""
+    module = torch.nn.Identity()
+    module.register_forward_hook(lambda module, args, output: shapes.append(tuple(args[0][0].shape)))
+    return module
+
+
 @pytest.mark.processes
-def test_factories_are_called_once_after_prepare(tmp_path):
-    """A function that makes a set is called in `setup`, after `prepare`, once for all calls of the Trainer."""
+def test_factories_are_called_once_and_batch_transforms_on_whole_batches(tmp_path):
+    """A function that makes a set is called in `setup`, after `prepare`, once for all calls of the Trainer. Validation
+    has `eval_batch_transform`, also in the sanity check."""
     order: list[str] = []
+    training, evaluation = list[tuple[int, ...]](), list[tuple[int, ...]]()
 
     def make(name: str) -> object:
         order.append(name)
         return source(tmp_path, name, 8)
 
-    dm = StocacheDataModule(
-        train=partial(make, "train"), val=[partial(make, "val")], batch_size=4, prepare=lambda: order.append("prepare")
-    )
+    sets = {"train": partial(make, "train"), "val": [partial(make, "val")]}
+    transforms = {"batch_transform": noting(training), "eval_batch_transform": noting(evaluation)}
+    dm = StocacheDataModule(**sets, batch_size=4, prepare=lambda: order.append("prepare"), **transforms)
     assert order == []
-    trainer = make_trainer(tmp_path, logger=False)
+    trainer = make_trainer(tmp_path, num_sanity_val_steps=1, logger=False)
     trainer.fit(Model(), dm)
+    assert training == [(4, 3, 8, 8)] * 2
+    assert evaluation == [(4, 3, 8, 8)] * 3
     trainer.validate(Model(), dm, verbose=False)
     assert order == ["prepare", "train", "val", "prepare"]
 
@@ -128,24 +139,6 @@ def test_transforms_run_after_the_cache(tmp_path, option, factor):
             assert torch.equal(train[3][0], image * 2)
             assert torch.equal(val[3][0], image * factor)
     assert train.cache is None
-
-
-def noting(shapes: list[tuple[int, ...]]) -> torch.nn.Module:
-    """A batch transform that notes the shapes of its batches."""
-    module = torch.nn.Identity()
-    module.register_forward_hook(lambda module, args, output: shapes.append(tuple(args[0][0].shape)))
-    return module
-
-
-@pytest.mark.processes
-def test_batch_transforms_run_on_whole_batches(tmp_path):
-    """Validation has `eval_batch_transform`, also in the sanity check."""
-    training, evaluation = list[tuple[int, ...]](), list[tuple[int, ...]]()
-    transforms = {"batch_transform": noting(training), "eval_batch_transform": noting(evaluation)}
-    dm = StocacheDataModule(source(tmp_path), source(tmp_path, "val", 8), batch_size=4, **transforms)
-    make_trainer(tmp_path, num_sanity_val_steps=1, logger=False).fit(Model(), dm)
-    assert training == [(4, 3, 8, 8)] * 6
-    assert evaluation == [(4, 3, 8, 8)] * 3
 
 
 @pytest.mark.processes

@@ -174,7 +174,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "full": {"case": "full", "strict": True, "epochs": 1},
     "rows": {},
     "fold": {"case": "fold", "door": "callback"},
-    "records": {"case": "records", "budget": "1.5MiB"},
+    "records": {"case": "records", "budget": "1.5MiB", "door": "cache_datamodule"},
     "crossing": {"fits": len(FITS), "batch_size": 4, "samples": SAMPLES, "val": 8, "epochs": 2}
     | {"case": "crossing", "door": "none"},
     "dies": {"case": "dies"},
@@ -218,24 +218,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int | None
     return folder, exit_codes(jobs, folder / "said", SECONDS)
 
 
-def under_torchrun(folder: Path) -> Path:
-    """The job of "rows" with ranks that torchrun starts, which meet in the store of its agents, by another door."""
-    meeting, commands = job_environment(), []
-    for node in (0, 1):
-        torchrun_it = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}"]
-        torchrun_it += ["--master-addr=127.0.0.1", f"--master-port={meeting['MASTER_PORT']}"]
-        python, *job = command(folder, door="cache_datamodule", **LARGE)
-        commands.append([*OWN_SHM, python, *torchrun_it, *job])
-    assert run(folder, commands, [meeting] * 2) == [0, 0], printed(folder)
-    return folder
-
-
-@pytest.mark.parametrize("name", ["rows", "fold", "records", pytest.param("torchrun", marks=pytest.mark.soak)])
-def test_the_memory_of_two_nodes_adds_up(tmp_path, request, name):
+@pytest.mark.parametrize("name", ["rows", "fold", "records"])
+def test_the_memory_of_two_nodes_adds_up(job, name):
     """Two nodes that can each cache half of what is drawn cache all of it, also if samples are ten times as small as
     those of set-up. The metrics of all ranks are the same, per node too, and agree with the source. Samples beside a
     fold are never loaded."""
-    folder = under_torchrun(tmp_path) if name == "torchrun" else request.getfixturevalue("job")[0] / name
+    folder = job[0] / name
     drawn = range(0, MANY, 2 if name == "fold" else 1)
     epochs, *others = (fit["epochs"] for [fit] in read_ranks(folder, 4))
     assert others == [epochs] * 3

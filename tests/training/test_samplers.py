@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from lightning_stocache import CacheMonitor, StochasticCache, cache_datamodule
-from lightning_stocache.training.sampling import loader_domain, replicas
+from lightning_stocache.training.sampling import loader_domain
 from tests.processes import run_ranks
 from tests.training.tiny import (
     DOORS,
@@ -88,7 +88,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], int, bool]] = {  # the samples of an
     ),
     "overfit some": (loader_of, {"overfit_batches": 3}, 24, False),
     "replacement": (lambda data: loader_of(data, RandomSampler(data, replacement=True)), {}, 60, False),
-    "oversampled": (lambda data: fold(data, [*range(60), *range(15)] * 2), {}, 150, False),
     "two loaders": (combined("max_size"), {}, 80, True),
     "two loaders, one of them again and again": (combined("max_size_cycle"), {}, 116, False),
 }
@@ -127,14 +126,6 @@ def test_validation_draws_samples_that_came_since_training_began(tmp_path):
     trainer.fit(Watcher(), data_hooks(train=lambda: fold(data, range(40)), val=newest))
     assert logged(trainer, "stocache/hits")[1] == 40
     assert logged(trainer, "stocache/val/hits")[1] == 8
-
-
-def test_a_trainer_that_leaves_samplers_alone_divides_nothing(tmp_path):
-    """With use_distributed_sampler=False each rank has its own loader; the package's own sampler still deals."""
-    ranks = {"devices": 2, "num_nodes": 2, "strategy": "ddp"}
-    for leaves_alone, count in ((False, 4), (True, 1)):
-        trainer = make_trainer(tmp_path, use_distributed_sampler=not leaves_alone, **ranks)
-        assert (replicas(trainer), replicas(trainer, always=True)) == ((count, 0), (4, 0))
 
 
 def draw_together(rank: int, folder: str) -> None:
@@ -224,7 +215,7 @@ def test_a_sampler_that_changes_goes_on_as_without_a_cache(tmp_path, caplog):
     seen = []
     for callbacks in ([], [StochasticCache()]):
         callbacks.append(LambdaCallback(on_train_epoch_start=change))
-        loader = fold(source(tmp_path, samples=SAMPLES), list(range(12)), num_workers=2)
+        loader = fold(source(tmp_path, samples=SAMPLES), list(range(12)), num_workers=1)
         model, trainer = train(tmp_path, callbacks, loader)
         seen.append(model.batches)
     assert seen[0] == seen[1]
