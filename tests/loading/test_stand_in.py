@@ -1,7 +1,6 @@
 """Whose name is whose: the user's dataset behind a CachedDataset, and behind what the doors put in its place."""
 
 import copy
-import logging
 import pickle
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from lightning_stocache import CachedDataset, CachedLoader, CachedStream, SampleSpec
 from lightning_stocache.loading.dataset import StandIn, cached_in
 from lightning_stocache.loading.loader_tree import cached_in_leaves, leaves_in, loaders_in, wrapped_loader
-from tests.loading.twins import totals
+from tests.loading.twins import logged_to, totals
 
 pytestmark = pytest.mark.processes
 
@@ -132,16 +131,10 @@ def set_strength_of_the_worker(worker: int) -> None:
 def test_workers_that_change_their_copy_say_so_once(plain: Plain, tmp_path: Path, kind: Any) -> None:
     """`worker_init_fn` tells those of each epoch to. They let go of the cache and serve whole batches, counted once:
     what the main process had planned as hits, too."""
-    log, handler = logging.getLogger("lightning_stocache"), logging.FileHandler(tmp_path / "log")
-    with closing(CachedDataset(plain, "34%")) as dataset:
+    with closing(CachedDataset(plain, "34%")) as dataset, logged_to(tmp_path / "log"):
         dataset.__getitems__(list(range(6)))
-        log.addHandler(handler)
-        try:
-            loader = kind(dataset, 3, num_workers=2, worker_init_fn=set_strength_of_the_worker)
-            batches = [[batch.tolist() for batch in loader] for _ in range(3)]
-        finally:
-            log.removeHandler(handler)
-            handler.close()
+        loader = kind(dataset, 3, num_workers=2, worker_init_fn=set_strength_of_the_worker)
+        batches = [[batch.tolist() for batch in loader] for _ in range(3)]
         assert totals(dataset).served == 6 + 3 * 6
     assert batches == [[[0, 2, 4], [9, 12, 15]]] * 3  # by two workers in turn, as without a cache
     assert (tmp_path / "log").read_text().count("its `strength` has changed") == 1

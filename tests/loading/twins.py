@@ -1,11 +1,13 @@
 """A CachedLoader beside the DataLoader that it must equal, run in the same way and compared, and covering designs."""
 
 import itertools
+import logging
 import random
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,18 @@ def jitter(sample: Any) -> Any:
 def to_float(sample: Any) -> Any:
     """A transform that makes another sample."""
     return sample[0].float() / 255, sample[1]
+
+
+@contextmanager
+def logged_to(path: Path) -> Iterator[None]:
+    """What the package says in this process and its workers goes to a file, too."""
+    log, handler = logging.getLogger("lightning_stocache"), logging.FileHandler(path)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
 
 
 # ---- runs ----

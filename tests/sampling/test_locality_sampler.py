@@ -8,7 +8,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from scipy.sparse import csr_matrix
@@ -122,6 +122,7 @@ def test_global_batches_are_those_of_distributed_sampler_and_of_lightning(job, d
             assert Counter(chain(*dealt)) == Counter(chain(*drawn))
 
 
+@settings(max_examples=40)
 @given(jobs)
 def test_sticky_nodes_keep_to_their_part(job):
     """In `sticky` mode a node sees the same part of the dataset in every epoch, and the parts make up the whole."""
@@ -167,6 +168,7 @@ def test_keys_that_are_no_indices_are_dealt_as_by_lightning(keys, mode):
 # ---- the deal ----
 
 
+@settings(max_examples=40)
 @given(jobs)
 def test_misses_are_even_within_a_node(job):
     """The ranks of a node have equally many misses in each batch, give or take one; `imbalance` counts all ranks."""
@@ -188,6 +190,7 @@ def test_sampler_reports_the_imbalance_of_its_latest_iteration():
     assert 0 < samplers[0].imbalance < 64
 
 
+@settings(max_examples=60)
 @given(jobs, st.none() | folds, st.lists(st.integers(0, LENGTH - 1), min_size=1))
 def test_no_deal_hits_more(job, fold, batch):
     """As many indices of a batch go to a node that has them as in a maximum matching of indices and places; others, and
@@ -209,7 +212,6 @@ def test_no_deal_hits_more(job, fold, batch):
     ("nodes", "fractions", "batch_size", "second", "third"),
     [
         ((2, 2, 2, 2), [0.25] * 4, 128, 0.95, 0.97),
-        ((1,) * 32, [1 / 32] * 32, 32, 0.86, 0.92),
         ((2, 2), [0.5, 0.5], 64, 1 - 2.2 * 0.025, 1 - 1.2 * 0.025),
         ((1, 1, 1), [0.5, 0.25, 0.25], 256, 5 / 6 - 0.02, 5 / 6 - 0.01),
         ((3, 1), [0.5, 0.5], 64, 0.75 - 0.025, 0.75 - 0.0125),
