@@ -82,29 +82,23 @@ def through(samples: list[Any]) -> tuple[Any, Any]:
 Pair = collections.namedtuple("Pair", "image label")
 
 SAMPLES: dict[str, Callable[[int], Any]] = {
-    "a tensor": lambda i: torch.full((2, 3), float(i)),
     "an OrderedDict": lambda i: collections.OrderedDict(b=torch.tensor(i), a=float(i)),
     "nested": lambda i: {"pair": Pair([torch.tensor([i])], (i, {"deep": torch.tensor([i * 0.5])})), "one": (i,)},
     "arrays": lambda i: (np.full((2, 2), i, dtype=np.float32), np.array(i), np.arange(3, dtype=np.int16) + i),
     "scalars": lambda i: (i, float(i), i % 2 == 0, np.float32(i), np.int64(i), torch.tensor(i % 3 == 0)),
     "half precision": lambda i: (torch.full((5,), i, dtype=torch.bfloat16), torch.full((3,), i, dtype=torch.half)),
-    "complex": lambda i: torch.tensor([complex(i, -i)]),
     "an empty field": lambda i: (torch.empty(0, 3), torch.tensor([i])),
-    "odd rows": lambda i: (torch.full((3,), i, dtype=torch.uint8), torch.tensor([i, 1, 2], dtype=torch.int16)),
     "tv_tensors": lambda i: {
         "image": tv_tensors.Image(torch.full((3, 2, 2), i, dtype=torch.uint8)),
         "mask": tv_tensors.Mask(torch.full((2, 2), i % 2 == 0)),
     },
     "boxes": lambda i: tv_tensors.BoundingBoxes(torch.full((2, 4), i), format="XYXY", canvas_size=(9, 9)),
-    "a NumPy scalar": lambda i: np.float16(i),
     "empty branches": lambda i: {2: torch.tensor([i]), "a": [], "b": (i, ()), "c": {}},
     "nothing": lambda i: (),
-    "a string": lambda i: f"file {i}",
     "strings": lambda i: (torch.tensor([i]), f"file {i}", b"bytes"),
     "not contiguous": lambda i: torch.arange(12).reshape(3, 4).t() + i,
     "conjugated": lambda i: torch.tensor([1 + 1j * i]).conj(),
     "defaultdict": lambda i: (collections.defaultdict(list, a=torch.tensor([i])), torch.ones(99)),
-    "UserDict": lambda i: (collections.UserDict(a=torch.tensor([i])), torch.ones(99)),
 }
 """What samples look like: a sample for each index."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from lightning_stocache.loading import batch_pool, epoch, index_stream
 from lightning_stocache.loading.dataset import CachedDataset
@@ -41,7 +41,6 @@ from tests.loading.twins import (
     totals,
     uncached,
 )
-from tests.sources import CountedSource
 
 LENGTH, MANY = 40, 140
 SAMPLE_BYTES = 3 * 5 * 7 + 8
@@ -143,17 +142,6 @@ def test_an_error_of_the_source_takes_the_place_of_its_batch(kind, arguments, bu
                 assert loader.resources.pool.shared_left == 3 + 2 * 2
             loader.close()
     del without
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_stop_iteration_of_a_transform_shortens_no_batch(num_workers: int) -> None:
-    """It is an error, whoever makes the batch."""
-
-    def stops_at_five(sample: Any) -> Any:
-        return sample if sample[1] != 5 else next(iter(()))
-
-    with closing(CachedDataset(Numbers(8), transform=stops_at_five)) as dataset, pytest.raises(RuntimeError):
-        list(CachedLoader(dataset, 4, num_workers=num_workers))
 
 
 # ---- a cache that changes ----
@@ -351,15 +339,3 @@ def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: 
         made[-1].append(torch.rand(1))
     assert len(made[0]) > 1 or drop_last
     assert same(*made)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_index_that_is_drawn_several_times_is_loaded_once(tmp_path, num_workers):
-    """With replacement, the first is a miss and the others are hits, in one batch or in two that are under way."""
-    source = CountedSource(6, log_path=tmp_path / "loads")
-    with closing(CachedDataset(source)) as dataset:
-        at_setup, sampler = source.loads, RandomSampler(range(6), replacement=True, num_samples=60)
-        labels = torch.cat([batch[1] for batch in CachedLoader(dataset, 8, sampler=sampler, num_workers=num_workers)])
-        drawn, counts = len(labels.unique()), totals(dataset)
-        assert (counts.served, counts.fills, counts.misses, counts.hits) == (60, drawn, drawn, 60 - drawn)
-        assert source.loads == at_setup + drawn

@@ -25,7 +25,6 @@ from tests.loading.twins import (
     pairwise,
     same,
     totals,
-    unchanged,
 )
 from tests.sources import Made
 
@@ -137,7 +136,7 @@ def sized(key: Any) -> Any:
     return torch.full((size,), index), index
 
 
-@pytest.mark.parametrize(("num_workers", "transform"), [(0, None), (1, None), (1, unchanged)])
+@pytest.mark.parametrize(("num_workers", "transform"), [(0, None), (1, None), (1, copy.copy)])
 @pytest.mark.parametrize(
     ("make", "arguments"),
     [
@@ -180,7 +179,7 @@ def test_a_sampler_may_change_the_batch_that_it_gave():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("transform", [None, unchanged], ids=["gathered", "made"])
+@pytest.mark.parametrize("transform", [None, copy.copy], ids=["gathered", "made"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_pinned_batches_may_be_copied_while_nobody_holds_them(transform, num_workers):
     """Copies to the device that are still under way read the right batch, though the next ones are made meanwhile."""
@@ -210,8 +209,8 @@ class Telling(Numbers):
     ("gather", "transform", "wrap", "kind"),
     [
         ("main", None, lambda dataset: dataset, CachedDataset),
-        ("worker", unchanged, StandIn, Telling),
-        ("main", unchanged, StandIn, Telling),
+        ("worker", copy.copy, StandIn, Telling),
+        ("main", copy.copy, StandIn, Telling),
     ],
     ids=["gathered, of the user's making", "made", "DataLoader's own way"],
 )
@@ -232,7 +231,7 @@ def test_worker_init_fn_finds_the_dataset_and_the_worker(gather, transform, wrap
 def test_gather_says_who_makes_the_batches():
     """Workers where there are some and more to do than to copy rows, else the main process; or as one says by hand."""
     worker: dict[str, Any] = {"num_workers": 1}
-    with closing(CachedDataset(Numbers(8))) as plain, closing(CachedDataset(Numbers(8), transform=unchanged)) as after:
+    with closing(CachedDataset(Numbers(8))) as plain, closing(CachedDataset(Numbers(8), transform=copy.copy)) as after:
         ways: list[tuple[Any, dict[str, Any], str | None]] = [
             (plain, {}, "main"),
             (plain, worker, "main"),

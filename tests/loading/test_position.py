@@ -4,7 +4,6 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -265,17 +264,6 @@ def test_the_rest_comes_from_any_moment(dataset, name, options):
         again.load_state_dict(states[number])  # with workers that are there, where they are persistent
         assert epochs(again, 1 - len(rest), 2) == [*rest, following[0]], number
         again.close()
-
-
-def test_an_epoch_that_was_closed_has_not_ended(cached):
-    """Who asks a closed iterator for more gets nothing, and the position stays where it was."""
-    loader = made("shuffle", cached)
-    batches = iter(loader)
-    got = [next(batches).tolist()]
-    batches.close()
-    assert next(batches, None) is None
-    again = made_elsewhere(loader.state_dict(), "shuffle", cached)
-    assert sorted(chain(*got, *(batch.tolist() for batch in again))) == list(range(LENGTH))
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,5 +1,6 @@
 """A CachedLoader beside the DataLoader that it must equal, run in the same way and compared, and covering designs."""
 
+import copy
 import itertools
 import logging
 import random
@@ -43,15 +44,10 @@ class Numbers(Dataset[Any]):
         return torch.randint(0, 256, self.shape, dtype=torch.uint8, generator=generator), index
 
 
-def unchanged(sample: Any) -> Any:
-    """A transform that makes no other sample."""
-    return sample
-
-
 class InBatches(Dataset[Any]):
     """A source that loads whole batches, over another, and then transforms their samples."""
 
-    def __init__(self, source: Any, transform: Callable[[Any], Any] = unchanged) -> None:
+    def __init__(self, source: Any, transform: Callable[[Any], Any] = copy.copy) -> None:
         self.source, self.transform = source, transform
 
     def __len__(self) -> int:
@@ -176,12 +172,7 @@ def assert_as_plain(
 ) -> None:
     """Three epochs of a cached dataset, the second broken off, equal DataLoader's in batches and generators.
 
-    Args:
-        source: the dataset.
-        runs: the classes of loaders, one after the other over the same cache, and what makes their arguments, with
-            samplers of their own.
-        shares: names of `SHARES`; each is compared.
-        transform: runs after the cache.
+    `runs` are the classes of loaders, one after the other over the same cache, and what makes their arguments.
     """
     expected = [_run(DataLoader, uncached(source, transform), arguments()) for _, arguments in runs]
     for share in shares:

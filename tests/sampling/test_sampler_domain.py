@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import ListConfig
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -50,22 +49,17 @@ class Mine(SubsetRandomSampler):
     [
         (SubsetRandomSampler([3, 9, 4]), True),
         (SubsetRandomSampler(torch.tensor([3, 9, 4, 4])), True),  # type: ignore[arg-type]
-        (SubsetRandomSampler(np.array([3, 9])), True),  # type: ignore[arg-type]
         (Mine([5, 6]), False),
         (WeightedRandomSampler([0.0, 1.0, 2.0, *[0.0] * 27], 200), False),
         (RandomSampler(FEW), True),
-        (RandomSampler(FEW, replacement=True, num_samples=200), False),
         (SequentialSampler(FEW), True),
         (DistributedSampler(FEW, 1, 0), True),
         (dealt(SubsetRandomSampler([3, 9])), True),
         (dealt(WeightedRandomSampler([0.0, 1.0, 1.0], 50)), False),
         (BatchSampler(SubsetRandomSampler([3, 9, 4]), 2, False), False),
         ([4, 4, 2], False),
-        (range(3), False),
         ([[1, 2], [2, 3, 4]], False),
         (np.array([6, 7]), False),
-        (torch.tensor([6, 7]), False),
-        (ListConfig([4, 2]), False),
     ],
 )
 def test_it_is_what_is_drawn(sampler: Any, once: bool) -> None:
@@ -88,15 +82,12 @@ def test_it_is_what_is_drawn(sampler: Any, once: bool) -> None:
         RandomSampler(DATA, num_samples=5),  # others each time
         SequentialSampler(DATA),
         DistributedSampler(DATA, 2, 0),
-        WeightedRandomSampler([1.0] * LENGTH, 5),
         SubsetRandomSampler(range(LENGTH)),
         SubsetRandomSampler([]),
         SubsetRandomSampler([LENGTH]),  # the error is the source's
-        WeightedRandomSampler([0.0] * LENGTH, 5),
         Other(),
         None,
         ["a", "b"],
-        [object()],
     ],
 )
 def test_else_all_may_be_drawn(sampler: Any) -> None:
