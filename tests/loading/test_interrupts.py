@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
@@ -216,8 +215,7 @@ def test_shared_memory_that_is_being_taken_belongs_to_the_pool(monkeypatch: pyte
     assert presses > 20
 
 
-@pytest.mark.parametrize("transform", [None, jitter])
-def test_workers_that_are_being_started_are_somebodys(transform: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_are_being_started_are_somebodys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while they start is raised when they are known, and ends them; the next epoch is whole."""
     start = BaseProcess.start
 
@@ -225,7 +223,7 @@ def test_workers_that_are_being_started_are_somebodys(transform: Any, monkeypatc
         start(process)
         signal.raise_signal(signal.SIGINT)
 
-    with closing(CachedDataset(Numbers(12), "50%", transform=transform)) as dataset:
+    with closing(CachedDataset(Numbers(12), "50%")) as dataset:
         loader = CachedLoader(dataset, 4, num_workers=2)
         with monkeypatch.context() as patch:
             patch.setattr(BaseProcess, "start", pressed)
@@ -238,21 +236,12 @@ def test_workers_that_are_being_started_are_somebodys(transform: Any, monkeypatc
 # ---- the thread, and steps that are not interrupted
 
 
-@pytest.fixture
-def thread() -> Iterator[Prefetcher]:
-    """It leaves nothing running, however often it is stopped."""
-    prefetcher = Prefetcher()
-    prefetcher.stop()
-    yield prefetcher
-    prefetcher.stop()
-    prefetcher.stop()
-    assert prefetch_threads() == 0
-
-
-def test_who_wants_a_job_that_is_under_way_waits_for_it(thread: Prefetcher) -> None:
+def test_who_wants_a_job_that_is_under_way_waits_for_it() -> None:
     """The thread has begun it, and nobody else does; its result is there as often as it is wanted. The thread keeps no
     batch alive, though it waits: its memory is needed for the next one. An error is the consumer's, and the thread goes
-    on. A finalizer may stop it from anywhere, the thread itself included."""
+    on. A finalizer may stop it from anywhere, the thread itself included, and more than once."""
+    thread = Prefetcher()
+    thread.stop()
     begun, go_on, done_by = threading.Event(), threading.Event(), list[int]()
 
     class Batch:
@@ -282,6 +271,7 @@ def test_who_wants_a_job_that_is_under_way_waits_for_it(thread: Prefetcher) -> N
             broken.result()
     thread.offer(Job(thread.stop))
     wait_until(lambda: prefetch_threads() == 0)
+    thread.stop()
 
 
 def test_the_handler_of_the_user_is_put_back() -> None:

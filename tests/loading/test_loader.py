@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, SequentialSampler, get_worker_info
+from torch.utils.data import DataLoader, SequentialSampler
 from torchvision.transforms import v2
 
-from lightning_stocache.loading.dataset import CachedDataset, StandIn
+from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from tests.loading.twins import (
+    AnyKey,
     InBatches,
     Numbers,
     assert_as_plain,
@@ -149,29 +150,26 @@ def sized(key: Any) -> Any:
 def test_what_only_the_source_understands_passes_through(make, arguments, transform, num_workers):
     """Indices outside, which the ring would wrap around to samples of other indices, and keys, such as (index, size):
     what the source makes of them, between batches from the cache."""
-    with closing(CachedDataset(Made(make, 6), transform=transform)) as dataset:
+    with closing(CachedDataset(AnyKey(make, 6), transform=transform)) as dataset:
         dataset.__getitems__([0, 1, 2, 3])
         loader = CachedLoader(dataset, num_workers=num_workers, **arguments)
         for _ in range(2):
-            assert same([copied(batch) for batch in loader], list(DataLoader(Made(make, 6), **arguments)))
+            assert same([copied(batch) for batch in loader], list(DataLoader(AnyKey(make, 6), **arguments)))
 
 
 def test_a_sampler_may_change_the_batch_that_it_gave():
     """Indices are copied when they are drawn: a sampler that reuses its array does not change batches to come."""
 
     class Reusing:
-        def __init__(self, kind: Callable[[Any], Any]) -> None:
-            self.batch = kind([0, 0])
-
         def __iter__(self) -> Iterator[Any]:
+            batch = torch.tensor([0, 0])
             for start in range(0, 10, 2):
-                self.batch[0], self.batch[1] = start, start + 1
-                yield self.batch
+                batch[0], batch[1] = start, start + 1
+                yield batch
 
     with closing(CachedDataset(Numbers(10), "50%")) as dataset:
-        for kind in (np.array, torch.tensor, list):
-            loader = CachedLoader(dataset, batch_sampler=Reusing(kind), num_workers=2)  # type: ignore[arg-type]
-            assert [batch[1].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+        loader = CachedLoader(dataset, batch_sampler=Reusing(), num_workers=2)  # type: ignore[arg-type]
+        assert [batch[1].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
 # ---- arguments ----
@@ -193,39 +191,6 @@ def test_pinned_batches_may_be_copied_while_nobody_holds_them(transform, num_wor
             torch.cuda.synchronize()
             got = [[part.cpu() for part in batch] for batch in on_device]
             assert same(got, list(DataLoader(Numbers(400, (3, 128, 128)), 16)))
-
-
-class Telling(Numbers):
-    """A source whose samples say what the worker that loaded them was told."""
-
-    told = (-1, -1, -1)
-
-    def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()
-        return torch.tensor([*self.told, -1 if info is None else info.id]), index
-
-
-@pytest.mark.parametrize(
-    ("gather", "transform", "wrap", "kind"),
-    [
-        ("main", None, lambda dataset: dataset, CachedDataset),
-        ("worker", copy.copy, StandIn, Telling),
-        ("main", copy.copy, StandIn, Telling),
-    ],
-    ids=["gathered, of the user's making", "made", "DataLoader's own way"],
-)
-def test_worker_init_fn_finds_the_dataset_and_the_worker(gather, transform, wrap, kind):
-    """It runs in every worker, where get_worker_info says what it says under DataLoader: the user's own dataset."""
-
-    def note_worker(worker: int) -> None:
-        info: Any = get_worker_info()
-        assert type(info.dataset) is kind
-        info.dataset.told = (worker, info.id, info.num_workers)
-
-    with closing(CachedDataset(Telling(8), transform=transform)) as dataset:
-        loader = CachedLoader(wrap(dataset), 2, gather=gather, num_workers=2, worker_init_fn=note_worker)
-        told = {tuple(row) for images, _ in loader for row in images.tolist()}
-        assert told == {(0, 0, 2, 0), (1, 1, 2, 1)}
 
 
 def test_gather_says_who_makes_the_batches():

@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,19 +122,27 @@ def test_a_change_takes_effect(plain: Plain, dataset: CachedDataset, wrap: Any, 
     assert totals(dataset).served == 17
 
 
-def set_strength_of_the_worker(worker: int) -> None:
-    info: Any = get_worker_info()
-    info.dataset.strength = worker + 2
-
-
 @pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("kind", [DataLoader, CachedLoader])
-def test_workers_that_change_their_copy_say_so_once(plain: Plain, tmp_path: Path, kind: Any) -> None:
-    """`worker_init_fn` tells those of each epoch to. They let go of the cache and serve whole batches, counted once:
-    what the main process had planned as hits, too."""
-    with closing(CachedDataset(plain, "34%")) as dataset, logged_to(tmp_path / "log"):
+@pytest.mark.parametrize(
+    ("kind", "wrap", "found"),
+    [
+        (DataLoader, itself, CachedDataset),
+        (CachedLoader, itself, CachedDataset),
+        (partial(CachedLoader, gather="worker"), StandIn, Plain),
+    ],
+)
+def test_workers_that_change_their_copy_say_so_once(tmp_path: Path, kind: Any, wrap: Any, found: Any) -> None:
+    """`worker_init_fn` tells those of each epoch to: it finds the worker and the dataset, behind a stand-in the user's.
+    They let go of the cache and serve whole batches, counted once: what the main process had planned as hits, too."""
+
+    def set_strength_of_the_worker(worker: int) -> None:
+        info: Any = get_worker_info()
+        assert (type(info.dataset), info.id, info.num_workers) == (found, worker, 2)
+        info.dataset.strength = worker + 2
+
+    with closing(CachedDataset(Plain(), "34%")) as dataset, logged_to(tmp_path / "log"):
         dataset.__getitems__(list(range(6)))
-        loader = kind(dataset, 3, num_workers=2, worker_init_fn=set_strength_of_the_worker)
+        loader = kind(wrap(dataset), 3, num_workers=2, worker_init_fn=set_strength_of_the_worker)
         batches = [[batch.tolist() for batch in loader] for _ in range(3)]
         assert totals(dataset).served == 6 + 3 * 6
     assert batches == [[[0, 2, 4], [9, 12, 15]]] * 3  # by two workers in turn, as without a cache

@@ -44,6 +44,13 @@ class Numbers(Dataset[Any]):
         return torch.randint(0, 256, self.shape, dtype=torch.uint8, generator=generator), index
 
 
+class AnyKey(Made):
+    """Whatever a function makes of a key, which may count from the end or be no index."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.make(key)
+
+
 class InBatches(Dataset[Any]):
     """A source that loads whole batches, over another, and then transforms their samples."""
 
@@ -66,7 +73,7 @@ def uncached(source: Any, transform: Callable[[Any], Any] | None) -> Any:
         return source
     if hasattr(source, "__getitems__") and not isinstance(source, Subset):  # which loads one by one here
         return InBatches(source, transform)
-    return Made(lambda index: transform(source[index]), len(source))
+    return AnyKey(lambda index: transform(source[index]), len(source))
 
 
 def jitter(sample: Any) -> Any:
@@ -96,7 +103,6 @@ def logged_to(path: Path) -> Iterator[None]:
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 WAYS: dict[str, tuple[dict[str, Any], str, Any]] = {
     "alone": ({}, "25%", None),
-    "alone, made": ({}, "50%", to_float),
     "workers": ({"num_workers": 2}, "50%", None),
     "workers, made": ({"num_workers": 2}, "auto", to_float),
     "persistent": (PERSISTENT, "25%", None),
