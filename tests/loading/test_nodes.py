@@ -28,28 +28,29 @@ LENGTH, EPOCHS, BATCH = 1200, 3, 20
 
 
 @pytest.mark.parametrize(
-    ("world", "rank", "kind", "workers", "words"),
+    ("world", "rank", "kind", "workers", "options", "words"),
     [
-        ("2", "0", CachedLoader, 0, ["each of 2 ranks has a cache of its own: ", "share()", "DistributedSampler"]),
-        ("2", "0", DataLoader, 2, ["each of 2 ranks loads its samples uncached: "]),
-        ("2", "1", CachedLoader, 0, []),
-        ("1", "0", CachedLoader, 0, []),
+        ("2", "0", CachedLoader, 2, {}, ["each of 2 ranks has a cache of its own: ", "share()", "DistributedSampler"]),
+        ("2", "0", CachedLoader, 0, {"defer": True}, ["each of 2 ranks loads its samples uncached: "]),
+        ("2", "0", DataLoader, 2, {"budget": 0}, ["each of 2 ranks loads its samples uncached: "]),
+        ("2", "1", CachedLoader, 0, {}, []),
+        ("1", "0", CachedLoader, 0, {}, []),
     ],
 )
-def test_a_loader_says_that_ranks_are_alone(monkeypatch, world, rank, kind, workers, words):
+def test_a_loader_says_that_ranks_are_alone(monkeypatch, world, rank, kind, workers, options, words):
     """Under torchrun one warning of all workers and epochs, on rank zero, names share() and a DistributedSampler."""
     monkeypatch.setenv("WORLD_SIZE", world)
     monkeypatch.setenv("RANK", rank)
-    said = call(alone, kind, workers)
+    said = call(alone, kind, workers, options)
     assert len(said) == (1 if words else 0)
     assert all(word in said[0] for word in words)
 
 
-def alone(kind: Any, workers: int) -> list[str]:
+def alone(kind: Any, workers: int, options: dict[str, Any]) -> list[str]:
     """What a script is told that shares nothing, with logging in a file that workers share."""
     with tempfile.NamedTemporaryFile("r") as file:
         logging.getLogger("lightning_stocache").addHandler(logging.FileHandler(file.name))
-        dataset = CachedDataset(CountedSource(8), defer=kind is DataLoader)
+        dataset = CachedDataset(CountedSource(8), **options)
         for _ in range(2):
             list(kind(dataset, 2, num_workers=workers))
         dataset.close()
