@@ -103,13 +103,6 @@ def test_samples_have_the_transform_and_a_number(opened):
             pool.__getitems__([0, outside])
 
 
-def test_a_view_keeps_the_fillers_at_work():
-    """Even if no other object refers to the pool."""
-    view = RollingCache(Numbers(), "100%", fillers=1, minimum=LENGTH).view(None)
-    assert epoch(view) == list(range(LENGTH))
-    assert view.is_open
-
-
 # ---- fillers ----
 
 
@@ -288,16 +281,15 @@ def test_fillers_end_with_their_parent(tmp_path):
     wait_until(lambda: not any(map(is_alive, fillers)), seconds=60)
 
 
-def use_up() -> int:
-    pool = RollingCache(Numbers(), "50%", fillers=2, minimum=20)
-    count = len(epoch(pool))
-    del pool
-    return count
+def train_on_a_view() -> list[int]:
+    view = RollingCache(Numbers(), "100%", fillers=1, minimum=LENGTH).view(None)
+    return epoch(view)
 
 
 def test_a_pool_that_is_not_closed_ends_with_its_process():
-    """Its fillers are daemons, so the process ends at once."""
-    assert call(use_up) == 20
+    """A view keeps the fillers at work, although no other object refers to the pool. They are daemons, so the process
+    ends at once."""
+    assert call(train_on_a_view) == list(range(LENGTH))
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def tag(sample: Any) -> tuple[int, Any]:
 MAKERS: list[Any] = [row, text, partial(turning, 40), partial(row, values=3000), partial(text, length=20_000)]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(12, 60))])
 def test_every_whole_epoch_has_every_sample_as_often_as_the_stream(seed: int) -> None:
     """Random lives, against a plain list: epochs before it may be broken off, raise, or run at the same time, and
     samples may repeat."""
