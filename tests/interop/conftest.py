@@ -16,8 +16,8 @@ os.environ |= {"NO_ALBUMENTATIONS_UPDATE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK":
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name in {"mlflow", "optuna", "tensorboard"} - set(sys.modules):
-            patch.setitem(sys.modules, name, None)  # MONAI would import them, for two seconds, and uses none here
+        for name in {"mlflow", "optuna", "sklearn", "tensorboard", "wandb"} - set(sys.modules):
+            patch.setitem(sys.modules, name, None)  # MONAI and timm would import them, for seconds, and use none here
         for name in ("albumentations", "monai", "timm", "kornia"):
             with suppress(ImportError):
                 import_module(name)
