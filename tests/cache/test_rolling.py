@@ -190,6 +190,21 @@ def disk(request: Any, tmp_path: Path) -> RollingDisk:
     return RollingDisk(tmp_path, request.param)
 
 
+def test_the_next_job_goes_on_where_the_last_one_was(disk: RollingDisk) -> None:
+    """Each job finds what was resident. The oldest samples leave first, whichever job has written them."""
+    came, before = 0, 0
+    for more in (5, 0, 30, 7, 100, 1):
+        with disk.open() as store:
+            assert (store.filled, store.found, store.appended, store.evicted) == (before, before, 0, 0)
+            disk.append(store, range(came, came + more))
+            came += more
+            found = resident(store)
+            assert found == list(range(came - len(found), came))
+            assert (store.appended, store.renewed) == (more, min(more, len(found)))
+            before = store.filled
+    assert before < came
+
+
 def test_a_damaged_generation_loses_no_later_sample(disk: RollingDisk) -> None:
     """A flipped bit gives an empty slot the largest ticket. Samples that come afterwards are there for the next job."""
     with disk.open():
