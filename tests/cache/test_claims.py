@@ -31,15 +31,6 @@ def can_claim(segment: Segment, slot: int) -> bool:
     return is_mine
 
 
-@pytest.mark.processes
-def test_a_claim_excludes_other_processes(segment: Segment) -> None:
-    """While a slot is claimed here, another process cannot claim it, but can claim others; afterwards it can."""
-    with Claims(segment).waiting(3):
-        assert not call(can_claim, segment, 3)
-        assert call(can_claim, segment, 4)
-    assert call(can_claim, segment, 3)
-
-
 def test_a_claim_excludes_other_threads(segment: Segment) -> None:
     """POSIX locks do not tell threads apart; claims do. A thread that failed to claim a slot can claim it later, and
     a thread that waits gets it then."""

@@ -113,7 +113,7 @@ def test_damaged_files_serve_no_wrong_sample(disk: Disk, rounds: int) -> None:
     assert lost
 
 
-@pytest.mark.parametrize("rounds", [10, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("rounds", [5, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 def test_a_power_cut_serves_no_wrong_sample(disk: Disk, rounds: int) -> None:
     """After a power cut any pages that were written since the last sync may be lost. Synced samples are served."""
     disk.fill(ALL[:20])

@@ -262,8 +262,8 @@ def test_what_is_stored_is_counted_to_the_byte() -> None:
 def test_a_full_store_holds_records_and_little_else(rng: random.Random) -> None:
     """With as many slots as set-up gives it, 95 % of the bytes granted are records, of any sizes. Of many small records
     some have no slot, and never fewer have one than would find room."""
-    granted = 16 * MIB
-    lengths = [int(300 * (MIB / 300) ** rng.random()) for _ in range(500)] + [300] * 5000
+    granted = 4 * MIB
+    lengths = [int(300 * (MIB / 4 / 300) ** rng.random()) for _ in range(500)] + [300] * 5000
     rng.shuffle(lengths)
 
     def content(index: int) -> Any:

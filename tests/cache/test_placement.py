@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_stocache.cache.placement import NO_RANK, NO_SLOT, Arc, Domain, Ring
@@ -64,10 +64,8 @@ def test_arcs_as_long_as_the_shares_cover_everything_once(size: int, ranks: list
     assert homes == [1] * size
 
 
-@given(
-    size=st.one_of(st.integers(1, 5000), st.sampled_from([2775, 16_384, 30_030, 65_536, 510_510, 1_281_167])),
-    share=st.floats(0, 1),
-)
+@example(size=1_281_167, share=0.37)
+@given(size=st.one_of(st.integers(1, 5000), st.sampled_from([16_384, 30_030, 65_536])), share=st.floats(0, 1))
 def test_a_class_sorted_dataset_is_cached_evenly(size: int, share: float) -> None:
     """Of any block of consecutive indices (a class of a sorted folder) an arc takes its share, to within 8."""
     arc = Ring.cut(size, (1.0,), (round(size * share),)).arcs[0]

@@ -345,24 +345,3 @@ def test_a_required_place_must_hold_its_type() -> None:
         assert not codec.is_alike(bad)
         with pytest.raises(SampleMismatchError, match=message):
             codec.encode(bad, 5)
-
-
-# --- comparing
-
-
-def test_the_test_itself_sees_differences() -> None:
-    """`same` sees every kind of difference that the tests of this file rely on."""
-    array = np.zeros(1)
-    for left, right in (
-        (torch.ones(2, 3), torch.ones(3, 2).T),
-        (torch.tensor(0.0), torch.tensor(-0.0)),
-        (boxes(2), boxes(2).as_subclass(torch.Tensor)),
-        (np.zeros(2), np.zeros(2, dtype=">f8")),
-        (1, True),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-        ([array, array], [array, array.copy()]),
-        (Target(1, array), Target(2, array)),
-        (picture("L", (2, 2)), Image.new("L", (2, 2))),
-    ):
-        assert same(left, left)
-        assert not same(left, right)

@@ -7,8 +7,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_stocache.node.files import (
     FORMAT,
@@ -19,7 +17,6 @@ from lightning_stocache.node.files import (
     ManifestError,
     make_file,
     open_own,
-    printable,
     read_manifest,
     write_header,
 )
@@ -116,11 +113,3 @@ def test_what_cannot_be_read_is_told_apart() -> None:
     ]:
         with pytest.raises(ManifestError, match=words):
             read_manifest(content, PAYLOAD)
-
-
-@given(st.text('aé \\"{}[],:\x00\x1b\u202e\ud800', max_size=20))
-def test_printable_text_is_printable(name: str) -> None:
-    """Every file name can be shown. A printable name is shown unchanged."""
-    shown = printable(name)
-    assert shown.isprintable()
-    assert shown == name or not name.isprintable()

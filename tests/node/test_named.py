@@ -180,28 +180,25 @@ def test_bad_names_are_refused() -> None:
                 function(bad)  # type: ignore[operator]
 
 
-def test_a_strange_lock_file_is_refused(name: str, tmp_path: Path) -> None:
-    """A link is not followed, a pipe is not waited for; neither keeps the segment from being cleaned."""
-    locks = path_of(name + ".locks")
-    for make_strange in (lambda: locks.symlink_to(tmp_path / "there"), lambda: os.mkfifo(locks, 0o600)):
-        make_strange()
-        with pytest.raises(PermissionError, match="not trusted"):
-            opened(name)
-        assert [gone.name for gone in clean(name)] == [name]
-        assert not path_of(name).exists()
-    assert not (tmp_path / "there").exists()
-
-
 def test_no_lock_file_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is removed before its segment, so a kill in between leaves a segment for the next `clean`. A lock file whose
-    segment was removed by hand is that of the next segment of this name."""
+    segment was removed by hand is that of the next segment of this name. A link is not followed, a pipe is not waited
+    for; neither keeps the segment from being cleaned."""
     unlink, removed = os.unlink, list[str]()
-    path_of(name + ".locks").touch(0o600)
+    locks = path_of(name + ".locks")
+    locks.touch(0o600)
     opened(name).close()
     monkeypatch.setattr(os, "unlink", lambda path: removed.append(path) or unlink(path))
     assert [gone.name for gone in clean(name)] == [name]
-    assert removed == [str(path_of(name + ".locks")), str(path_of(name))]
+    assert removed == [str(locks), str(path_of(name))]
     segment = Segment.create(SIZE, "file")
     segment.unlink()
     assert removed[2] == f"{removed[3]}.locks"
     segment.close()
+    for make_strange in (make_link, os.mkfifo):
+        make_strange(locks)
+        with pytest.raises(PermissionError, match="not trusted"):
+            opened(name)
+        assert [gone.name for gone in clean(name)] == [name]
+        assert not path_of(name).exists()
+    assert not (locks.parent / "elsewhere").exists()

@@ -71,15 +71,6 @@ def test_other_processes_attach_by_the_handle(backend: Backend) -> None:
     segment.close()
 
 
-def test_attaching_twice_in_one_process_gives_one_segment(segment: Segment) -> None:
-    """Two lock descriptors would drop each other's locks. Each attach takes one more close. A pickle is an address."""
-    assert Segment.attach(segment.handle) is segment
-    segment.close()
-    assert not segment.closed
-    assert pickle.loads(pickle.dumps(segment)) is segment
-    assert len(pickle.dumps(segment)) < 1000
-
-
 # --- what is not that segment
 
 
@@ -130,8 +121,14 @@ def test_a_create_that_fails_leaves_nothing(
 
 
 def test_a_closed_segment_says_so(segment: Segment) -> None:
-    """After close every use is an error in words, never an access to a descriptor that now means something else. A view
-    that lives on keeps its memory."""
+    """Attached twice in one process it is one segment, as two lock descriptors would drop each other's locks, and takes
+    one more close; a pickle is an address. After the last close every use is an error in words, never an access to a
+    descriptor that now means something else. A view that lives on keeps its memory."""
+    assert Segment.attach(segment.handle) is segment
+    segment.close()
+    assert not segment.closed
+    assert pickle.loads(pickle.dumps(segment)) is segment
+    assert len(pickle.dumps(segment)) < 1000
     stored(segment, 9)
     tensor, view = segment.tensor(0, 4096), segment.memory(4096, 4096)
     segment.close(), segment.close()
