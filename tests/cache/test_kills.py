@@ -44,7 +44,9 @@ Job = Callable[[], AbstractContextManager[Any]]
 
 GRANTED = 2**23  # also for what those who are killed have taken and not stored
 ROLLING = 24  # samples of a rolling store
-EVERY_LINE = pytest.mark.parametrize("every_line", [False, pytest.param(True, marks=pytest.mark.soak)])
+EVERY_LINE = pytest.mark.parametrize(
+    "every_line", [pytest.param(False, id="changes"), pytest.param(True, marks=pytest.mark.soak, id="all")]
+)
 
 
 @pytest.fixture(params=LAYOUTS)
