@@ -281,34 +281,23 @@ def test_a_call_opens_two_segments_per_dataset_and_closes_them(tmp_path, segment
 
 
 @pytest.mark.epoch_one_reads_all
-def test_a_kept_cache_outlives_a_failure(tmp_path, segments):
-    """With keep_cache=True the next fit hits the samples that a failed fit has loaded, as `cache_state` says."""
-    callbacks, dm = behind("ours", Data(source(tmp_path), shuffle=False), keep_cache=True)
+def test_a_kept_cache_outlives_a_failure_and_ends_with_its_dataset(tmp_path, segments):
+    """With keep_cache=True the next fit hits the samples that a failed fit has loaded, as `cache_state` says. A fit
+    with a new dataset closes the cache of the one before."""
+    dm, cache = Data(source(tmp_path), shuffle=False), StochasticCache(keep_cache=True)
     with pytest.raises(ArithmeticError):
-        make_trainer(tmp_path, [*callbacks, failing(ArithmeticError)], logger=False).fit(Model(), dm)
-    [state] = dm.cache_state()
+        make_trainer(tmp_path, [cache, failing(ArithmeticError)], logger=False).fit(Model(), dm)
+    [state] = cache.cache_state()
     expected = {"dataset": "CountedSource", "stages": ["train"], "samples": SAMPLES, "slots": SAMPLES, "filled": 16}
     assert state.items() >= expected.items()
-    trainer = make_trainer(tmp_path, callbacks)
+    trainer = make_trainer(tmp_path, [cache])
     trainer.fit(Model(), dm)
     assert logged(trainer, "stocache/hits")[-1] == 16
-    dm.close()
+    before, dm.train = dm.train, source(tmp_path)
+    make_trainer(tmp_path, [cache], logger=False).fit(Model(), dm)
+    assert [dataset in cache.caches for dataset in (before, dm.train)] == [False, True]
+    cache.close()
     assert all(segment.closed for segment in segments)
-
-
-def test_a_kept_cache_is_replaced_when_setup_makes_a_new_dataset(tmp_path):
-    """keep_cache=True keeps no unreachable cache: a second fit with new datasets closes the caches of the first."""
-
-    class MadeInSetup(Data):
-        def setup(self, stage: str) -> None:
-            self.train, self.val = source(tmp_path), source(tmp_path, "val", 8)
-
-    dm, made = cache_datamodule(MadeInSetup(None), keep_cache=True), []
-    for _ in range(2):
-        make_trainer(tmp_path, logger=False).fit(Model(), dm)
-        made += [dm.train, dm.val]
-    assert [dataset in dm.caches for dataset in made] == [False, False, True, True]
-    dm.caches.close()
 
 
 @pytest.mark.epoch_one_reads_all

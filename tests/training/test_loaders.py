@@ -26,7 +26,6 @@ from tests.logs import Log
 from tests.processes import run_ranks
 from tests.sources import CountedStream, Made
 from tests.training.tiny import (
-    DOORS,
     SAMPLES,
     Data,
     Looking,
@@ -291,7 +290,7 @@ def test_a_cached_dataset_of_the_users_is_left_alone(tmp_path, caplog, door, wra
 
 @pytest.mark.processes
 @pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("other", DOORS)
+@pytest.mark.parametrize("other", ["callback", "ours"])
 def test_two_doors_cache_once(tmp_path, caplog, other):
     """A second StochasticCache, or one beside a DataModule that caches, opens nothing and changes nothing."""
     train, looking, extra = source(tmp_path), Looking(), StochasticCache()

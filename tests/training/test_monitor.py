@@ -180,20 +180,18 @@ def test_the_bar_shows_the_fill_and_later_the_hit_rate(tmp_path, caplog, progres
     assert len(said(caplog, FULL)) == lines
 
 
-def test_a_half_cached_epoch_shows_its_hit_rate_so_far(tmp_path, caplog):
-    """The rate is of the epoch so far. When the cache is full, one line says what is cached and what that saves."""
+def test_the_bar_of_half_a_cache_of_a_full_one_and_of_one_that_is_off(tmp_path, caplog):
+    """The rate is of the epoch so far. When the cache is full, one line says what is cached and what that saves. A fit
+    with a full cache shows its hit rate from the start, a fit with the cache off shows nothing."""
     callbacks = [StochasticCache(budget="50%"), FillProgress("photos")]
     shown = fit_with_bar(tmp_path, callbacks, Data(source(tmp_path)), key="photos", epochs=3)
     assert shown[5::6] == ["fill 100 %", "hit 50 %", "hit 50 %"]
     [line] = said(caplog, FULL)
     assert re.search(r"12 of 24 samples, .* \d+\.\d s of waiting for data will not be repeated", line)
-
-
-def test_nothing_is_said_where_nothing_fills(tmp_path, caplog):
-    """A fit with a full cache shows its hit rate from the start, a fit with the cache off shows nothing."""
-    for options, shown in ({"keep_cache": True}, "hit 100 %"), ({"budget": 0}, None):
+    caplog.clear()
+    for options, expected in ({"keep_cache": True}, "hit 100 %"), ({"budget": 0}, None):
         dm = StocacheDataModule(source(tmp_path), batch_size=4, **options)
         make_trainer(tmp_path).fit(Model(), dm)
-        assert fit_with_bar(tmp_path, [FillProgress()], dm, epochs=1) == [shown] * 6
+        assert fit_with_bar(tmp_path, [FillProgress()], dm, epochs=1) == [expected] * 6
         dm.close()
     assert said(caplog, FULL) == []
