@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_stocache.cache.rows import SampleSpec
@@ -50,6 +50,7 @@ def request(length: int, pot: str = "", reader: LoaderSettings | None = None) ->
     return CacheRequest(range(length), pot, reader=reader)  # type: ignore[arg-type]
 
 
+@settings(max_examples=40)
 @given(
     members=st.lists(st.tuples(st.integers(1, 10**6), st.integers(8, 2**14)), min_size=1, max_size=5),
     budget=st.one_of(st.just("auto"), st.integers(1, 100).map(lambda n: f"{n}%"), st.integers(0, 2**40)),
@@ -84,20 +85,14 @@ def test_pots_are_served_in_order() -> None:
 
 
 def test_loaders_are_kept_back() -> None:
-    """Each rank's workers, what they load and make ahead, five batches, and what the training takes are not granted."""
+    """Each rank's workers, what they load and make ahead, five batches, and what the training takes are not granted.
+    While train is filled, what the loaders of val need stays free, and half of the margin."""
     reader = LoaderSettings(10, 2, 4, "fork")
     kept_back = 2 * (5 + 8 + 2) * 990 + 2 * 2 * WORKER + 40_000
     free = FreeMemory(None, MARGIN + kept_back + 50_000, None)
     options: dict[str, Any] = {"free": free, "ranks": 2, "later": Reserve(0, 40_000)}
     assert divided([request(1000, reader=reader)], [100], {"": "auto"}, **options).granted == (50_000 * 512 // 518,)
-
-
-def test_filling_leaves_the_other_loaders_room() -> None:
-    """While train is filled, what the loaders of val need stays free, and half of the margin."""
-    requests = [
-        request(10, reader=LoaderSettings(10, 1, 2, "fork")),
-        request(10, reader=LoaderSettings(10, 2, 2, "fork")),
-    ]
+    requests = [request(10, reader=LoaderSettings(10, workers, 2, "fork")) for workers in (1, 2)]
     got = divided(requests, [100, 100], {"": "auto"}, free=FreeMemory(None, 10 * 2**30, None, own=600 * MIB))
     assert got.keep_free == (300 * MIB + 2 * WORKER + 11 * 990, 300 * MIB + WORKER + 8 * 990)
 

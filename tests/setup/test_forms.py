@@ -37,13 +37,6 @@ def choose(samples: list[Any], layout: Layout = "auto", cut: Cut | None = None) 
     return choose_codec([10 * number for number in range(len(samples))], samples, layout, cut)
 
 
-def test_samples_of_one_shape_are_rows() -> None:
-    """Where they hold nothing but numbers; unless records are asked for."""
-    for layout in ("auto", "rows"):
-        assert choose(ROWS, layout) == SampleSpec.infer(ROWS[0])  # type: ignore[arg-type]
-    assert type(choose(ROWS, "records")) is RecordCodec
-
-
 @pytest.mark.parametrize(
     "samples",
     [
@@ -54,8 +47,10 @@ def test_samples_of_one_shape_are_rows() -> None:
     ],
     ids=["ragged", "two shapes", "objects", "one odd key"],
 )
-def test_other_samples_are_records(samples: list[Any]) -> None:
-    """And none of them is odd; that one among many is of another shape is enough."""
+def test_numbers_of_one_shape_are_rows_and_others_records(samples: list[Any]) -> None:
+    """That one among many is of another shape is enough, and none of them is odd then. Records may be asked for."""
+    assert choose(ROWS, "auto") == choose(ROWS, "rows") == SampleSpec.infer(ROWS[0])
+    assert type(choose(ROWS, "records")) is RecordCodec
     codec = choose(samples)
     assert type(codec) is RecordCodec
     assert all(codec.encode(sample) for sample in samples)
@@ -175,16 +170,16 @@ def slow(read: float = 0.0, decode: float = 0.0) -> CountedFiles:
         clock.now += decode
         return torch.frombuffer(bytearray(content), dtype=torch.uint8).repeat(10), index
 
-    return CountedFiles(content, decoded, 200)
+    return CountedFiles(content, decoded, 100)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("budget", "read", "decode", "bytes_of_one", "filled"),
     [
-        ("5MB", 1e-3, 0, 10_000, 200),  # all of them decoded
-        ("1MB", 5e-3, 0, 1000, 200),  # all of them as files, where reading is slow
-        ("1MB", 0, 2e-3, 10_000, 97),  # half of them decoded, where decoding is slow
+        ("5MB", 1e-3, 0, 10_000, 100),  # all of them decoded
+        ("500KB", 5e-3, 0, 1000, 100),  # all of them as files, where reading is slow
+        ("500KB", 0, 2e-3, 10_000, 48),  # half of them decoded, where decoding is slow
     ],
 )
 def test_auto_takes_the_better_form_for_all(

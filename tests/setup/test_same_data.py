@@ -73,7 +73,6 @@ def files(gain: float = 1.0, log_path: str | Path = "") -> CountedSource:
 
 SOURCES: dict[str, tuple[Callable[..., CountedSource], dict[str, Any]]] = {
     "rows": (rows, {}),
-    "records": (records, {}),
     "files": (files, {"store": "encoded"}),
     "split": (augmented, {}),
     "spec": (rows, {"spec": SampleSpec.infer(row(0))}),
@@ -140,8 +139,7 @@ def test_what_four_samples_do_not_show_is_looked_for_again(name: str, tmp_path: 
     ("kind", "served", "on_disk"),
     [
         ("rows", 9, True),
-        ("records", 0, True),
-        ("files", 0, False),
+        ("files", 0, True),
         ("split", 9, False),
         ("spec", 0, False),
         ("a tenth", 0, False),

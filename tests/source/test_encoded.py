@@ -46,14 +46,6 @@ def of_folder(folder: Path) -> Any:
     return ImageFolder(str(folder), CROP, partial(operator.add, 10))
 
 
-def of_tensors(folder: Path) -> Any:
-    return ImageFolder(str(folder), v2.RandomHorizontalFlip(), loader=read_image)
-
-
-def of_a_subset(folder: Path) -> Any:
-    return Subset(Subset(of_folder(folder), [5, 3, 2, 0]), [2, 0, 1])
-
-
 def of_timm(folder: Path) -> Any:
     timm = pytest.importorskip("timm.data")
     return timm.ImageDataset(str(folder), transform=timm.create_transform(8, is_training=True))
@@ -67,16 +59,11 @@ def of_hugging_face(folder: Path) -> Any:
     return datasets.Dataset.from_dict(columns, features=features)
 
 
-def seed(number: int) -> None:
-    torch.manual_seed(number)
-    random.seed(number)
-
-
 SOURCES = {
     "of the user's": lambda folder: CountedFiles(content, noisy, LENGTH),
     "a folder": of_folder,
-    "a folder of tensors": of_tensors,
-    "a subset": of_a_subset,
+    "a folder of tensors": lambda folder: ImageFolder(str(folder), v2.RandomHorizontalFlip(), loader=read_image),
+    "a subset": lambda folder: Subset(Subset(of_folder(folder), [5, 3, 2, 0]), [2, 0, 1]),
     "timm": of_timm,
     "Hugging Face": of_hugging_face,
     "Hugging Face, a transform": lambda folder: of_hugging_face(folder).with_transform(cropped),
@@ -93,10 +80,12 @@ def test_a_source_taken_apart_gives_its_samples(make: Any, folder: Path) -> None
     contents = [content(0), *(path.read_bytes() for path in folder.rglob("*.jpg"))]
     assert any(content in record and len(record) < len(content) + 500 for content in contents)
     for index in range(len(source)):
-        seed(index)
-        expected = bits(source[index]), torch.get_rng_state().tolist(), random.getstate()
-        seed(index)
-        assert (bits(files(files[index])), torch.get_rng_state().tolist(), random.getstate()) == expected
+        reads = []
+        for read in (lambda: source[index], lambda: files(files[index])):  # noqa: B023
+            torch.manual_seed(index)
+            random.seed(index)
+            reads.append((bits(read()), torch.get_rng_state().tolist(), random.getstate()))
+        assert reads[0] == reads[1]
 
 
 def test_unknown_files_are_not_guessed_at(folder: Path) -> None:

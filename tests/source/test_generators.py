@@ -34,32 +34,20 @@ class Holder:
         self.held = held
 
 
-class OfClass:
-    """Its generator belongs to the class."""
+class Drawing:
+    """A generator belongs to the class, and its code names one of its module."""
 
     draws = np.random.RandomState(2)
-
-
-class NamesGlobal:
-    """Its code names a generator of its module."""
 
     def __getitem__(self, index: int) -> float:
         return sum(GLOBAL.random() for _ in range(index))
 
 
-def closure(held: Any) -> Callable[[], Any]:
-    return lambda: held.random()
-
-
-def defaulted(held: Any) -> Callable[..., Any]:
-    return lambda generator=held: generator.random()
-
-
 PLACES: dict[str, Callable[[Any], Any]] = {
     "attribute": Holder,
     "containers": lambda held: Holder(OrderedDict(noise=[None, Pair(1, (held,))])),
-    "closure": lambda held: Holder(closure(held)),
-    "default": lambda held: Holder(defaulted(held)),
+    "closure": lambda held: Holder(lambda: held.random()),
+    "default": lambda held: Holder(lambda generator=held: generator.random()),
     "bound method": lambda held: Holder(Holder(held).__init__),  # type: ignore[misc]
     "partial": lambda held: Holder(functools.partial(print, sep=held)),
 }
@@ -67,16 +55,12 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_a_generator_is_found(place: Callable[[Any], Any]) -> None:
-    """In attributes, containers, closures, defaults, methods and partials; of each kind."""
+    """In attributes, containers, closures, defaults, methods and partials, of each kind; a class's own, and a global
+    that a method names. The process-wide ones are known by name already."""
     for kind in (np.random.default_rng, np.random.RandomState, random.Random, torch.Generator):
         generator = kind()
         assert list(owned_generators(place(generator)).values()) == [generator]
-
-
-def test_generators_of_classes_and_of_modules_that_the_code_names_are_found() -> None:
-    """A class's own, and a global that a method names; the process-wide ones are known by name already."""
-    assert owned_generators(OfClass()) == {"OfClass.OfClass.draws": OfClass.draws}
-    assert owned_generators(NamesGlobal()) == {f"{__name__}.GLOBAL": GLOBAL}
+    assert owned_generators(Drawing()) == {"Drawing.Drawing.draws": Drawing.draws, f"{__name__}.GLOBAL": GLOBAL}
     assert not owned_generators(Holder([np.random.mtrand._rand, random._inst, torch.default_generator]))  # type: ignore[attr-defined]
 
 
@@ -115,7 +99,7 @@ def draws(generator: Any, count: int) -> list[float]:
 
 @pytest.mark.parametrize("name", MAKERS)
 @given(seed=st.integers(0, 2**32 - 2), drawn=st.integers(0, 9))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_a_generator_goes_on_where_its_state_was_taken(name: str, seed: int, drawn: int) -> None:
     """After any number of draws; from text also in another of its kind. States are equal without a draw only."""
     generator, other = MAKERS[name](seed), MAKERS[name](seed + 1)

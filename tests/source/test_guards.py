@@ -14,6 +14,7 @@ from torchvision.transforms import v2
 
 from lightning_stocache.source.guards import Recheck, SourceState, StreamReader
 from lightning_stocache.torch_internals import become_worker
+from tests.sources import Made
 
 
 class Scale:
@@ -70,28 +71,22 @@ CHANGES: dict[str, tuple[Callable[[Images], Any], str | None]] = {
 
 @pytest.mark.parametrize(("change", "path"), CHANGES.values(), ids=CHANGES)
 def test_changes_are_seen_where_they_are(change: Callable[[Images], Any], path: str | None) -> None:
-    """Of the source, and of its transform down to its steps; for good."""
+    """Of the source, of its transform down to its steps, and of a source inside another; for good."""
     images = Images()
-    state = SourceState(images)
-    assert state.look() is None
+    states = SourceState(images), SourceState(Subset(images, [1, 2])), SourceState(ConcatDataset([images]))
+    assert [state.look() for state in states] == [None] * 3
     change(images)
-    assert [state.look(), state.look()] == [path, path]
-
-
-@pytest.mark.parametrize("change", ["a number", "inside a step"])
-def test_changes_of_a_source_inside_another_are_seen(change: str) -> None:
-    """As those of the source itself."""
-    images = Images()
-    states = SourceState(Subset(images, [1, 2])), SourceState(ConcatDataset([images]))
-    assert [state.look() for state in states] == [None, None]
-    make, path = CHANGES[change]
-    make(images)
-    assert [state.look() for state in states] == [f"dataset.{path}", f"datasets[0].{path}"]
+    for _ in range(2):
+        assert states[0].look() == path
+        if path is not None:
+            assert [state.look() for state in states[1:]] == [f"dataset.{path}", f"datasets[0].{path}"]
 
 
 def test_what_reading_moves_is_no_change() -> None:
-    """A counter and a memo that moved in a read of this process may move from then on; other names may not."""
+    """A counter and a memo that moved in a read of this process may move from then on, as may attributes of steps after
+    the cache, which take effect at once. Other names, and other steps in their places, may not."""
     images = Images()
+    steps = images.transform.transforms
     state = SourceState(images)
     with state:
         images[0]
@@ -100,17 +95,11 @@ def test_what_reading_moves_is_no_change() -> None:
     assert state.look() is None
     images.strength = 2
     assert state.look() == "strength"
-
-
-def test_steps_after_the_cache_may_change() -> None:
-    """They are the user's own objects and take effect at once; that there are others does not."""
-    images = Images()
-    steps = images.transform.transforms
-    state = SourceState(images, tail=[steps[1]])
+    with_tail = SourceState(images, tail=[steps[1]])
     steps[1].factor = 7
-    assert state.look() is None
+    assert with_tail.look() is None
     steps[1] = Scale(8)
-    assert state.look() == "transform.transforms[1]"
+    assert with_tail.look() == "transform.transforms[1]"
 
 
 def test_a_copy_is_compared_with_itself() -> None:
@@ -142,52 +131,32 @@ def test_a_worker_may_be_told_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None
 LOADS = 40_000
 
 
-class Seldom(Dataset[Any]):
-    """Draws for some samples; each time it is asked it adds the index to `asked`."""
-
-    def __init__(self, is_random: Any) -> None:
-        self.is_random, self.asked = is_random, list[int]()
-
-    def __len__(self) -> int:
-        return LOADS
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.asked.append(index)
-        return torch.rand(2) if self.is_random(index) else torch.tensor([index, 0.5])
-
-
-def states() -> tuple[Any, ...]:
-    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
-
-
 def test_few_are_read_again_and_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
-    """Eight at most, none before the 64th load; no generator has moved, and there is no warning."""
-    source = Seldom(lambda index: False)
+    """Eight at most, none before the 64th load; no generator has moved, and there is no warning. What the user's code
+    raises when it is asked twice ends nothing: the sample has been served."""
+    asked = list[int]()
+    source = Made(lambda index: asked.append(index) or 0.5, LOADS)
     recheck = Recheck(source, lambda: True)
-    before = states()
-    again = [index for index in range(LOADS) if recheck.after(index, torch.tensor([index, 0.5]))]
-    assert states() == before
-    assert source.asked == again
+    before = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+    again = [index for index in range(LOADS) if recheck.after(index, 0.5)]
+    assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == before
+    assert asked == again
     assert len(again) == 8
     assert again[0] >= 63
+    broken = Recheck(Made(lambda index: 1 // 0, LOADS), lambda: True)
+    assert sum(broken.after(index, 0.5) for index in range(LOADS)) == 8
     assert not caplog.messages
 
 
 @pytest.mark.parametrize("first_to_tell", [True, False])
 def test_a_sample_that_differs_is_named_once(first_to_tell: bool, caplog: pytest.LogCaptureFixture) -> None:
     """By the first process of a node, with what to do; no sample is read again afterwards."""
-    source = Seldom(lambda index: index > 200)
+    source = Made(lambda index: random.random() if index > 200 else 0.5, LOADS)
     recheck = Recheck(source, lambda: first_to_tell)
     *equal, other = [index for index in range(LOADS) if recheck.after(index, source[index])]
     assert max(equal, default=0) <= 200 < other
-    told = f"sample {other} of Seldom is another one when it is read again"
+    told = f"sample {other} of Made is another one when it is read again"
     assert [told in words and "transform=" in words for words in caplog.messages] == [True] * first_to_tell
-
-
-def test_an_error_of_the_second_read_is_nobodys() -> None:
-    """The sample has been served; what the user's code raises when it is asked twice ends nothing."""
-    recheck = Recheck(Seldom(lambda index: 1 // 0), lambda: True)
-    assert sum(recheck.after(index, torch.zeros(2)) for index in range(LOADS)) == 8
 
 
 def test_generators_of_a_stream_are_watched() -> None:

@@ -8,7 +8,6 @@ import random
 import shutil
 import struct
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +40,6 @@ def photo(index: int) -> Any:
     return {"image": pixels, "label": index % 2, "name": f"photo {index}", "box": np.arange(4) * index}
 
 
-def number(index: int) -> Any:
-    """A row: a tensor and a label."""
-    return torch.full((16,), float(index)), index
-
-
 def jpeg(index: int) -> bytes:
     with io.BytesIO() as file:
         Image.new("RGB", (10 + index, 12), (index, 2 * index, 3)).save(file, "jpeg")
@@ -67,6 +61,9 @@ def test_packed_samples_come_back(photos: Path) -> None:
     assert bits(source[torch.tensor(3)]) == bits(source[np.int64(3)]) == bits(photo(3))
     assert [sample["label"] for sample in source[1:9:4]] == [1, 1]
     assert sum(1 for _ in source) == LENGTH  # the protocol of sequences ends at an IndexError
+    source[3]["image"] += 1  # what is read is the sample's own
+    source[3]["box"] += 1
+    assert bits(source[3]) == bits(photo(3))
     for index in (LENGTH, -LENGTH - 1):
         with pytest.raises(IndexError, match=f"one of {LENGTH} samples, got {index}"):
             source[index]
@@ -141,13 +138,11 @@ def test_several_sources_share_a_file(photos: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("make", "store"), [(number, "decoded"), (photo, "encoded")])
-def test_it_is_cached(tmp_path: Path, make: Callable[[int], Any], store: str) -> None:
-    """Decoded and as bytes, with workers: each sample is stored once, at set-up or in epoch one, then hit."""
-    pack(Made(make, LENGTH), tmp_path / "x.lmdb")
-    dataset = CachedDataset(LMDBSource(tmp_path / "x.lmdb"), budget="auto", store=store)
+def test_it_is_cached(photos: Path) -> None:
+    """As bytes, with workers: each sample is stored once, at set-up or in epoch one, then hit."""
+    dataset = CachedDataset(LMDBSource(photos), budget="auto", store="encoded")
     loader = CachedLoader(dataset, batch_size=4, num_workers=2, collate_fn=list)
-    expected = [bits(make(index)) for index in range(LENGTH)]
+    expected = [bits(photo(index)) for index in range(LENGTH)]
     for _ in range(2):
         assert [bits(sample) for batch in loader for sample in batch] == expected
     counts = dataset.counters.totals()
@@ -167,8 +162,11 @@ def test_what_is_no_lmdb_is_said(tmp_path: Path) -> None:
             LMDBSource(tmp_path / "x")
 
 
-def test_a_manifest_that_is_no_good_is_said(photos: Path) -> None:
-    """Of another version, of a pack that has not ended, of a larger number of samples."""
+def test_a_damaged_sample_or_manifest_is_an_error(photos: Path) -> None:
+    """It is never another sample. A manifest of another version, of a pack that has not ended, of more samples."""
+    put(photos, {key_of(3): entries(photos)[key_of(4)]})
+    with pytest.raises(LMDBError, match=r"sample 3: .*here lies sample 4.*copy or pack it again"):
+        LMDBSource(photos)[3]
     manifest = entries(photos)[MANIFEST_KEY]
     for old, new, words in (
         (b'"version": 2', b'"version": 1', "is of version 1 of `pack`, this package reads 2: pack it again"),
@@ -178,13 +176,6 @@ def test_a_manifest_that_is_no_good_is_said(photos: Path) -> None:
         put(photos, {MANIFEST_KEY: manifest.replace(old, new)})
         with pytest.raises(LMDBError, match=words):
             LMDBSource(photos)
-
-
-def test_a_damaged_sample_is_an_error(photos: Path) -> None:
-    """It is never another sample."""
-    put(photos, {key_of(3): entries(photos)[key_of(4)]})
-    with pytest.raises(LMDBError, match=r"sample 3: .*here lies sample 4.*copy or pack it again"):
-        LMDBSource(photos)[3]
 
 
 def test_a_value_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
@@ -214,12 +205,12 @@ def truncated(path: Path, whole: Path, positions: list[int], arguments: dict[str
 
 @pytest.mark.processes
 def test_no_truncation_gives_a_sample(tmp_path: Path) -> None:
-    """At 100 positions, in a process that would die of a missing page: each is refused; the whole file is not."""
+    """At 40 positions, in a process that would die of a missing page: each is refused; the whole file is not."""
     values = {f"{i:04}": os.urandom(random.Random(i).choice([20, 900, 9000])) for i in range(200)}
     pack(list(values.values()), tmp_path / "packed")
     for whole, arguments in ((tmp_path / "packed", {}), (put(tmp_path / "foreign", values), {"kind": "bytes"})):
         size = whole.stat().st_size
-        positions = [*random.Random(0).sample(range(size), 100), 0, 4096, 8192, size - 1, size]
+        positions = [*random.Random(0).sample(range(size), 40), 0, 4096, 8192, size - 1, size]
         assert call(truncated, tmp_path / "x", whole, positions, arguments) == [size]
 
 
@@ -239,13 +230,9 @@ def test_a_file_that_is_replaced_is_not_read_by_others(tmp_path: Path) -> None:
 
 def noise(mode: str) -> Image.Image:
     colours = np.random.default_rng(0).integers(0, 256, (7, 5, 3), dtype=np.uint8)
-    return Image.fromarray(colours).convert(mode)
-
-
-def with_transparency() -> Image.Image:
-    made = noise("P")
-    made.info["transparency"] = b"\x00\x80"
-    return made
+    image = Image.fromarray(colours).convert(mode)
+    image.info = {"transparency": b"\x00\x80"} if mode == "P" else {}
+    return image
 
 
 LEAVES: list[Any] = [
@@ -253,7 +240,6 @@ LEAVES: list[Any] = [
     *(np.array(["a", "bcd"]), np.str_("x"), -(2**80), 1.5, -0.0, math.inf),
     *("", 'x\ud800é"\\', b"", b"abc", (), [], {}),
     *map(noise, ("RGB", "L", "P", "1", "F", "I;16", "RGBA", "CMYK", "LA")),
-    with_transparency(),
 ]
 
 
@@ -264,15 +250,6 @@ def test_every_kind_of_leaf_comes_back(leaf: Any) -> None:
         assert bits(decode_blob(encode_blob(sample, 5), 5)) == bits(sample)
     if getattr(leaf, "mode", "") == "P":  # and is converted as it was before
         assert decode_blob(encode_blob(leaf, 0), 0).convert("RGBA").tobytes() == leaf.convert("RGBA").tobytes()
-
-
-def test_what_is_read_is_the_samples_own() -> None:
-    """Writing to it changes neither the blob nor a later read."""
-    blob = encode_blob((torch.zeros(2), np.zeros(2)), 0)
-    tensor, array = decode_blob(blob, 0)
-    tensor += 1
-    array += 1
-    assert decode_blob(blob, 0)[0].sum() == decode_blob(blob, 0)[1].sum() == 0
 
 
 @pytest.mark.parametrize(

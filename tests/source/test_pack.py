@@ -74,7 +74,7 @@ def test_the_source_comes_out_and_each_index_is_read_once(tmp_path: Path, worker
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("workers", "at"), [(0, 17), (2, 1), (2, LENGTH - 1)])
+@pytest.mark.parametrize(("workers", "at"), [(0, 1), (2, LENGTH - 1)])
 def test_an_error_of_the_source_loses_nothing(tmp_path: Path, workers: int, at: int) -> None:
     """It is told with the index; what came before is kept, and four of that are read again."""
     path = tmp_path / "x.lmdb"
@@ -99,7 +99,7 @@ def test_a_pack_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     before the manifest said that all is there, only four samples are read."""
     path, chance, found = tmp_path / "x.lmdb", random.Random(2), [0]
     allowance = Allowance(tmp_path / "allowed", 6)  # for each of two workers, so that no run comes to its end
-    while len(set(found)) < 5:
+    while len(set(found)) < 4:
         before = _version(path)
         child = Child(within, path, allowance)
         wait_until(partial(_has_committed, path, before, child))
@@ -196,8 +196,9 @@ def test_two_do_not_pack_into_one_file(tmp_path: Path) -> None:
     path = tmp_path / "x"
 
     def pack_too(index: int) -> None:
-        with pytest.raises(LMDBError, match="another process is packing into"):
-            pack(source(), path)
+        if index == 1:
+            with pytest.raises(LMDBError, match="another process is packing into"):
+                pack(source(), path)
 
     assert pack(source(before=pack_too), path) == LENGTH
 
@@ -227,7 +228,8 @@ def test_what_cannot_be_packed_is_said_before_anything_is_written(tmp_path: Path
 
 @pytest.mark.parametrize("loader", [None, read_image], ids=["PIL", "tensor"])
 def test_files_are_kept_as_they_are(tmp_path: Path, loader: Any) -> None:
-    """Without the source's transform, which LMDBSource takes; with the names of the classes. Also those of a Subset."""
+    """Without the source's transform, which LMDBSource takes; with the names of the classes. Also those of a Subset,
+    and what a source of the user's reads, whose decoding is a transform then."""
     folder, flip = write_photos(tmp_path / "photos"), v2.RandomHorizontalFlip(1.0)
     arguments = {} if loader is None else {"loader": loader}
     pack(ImageFolder(str(folder), v2.RandomCrop(8), **arguments), tmp_path / "x", encoded=True)
@@ -241,11 +243,6 @@ def test_files_are_kept_as_they_are(tmp_path: Path, loader: Any) -> None:
     subset = Subset(Subset(ImageFolder(str(folder), **arguments), [5, 3, 2, 0]), [2, 0, 1])
     pack(subset, tmp_path / "subset", encoded=True)
     assert samples_of(LMDBSource(tmp_path / "subset")) == samples_of(subset)
-
-
-def test_what_a_source_of_the_users_reads_is_kept(tmp_path: Path) -> None:
-    """Its decoding is a transform then."""
     files = CountedFiles(lambda index: bytes([index] * 4), lambda content, index: sum(content))
-    pack(files, tmp_path / "x", encoded=True)
-    assert LMDBSource(tmp_path / "x")[2] == b"\2\2\2\2"
-    assert LMDBSource(tmp_path / "x", transform=sum)[2] == 8
+    pack(files, tmp_path / "files", encoded=True)
+    assert (LMDBSource(tmp_path / "files")[2], LMDBSource(tmp_path / "files", transform=sum)[2]) == (b"\2\2\2\2", 8)
