@@ -1,4 +1,4 @@
-"""Commands and processes in a memory cgroup of their own, above whose limit the kernel kills.
+"""Processes in a memory cgroup of their own, above whose limit the kernel kills.
 
 It is made below the mount's root, because in v2 a cgroup with processes has no children that are limited. Making one
 takes root; a test is skipped where it is refused.
@@ -6,11 +6,8 @@ takes root; a test is skipped where it is refused.
 
 import contextlib
 import os
-import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -24,33 +21,6 @@ _LIMIT, _EVENTS, _PEAK = {
 }[_ROOT]
 
 
-class Outcome(NamedTuple):
-    """Whether the kernel killed a process of a command for memory, the command's exit code, the most bytes that were
-    charged to it at once, droppable page cache included, and what it wrote."""
-
-    killed: bool
-    code: int
-    peak: int
-    out: str
-    error: str
-
-
-def run_limited(command: Sequence[str], limit: int, timeout: float = 240) -> Outcome:
-    """Run a command with that many bytes of memory; skips the test where no cgroup can be made."""
-    with cgroup(limit) as folder, tempfile.TemporaryDirectory() as place:
-        script = 'echo $$ > "$0/cgroup.procs" && out="$1" && shift && exec "$@" >"$out/out" 2>"$out/error"'
-        process = subprocess.Popen(["sh", "-c", script, str(folder), place, *command])
-        try:
-            code = process.wait(timeout)
-        finally:
-            for pid in (folder / "cgroup.procs").read_text().split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), 9)
-            process.wait()
-        out, error = Path(place, "out").read_text(), Path(place, "error").read_text()
-        return Outcome(has_killed(folder), code, peak_of(folder), out, error)
-
-
 def has_killed(folder: Path) -> bool:
     """Whether the kernel has killed a process of the cgroup with this folder."""
     events = (folder / _EVENTS).read_text()
@@ -58,7 +28,7 @@ def has_killed(folder: Path) -> bool:
 
 
 def peak_of(folder: Path) -> int:
-    """The most bytes that were charged at once, or 0 where the kernel does not say."""
+    """The most bytes that were charged at once, droppable page cache included; 0 where the kernel does not say."""
     peak = folder / _PEAK
     return int(peak.read_text()) if peak.exists() else 0
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import subprocess
 import sys
 from contextlib import closing
 from functools import partial
@@ -31,7 +32,7 @@ from lightning_stocache import (
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.setup import allocation
-from tests.cgroups import run_limited
+from tests.cgroups import cgroup, has_killed, peak_of
 from tests.sources import CountedSource, Made, TransformedSource
 from tests.training.tiny import (
     DOORS,
@@ -373,9 +374,11 @@ def test_a_cache_gets_no_training_killed(limit, num_workers, door, fits):
         samples = limit if fits else max((limit - 400) * 7, 500)  # of 147 KiB
         job = {"door": door, "budget": budget, "num_workers": num_workers, "samples": samples}
         command = [sys.executable, str(Path(__file__).with_name("limited_job.py")), json.dumps(job)]
-        done = run_limited(command, limit * MIB, timeout=1500)
-        print(f"\n{limit} MiB {job}: peak {done.peak // MIB} MiB", *done.out.strip().splitlines()[-1:], done.error)
-        return not done.killed and done.code == 0
+        with cgroup(limit * MIB) as folder:
+            enter = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(folder)]
+            done = subprocess.run([*enter, *command], capture_output=True, text=True, timeout=1500)
+            print(f"\n{limit} MiB {job}: peak {peak_of(folder) // MIB} MiB", done.stdout[-200:], done.stderr)
+            return not has_killed(folder) and done.returncode == 0
 
     assert lives("auto") or not lives(0)
 
