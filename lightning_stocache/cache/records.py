@@ -111,8 +111,9 @@ class RecordCodec:
         return cls(round(mean), int(np.ceil(most)), required, packed_bytes=round(sum(packed_sizes) / len(samples)))
 
     def for_bytes(self, granted: int, samples: int) -> RecordCodec:
-        """This codec, or its packed form if so many samples do not fit otherwise. Packing costs 40 us per image."""
-        if samples * self.slot_bytes <= granted or not 0 < self.packed_bytes < self.nbytes:
+        """This codec, or its packed form if so many samples may not fit otherwise. Packing costs 40 us per image."""
+        surely_fit = (samples - 1) * self.most_slot_bytes <= granted  # a share of the dataset is rounded
+        if surely_fit or not 0 < self.packed_bytes < self.nbytes:
             return self
         return replace(self, packed=True, nbytes=self.packed_bytes)
 

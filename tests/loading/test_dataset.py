@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -325,6 +326,18 @@ def test_nothing_is_refused_where_nothing_was_asked_for(source: CountedSource, m
     assert same(list(DataLoader(dataset, 5, num_workers=2)), list(DataLoader(CountedSource(LENGTH, classes=LENGTH), 5)))
     [warning] = warnings(caplog)
     assert "all samples are loaded from their source" in warning
+
+
+def test_a_larger_budget_never_keeps_fewer_images() -> None:
+    """A few samples do not show the mean size of all, so images are packed where they might not fit otherwise."""
+    sizes = random.Random(3)
+    images = [Image.new("RGB", (sizes.randint(40, 200), sizes.randint(40, 200))) for _ in range(64)]
+    packed_bytes = sum(3 * image.width * image.height + 400 for image in images)
+    for percent in (100, 125, 130, 150):
+        with closing(CachedDataset(images, budget=packed_bytes * percent // 100)) as dataset:
+            assert all(dataset[index] == image for index, image in enumerate(images))
+            assert dataset.cache is not None
+            assert dataset.cache.filled == 64
 
 
 # --- copies
