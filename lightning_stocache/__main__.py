@@ -171,7 +171,7 @@ def clean(parser: argparse.ArgumentParser) -> Action:
             sys.stdout.flush()
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):  # a script that answers nothing: an empty line
                 _say("nothing removed; --yes removes without asking")
-                return
+                parser.exit(1)
         removed = [segment for cache in dead for segment in clean(cache.name, arguments.dir)]
         _say(f"removed {count(removed)}" if dead else "nothing to remove")
 
@@ -333,11 +333,12 @@ def _composed(arguments: argparse.Namespace, folder: str) -> Any:
         begun: Any = initialize_config_dir(str(where.resolve()), version_base="1.3")
     else:
         begun = initialize_config_module("lightning_stocache.configs", version_base="1.3")
-        if where is not None:
-            overrides.append(f"hydra.searchpath=['file://{where.resolve()}']")
         named = [override.lstrip("+~").partition("=")[0] for override in overrides]
         if not any(re.split("[.@]", name)[0] == "model" for name in named):
+            Path(folder, "model").mkdir()  # a group that nobody has cannot be left out
             overrides.append("~model")
+        places = [f"'file://{Path(place).resolve()}'" for place in (where, folder) if place is not None]
+        overrides.append(f"hydra.searchpath=[{','.join(places)}]")
     with begun:
         config = compose(arguments.config_name or "train", overrides, return_hydra_config=True)
     with open_dict(config):

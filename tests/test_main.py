@@ -3,6 +3,7 @@
 import io
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,7 +78,6 @@ CONFIGS = {
         "val: {_target_: beside_configs.Squares, _partial_: true, length: 5}\n"
         "test: {_target_: builtins.int}\n"
     ),
-    "conf/model/none.yaml": "nothing: 0\n",  # the primary config asks for one
     "conf/model/line.yaml": "_target_: beside_configs.Watcher\n",
     "conf/mine.yaml": (
         "hydra: {searchpath: ['pkg://lightning_stocache.configs']}\n"
@@ -170,8 +170,10 @@ def test_a_report_is_written_where_it_is_told(tmp_path, monkeypatch, capsys, cho
 
 
 def test_plan_of_data_alone(configs, capsys, monkeypatch):
-    """Without a model the table is about the loader, and the last line is for the config; nothing else is said. A key
-    that begins as `model` does is no model. --config-name selects the user's primary config."""
+    """Without a model, or any config of one, the table is about the loader, and the last line is for the config;
+    nothing else is said. A key that begins as `model` does is no model. --config-name selects the user's primary
+    config."""
+    shutil.rmtree(f"{configs}/model")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script: pytest's would take what is said
     out = said(capsys, "plan", "--config-dir", configs, "--threads", "3", "data=squares", ON_CPU, "+model_dir=x")
     assert "64 samples of 40 B, batches of 4" in out
@@ -244,14 +246,16 @@ def test_list_tells_each_job_for_people(named, monkeypatch, capsys):
 
 
 def test_clean_takes_the_name_that_the_job_was_given(named, monkeypatch, capsys):
-    """It asks, and a script that says nothing has not said yes. All its caches that nobody uses are removed together;
-    the one in use stays, and is said to, as does what is no segment."""
+    """It asks, and a script that says nothing has not said yes (exit code 1). All its caches that nobody uses
+    are removed together; the one in use stays, and is said to, as does what is no segment."""
     name, segment = named
     notes = path_of(f"{name}-notes.txt")
     notes.write_text("what I must not forget")
     for answer in ("n\n", ""):
         monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
-        assert "nothing removed; --yes removes without asking" in said(capsys, "clean", name)
+        with pytest.raises(SystemExit, match="1"):
+            main(["clean", name])
+        assert "nothing removed; --yes removes without asking" in capsys.readouterr().out
         assert names_of(name) == [f"{name}-train0", f"{name}-val0"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     lines = said(capsys, "clean", name).splitlines()

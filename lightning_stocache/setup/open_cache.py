@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
+from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import Store
 from lightning_stocache.console import PREFIX, is_heard
@@ -20,7 +21,7 @@ from lightning_stocache.node.group import NodeGroup, job_ranks
 from lightning_stocache.node.named import clean_command
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import Odd, batch_reader
-from lightning_stocache.source.transform_split import FormatTail
+from lightning_stocache.source.transform_split import FormatTail, Tail
 
 __all__ = ["OpenCache"]
 
@@ -116,9 +117,11 @@ class OpenCache:
             arc = "" if self.ring is None else f" in an arc that starts at {self.ring.arcs[group.node].start:,}"
         on_disk = self.request.dir is not None
         used = f"{format_bytes(cache.disk_bytes)} on the disk" if on_disk else format_bytes(cache.memory_bytes)
+        about = "about " if isinstance(cache.codec, RecordCodec) and cache.capacity < self.request.samples else ""
+        after = f"; after the cache: {self.tail}" if isinstance(self.tail, Tail) else ""
         return (
-            f"{name}{where}: {cache.capacity:,} of {samples} samples have a slot{arc}, {cache.filled:,} are filled, "
-            f"{used} in use of {format_bytes(self.budget_bytes)}"
+            f"{name}{where}: {about}{cache.capacity:,} of {samples} samples have a slot{arc}, {cache.filled:,} are "
+            f"filled, {used} in use of {format_bytes(self.budget_bytes)}{after}"
         )
 
     def tell(self) -> None:

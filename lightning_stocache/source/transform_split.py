@@ -111,7 +111,10 @@ class Tail(ABC):
         return 0
 
     def __repr__(self) -> str:
-        return f"Tail({', '.join(map(_step_name, self.steps))})"
+        return f"Tail({self})"
+
+    def __str__(self) -> str:
+        return ", ".join(map(_step_name, self.steps))
 
     @abstractmethod
     def __call__(self, sample: Any) -> Any:

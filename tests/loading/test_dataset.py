@@ -23,6 +23,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
 )
+from torchvision.transforms import v2
 
 from lightning_stocache.loading.dataset import CachedDataset, StandIn
 from lightning_stocache.loading.loader import CachedLoader
@@ -329,7 +330,7 @@ def test_nothing_is_refused_where_nothing_was_asked_for(source: CountedSource, m
 
 
 def test_a_larger_budget_never_keeps_fewer_images() -> None:
-    """A few samples do not show the mean size of all, so images are packed where they might not fit otherwise."""
+    """A few samples do not show the mean size of all: images are packed where they might not fit otherwise."""
     sizes = random.Random(3)
     images = [Image.new("RGB", (sizes.randint(40, 200), sizes.randint(40, 200))) for _ in range(64)]
     packed_bytes = sum(3 * image.width * image.height + 400 for image in images)
@@ -338,6 +339,21 @@ def test_a_larger_budget_never_keeps_fewer_images() -> None:
             assert all(dataset[index] == image for index, image in enumerate(images))
             assert dataset.cache is not None
             assert dataset.cache.filled == 64
+
+
+class Augmented(Made):
+    augment = v2.Compose([v2.Pad(2), v2.RandomCrop(24), v2.ToImage()])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.augment(super().__getitem__(index))
+
+
+def test_what_is_kept_is_described() -> None:
+    """How many images of many sizes will fit is an estimate; the steps that run after the cache are named."""
+    images = [Image.new("RGB", (size, size)) for size in range(40, 104)]
+    with closing(CachedDataset(Augmented(images.__getitem__, 64), budget="500KB")) as dataset:
+        described = r"Augmented: about \d+ of 64 samples have a slot, .*; after the cache: RandomCrop, ToImage"
+        assert re.fullmatch(described, dataset.describe())
 
 
 # --- copies
