@@ -72,7 +72,7 @@ def test_a_decision_is_taken_once() -> None:
     with closing(StreamLedger.create(1)) as ledger:
         for key, mode, decision in ((1, "stream", "stream"), (2, "cache", "cache"), (3, "stream", "cache")):
             epoch = ledger.begin(Shard(key=key))
-            choose: Any = lambda late, mode=mode: asked.append(mode) or mode  # noqa: E731
+            choose: Any = lambda late, mode=mode: asked.append(mode) or late or mode  # noqa: E731
             assert [ledger.decide(epoch, choose) for _ in range(2)] == [decision] * 2
         assert asked == ["stream", "cache"]
         assert [ledger.pass_by(), ledger.pass_by(), ledger.mode] == ["cache", "pass", "pass"]
