@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from multiprocessing import active_children
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ from lightning_stocache import CachedLoader, RollingCache, RollingWriter, Sample
 from lightning_stocache.cache.store import StoreHandle
 from tests.processes import wait_until
 from tests.sources import Made
-
-__all__ = ["LENGTH", "SPEC", "Numbers", "all_resident", "epoch", "fillers_end", "labels", "row", "write"]
 
 LENGTH = 40
 
@@ -28,14 +25,8 @@ SPEC = SampleSpec.infer(row(0))
 class Numbers(Made):
     """A source of such samples, or of others; `trouble` is called with the index before each load."""
 
-    def __init__(
-        self,
-        length: int = LENGTH,
-        trouble: Callable[[int], object] | None = None,
-        log_path: str | Path = "",
-        make: Callable[[int], Any] = row,
-    ) -> None:
-        super().__init__(make, length, log_path)
+    def __init__(self, trouble: Callable[[int], object] | None = None, make: Any = row, **options: Any) -> None:
+        super().__init__(make, **{"length": LENGTH} | options)
         self.trouble = trouble
 
     def __getitem__(self, index: int) -> Any:

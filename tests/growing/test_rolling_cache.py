@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,8 @@ from lightning_stocache.setup.first_samples import FirstSampleError
 from tests.growing.pools import LENGTH, SPEC, Numbers, all_resident, epoch, fillers_end, labels, row, write
 from tests.loading.twins import same
 from tests.logs import Log
-from tests.proc import is_alive
-from tests.processes import Child, call, run_ranks, wait_until
+from tests.proc import descendants, is_alive
+from tests.processes import call, hanging, run_ranks, wait_until
 from tests.sources import Allowance, CountedStream
 
 EACH = SPEC.nbytes + 24  # bytes of a slot
@@ -32,8 +31,7 @@ pytestmark = pytest.mark.processes
 
 OF_A_SERVER: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "forkserver"}
 LOADERS = {
-    "plain": lambda pool: DataLoader(pool, 8, sampler=pool.sampler()),
-    "plain with persistent workers": lambda pool: DataLoader(pool, 8, sampler=pool.sampler(), **OF_A_SERVER),
+    "plain, with persistent workers": lambda pool: DataLoader(pool, 8, sampler=pool.sampler(), **OF_A_SERVER),
     "cached": lambda pool: CachedLoader(pool, 8, shuffle=True),
     "cached, by workers": lambda pool: CachedLoader(pool, 8, shuffle=True, num_workers=1, gather="worker"),
 }
@@ -106,6 +104,19 @@ def test_samples_have_the_transform_and_a_number(opened):
 # ---- fillers ----
 
 
+def text(number: int) -> Any:
+    """A sample of its own length."""
+    return torch.full((1 + 7 * number,), number), f"{number} " * number
+
+
+def fails(index: int) -> None:
+    raise OSError(f"no answer for {index}")
+
+
+def dies(index: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("make", "budget", "options", "expected"),
     [
@@ -131,14 +142,9 @@ def test_a_stream_is_divided_among_the_fillers(opened):
     wait_until(lambda: seen.update(epoch(pool)) or seen == set(range(20)))
 
 
-def text(number: int) -> Any:
-    """A sample of its own length."""
-    return torch.full((1 + 7 * number,), number), f"{number} " * number
-
-
 @pytest.mark.parametrize(
     ("source", "budget", "workers"),
-    [(Numbers(60), "25%", 0), ([text(number) for number in range(60)], 70_000, 1)],
+    [(Numbers(length=60), "25%", 0), ([text(number) for number in range(60)], 70_000, 1)],
     ids=["rows", "records in workers"],
 )
 def test_fillers_roll_where_it_does_not_fit(opened, source, budget, workers):
@@ -167,14 +173,6 @@ def test_an_epoch_does_not_wait_for_records_that_have_no_room(opened):
 
 
 # ---- faults ----
-
-
-def fails(index: int) -> None:
-    raise OSError(f"no answer for {index}")
-
-
-def dies(index: int) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_samples_that_cannot_be_loaded_are_left_out(opened, caplog):
@@ -234,7 +232,8 @@ def test_a_filler_that_dies_is_started_anew_behind_that_sample(opened, caplog):
 
 
 def test_a_filler_that_hangs_is_logged_while_training_waits(opened, caplog, monkeypatch, tmp_path):
-    """The log tells which filler loads which sample, and for how long. With the minimum, training goes on."""
+    """The log tells which filler loads which sample, and for how long. With the minimum, training goes on. `close` ends
+    the filler, also if the dataset behind the pool was closed before, and with it the memory."""
     monkeypatch.setattr(processes, "REPORT_SECONDS", 0.3)
     hangs = Allowance(tmp_path / "allowed", 6)
     pool = opened(Numbers(trouble=hangs), "100%", spec=SPEC, fillers=1, minimum=8, shuffle=False)
@@ -253,43 +252,25 @@ def test_a_filler_that_hangs_is_logged_while_training_waits(opened, caplog, monk
     log.removeFilter(answer)
     assert "6 of 8 have come" in caplog.text
     assert "filler 0 has been loading sample 6 for " in caplog.text
-
-
-def test_fillers_end_with_a_pool_whose_dataset_was_closed_before(opened, tmp_path):
-    """Closing the dataset behind a pool closes the memory, and `close` ends the fillers all the same."""
-    hangs = Allowance(tmp_path / "allowed", 4)
-    pool = opened(Numbers(trouble=hangs), "100%", spec=SPEC, fillers=1, minimum=4, shuffle=False)
     pool.dataset.close()
     pool.close()
     fillers_end()
 
 
-def train_and_be_killed(path: Path, hangs: Allowance) -> None:
-    pool = RollingCache(Numbers(trouble=hangs), "100%", spec=SPEC, fillers=2, minimum=2, shuffle=False)
-    len(pool)
-    path.write_text(Path(f"/proc/self/task/{os.getpid()}/children").read_text())
-    time.sleep(1000)
-
-
-def test_fillers_end_with_their_parent(tmp_path):
+def test_fillers_end_with_their_parent(opened, tmp_path):
     """Even if the parent is killed, and in the middle of a load."""
-    path = tmp_path / "fillers"
-    child = Child(train_and_be_killed, path, Allowance(tmp_path / "allowed", 2))
-    wait_until(lambda: path.exists() and len(path.read_text().split()) >= 2)
-    fillers = [int(pid) for pid in path.read_text().split()]
-    child.kill()
+    source, before = Numbers(trouble=Allowance(tmp_path / "allowed", 2)), descendants()
+    with hanging(lambda: len(opened(source, "100%", spec=SPEC, fillers=2, minimum=2, shuffle=False))) as trainer:
+        fillers = descendants() - before - {trainer.process.pid}
+    assert len(fillers) == 2
     wait_until(lambda: not any(map(is_alive, fillers)), seconds=60)
-
-
-def train_on_a_view() -> list[int]:
-    view = RollingCache(Numbers(), "100%", fillers=1, minimum=LENGTH).view(None)
-    return epoch(view)
 
 
 def test_a_pool_that_is_not_closed_ends_with_its_process():
     """A view keeps the fillers at work, although no other object refers to the pool. They are daemons, so the process
     ends at once."""
-    assert call(train_on_a_view) == list(range(LENGTH))
+    numbers = call(lambda: epoch(RollingCache(Numbers(), "100%", fillers=1, minimum=LENGTH).view(None)))
+    assert numbers == list(range(LENGTH))
 
 
 @pytest.mark.parametrize(

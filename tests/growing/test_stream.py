@@ -1,24 +1,33 @@
-"""A cached stream: epoch one is the stream, later epochs come from memory, every sample once."""
+"""A cached stream: epoch one is the stream, later epochs come from memory, every sample once, over all ranks."""
 
 import logging
+import multiprocessing
 import os
 import random
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_stocache import CachedLoader, CachedStream
+from lightning_stocache.cache.stream import StreamLedger
+from lightning_stocache.sampling.residents import batches_of, permutation
 from lightning_stocache.setup import child, first_samples
 from tests.loading.twins import same
+from tests.processes import run_ranks
 from tests.sources import CountedStream
 
 LENGTH = 103
@@ -169,16 +178,12 @@ def test_the_order_follows_from_the_seed() -> None:
     assert orders[0][1] != orders[2][1]
 
 
-def count_call(worker: int) -> None:
-    info: Any = get_worker_info()
-    info.dataset.counts[0] += 1000
-
-
 @pytest.mark.processes
 def test_worker_init_fn_finds_the_stream() -> None:
     """worker_init_fn changes the user's own stream, in the first epoch and later."""
     with closing(CachedStream(Texts(), "16MiB")) as stream:
-        loader = CachedLoader(stream, batch_size=4, num_workers=1, worker_init_fn=count_call)
+        call = {"worker_init_fn": lambda worker: get_worker_info().dataset.counts[0].add_(1000)}
+        loader = CachedLoader(stream, batch_size=4, num_workers=1, **call)
         assert [len(numbers_of(loader)) for _ in range(3)] == [LENGTH] * 3
         assert stream.source.reads == LENGTH + 3000 + 32
         loader.close()
@@ -351,3 +356,177 @@ def test_wrong_arguments_are_refused(given: Any, arguments: Any, error: type[Exc
     """The error tells what is allowed."""
     with pytest.raises(error, match=words):
         CachedStream(given, **arguments)
+
+
+# ---- streams of libraries ----
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Four tar shards of 25 samples."""
+    webdataset = pytest.importorskip("webdataset")
+    folder = tmp_path_factory.mktemp("shards")
+    paths = [str(folder / f"{shard}.tar") for shard in range(4)]
+    for shard, path in enumerate(paths):
+        with webdataset.TarWriter(path) as writer:
+            for number in range(shard * 25, shard * 25 + 25):
+                writer.write({"__key__": f"{number:05}", "npy": np.full((2, 3), number, np.float32), "cls": number})
+    return paths
+
+
+@pytest.mark.processes
+def test_webdataset_is_cached(shards: list[str]) -> None:
+    """Tar shards with WebDataset's own shuffling."""
+    pipeline = pytest.importorskip("webdataset").WebDataset(shards, shardshuffle=4).shuffle(10)
+    with closing(CachedStream(pipeline.decode().to_tuple("npy", "cls"), "16MiB")) as stream:
+        loader = DataLoader(stream, batch_size=8, num_workers=2)
+        for _ in range(3):
+            samples = [(int(n), float(x[0, 0])) for xs, ns in loader for x, n in zip(xs, ns, strict=True)]
+            assert sorted(samples) == [(number, float(number)) for number in range(100)]
+        counts = stream.counters.totals()
+    assert (counts.hits, counts.misses) == (200, 100)
+
+
+@pytest.mark.processes
+def test_streams_of_hugging_face_are_cached() -> None:
+    """A shuffled `datasets.IterableDataset` is stored, and receives the calls of `set_epoch`."""
+    samples = [{"text": "x" * (number % 5), "number": number} for number in range(60)]
+    table = pytest.importorskip("datasets").Dataset.from_list(samples).to_iterable_dataset(num_shards=4)
+    table = table.shuffle(seed=3, buffer_size=8)
+    with closing(CachedStream(table, "16MiB")) as stream:
+        loader: Any = DataLoader(stream, batch_size=5, num_workers=2)
+        for epoch in range(3):
+            loader.dataset.set_epoch(epoch)
+            assert sorted(n for batch in loader for n in batch["number"].tolist()) == list(range(60))
+        assert table.epoch == 2
+        assert stream.counters.totals().hits == 120
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "words"),
+    [
+        ({"shardshuffle": 4}, 10, "make them in the loader"),
+        ({"shardshuffle": False, "resampled": True}, 30, "resampled"),
+    ],
+)
+def test_what_is_drawn_anew_is_not_frozen(shards: Any, caplog: Any, options: Any, length: int, words: str) -> None:
+    """Batches that the stream makes of shuffled samples, and shards that it draws anew for ever, pass through, with
+    one warning."""
+    pipeline = pytest.importorskip("webdataset").WebDataset(shards, **options).shuffle(50)
+    pipeline = pipeline.decode().to_tuple("npy", "cls").batched(10).with_epoch(length)
+    with caplog.at_level(logging.WARNING), closing(CachedStream(pipeline, "16MiB")) as stream:
+        epochs = [numbers_of(stream) for _ in range(3)]
+        assert (stream.counters.totals().hits, stream.counters.totals().served) == (0, 3 * length)
+    assert [len(epoch) for epoch in epochs] == [10 * length] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    [record] = caplog.records
+    assert words in record.getMessage()
+
+
+# ---- ranks ----
+
+
+class Divided(CountedStream):
+    """Every worker of every rank reads its share of the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(LENGTH)
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def __iter__(self) -> Iterator[Any]:
+        info: Any = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        for number in range(self.rank * workers + worker, LENGTH, self.world * workers):
+            yield row(number)
+
+
+@contextmanager
+def shared() -> Iterator[CachedStream]:
+    """A stream that all ranks share. When it is closed, all ranks have read it."""
+    with closing(CachedStream(Divided(), "16MiB", defer=True)) as stream:
+        stream.share()
+        yield stream
+        dist.barrier()
+
+
+def whole(kind: Any, workers: int) -> Any:
+    """The numbers of every batch of three epochs, and the counts of all ranks."""
+    with shared() as stream:
+        loader = kind(stream, batch_size=4, num_workers=workers)
+        epochs = [[numbers.tolist() for _, numbers in loader] for _ in range(3)]
+        dist.barrier()
+        counts = stream.counters.totals()
+        if kind is CachedLoader:
+            loader.close()
+    return epochs, counts
+
+
+def killed(rank: int) -> Any:
+    """The numbers of three epochs, and the hits, after a worker of rank zero was killed in an epoch before."""
+    with shared() as stream:
+        loader: Any = DataLoader(stream, batch_size=1, num_workers=1, prefetch_factor=2)
+        if rank == 0:
+            batches = iter(loader)
+            next(batches)
+            os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+            with pytest.raises((RuntimeError, OSError, EOFError)):  # it died before a batch or giving one
+                list(batches)
+            del batches
+        else:
+            list(loader)
+        epochs = [sorted(int(numbers) for _, numbers in loader) for _ in range(3)]
+        dist.barrier()
+        return epochs, stream.counters.totals().hits
+
+
+def lives(rank: int) -> Any:
+    """Whole epochs of both kinds of loaders, a killed worker, and three epochs of rank zero beside one of rank one."""
+    found = whole(DataLoader, 0), whole(CachedLoader, 2), killed(rank)
+    StreamLedger.patience = 0.2
+    with shared() as stream:
+        return *found, [sorted(number for _, number in stream) for _ in range(3 if rank == 0 else 1)]
+
+
+@pytest.mark.processes
+def test_every_sample_comes_once_over_all_ranks() -> None:
+    """Epoch one is each rank's own stream. Later epochs are dealt to both ranks, in equally many batches. A killed
+    worker costs an epoch: the samples that it has stored do not come twice, and the next whole epoch is stored. If the
+    ranks are out of step, the stream passes through after a wait."""
+    first, second = run_ranks(lives, 2)
+    # The batches of a plain DataLoader are not known: as by DistributedSampler, a sample comes twice.
+    for twice, (epochs, counts), (of_second, _) in zip((1, 0), first[:2], second[:2], strict=True):
+        for number, (ours, theirs) in enumerate(zip(epochs, of_second, strict=True)):
+            seen = [index for batch in ours + theirs for index in batch]
+            assert set(seen) == set(ALL)
+            assert len(seen) == LENGTH + (twice if number else 0)
+            assert number == 0 or len(ours) == len(theirs)
+        assert {index for batch in epochs[1] for index in batch} != {index for batch in epochs[0] for index in batch}
+        assert counts.misses == LENGTH
+        assert counts.hits == 2 * (LENGTH + twice)
+
+    (epochs, hits), (of_second, _) = first[2], second[2]
+    for ours, theirs in zip(epochs, of_second, strict=True):
+        assert set(ours + theirs) == set(ALL)
+        assert len(ours + theirs) <= LENGTH + 1
+    assert LENGTH * 2 <= hits <= LENGTH * 2 + 4
+
+    assert first[3] == [ALL[::2]] * 3
+    assert second[3] == [ALL[1::2]]
+
+
+@given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 20), st.booleans())
+def test_batches_are_dealt_evenly(samples: int, ranks: int, size: int, drop_last: bool) -> None:
+    """All ranks get equally many batches, none too large, and every sample once, unless there are too few samples."""
+    order = permutation(samples, 0)
+    dealt = [batches_of(order, rank, ranks, size, drop_last=drop_last) for rank in range(ranks)]
+    assert len({len(batches) for batches in dealt}) == 1
+    sizes = [len(batch) for batches in dealt for batch in batches]
+    assert all(0 < count <= size for count in sizes)
+    seen = sorted(index for batches in dealt for batch in batches for index in batch.tolist())
+    if drop_last:
+        assert set(sizes) <= {size}
+        assert len(set(seen)) == len(seen) == samples // (ranks * size) * ranks * size
+    else:
+        assert set(seen) == set(range(samples))
+        few = samples // ranks < -(-samples // (ranks * size))
+        assert len(seen) == samples or (few and len(seen) < samples + ranks)
