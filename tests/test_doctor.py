@@ -36,6 +36,7 @@ def words_of(findings: list[Finding], topic: str) -> str:
     [
         (64 * MIB, 60 * MIB, ["Docker's default", "--shm-size=16g", "emptyDir: {medium: Memory, sizeLimit: 16Gi}"]),
         (GIB, GIB, ["little beside 32 GiB of RAM", "remount,size=16G"]),
+        (32 * GIB // 10, GIB, []),  # a tenth of the memory is enough
         (16 * GIB, GIB, ["nearly full", "clean removes unused named caches"]),
         (16 * GIB, 15 * GIB, []),
         (0, 0, []),

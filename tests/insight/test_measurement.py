@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_stocache.insight.measurement import Data, PlanError, measure, measure_curves
-from tests.sources import CountedSource, Made
+from tests.sources import Made
 
 QUICK = 0.01
 WITH_GRADIENTS = Made(lambda index: torch.ones(2, requires_grad=True), 40)
@@ -28,8 +28,9 @@ def test_all_paces_are_measured(samples, batch_size, workers):
         assert spread.deviation > 0
 
 
-def test_paces_are_what_the_clock_says(monkeypatch):
-    """A read takes a quarter of a second, a transform an eighth; a hit takes the transform alone."""
+def test_paces_are_what_the_clock_says(tmp_path, monkeypatch):
+    """A read takes a quarter of a second, a transform an eighth; a hit takes the transform alone. A slow source is read
+    for a few batches only: the time is limited, and more than two waves are not needed."""
     now = 0.0
 
     def takes(seconds, value=None):
@@ -40,16 +41,10 @@ def test_paces_are_what_the_clock_says(monkeypatch):
     for name in ("perf_counter", "process_time"):
         monkeypatch.setattr(time, name, lambda: takes(1e-6, now))
     monkeypatch.setattr(time, "perf_counter_ns", lambda: int(takes(1e-6, now) * 1e9))
-    source = Made(lambda index: takes(0.25, torch.tensor([index])), 40)
+    source = Made(lambda index: takes(0.25, torch.tensor([index])), 1000, tmp_path / "loads")
     paces = measure(Data(source, 4, transform=lambda sample: takes(0.125, sample)), seconds=QUICK)
     for spread, seconds in ((paces.uncached, 0.375), (paces.missed, 0.375), (paces.hit, 0.125)):
         assert spread[:3] == pytest.approx((seconds,) * 3, rel=0.01)
-
-
-def test_few_samples_are_read(tmp_path):
-    """A slow source is read for a few batches only: the time is limited, and more than two waves are not needed."""
-    source = CountedSource(1000, log_path=tmp_path / "loads")
-    measure(Data(source, 4), seconds=0)
     assert 0 < source.loads < 100
 
 
@@ -90,15 +85,12 @@ def test_no_memory_is_one_sentence(monkeypatch):
         measure(Data([torch.zeros(100)] * 8, 4), seconds=QUICK)
 
 
-SOURCE = [torch.full((50,), index) for index in range(64)]
-
-
 @pytest.mark.processes
 def test_every_arm_is_measured_in_every_round():
     """Each loader is measured once per round, from the source and from the cache, and each measurement is reported.
     Measurements after the time limit are left out, and a sentence gives the number of measurements before it."""
-    told: list[str] = []
-    found = measure_curves(Data(SOURCE, 4), [0, 2], [4, 60], seconds=0.05, limit=1e9, progress=told.append)
+    source, told = [torch.full((50,), index) for index in range(64)], list[str]()
+    found = measure_curves(Data(source, 4), [0, 2], [4, 60], seconds=0.05, limit=1e9, progress=told.append)
     for kind in ("uncached", "hit"):
         for name, numbers in (("num_workers", [0, 2]), ("batch_size", [4, 60])):
             assert [number for number, _ in found.over(name, kind)] == numbers
@@ -106,6 +98,6 @@ def test_every_arm_is_measured_in_every_round():
     assert [words.partition(":")[0] for words in told] == [f"{done} of 18" for done in range(1, 19)]
     assert "num_workers=0, batch_size=4, batches from the cache: " in told[1]
     assert found.left_out == []
-    over = measure_curves(Data(SOURCE, 4), [0], limit=-1.0)
+    over = measure_curves(Data(source, 4), [0], limit=-1.0)
     assert over.rates == {}
     assert over.left_out[0].endswith("s were over after 0 of 6 measurements.")

@@ -46,6 +46,11 @@ def dataset():
         yield made
 
 
+def numbers(length, **arguments):
+    """A cached dataset of floats, of which set-up has read none; a context that closes it."""
+    return closing(CachedDataset([*map(float, range(length))], spec=SampleSpec.infer(0.0), **arguments))
+
+
 def counts(metrics: dict[str, float], stage: str = "") -> dict[str, float]:
     """The metrics that do not depend on clocks, by their names."""
     named = {name.removeprefix(f"stocache/{stage}"): value for name, value in metrics.items()}
@@ -55,21 +60,26 @@ def counts(metrics: dict[str, float], stage: str = "") -> dict[str, float]:
 @pytest.mark.processes
 def test_a_plain_loop_has_the_monitors_values(tmp_path, dataset):
     """Each epoch has the keys and counts that a Trainer logs for the same dataset, with the expected hit rate. Live
-    values are those of the epoch so far, under different keys; validation has none."""
+    values are those of the epoch so far, under different keys; validation has none. `fabric.log_dict` accepts the
+    metrics of a loader that Fabric has set up."""
     loader = CachedLoader(dataset, batch_size=4)
     trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
     trainer.fit(Model(), loader)
     keys = {key for key in trainer.callback_metrics if key.startswith("stocache/")}
     assert "stocache/hit_rate_expected" in keys
     dataset.share()
-    meter, found, seen = CacheMeter(loader), [], []
+    logger = CSVLogger(tmp_path, name="", flush_logs_every_n_steps=1)
+    fabric = Fabric(accelerator="cpu", devices=1, loggers=logger)
+    meter, found, seen = CacheMeter(fabric.setup_dataloaders(loader)), [], []
     for _ in range(2):
         for step, (_, labels) in enumerate(meter):
             assert len(labels) == 4
             if step in (0, 5):
                 seen.append(meter.live())
         found.append(meter.epoch())
+        fabric.log_dict(found[-1], step=len(found))
     assert set(found[0]) == set(found[1]) == keys
+    assert "stocache/hit_rate" in (Path(logger.log_dir) / "metrics.csv").read_text()
     for key in counts(found[0]):
         assert [epoch[f"stocache/{key}"] for epoch in found] == logged(trainer, f"stocache/{key}"), key
     assert all(epoch["stocache/data_wait_seconds"] > 0 < epoch["stocache/compute_seconds"] for epoch in found)
@@ -79,6 +89,8 @@ def test_a_plain_loop_has_the_monitors_values(tmp_path, dataset):
     assert seen[0]["stocache/live/fill_fraction"] < seen[1]["stocache/live/fill_fraction"] == 1
     assert seen[3]["stocache/live/data_wait_seconds"] > seen[2]["stocache/live/data_wait_seconds"] > 0
     assert meter.live()["stocache/live/compute_seconds"] == 0
+    granted = meter.hyperparameters()["stocache"]
+    assert (granted["sampling"], granted["slots"]) == ("SequentialSampler", SAMPLES // 2)
     assert CacheMeter(loader, "val").live() == {}
 
 
@@ -151,22 +163,6 @@ def test_a_pool_has_rates_of_the_time_between_two_epochs(monkeypatch):
         assert not [key for key in CacheMeter([loader, loader]).epoch() if "rolling" in key]
 
 
-@pytest.mark.processes
-def test_a_fabric_loop_logs_it(tmp_path, dataset):
-    """`fabric.log_dict` accepts the metrics of a loader that Fabric has set up."""
-    logger = CSVLogger(tmp_path, name="", flush_logs_every_n_steps=1)
-    fabric = Fabric(accelerator="cpu", devices=1, loggers=logger)
-    meter = CacheMeter(fabric.setup_dataloaders(CachedLoader(dataset, batch_size=4, shuffle=True)))
-    for epoch, hits in enumerate((0, SAMPLES // 2)):
-        assert sum(len(labels) for _, labels in meter) == SAMPLES
-        metrics = meter.epoch()
-        assert metrics["stocache/hits"] == metrics["stocache/hit_rate_expected"] * SAMPLES == hits
-        fabric.log_dict(metrics, step=epoch)
-    granted = meter.hyperparameters()["stocache"]
-    assert (granted["sampling"], granted["slots"]) == ("RandomSampler", SAMPLES // 2)
-    assert "stocache/hit_rate" in (Path(logger.log_dir) / "metrics.csv").read_text()
-
-
 def on_two_nodes(rank: int) -> Any:
     """The metrics of three epochs for each deal, on nodes whose memory holds a quarter and all of the dataset."""
     dataset = CachedDataset(CountedSource(SAMPLES), budget=("25%", "100%")[rank], defer=True)
@@ -200,7 +196,7 @@ def test_ranks_and_nodes_sum_up():
 
 def test_what_was_ready_before_the_first_epoch_is_expected():
     """The first epoch of a fold is expected to hit the samples of the fold that the cache holds already."""
-    with closing(CachedDataset(CountedSource(SAMPLES), spec=SampleSpec.infer(CountedSource(1)[0]))) as dataset:
+    with numbers(SAMPLES) as dataset:
         for index in (0, 1, 2, 20):
             dataset[index]
         meter = CacheMeter(CachedLoader(dataset, batch_size=2, sampler=SubsetRandomSampler(range(12))))
@@ -211,11 +207,6 @@ def test_what_was_ready_before_the_first_epoch_is_expected():
 
 
 # ---- tallies ----
-
-
-def numbers(length, **arguments):
-    """A cached dataset of floats, of which set-up has read none."""
-    return CachedDataset([float(index) for index in range(length)], spec=SampleSpec.infer(0.0), **arguments)
 
 
 def end_epoch(tallies, stage, loader):
@@ -231,7 +222,7 @@ def end_epoch(tallies, stage, loader):
 def test_every_sample_is_in_one_tally(steps):
     """An epoch of training counts all samples since its last end that no other stage has counted."""
     expected = Counter()
-    with closing(numbers(3)) as dataset:
+    with numbers(3) as dataset:
         tallies, loader = Tallies(), DataLoader(dataset)
         for step in [*steps, "train"]:
             if step == "read":
@@ -251,7 +242,7 @@ def test_every_sample_is_in_one_tally(steps):
 def test_an_epoch_is_posted_once():
     """Samples after the post belong to the next epoch, also after a second post. A stage has no metrics if it did not
     post, or if it reads no cached dataset. A Trainer call does not count the samples of the call before."""
-    with closing(numbers(3)) as dataset:
+    with numbers(3) as dataset:
         tallies, loader = Tallies(), DataLoader(dataset)
         assert tallies.metrics("val", loader, patience=1) == {}
         tallies.post("test", [])
@@ -268,7 +259,7 @@ def test_an_epoch_is_posted_once():
 
 def test_a_rank_that_stored_nothing_expects_what_the_others_do():
     """The fills of all ranks are subtracted from what is ready, whichever of them stored the samples."""
-    with closing(numbers(8)) as dataset:
+    with numbers(8) as dataset:
         assert list(dataset) == list(range(8))
         metrics = {"hits": 0.0, "misses": 8.0, "bypasses": 0.0, "fills": 8.0, "fill_fraction": 1.0, "hit_rate": 0.0}
         of_rank = {dataset.counters: Counts(misses=4)}
@@ -278,11 +269,7 @@ def test_a_rank_that_stored_nothing_expects_what_the_others_do():
 
 def test_coverage_counts_samples_that_are_drawn():
     """Coverage is the share of the drawn samples of all datasets that have a slot."""
-    with (
-        closing(numbers(6)) as whole,
-        closing(numbers(8, indices=[1, 3])) as part,
-        closing(numbers(4, budget=0)) as none,
-    ):
+    with numbers(6) as whole, numbers(8, indices=[1, 3]) as part, numbers(4, budget=0) as none:
         assert [samples_of(dataset) for dataset in (whole, part, none)] == [6, 2, 4]
         assert coverage([whole, part]) == 1.0
         assert coverage([whole, part, none]) == 8 / 12

@@ -22,8 +22,8 @@ def paces(*, uncached=0.011, missed=0.01, hit=0.001, codec=SPEC, safe_bytes=10**
 
 def planned(measured: Paces | None = None, step: float | list[float] | None = None, samples=1000, **data) -> Plan:
     """The plan for a dataset of this length."""
-    options = {"batch_size": 10, **data}
-    return plan(Data(range(samples), **options), measured or paces(), None if step is None else spread(step))
+    data = {"batch_size": 10, **data}
+    return plan(Data(range(samples), **data), measured or paces(), None if step is None else spread(step))
 
 
 def row(made: Plan, budget: str) -> Row:
@@ -61,7 +61,8 @@ def test_the_law_is_linear(budget, options, first, later):
 
 def test_hit_rates_gains_and_bytes():
     """The hit rate is the share that is cached: of all nodes, unless samples are dealt at random. Seconds and gains
-    reach from the lowest to the highest of what was measured, not only the medians."""
+    reach from the lowest to the highest of what was measured. A slow first epoch pays in the first epoch that ends
+    ahead of uncached training."""
     without, quarter = row(planned(), "0%"), row(planned(), "25%")
     assert (without.hit_rate, without.faster.median, without.pays_in) == (0, 1, None)
     assert (quarter.hit_rate, quarter.budget_bytes) == (0.25, 25_000)
@@ -71,10 +72,6 @@ def test_hit_rates_gains_and_bytes():
     whole = row(planned(paces(uncached=[0.008, 0.011, 0.02], hit=[0.001, 0.002, 0.004])), "100%")
     assert whole.later_epoch[:3] == pytest.approx((1, 2, 4))
     assert whole.faster[:3] == pytest.approx((8 / 4, 11 / 2, 20 / 1))
-
-
-def test_it_pays_when_the_sum_of_epochs_is_smaller():
-    """A slow first epoch pays in the first epoch that ends ahead of uncached training."""
     dear = planned(paces(missed=0.03))  # epoch one: 30 s instead of 11, then 1 s instead of 11
     assert [row(dear, budget).pays_in for budget in ("0%", "25%", "100%")] == [None, None, 3]
     assert row(planned(paces(missed=0.012)), "100%").pays_in == 2

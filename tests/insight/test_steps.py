@@ -5,11 +5,53 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from lightning_stocache.insight.steps import StepClock
-from tests.insight.devices import Device, ManualClock
+
+
+class Device:
+    """A GPU with one stream, and its host's clock, which a test moves."""
+
+    def __init__(self) -> None:
+        self.host = self.busy_until = 0.0  # seconds on the host's clock
+        self.waits = 0  # how often the host waited for the device
+        self.read = 0  # events whose time was asked for
+
+    def moment(self) -> Any:
+        """An event like a CUDA event that is recorded now."""
+        return _Event(self, max(self.busy_until, self.host))
+
+    def spend(self, seconds: float) -> None:
+        """Let the host work."""
+        self.host += seconds
+
+    def launch(self, seconds: float) -> None:
+        """Queue work for the device."""
+        self.busy_until = max(self.busy_until, self.host) + seconds
+
+
+class _Event:
+    """An event, which raises if its time is read before the device has passed it."""
+
+    def __init__(self, device: Device, time: float) -> None:
+        self.device, self.time = device, time
+
+    def query(self) -> bool:
+        return self.device.host >= self.time
+
+    def synchronize(self) -> None:
+        self.device.waits += 1
+        self.device.host = max(self.device.host, self.time)
+
+    def elapsed_time(self, end_event: Any) -> float:
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("device not ready")  # so does CUDA
+        self.device.read += 1
+        milliseconds: float = 1000 * (end_event.time - self.time)
+        return milliseconds
 
 
 @contextmanager
@@ -20,9 +62,9 @@ def part(clock: StepClock, name: str) -> Iterator[None]:
     clock.stop(name)
 
 
-def started(clock: ManualClock | Device) -> StepClock:
+def started(device: Device) -> StepClock:
     """A clock that runs on the time of a test."""
-    made = StepClock(clock.moment)
+    made = StepClock(device.moment)
     made.resume()
     return made
 
@@ -34,7 +76,7 @@ def taken(clock: StepClock) -> dict[str, float]:
 
 def test_a_step_lasts_until_the_next_one() -> None:
     """What comes after `end_step` is its rest; after `pause` nothing counts until a part begins after `resume`."""
-    time = ManualClock()
+    time = Device()
     clock = started(time)
     for wait in (1, 2):
         with part(clock, "wait"):
@@ -56,7 +98,7 @@ def test_a_step_lasts_until_the_next_one() -> None:
 def test_a_step_that_has_not_ended_is_dropped() -> None:
     """After a break or an exception the steps before it count, and the next epoch is sound. An end of a part that has
     not begun, as for a clock that starts in the middle of a step, does not count."""
-    time = ManualClock()
+    time = Device()
     clock = started(time)
     clock.stop("backward")
     for ended in (True, False):

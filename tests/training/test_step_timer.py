@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from lightning_stocache import StepTimer
 from lightning_stocache.insight.steps import PARTS, StepClock
-from tests.insight.devices import ManualClock
 from tests.sources import CountedStream, Made
 from tests.training.tiny import Data, Model, logged, make_trainer, said
 
@@ -19,6 +18,18 @@ WAIT, MOVE, MOVED, FORWARD, BACKWARD, STEP, CALLBACK = 0.5, 1.0, 2.0, 4.0, 8.0, 
 EACH = {"wait": WAIT, "transfer": MOVE, "forward": FORWARD, "backward": BACKWARD, "optimizer": STEP}
 EACH |= {"rest": MOVED + CALLBACK}
 BATCHES = 4
+
+
+class ManualClock:
+    """A host's clock that stands still until `spend`."""
+
+    seconds = 0.0
+
+    def spend(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def moment(self) -> float:
+        return self.seconds
 
 
 def samples(clock: Any) -> Made:
