@@ -10,7 +10,8 @@ from importlib import import_module
 
 import pytest
 
-os.environ |= {"NO_ALBUMENTATIONS_UPDATE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # as they and Lightning do
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as Lightning does
+os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # it asks the network for a later version when it is imported
 
 
 @pytest.fixture(scope="session", autouse=True)

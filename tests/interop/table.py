@@ -10,8 +10,6 @@ A module of tests/interop/sources has the ways of a library in a dict with the l
 import ast
 from pathlib import Path
 
-__all__ = ["MODULES", "TABLE"]
-
 LIBRARIES = (
     "torchvision timm huggingface text audio plain storage monai pyg tensordict albumentations generators streams"
 )
@@ -23,16 +21,12 @@ PASSING = (
 
 MODULES: dict[str, str] = {}
 """The module of each library. It is read, not imported, which would take seconds."""
+TABLE: dict[str, dict[str, bool]] = {library: {} for library in LIBRARIES.split()}
+"""By library and way: whether it is cached."""
 
-_ways: dict[str, list[str]] = {}
 for path in (Path(__file__).parent / "sources").glob("*.py"):
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             library = ast.unparse(node.targets).lower()
             MODULES[library] = f"tests.interop.sources.{path.stem}"
-            _ways[library] = list(map(ast.literal_eval, node.value.keys))
-
-TABLE: dict[str, dict[str, bool]] = {
-    library: {way: way not in PASSING.split() for way in _ways[library]} for library in LIBRARIES.split()
-}
-"""By library and way: whether it is cached."""
+            TABLE[library] = {way: way not in PASSING.split() for way in map(ast.literal_eval, node.value.keys)}

@@ -9,7 +9,6 @@ import re
 from contextlib import closing
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
@@ -17,8 +16,7 @@ from PIL import Image
 
 from lightning_stocache import CachedDataset
 from lightning_stocache.setup import find
-from tests.interop.fingerprint import fingerprint
-from tests.interop.setting import held, pictures
+from tests.interop.setting import fingerprint, held, pictures
 
 pytestmark = pytest.mark.processes
 
@@ -26,16 +24,14 @@ pytestmark = pytest.mark.processes
 THOUSAND = pytest.param(170, True, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])
 
 
-_TORCHVISION = """
+_V1 = """
     RandomHorizontalFlip(p)  RandomVerticalFlip(p)  RandomGrayscale(p)  RandomInvert(p)  RandomAutocontrast(p)
     RandomEqualize(p)  RandomPerspective(p=p)  RandomErasing(p)  RandomPosterize(4, p)  RandomSolarize(128, p)
     RandomAdjustSharpness(2, p)  RandomApply([ColorJitter(0.5)], p)  RandomRotation(20)  RandomCrop(16, padding=2)"""
+_V2 = f"{_V1}  RandomPhotometricDistort(p=p)  RandomChannelPermutation()"
 LIBRARIES = {
-    "torchvision.transforms": (_TORCHVISION, "Compose(steps)"),
-    "torchvision.transforms.v2": (
-        f"{_TORCHVISION}  RandomPhotometricDistort(p=p)  RandomChannelPermutation()",
-        "Compose(steps)",
-    ),
+    "torchvision.transforms": (_V1, "Compose(steps)"),
+    "torchvision.transforms.v2": (_V2, "Compose(steps)"),
     "albumentations": (
         """HorizontalFlip(p=p)  VerticalFlip(p=p)  RandomBrightnessContrast(p=p)  RandomRotate90(p=p)  GaussNoise(p=p)
         Blur(p=p)  CoarseDropout(p=p)  HueSaturationValue(p=p)  ToGray(p=p)  ChannelShuffle(p=p)  RandomGamma(p=p)""",
@@ -61,16 +57,6 @@ LIBRARIES = {
 """By library: its random steps, and how one or two of them become a transform."""
 
 
-def converted(library: str, pixels: np.ndarray) -> Any:
-    """An image as a library takes it."""
-    if library == "albumentations":
-        return pixels.copy()
-    if library == "timm.data":
-        return Image.fromarray(pixels)
-    tensor = torch.from_numpy(pixels).permute(2, 0, 1)
-    return tensor if "torchvision" in library else tensor.float() / 255
-
-
 def make_setup(library: str, seed: int) -> Any:
     """The set-up of a seed: images whose transform is an attribute of that name, or of another."""
     dice = random.Random(seed)
@@ -84,15 +70,19 @@ def make_setup(library: str, seed: int) -> Any:
     name = "transform" if dice.random() < 0.7 else "augment"
 
     def load(self: Any, index: int) -> Any:
-        transform, image = getattr(self, name), converted(library, pictures()[index])
-        return transform(image=image)["image"] if library == "albumentations" else transform(image), index
+        transform, pixels = getattr(self, name), pictures()[index]
+        if library == "albumentations":
+            return transform(image=pixels)["image"], index
+        if library == "timm.data":
+            return transform(Image.fromarray(pixels)), index
+        image = torch.from_numpy(pixels).permute(2, 0, 1)
+        return transform(image if "torchvision" in library else image.float() / 255), index
 
     seed_everything(seed, verbose=False)
     return held(load, 12, **{name: augment})
 
 
 def read_twice(dataset: Any) -> list[Any]:
-    """All samples of two epochs."""
     return [fingerprint(dataset[index]) for _ in range(2) for index in range(len(dataset))]
 
 

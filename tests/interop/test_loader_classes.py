@@ -1,5 +1,6 @@
 """Loaders of other people's classes: cached where Lightning could make them anew, else left alone with a warning."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -16,40 +17,40 @@ NUMBERS = TensorDataset(torch.arange(48.0).reshape(24, 2))
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> None:
     """Before the first test: what their imports leave behind is no test's."""
-    global monai, timm, webdataset
-    names = ("monai.data", "timm.data.loader", "webdataset")
-    monai, timm, webdataset = (pytest.importorskip(name) for name in names)
+    for name in ("monai.data", "timm.data.loader", "webdataset"):
+        pytest.importorskip(name)
 
 
-def made(kind: Any, **options: Any) -> Any:
-    return kind(NUMBERS, batch_size=4, shuffle=True, **options)
+def made(kind: str, **options: Any) -> Any:
+    """A loader of this class."""
+    module, _, name = kind.rpartition(".")
+    return getattr(importlib.import_module(module), name)(NUMBERS, batch_size=4, **options)
 
 
 @pytest.mark.parametrize(
-    ("make", "door", "reload"),
+    ("kind", "options", "door", "reload"),
     [
-        (lambda: made(monai.DataLoader, num_workers=2), "cache_datamodule", 1),
-        (lambda: made(monai.ThreadDataLoader, buffer_size=2), "callback", 0),
-        (lambda: made(timm.MultiEpochsDataLoader, num_workers=1), "cache_datamodule", 1),
+        ("monai.data.DataLoader", {"num_workers": 2}, "cache_datamodule", 1),
+        ("monai.data.ThreadDataLoader", {"buffer_size": 2}, "callback", 0),
+        ("timm.data.loader.MultiEpochsDataLoader", {"num_workers": 1}, "cache_datamodule", 1),
     ],
-    ids=["MONAI, anew each epoch", "MONAI, thread", "timm, MultiEpochs"],
 )
-def test_subclasses_are_cached_and_equal(tmp_path, make, door, reload):
+def test_subclasses_are_cached_and_equal(tmp_path, kind, options, door, reload):
     """Three epochs give the batches of without, bit for bit, and all samples have slots."""
-    options = {"epochs": 3, "reload_dataloaders_every_n_epochs": reload}
-    plain, *_ = fit("none", tmp_path, {"train": make}, **options)
-    model, _, looking = fit(door, tmp_path, {"train": make}, **options)
+    loaders = {"train": lambda: made(kind, shuffle=True, **options)}
+    plain, *_ = fit("none", tmp_path, loaders, epochs=3, reload_dataloaders_every_n_epochs=reload)
+    model, _, looking = fit(door, tmp_path, loaders, epochs=3, reload_dataloaders_every_n_epochs=reload)
     assert model.batches == plain.batches
     assert looking.slots["train"] == [24]
-    assert type(looking.loaders["train"]) is type(make())
+    assert type(looking.loaders["train"]) is type(made(kind))
 
 
-@pytest.mark.parametrize("kind", ["DataLoader", "ThreadDataLoader"])
+@pytest.mark.parametrize("kind", ["monai.data.DataLoader", "monai.data.ThreadDataLoader"])
 def test_lightning_makes_them_anew_to_predict(tmp_path, kind):
     """The loader of MONAI's that Lightning makes anew for predict reads the cache too."""
     seen = []
     for door in ("none", "callback"):
-        trainer, model, dm, looking = through(door, tmp_path, {"predict": lambda: made(getattr(monai, kind))})
+        trainer, model, dm, looking = through(door, tmp_path, {"predict": lambda: made(kind, shuffle=True)})
         torch.manual_seed(0)
         trainer.predict(model, datamodule=dm)
         seen.append(model.batches)
@@ -60,31 +61,27 @@ def test_lightning_makes_them_anew_to_predict(tmp_path, kind):
 class Wrapper:
     """A user's own, around a loader."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader, self.dataset = loader, loader.dataset
+    def __init__(self, dataset: Any, **options: Any) -> None:
+        self.loader, self.dataset = DataLoader(dataset, **options), dataset
 
     def __iter__(self) -> Any:
         return iter(self.loader)
 
 
+THREADS = {"num_workers": 1, "use_thread_workers": True}
+
+
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("kind", "options", "words"),
     [
-        (
-            lambda: Wrapper(made(DataLoader)),
-            "Wrapper passes through uncached: it is no torch.utils.data.DataLoader. Wrap",
-        ),
-        (lambda: webdataset.WebLoader(NUMBERS, batch_size=4), "WebLoader passes through uncached: it is no torch"),
-        (
-            lambda: made(monai.ThreadDataLoader, num_workers=1, use_thread_workers=True),
-            "TensorDataset passes through uncached: the workers of ThreadDataLoader are threads",
-        ),
+        (f"{__name__}.Wrapper", {}, "Wrapper passes through uncached: it is no torch.utils.data.DataLoader. Wrap"),
+        ("webdataset.WebLoader", {}, "WebLoader passes through uncached: it is no torch"),
+        ("monai.data.ThreadDataLoader", THREADS, "the workers of ThreadDataLoader are threads"),
     ],
-    ids=["wrapper", "WebLoader", "threads"],
 )
-def test_what_is_left_alone_is_warned_about(tmp_path, caplog, make, words):
+def test_what_is_left_alone_is_warned_about(tmp_path, caplog, kind, options, words):
     """The object that the user gave is trained on, with one warning."""
-    loader = make()
+    loader = made(kind, **options)
     _, _, looking = fit("callback", tmp_path, {"train": lambda: loader}, epochs=2)
     assert looking.loaders["train"] is loader
     [warning] = [text for text in caplog.messages if "passes through uncached" in text]

@@ -6,7 +6,8 @@ import random
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_stocache import StochasticCache
-from tests.interop.fingerprint import fingerprint
-from tests.interop.setting import Setting
+from tests.interop.setting import Setting, fingerprint
 from tests.interop.table import MODULES, TABLE
 from tests.logs import Log
 from tests.training.tiny import Watcher, make_trainer
@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 ROWS = [(library, way) for library, ways in TABLE.items() for way in ways]
 FIRST_ROWS = [(library, next(iter(ways))) for library, ways in TABLE.items()]
 ONCE_A_PROCESS = ("storage", "lmdb_opened_on_first_use")  # LMDB opens a file once in a process: in a worker
-IN_WORKERS = [*FIRST_ROWS[::2], ONCE_A_PROCESS, ("storage", "plain_file_opened_on_first_use")]
 
 
 class Noting(Watcher):
@@ -37,20 +36,8 @@ class Noting(Watcher):
         return self.weight.sum()
 
 
-class Run(NamedTuple):
-    """All that a user could see of a training: batches, generators afterwards, metrics, warnings, and samples read
-    until each epoch's end, if they can be counted."""
-
-    batches: list[Any]
-    states: Any
-    metrics: dict[str, Any]
-    warnings: list[str]
-    loads: list[int]
-    names: list[str]
-
-
-def train(way: Callable[[Setting], Any], setting: Setting, callbacks: list[Callback]) -> Run:
-    """Make the loader under a seed, and train on it for three epochs."""
+def train(way: Callable[[Setting], Any], setting: Setting, callbacks: list[Callback]) -> Any:
+    """Make the loader under a seed, and train on it for three epochs: all that a user could see of that."""
     seed_everything(7, verbose=False)
     loader, model, loads = way(setting), Noting(), list[int]()
 
@@ -66,7 +53,8 @@ def train(way: Callable[[Setting], Any], setting: Setting, callbacks: list[Callb
     said = log.lines + [str(each.message) for each in caught if "lightning_stocache" in each.filename]
     states = fingerprint([torch.get_rng_state(), np.random.get_state(), random.getstate()])
     names = [type(thing).__name__ for thing in (loader, getattr(loader, "dataset", None))]
-    return Run(model.batches, states, trainer.callback_metrics, said, loads, names)
+    seen = {"batches": model.batches, "states": states, "metrics": trainer.callback_metrics}
+    return SimpleNamespace(**seen, warnings=said, loads=loads, names=names)
 
 
 @pytest.fixture(scope="session")
@@ -76,10 +64,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def row(request: pytest.FixtureRequest) -> tuple[Callable[[Setting], Any], bool]:
-    """A way of the table and whether it is cached. Of the session: what libraries leave when imported is no test's."""
+def row(request: pytest.FixtureRequest) -> tuple[Callable[[Setting], Any], bool, bool]:
+    """A way of the table, whether it is cached, and whether idle workers load ahead. Of the session: what libraries
+    leave when imported is no test's."""
     library, way = request.param
-    return getattr(importlib.import_module(MODULES[library]), library.upper())[way], TABLE[library][way]
+    ways = getattr(importlib.import_module(MODULES[library]), library.upper())
+    return ways[way], TABLE[library][way], request.param in FIRST_ROWS[1::2]
 
 
 def rows(chosen: list[tuple[str, str]]) -> pytest.MarkDecorator:
@@ -87,19 +77,17 @@ def rows(chosen: list[tuple[str, str]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", chosen, ids=["-".join(row) for row in chosen], indirect=True)
 
 
-def check(
-    row: tuple[Callable[[Setting], Any], bool], files: Path, tmp_path: Path, workers: int, **options: Any
-) -> None:
-    way, is_cached = row
+def check(row: Any, files: Path, tmp_path: Path, workers: int) -> None:
+    way, is_cached, fills_ahead = row
     plain = train(way, Setting(files, tmp_path / "plain", workers), [])
-    cached = train(way, Setting(files, tmp_path / "cached", workers), [StochasticCache(**options)])
+    cached = train(way, Setting(files, tmp_path / "cached", workers), [StochasticCache(prefill=fills_ahead)])
     pairs = zip(cached.batches, plain.batches, strict=True)
     assert [number for number, (batch, expected) in enumerate(pairs) if batch != expected] == []
     assert cached.states == plain.states
     if is_cached:
         assert cached.warnings == []
         assert cached.metrics["stocache/hit_rate"] == 1
-        assert cached.loads[2] == cached.loads[1]
+        assert cached.loads[2] == cached.loads[1]  # samples read until the end of these epochs
     else:
         [warning] = cached.warnings
         assert any(name in warning for name in cached.names), warning
@@ -118,14 +106,8 @@ def test_training_is_the_same_and_ends_as_the_table_says(row, files, tmp_path):
 
 
 @pytest.mark.epoch_one_reads_all  # so that workers load samples
-@rows(IN_WORKERS)
+@rows([*FIRST_ROWS, ONCE_A_PROCESS, ("storage", "plain_file_opened_on_first_use")])
 def test_training_with_workers_is_the_same(row, files, tmp_path):
-    """What workers read is the same and ends the same: the first way of a library, and files that each worker opens."""
+    """What workers read is the same and ends the same: the first way of a library, and files that each worker opens.
+    For every other library, idle workers load ahead."""
     check(row, files, tmp_path, workers=2)
-
-
-@pytest.mark.epoch_one_reads_all  # so that workers load samples
-@rows(FIRST_ROWS[1::2])
-def test_training_that_fills_ahead_is_the_same(row, files, tmp_path):
-    """Idle workers that load ahead change no batch and no draw: the first way of every other library."""
-    check(row, files, tmp_path, workers=2, prefill=True)

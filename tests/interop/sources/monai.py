@@ -4,11 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
 
 from tests.interop.setting import Setting, held
 
-monai_data = pytest.importorskip("monai.data")
+monai = pytest.importorskip("monai.data")
 transforms = pytest.importorskip("monai.transforms")
 
 KEYS = ["image", "label"]
@@ -30,14 +29,9 @@ def _volumes(setting: Setting, *, of_one_size: bool = True) -> list[dict[str, st
 
 
 def _steps(*more: Any, track_meta: bool = True) -> Any:
-    load = [
-        transforms.LoadImaged(KEYS),
-        transforms.EnsureChannelFirstd(KEYS, channel_dim="no_channel"),
-        transforms.ScaleIntensityd("image"),
-        transforms.EnsureTyped(KEYS, track_meta=track_meta),
-    ]
-    if not track_meta:
-        load.append(transforms.SelectItemsd(KEYS))
+    load = [transforms.LoadImaged(KEYS), transforms.EnsureChannelFirstd(KEYS, channel_dim="no_channel")]
+    load += [transforms.ScaleIntensityd("image"), transforms.EnsureTyped(KEYS, track_meta=track_meta)]
+    load += [] if track_meta else [transforms.SelectItemsd(KEYS)]
     return transforms.Compose([*load, *more])
 
 
@@ -50,36 +44,37 @@ def _crops() -> Any:
     return _steps(transforms.RandCropByPosNegLabeld(KEYS, "label", spatial_size=(4, 4, 4), num_samples=2))
 
 
-def _loader(setting: Setting, steps: Any, kind: Any = monai_data.DataLoader, **options: Any) -> Any:
-    return setting.loader(monai_data.Dataset(_volumes(setting), steps), kind, **options)
+def _loader(setting: Setting, steps: Any, *, of_one_size: bool = True) -> Any:
+    return setting.loader(monai.Dataset(_volumes(setting, of_one_size=of_one_size), steps), monai.DataLoader)
+
+
+def _plain_loader(setting: Setting) -> Any:
+    return setting.loader(monai.Dataset(_volumes(setting), _steps()), collate_fn=monai.list_data_collate)
 
 
 def _arrays(setting: Setting) -> Any:
     """A dataset of one's own that calls array transforms."""
-    return held(
-        lambda self, index: self.transform(np.load(self.rows[index]["image"])[None]),
-        VOLUMES,
-        rows=_volumes(setting),
-        transform=transforms.Compose([transforms.ScaleIntensity(), transforms.RandGaussianNoise(prob=0.5)]),
-    )
+
+    def load(self: Any, index: int) -> Any:
+        return self.transform(np.load(self.rows[index]["image"])[None])
+
+    transform = transforms.Compose([transforms.ScaleIntensity(), transforms.RandGaussianNoise(prob=0.5)])
+    return setting.loader(held(load, VOLUMES, rows=_volumes(setting), transform=transform), monai.DataLoader)
+
+
+def _cache_dataset(setting: Setting) -> Any:
+    dataset = monai.CacheDataset(_volumes(setting), _flip_and_shift(), progress=False)
+    return setting.loader(dataset, monai.DataLoader)
 
 
 MONAI = {
     "deterministic": lambda setting: _loader(setting, _steps()),
-    "deterministic_in_a_plain_loader": lambda setting: _loader(
-        setting, _steps(), DataLoader, collate_fn=monai_data.list_data_collate
-    ),
+    "deterministic_in_a_plain_loader": _plain_loader,
     "deterministic_without_meta": lambda setting: _loader(setting, _steps(track_meta=False)),
     "random_flip_and_shift": lambda setting: _loader(setting, _flip_and_shift()),
     "random_flip_and_shift_without_meta": lambda setting: _loader(setting, _flip_and_shift(track_meta=False)),
     "random_crops": lambda setting: _loader(setting, _crops()),
-    "random_crops_of_varying_volumes": lambda setting: setting.loader(
-        monai_data.Dataset(_volumes(setting, of_one_size=False), _crops()), monai_data.DataLoader
-    ),
-    "array_transforms_in_a_dataset_of_ones_own": lambda setting: setting.loader(
-        _arrays(setting), monai_data.DataLoader
-    ),
-    "monai_cache_dataset": lambda setting: setting.loader(
-        monai_data.CacheDataset(_volumes(setting), _flip_and_shift(), progress=False), monai_data.DataLoader
-    ),
+    "random_crops_of_varying_volumes": lambda setting: _loader(setting, _crops(), of_one_size=False),
+    "array_transforms_in_a_dataset_of_ones_own": _arrays,
+    "monai_cache_dataset": _cache_dataset,
 }

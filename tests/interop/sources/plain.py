@@ -158,19 +158,13 @@ def _noisy(index: int, noise: Any = 0.0) -> torch.Tensor:
     return torch.full((4,), index + float(noise))
 
 
-def _owner(draw: Callable[[Any], Any], make: Callable[[], Any], **options: Any) -> Way:
+def _owner(draw: Callable[[Any, int], Any], make: Callable[[int], Any], **options: Any) -> Way:
     """A dataset whose generator is an attribute."""
-    return lambda setting: setting.loader(
-        held(lambda self, index: _noisy(index, draw(self.generator)), generator=make()), **options
-    )
 
+    def load(self: Any, index: int) -> torch.Tensor:
+        return _noisy(index, draw(self.generator, index))
 
-def _rare_owner(setting: Setting) -> Any:
-    """It draws for one sample of five."""
-    generator = np.random.default_rng(0)
-    return setting.loader(
-        held(lambda self, index: _noisy(index, index % 5 == 4 and self.generator.random()), generator=generator)
-    )
+    return lambda setting: setting.loader(held(load, generator=make(0)), **options)
 
 
 def _module_global(setting: Setting) -> Any:
@@ -184,12 +178,12 @@ def _closure(setting: Setting) -> Any:
 
 
 GENERATORS = {
-    "numpy_in_every_sample": _owner(lambda generator: generator.random(), lambda: np.random.default_rng(0)),
-    "numpy_in_one_of_five": _rare_owner,
-    "random_in_every_sample": _owner(lambda generator: generator.random(), lambda: random.Random(0)),
+    "numpy_in_every_sample": _owner(lambda generator, _: generator.random(), np.random.default_rng),
+    "numpy_in_one_of_five": _owner(lambda dice, index: index % 5 == 4 and dice.random(), np.random.default_rng),
+    "random_in_every_sample": _owner(lambda generator, _: generator.random(), random.Random),
     "torch_in_every_sample": _owner(
-        lambda generator: torch.rand((), generator=generator),
-        lambda: torch.Generator().manual_seed(0),
+        lambda generator, _: torch.rand((), generator=generator),
+        lambda seed: torch.Generator().manual_seed(seed),
         persistent_workers=False,
     ),
     "module_global": _module_global,

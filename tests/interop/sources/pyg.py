@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.interop.setting import SAMPLES, held
+from tests.interop.setting import SAMPLES, Setting, held
 
 pyg_data = pytest.importorskip("torch_geometric.data")
+collated = pyg_data.Batch.from_data_list
 PyGLoader = pytest.importorskip("torch_geometric.loader").DataLoader
 RandomJitter = pytest.importorskip("torch_geometric.transforms").RandomJitter
 
@@ -34,23 +35,20 @@ def _of_equal_size() -> list[Any]:
     return [_graph(index, 5) for index in range(SAMPLES)]
 
 
-def _dataset(graphs: list[Any]) -> Any:
+def _held(graphs: list[Any]) -> Any:
     return held(lambda self, index: self.graphs[index], graphs=graphs)
+
+
+def _jittered(setting: Setting) -> Any:
+    transform, graphs = RandomJitter(0.1), _of_equal_size()
+    dataset = held(lambda self, index: self.transform(self.graphs[index]), graphs=graphs, transform=transform)
+    return setting.loader(dataset, PyGLoader)
 
 
 PYG = {
     "graphs_of_varying_size": lambda setting: setting.loader(_of_varying_size(), PyGLoader),
-    "graphs_of_equal_size": lambda setting: setting.loader(_dataset(_of_equal_size()), PyGLoader, follow_batch=["x"]),
-    "graphs_with_a_random_transform": lambda setting: setting.loader(
-        held(
-            lambda self, index: self.transform(self.graphs[index]),
-            graphs=_of_equal_size(),
-            transform=RandomJitter(0.1),
-        ),
-        PyGLoader,
-    ),
-    "graphs_in_a_plain_loader": lambda setting: setting.loader(
-        _dataset(_of_varying_size()), collate_fn=pyg_data.Batch.from_data_list
-    ),
-    "hetero_graphs": lambda setting: setting.loader(_dataset(list(map(_hetero_graph, range(SAMPLES)))), PyGLoader),
+    "graphs_of_equal_size": lambda setting: setting.loader(_held(_of_equal_size()), PyGLoader, follow_batch=["x"]),
+    "graphs_with_a_random_transform": _jittered,
+    "graphs_in_a_plain_loader": lambda setting: setting.loader(_held(_of_varying_size()), collate_fn=collated),
+    "hetero_graphs": lambda setting: setting.loader(_held([*map(_hetero_graph, range(SAMPLES))]), PyGLoader),
 }

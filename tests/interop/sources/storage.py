@@ -1,10 +1,11 @@
 """Arrays in the files of other libraries, opened in `__init__` or, as is usually advised, on first use."""
 
-import operator
 import os
 import sqlite3
 import zipfile
 from collections.abc import Callable
+from contextlib import closing
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,9 @@ from tests.interop.setting import SAMPLES, Setting, held
 
 SHAPE = (3, 8, 8)
 ROWS = np.random.default_rng(5).integers(0, 256, (SAMPLES, *SHAPE), dtype=np.uint8)
-SIZE = ROWS[0].nbytes
 
 
-def _stored(
-    setting: Setting,
-    name: str,
-    write: Callable[[str], Any],
-    opened: Callable[[str], Any],
-    row: Callable[[Any, int], Any] = operator.getitem,
-    *,
-    at_once: bool = False,
-) -> Any:
+def _stored(setting: Setting, name: str, write: Any, opened: Any, row: Any = getitem, *, at_once: bool = False) -> Any:
     """Rows of a file that is written where there is none, and opened when the first row is read, or at once."""
     path = str(setting.folder / name)
     if not os.path.exists(path):
@@ -67,9 +59,7 @@ def _lmdb(setting: Setting) -> Any:
 
 
 def _memmap(setting: Setting, load: Callable[[Any, int], Any]) -> Any:
-    path = setting.folder / "rows.bin"
-    if not path.exists():
-        ROWS.tofile(path)
+    ROWS.tofile(path := setting.folder / "rows.bin")
     return setting.loader(held(load, rows=np.memmap(path, np.uint8, "r", shape=ROWS.shape)))
 
 
@@ -80,12 +70,10 @@ def _zarr(setting: Setting) -> Any:
 
 def _sqlite(setting: Setting) -> Any:
     def write(path: str) -> None:
-        connection = sqlite3.connect(path)
-        connection.execute("create table samples (number integer primary key, row blob)")
-        blobs = [(index, row.tobytes()) for index, row in enumerate(ROWS)]
-        connection.executemany("insert into samples values (?, ?)", blobs)
-        connection.commit()
-        connection.close()
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("create table samples (number integer primary key, row blob)")
+            blobs = [(index, row.tobytes()) for index, row in enumerate(ROWS)]
+            connection.executemany("insert into samples values (?, ?)", blobs)
 
     def row(connection: Any, index: int) -> bytes:
         return connection.execute("select row from samples where number = ?", [index]).fetchone()[0]
@@ -108,8 +96,8 @@ def _plain_file(setting: Setting) -> Any:
     def row(opened: Any, index: int) -> bytes:
         process, file = opened
         assert process == os.getpid(), "the handle of another process"
-        file.seek(index * SIZE)
-        return file.read(SIZE)
+        file.seek(index * ROWS[0].nbytes)
+        return file.read(ROWS[0].nbytes)
 
     return _stored(setting, "rows.raw", ROWS.tofile, lambda path: (os.getpid(), open(path, "rb", buffering=0)), row)
 
@@ -119,9 +107,7 @@ STORAGE = {
     "h5py_opened_in_init": lambda setting: _h5py(setting, at_once=True),
     "lmdb_opened_on_first_use": _lmdb,
     "memmap": lambda setting: _memmap(setting, lambda self, index: (self.rows[index], np.float32(index))),
-    "memmap_as_tensors": lambda setting: _memmap(
-        setting, lambda self, index: torch.from_numpy(np.array(self.rows[index]))
-    ),
+    "memmap_as_tensors": lambda setting: _memmap(setting, lambda self, index: torch.tensor(self.rows[index])),
     "zarr_array": _zarr,
     "sqlite_opened_on_first_use": _sqlite,
     "zip_opened_on_first_use": _zip,

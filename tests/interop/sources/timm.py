@@ -9,6 +9,7 @@ from torch.utils.data import default_collate
 from tests.interop.setting import Setting, images
 
 timm = pytest.importorskip("timm.data")
+AUGMENT = "rand-m9-mstd0.5-inc1"
 
 
 def _dataset(setting: Setting, **options: Any) -> Any:
@@ -28,9 +29,7 @@ def _mixup_in_collate(setting: Setting) -> Any:
 
 
 TIMM = {
-    "train": lambda setting: setting.loader(
-        _dataset(setting, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.2)
-    ),
+    "train": lambda setting: setting.loader(_dataset(setting, is_training=True, auto_augment=AUGMENT, re_prob=0.2)),
     "eval_": lambda setting: setting.loader(_dataset(setting, is_training=False)),
     "loader_that_prefetches": lambda setting: _made_by_timm(setting, is_training=True),
     "loader_without_prefetching": lambda setting: _made_by_timm(setting, is_training=False, use_prefetcher=False),

@@ -18,14 +18,20 @@ MEAN_STD = (0.5, 0.5, 0.5), (0.2, 0.2, 0.2)
 V1_TENSOR = [v1.ToTensor(), v1.Normalize(*MEAN_STD)]
 FLOATS = v2.ToDtype(torch.float32, scale=True)
 V2_TENSOR = [v2.ToImage(), FLOATS, v2.Normalize(*MEAN_STD)]
+_RESIZED = v1.Compose([v1.Resize((12, 12)), v1.ToTensor()])
+_CUTMIX = v2.CutMix(num_classes=2)
 
 
-def _v1(*steps: Any, **options: Any) -> Way:
-    return lambda setting: setting.loader(ImageFolder(images(setting.folder), v1.Compose([*steps])), **options)
+def _folder(transform: Any, **options: Any) -> Way:
+    return lambda setting: setting.loader(ImageFolder(images(setting.folder), transform), **options)
+
+
+def _v1(*steps: Any) -> Way:
+    return _folder(v1.Compose([*steps]))
 
 
 def _v2(*steps: Any) -> Way:
-    return lambda setting: setting.loader(ImageFolder(images(setting.folder), v2.Compose([*steps])))
+    return _folder(v2.Compose([*steps]))
 
 
 class _SmallCIFAR10(CIFAR10):
@@ -61,8 +67,7 @@ def _folders(setting: Setting, of_many_sizes: Any, of_one_size: Any) -> list[Ima
 
 
 def _concatenated(setting: Setting) -> Any:
-    transform = v1.Compose([v1.Resize((12, 12)), v1.ToTensor()])
-    return setting.loader(ConcatDataset(_folders(setting, transform, transform)))
+    return setting.loader(ConcatDataset(_folders(setting, _RESIZED, _RESIZED)))
 
 
 def _concatenated_random(setting: Setting) -> Any:
@@ -70,9 +75,6 @@ def _concatenated_random(setting: Setting) -> Any:
     erased = v2.Compose([v2.Resize((12, 12)), v2.PILToTensor(), v2.ToDtype(torch.float32), v2.RandomErasing(p=0.5)])
     parts = ConcatDataset([setting.counted(folder) for folder in _folders(setting, cropped, erased)])
     return DataLoader(parts, **setting.options)
-
-
-_CUTMIX = v2.CutMix(num_classes=2)
 
 
 def _pair(index: int) -> tuple[tv_tensors.Image, tv_tensors.Mask]:
@@ -98,18 +100,14 @@ def _held(load: Callable[[Any, int], Any], *, collate_fn: Any = None, **attribut
     return lambda setting: setting.loader(held(load, **attributes), collate_fn=collate_fn)
 
 
-_MANY_SIZES = v2.RandomResizedCrop(12), v2.RandomHorizontalFlip()
-
 TORCHVISION = {
     "many_sizes_v1": _v1(v1.RandomResizedCrop(12), v1.RandomHorizontalFlip(), *V1_TENSOR),
-    "many_sizes_v2": _v2(*_MANY_SIZES, *V2_TENSOR),
-    "many_sizes_to_tensor_first": _v2(v2.PILToTensor(), *_MANY_SIZES),
+    "many_sizes_v2": _v2(v2.RandomResizedCrop(12), v2.RandomHorizontalFlip(), *V2_TENSOR),
+    "many_sizes_to_tensor_first": _v2(v2.PILToTensor(), v2.RandomResizedCrop(12), v2.RandomHorizontalFlip()),
     "one_edge_resized_to_tensor_first": _v2(v2.Resize(16), v2.PILToTensor(), v2.RandomCrop(12)),
     "eval_v1": _v1(v1.Resize(16), v1.CenterCrop(12), *V1_TENSOR),
     "eval_v2": _v2(v2.Resize(16), v2.CenterCrop(12), *V2_TENSOR),
-    "eval_of_weights": lambda setting: setting.loader(
-        ImageFolder(images(setting.folder), ImageClassification(crop_size=12, resize_size=16))
-    ),
+    "eval_of_weights": _folder(ImageClassification(crop_size=12, resize_size=16)),
     "resized_then_random": _v2(
         v2.Resize((16, 16)), v2.PILToTensor(), v2.RandomCrop(16, padding=2), v2.RandomHorizontalFlip(), FLOATS
     ),
@@ -126,9 +124,7 @@ TORCHVISION = {
     "random_split_of_a_random_dataset": _random_split_of_a_random_dataset,
     "concatenated": _concatenated,
     "concatenated_random": _concatenated_random,
-    "cutmix_in_collate": _v1(
-        v1.Resize((12, 12)), v1.ToTensor(), collate_fn=lambda samples: _CUTMIX(*default_collate(samples))
-    ),
+    "cutmix_in_collate": _folder(_RESIZED, collate_fn=lambda samples: _CUTMIX(*default_collate(samples))),
     "masks_untransformed": made(_pair),
     "masks_with_joint_transforms": _held(
         lambda self, index: self.transforms(*_pair(index)),
