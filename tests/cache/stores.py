@@ -74,9 +74,13 @@ def codec_of(layout: str) -> Any:
     return infer_codec(layout, [sample(layout, number) for number in range(20)])
 
 
+def layout_of(store: Any) -> str:
+    return "rows" if gathers(store) else "records"
+
+
 def encoded(store: Any, number: int) -> list[memoryview]:
     """A sample as `put` takes it."""
-    return _encoded("rows" if gathers(store) else "records", number)
+    return _encoded(layout_of(store), number)
 
 
 @lru_cache(2048)
@@ -93,18 +97,6 @@ def memory_store(codec: Any, granted: int = GRANTED, arc: Any = ARC, backend: An
     return Store.create(codec, arc, backend, granted=granted)
 
 
-def disk_store(codec: Any, directory: Path, granted: int = GRANTED) -> Any:
-    """The named store in a directory as the next job finds it, or makes it."""
-    size, manifest = Store.plan(codec, ARC, granted=granted, on_disk=True)
-    segment, found = open_named("store", size, manifest, str(directory), partial(Store.mend, codec))
-    return Store.open(segment, codec, found.geometry, LENGTH)
-
-
-def path_of(directory: Path) -> Path:
-    """The file of the named store."""
-    return directory / f"{prefix()}store"
-
-
 def rolling_store(codec: Any, samples: int) -> Any:
     """A new store for about so many samples, of which the oldest leave. `attach_rolling` opens it by its handle."""
     return RollingStore.empty(codec, samples, granted=samples * codec.nbytes)
@@ -113,23 +105,19 @@ def rolling_store(codec: Any, samples: int) -> Any:
 attach_rolling = RollingStore.attach
 
 
-def rolling_disk_store(codec: Any, samples: int, directory: Path) -> Any:
-    """A store for about so many samples in a directory, as the next job finds it, or makes it."""
-    count, granted = RollingStore.fit(codec, samples, samples * codec.nbytes, sys.maxsize)
-    whose = {"fingerprint": ROLLING}
-    size, manifest = RollingStore.plan(codec, Arc(count, count), whose, granted=granted, on_disk=True)
-    mend = partial(RollingStore.mend, codec)
-    segment, found = open_named("store", size, manifest, str(directory), mend)
-    return RollingStore.open(segment, codec, found.geometry, found.geometry.size)
-
-
 # ---- filling and reading ----
 
 
 def filled(store: Any, indices: Iterable[int] = ALL) -> list[int]:
     """Store samples under their numbers. Returns the indices that were stored."""
-    layout = "rows" if gathers(store) else "records"
+    layout = layout_of(store)
     return [index for index in indices if store.fill(index, _stored(layout, index))]
+
+
+def append(store: Any, numbers: Iterable[int]) -> None:
+    """Append samples to a rolling store under their numbers."""
+    layout = layout_of(store)
+    assert all(store.append(sample(layout, number), number) for number in numbers)
 
 
 def served(store: Any) -> list[int]:
@@ -164,34 +152,30 @@ def resident(store: Any) -> list[int]:
     return sorted(numbers)
 
 
-def append_for_ever(handle: Any, layout: str, first: int) -> None:
+def append_for_ever(handle: Any, number: int) -> None:
     """Append samples to a rolling store, from this number on, until this process or its parent is killed."""
     store = attach_rolling(handle)
+    layout = layout_of(store)
     while os.getppid() != 1:
-        while not store.append(sample(layout, first), first):
-            pass
-        first += 1
+        number += store.append(sample(layout, number), number)
 
 
 # ---- what happens to a disk ----
 
 
 class Disk:
-    """A directory in which one job after the other opens the same named store.
-
-    Args:
-        directory: where.
-        layout: rows or records.
-        granted: bytes for records.
-    """
+    """A directory in which one job after the other opens the same named store; `granted` are bytes for records."""
 
     def __init__(self, directory: Path, layout: str, granted: int = GRANTED) -> None:
         self.directory, self.layout, self.granted = directory, layout, granted
-        self.codec, self.path = codec_of(layout), path_of(directory)
+        self.codec, self.path = codec_of(layout), directory / f"{prefix()}store"
 
     def open(self) -> Any:
         """Open the store as the next job does, or make it."""
-        return disk_store(self.codec, self.directory, self.granted)
+        size, manifest = Store.plan(self.codec, ARC, granted=self.granted, on_disk=True)
+        mend = partial(Store.mend, self.codec)
+        segment, found = open_named("store", size, manifest, str(self.directory), mend)
+        return Store.open(segment, self.codec, found.geometry, LENGTH)
 
     def fill(self, indices: Iterable[int] = ALL) -> None:
         """Store samples, as one job."""
@@ -205,6 +189,24 @@ class Disk:
         indices = served(store)
         store.close()
         return indices
+
+
+class RollingDisk(Disk):
+    """A directory in which one job after the other opens the same rolling store, for about so many samples."""
+
+    def __init__(self, directory: Path, layout: str, samples: int = 24) -> None:
+        super().__init__(directory, layout)
+        self.samples = samples
+
+    def open(self) -> Any:
+        """Open the store as the next job does, or make it."""
+        codec, samples = self.codec, self.samples
+        count, granted = RollingStore.fit(codec, samples, samples * codec.nbytes, sys.maxsize)
+        whose = {"fingerprint": ROLLING}
+        size, manifest = RollingStore.plan(codec, Arc(count, count), whose, granted=granted, on_disk=True)
+        mend = partial(RollingStore.mend, codec)
+        segment, found = open_named("store", size, manifest, str(self.directory), mend)
+        return RollingStore.open(segment, codec, found.geometry, found.geometry.size)
 
 
 def flip(content: bytearray, generator: random.Random, count: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tests.cache.stores import (
     ALL,
@@ -24,17 +24,15 @@ from tests.cache.stores import (
     LENGTH,
     NO_PLACE,
     Disk,
+    RollingDisk,
     attach_rolling,
-    codec_of,
     encoded,
     flip,
     gathered,
     memory_store,
     number_of,
-    path_of,
     refuse_stores,
     resident,
-    rolling_disk_store,
     rolling_store,
     sample,
 )
@@ -48,6 +46,9 @@ GRANTED = 2**19
 
 class Machine(RuleBasedStateMachine):
     """A store whose jobs end and whose disk fails."""
+
+    kind: str
+    disk: Disk
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,11 +64,11 @@ class Machine(RuleBasedStateMachine):
         while self.opened:
             self.opened.pop().close()
 
-    def damage(self, path: Path, seed: int, flips: int, share: float = 1.0) -> None:
-        """Flip bits of a file, and cut it off, between two jobs."""
-        content = bytearray(path.read_bytes())
+    def damage(self, seed: int, flips: int, share: float = 1.0) -> None:
+        """Flip bits of the file, and cut it off, between two jobs."""
+        content = bytearray(self.disk.path.read_bytes())
         flip(content, random.Random(seed), flips)
-        path.write_bytes(content[: HEADER_BYTES + round((len(content) - HEADER_BYTES) * share)])
+        self.disk.path.write_bytes(content[: HEADER_BYTES + round((len(content) - HEADER_BYTES) * share)])
         self.faulty |= flips > 0 or share < 1
 
     def teardown(self) -> None:
@@ -94,12 +95,7 @@ class Stores(Machine):
         store = memory_store(self.disk.codec, GRANTED) if self.kind == "memory" else self.disk.open()
         self.opened.append(store)
 
-    @rule()
-    def fill_all(self) -> None:
-        """Store all samples."""
-        self.fill(ALL)
-
-    @rule(indices=INDICES)
+    @rule(indices=INDICES | st.just(ALL))
     def fill(self, indices: list[int]) -> None:
         """Store samples, several at once."""
         new = list(dict.fromkeys(indices))
@@ -115,6 +111,7 @@ class Stores(Machine):
         found = [index for index, place in zip(indices, places.tolist(), strict=True) if place != NO_PLACE]
         assert [number_of(read) for read in self.store.read(ready)] == found
         assert gathered(self.store, ready) == found
+        assert len(set(found)) <= self.store.filled <= LENGTH
         if not self.faulty:
             assert self.stored & set(indices) <= set(found)
 
@@ -125,7 +122,7 @@ class Stores(Machine):
         if self.kind == "memory":
             self.stored.clear()
         elif flips or share < 1:
-            self.damage(self.disk.path, seed, flips, share)
+            self.damage(seed, flips, share)
         self.open()
         self.read(ALL)
 
@@ -140,11 +137,6 @@ class Stores(Machine):
             self.patch.undo()
             self.next_job(seed=0, flips=0, share=1.0)  # one that was refused waits for a while before it tries again
 
-    @invariant()
-    def counts(self) -> None:
-        """The number of filled slots is in range."""
-        assert 0 <= self.store.filled <= LENGTH
-
 
 class Rolling(Machine):
     """A store of which the oldest samples leave, and the list of all that have come."""
@@ -158,14 +150,8 @@ class Rolling(Machine):
     @initialize(kind=st.sampled_from(KINDS), layout=st.sampled_from(LAYOUTS), samples=st.integers(12, 60))
     def begin(self, kind: str, layout: str, samples: int) -> None:
         """Make a store of one kind for one codec."""
-        self.kind, self.layout, self.codec, self.samples = kind, layout, codec_of(layout), samples
-        self.open()
-
-    def open(self) -> None:
-        if self.kind == "disk":
-            self.opened.append(rolling_disk_store(self.codec, self.samples, self.folder))
-        else:
-            self.opened.append(rolling_store(self.codec, self.samples))
+        self.kind, self.disk = kind, RollingDisk(self.folder, layout, samples)
+        self.opened.append(self.disk.open() if kind == "disk" else rolling_store(self.disk.codec, samples))
 
     @rule(count=st.integers(1, 40))
     def append(self, count: int) -> None:
@@ -193,9 +179,9 @@ class Rolling(Machine):
         """The job ends, bits may flip, and another job finds the same samples."""
         count = self.store.filled
         self.close()
-        self.damage(path_of(self.folder), seed, flips)
+        self.damage(seed, flips)
         self.faulty |= self.refused  # then an empty slot is filled before the oldest sample leaves
-        self.open()
+        self.opened.append(self.disk.open())
         assert flips or self.store.filled == count
         self.read(0)
 
@@ -210,7 +196,7 @@ class Rolling(Machine):
 
     def come(self) -> None:
         try:
-            if self.store.append(sample(self.layout, self.number), self.number):
+            if self.store.append(sample(self.disk.layout, self.number), self.number):
                 self.came.append(self.number)
             else:
                 assert self.refused or self.faulty
@@ -230,7 +216,5 @@ TestRolling.settings = TestStores.settings = settings(
 @pytest.mark.processes
 def test_any_store_for_long() -> None:
     """Run the machines for longer."""
-    from hypothesis.stateful import run_state_machine_as_test
-
     for machine in (Stores, Rolling):
         run_state_machine_as_test(machine, settings=settings(max_examples=1000, stateful_step_count=40, deadline=None))

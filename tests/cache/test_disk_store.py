@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_stocache.cache import store as store_module
 from lightning_stocache.cache.checksums import SUM_BYTES
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec
@@ -37,6 +38,7 @@ from tests.cache.stores import (
     sample,
     served,
 )
+from tests.processes import hanging
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -231,3 +233,25 @@ def test_another_index_or_file_is_no_proof(tmp_path: Path) -> None:
         disk.path.write_bytes(image)
         with closing(disk.open()) as store:
             assert (store.lookup(np.array([0, 1]), verify=True) != NO_PLACE).tolist() == found
+
+
+def load(disk: Disk) -> Any:
+    store = disk.open()
+    assert store.divide([3, 4]) == ([3, 4], [])
+    return store
+
+
+@pytest.mark.processes
+def test_what_another_process_loads_is_waited_for_but_not_for_ever(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """A stopped process is waited for once. When it has ended, its samples are free."""
+    monkeypatch.setattr(store_module, "PATIENCE", 0.2)
+    disk = Disk(tmp_path, "rows")
+    with hanging(load, disk), caplog.at_level(logging.WARNING), closing(disk.open()) as store:
+        assert store.divide([2, 3, 4, 5]) == ([2, 5], [3, 4])
+        assert [store.wait(3), store.wait(4)] == [False, False]
+    assert len(caplog.records) == 1, "who has waited in vain does not wait again"
+    with closing(disk.open()) as store:
+        assert store.divide([3, 4]) == ([3, 4], [])
+        store.release([3, 4])

@@ -19,10 +19,12 @@ from tests.cache.stores import (
     LAYOUTS,
     LENGTH,
     NO_PLACE,
+    Disk,
+    RollingDisk,
+    append,
     append_for_ever,
     attach_rolling,
     codec_of,
-    disk_store,
     encoded,
     filled,
     gathers,
@@ -30,9 +32,7 @@ from tests.cache.stores import (
     memory_store,
     number_of,
     resident,
-    rolling_disk_store,
     rolling_store,
-    sample,
     served,
 )
 from tests.processes import Child, call_many, ends_alive, killed_at_line, wait_until
@@ -43,7 +43,6 @@ Job = Callable[[], AbstractContextManager[Any]]
 """Opens the store: one in memory that is there for the test, or the next job's on a disk."""
 
 GRANTED = 2**23  # also for what those who are killed have taken and not stored
-ROLLING = 24  # samples of a rolling store
 EVERY_LINE = pytest.mark.parametrize(
     "every_line", [pytest.param(False, id="changes"), pytest.param(True, marks=pytest.mark.soak, id="all")]
 )
@@ -56,11 +55,10 @@ def layout(request: Any) -> str:
 
 @pytest.fixture(params=KINDS)
 def job(request: Any, layout: str, tmp_path: Path) -> Iterator[Job]:
-    codec = codec_of(layout)
     if request.param == "disk":
-        yield lambda: closing(disk_store(codec, tmp_path, GRANTED))
+        yield lambda: closing(Disk(tmp_path, layout, GRANTED).open())
         return
-    store = memory_store(codec, GRANTED)
+    store = memory_store(codec_of(layout), GRANTED)
     yield lambda: nullcontext(store)
     store.close()
 
@@ -119,30 +117,23 @@ def test_who_is_killed_at_any_line_does_no_harm(job: Job, every_line: bool) -> N
     fill_the_rest(job)
 
 
-def append_killed(job: Job, layout: str, number: int, moment: int, every_line: bool) -> None:
-    with job() as store, killed_at_line(moment, "cache", moments(store, every_line=every_line)):
-        assert store.append(sample(layout, number), number)
+def append_killed(disk: RollingDisk, number: int, moment: int, every_line: bool) -> None:
+    store = disk.open()
+    with killed_at_line(moment, "cache", moments(store, every_line=every_line)):
+        append(store, [number])
 
 
 @EVERY_LINE
 def test_who_is_killed_at_any_line_of_rolling_does_no_harm(layout: str, tmp_path: Path, every_line: bool) -> None:
     """Wherever a writer dies, the next job finds all other samples, and the next writer goes on."""
-    codec = codec_of(layout)
-
-    def job() -> AbstractContextManager[Any]:
-        return closing(rolling_disk_store(codec, ROLLING, tmp_path))
-
-    def append(numbers: range) -> None:
-        with job() as store:
-            assert all(store.append(sample(layout, number), number) for number in numbers)
-
-    append(range(2 * ROLLING))
-    with job() as store:
+    disk = RollingDisk(tmp_path, layout)
+    number = 2 * disk.samples
+    with closing(disk.open()) as store:
+        append(store, range(number))
         before = resident(store)
-    number = 2 * ROLLING
     for moment in itertools.count(1):
-        ended = ends_alive(append_killed, job, layout, number, moment, every_line)
-        with job() as store:
+        ended = ends_alive(append_killed, disk, number, moment, every_line)
+        with closing(disk.open()) as store:
             found = resident(store)
         assert set(found) <= {*before, number}
         assert found == list(range(found[0], found[-1] + 1))
@@ -150,9 +141,10 @@ def test_who_is_killed_at_any_line_of_rolling_does_no_harm(layout: str, tmp_path
         if ended:
             break
     assert moment > (20 if every_line else 9)
-    append(range(number, number + ROLLING))
-    with job() as store:
-        last = list(range(number + ROLLING - ROLLING // 2, number + ROLLING))
+    last = list(range(number + disk.samples // 2, number + disk.samples))
+    with closing(disk.open()) as store:
+        append(store, range(number, number + disk.samples))
+    with closing(disk.open()) as store:
         assert resident(store)[-len(last) :] == last
 
 
@@ -231,7 +223,7 @@ def test_no_reader_sees_a_torn_sample(tmp_path: Path, layout: str, kills: int) -
     """Two readers look at every word of what two writers write, who are killed again and again at random moments."""
     moments, store, over = random.Random(7), rolling_store(codec_of(layout), 12), tmp_path / "over"
     readers = [Child(look, store.handle, over, 7 + number) for number in range(2)]
-    writers = [Child(append_for_ever, store.handle, layout, 1_000_000 * number) for number in (1, 2)]
+    writers = [Child(append_for_ever, store.handle, 1_000_000 * number) for number in (1, 2)]
     killed = 0
     try:
         while killed < kills or store.evicted <= 100:
@@ -239,15 +231,14 @@ def test_no_reader_sees_a_torn_sample(tmp_path: Path, layout: str, kills: int) -
             number = moments.randrange(2)
             writers[number].kill()
             killed += 1
-            writers[number] = Child(append_for_ever, store.handle, layout, 1_000_000 * (2 + killed))
+            writers[number] = Child(append_for_ever, store.handle, 1_000_000 * (2 + killed))
         over.touch()
         found = [reader.result() for reader in readers]
     finally:
         for writer in writers:
             writer.kill()
     assert min(found) > 50
-    for number in range(200):
-        assert store.append(sample(layout, number))
+    append(store, range(200))
     last = resident(store)
     assert last == list(range(200 - len(last), 200))
     assert len(last) == store.capacity

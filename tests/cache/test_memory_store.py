@@ -1,12 +1,10 @@
 """One contract for stores in memory, of rows and of records: every process is served what was stored, whole."""
 
-import os
 import pickle
 import random
-import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -14,11 +12,9 @@ import pytest
 import torch
 
 from lightning_stocache.cache.claims import Claims
-from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.layout import EMPTY, Records
 from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import Store, slots_for
 from tests.cache.stores import (
     ALL,
@@ -29,14 +25,12 @@ from tests.cache.stores import (
     codec_of,
     encoded,
     filled,
-    infer_codec,
     memory_store,
     number_of,
     sample,
     served,
 )
-from tests.logs import Log
-from tests.processes import call, call_many, hanging, take_all_of_dev_shm, without_room
+from tests.processes import call, call_many, hanging
 
 GRANTED = 2**23
 MIB = 1 << 20
@@ -280,81 +274,3 @@ def test_a_full_store_holds_records_and_little_else(rng: random.Random) -> None:
     assert slots_for(MIB, large, 1000) == slots_for(MIB, small, 1000) == 1000
     assert MIB // small.slot_bytes <= (slots := slots_for(MIB, small, 10**6)) < 10**5
     assert Records.bytes_for(small, slots) < MIB / 7
-
-
-# ---- shortage ----
-
-
-def large(index: int) -> torch.Tensor:
-    return torch.full((MIB,), index, dtype=torch.uint8)
-
-
-@contextmanager
-def a_minute_later() -> Iterator[None]:
-    """The clock of this process shows a minute more, after which storing is tried again."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 60)
-        yield
-
-
-def fill_without_room(layout: str) -> None:
-    log, store = Log(), memory_store(infer_codec(layout, [large(0)]), 90 * MIB, Arc(100, 100))
-    with open("/dev/shm/other", "wb") as other:
-        os.posix_fallocate(other.fileno(), 0, 40 * MIB)
-    stored = [index for index in range(100) if store.fill(index, large(index))]
-    assert stored == list(range(store.filled))
-    assert 20 <= len(stored) <= 24
-    assert layout == "rows" or store.layout.free < (len(stored) + 1) * MIB  # no room is lost
-    assert all(torch.equal(store.get(index), large(index)) for index in stored)
-    assert all(store.get(index) is None for index in range(len(stored), 100))
-    assert not call(store.fill, 98, large(98))
-    [line] = log.lines
-    assert f"stops at {len(stored)} of 100 samples: no space left in /dev/shm" in line
-    os.unlink("/dev/shm/other")
-    assert not store.fill(98, large(98))  # it is not tried again at once
-    with a_minute_later():
-        assert store.fill(98, large(98))
-    assert torch.equal(store.get(98), large(98))
-    store.close()
-
-
-@pytest.mark.processes
-def test_without_room_the_store_stops_growing_and_goes_on(layout: str) -> None:
-    """At ENOSPC a slot stays empty, with one warning; what is stored is served, and the store grows later."""
-    without_room(fill_without_room, layout)
-
-
-def warn_elsewhere(store: Store) -> list[str]:
-    log, same = Log(), pickle.loads(pickle.dumps(store))  # as in a process that has not tried yet
-    same.fill(3, large(3))
-    return log.lines
-
-
-def look_without_room() -> None:
-    shared = SharedCache(100, 100_000, (MIB,))
-    store = shared.store
-    shared.set_slot(1, large(1))
-    take_all_of_dev_shm()
-    with pytest.raises(OSError, match="No space left on device"):
-        Store.create(SampleSpec.infer(large(0)), Arc(100_000, 100_000))
-    log = Log()
-    assert not any(store.fill(index, large(7)) for index in (0, 50_000, 99_999))
-    shared.set_slot(99, large(99))
-    shared.set_slot(1, large(2), allow_overwrite=True)
-    assert torch.equal(store.get(1), large(2))  # type: ignore[arg-type]
-    assert (store.get(99), store.get(70_000), store.filled) == (None, None, 1)
-    assert np.flatnonzero(store.lookup(np.arange(100_000)) != NO_PLACE).tolist() == [1]
-    assert int(shared[5].max()) == 0
-    assert call(warn_elsewhere, store) == []
-    with a_minute_later():
-        assert not store.fill(3, large(3))
-    assert len(log.lines) == 1
-    store.clear()
-    store.close()
-
-
-@pytest.mark.processes
-def test_looking_needs_no_room() -> None:
-    """In a full /dev/shm empty slots are looked at without SIGBUS, what is stored can be overwritten, and all processes
-    together warn once. Where there is no memory for the states, making a store raises ENOSPC."""
-    without_room(look_without_room, mib=4)

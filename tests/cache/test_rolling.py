@@ -24,7 +24,8 @@ from tests.cache.stores import (
     HEADER_BYTES,
     LAYOUTS,
     NO_PLACE,
-    Disk,
+    RollingDisk,
+    append,
     append_for_ever,
     attach_rolling,
     break_one_block,
@@ -33,16 +34,9 @@ from tests.cache.stores import (
     number_of,
     power_cut,
     resident,
-    rolling_disk_store,
     sample,
 )
 from tests.processes import Child, ChildError, call, wait_until, without_room
-
-SAMPLES = 24  # of a store on a disk
-
-
-def append(store: RollingStore, layout: str, numbers: range) -> None:
-    assert all(store.append(sample(layout, number), number) for number in numbers)
 
 
 @pytest.fixture
@@ -56,7 +50,7 @@ def store() -> Iterator[RollingStore]:
 def test_the_oldest_leave_first(store: RollingStore) -> None:
     """After any number of appends the last samples are resident, as many as there are slots."""
     for number in range(50):
-        append(store, "rows", range(number, number + 1))
+        append(store, range(number, number + 1))
         assert resident(store) == list(range(max(number - 7, 0), number + 1))
     assert (store.appended, store.evicted, store.filled) == (50, 42, 8)
     assert store.lookup(np.array([-1, 0, 7, 8])).tolist() == [NO_PLACE, 0, 7, NO_PLACE]
@@ -67,12 +61,12 @@ def test_what_does_not_fit_is_refused(store: RollingStore) -> None:
     reading before the first append, and after `close`."""
     with pytest.raises(RuntimeError, match="no sample has been appended yet"):
         store.read(np.array([0]))
-    append(store, "rows", range(1, 2))
+    append(store, range(1, 2))
     with pytest.raises(SampleMismatchError, match="sample 3"):
         store.append((torch.zeros(3), 0), index=3)
     assert resident(store) == [1]
     records = RollingStore.empty(codec_of("records"), granted=400_000)
-    append(records, "records", range(1, 2))
+    append(records, range(1, 2))
     with pytest.raises(ValueError, match="larger than the whole rolling cache"):
         records.append({"number": 2, "words": torch.zeros(10**6)})
     assert resident(records) == [1]
@@ -87,18 +81,18 @@ def test_what_changes_during_an_epoch_gives_another_sample(
 ) -> None:
     """Readers do not wait for a writer: for a slot that is being written they get another resident sample, and count
     it. A sample that left is replaced by the newer one of its slot, also where a writer overtakes the copy."""
-    append(store, "rows", range(8))
+    append(store, range(8))
     store.begin_epoch()
     assert gathered(store, np.array([0, 1, 7])) == [0, 1, 7]
     assert store.renewed == 0
-    append(store, "rows", range(8, 9))
+    append(store, range(8, 9))
     assert gathered(store, np.array([0, 1])) == [8, 1]
     assert store.renewed == 1
     gather = store.layout.gather
 
     def overtaken(slots: Any, into: Any) -> None:
         gather(slots, into)
-        append(store, "rows", range(9, 10))
+        append(store, range(9, 10))
 
     with monkeypatch.context() as patch:
         patch.setattr(store.layout, "gather", overtaken)
@@ -116,7 +110,7 @@ def test_what_changes_during_an_epoch_gives_another_sample(
 def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
     """A store whose few slots are all being written is not empty."""
     store = RollingStore.empty(codec_of("rows"), 1)
-    append(store, "rows", range(7, 8))
+    append(store, range(7, 8))
     taken = store.take()
     writer = threading.Timer(0.2, store.finish, [taken])
     writer.start()
@@ -146,19 +140,19 @@ def take_and_die(handle: StoreHandle) -> None:
 @pytest.mark.processes
 def test_the_slot_of_a_killed_writer_is_taken_in_its_turn(store: RollingStore) -> None:
     """Readers pass over the slot of a killed writer, until its turn comes again."""
-    append(store, "rows", range(3))
+    append(store, range(3))
     with pytest.raises(ChildError, match="SIGKILL"):
         call(take_and_die, store.handle)
     assert resident(store) == [0, 1, 2]
-    append(store, "rows", range(3, 10))
+    append(store, range(3, 10))
     assert store.readable_slots().tolist() == [0, 1, 2, 4, 5, 6, 7]
-    append(store, "rows", range(10, 12))
+    append(store, range(10, 12))
     assert resident(store) == list(range(4, 12))
 
 
 def grow_without_memory(layout: str) -> tuple[Any, ...]:
     store = RollingStore.empty(codec_of(layout), 1000, granted=10_000_000)
-    append(store, layout, range(300))
+    append(store, range(300))
     return store.capacity, store.filled, resident(store)
 
 
@@ -175,16 +169,6 @@ def test_where_memory_ends_the_store_rolls_within_what_it_has(layout: str, least
 # ---- on a disk ----
 
 
-class RollingDisk(Disk):
-    """A directory in which one job after the other opens the same rolling store."""
-
-    def open(self) -> Any:
-        return closing(rolling_disk_store(self.codec, SAMPLES, self.directory))
-
-    def append(self, store: Any, numbers: range) -> None:
-        append(store, self.layout, numbers)
-
-
 @pytest.fixture(params=LAYOUTS)
 def disk(request: Any, tmp_path: Path) -> RollingDisk:
     return RollingDisk(tmp_path, request.param)
@@ -194,9 +178,9 @@ def test_the_next_job_goes_on_where_the_last_one_was(disk: RollingDisk) -> None:
     """Each job finds what was resident. The oldest samples leave first, whichever job has written them."""
     came, before = 0, 0
     for more in (5, 0, 30, 7, 100, 1):
-        with disk.open() as store:
+        with closing(disk.open()) as store:
             assert (store.filled, store.found, store.appended, store.evicted) == (before, before, 0, 0)
-            disk.append(store, range(came, came + more))
+            append(store, range(came, came + more))
             came += more
             found = resident(store)
             assert found == list(range(came - len(found), came))
@@ -207,21 +191,21 @@ def test_the_next_job_goes_on_where_the_last_one_was(disk: RollingDisk) -> None:
 
 def test_a_damaged_generation_loses_no_later_sample(disk: RollingDisk) -> None:
     """A flipped bit gives an empty slot the largest ticket. Samples that come afterwards are there for the next job."""
-    with disk.open():
+    with closing(disk.open()):
         pass
     content = bytearray(disk.path.read_bytes())
     content[HEADER_BYTES + 7] ^= 1 << 4  # bit 60 of the first generation
     disk.path.write_bytes(content)
-    with disk.open() as store:
-        disk.append(store, range(3))
-    with disk.open() as store:
+    with closing(disk.open()) as store:
+        append(store, range(3))
+    with closing(disk.open()) as store:
         assert resident(store) == [0, 1, 2]
 
 
 def test_a_sample_that_was_damaged_is_dropped(disk: RollingDisk) -> None:
     """A flipped bit in any sample costs that sample. Another one is served in its place."""
-    with disk.open() as store:
-        disk.append(store, range(1, SAMPLES))
+    with closing(disk.open()) as store:
+        append(store, range(1, disk.samples))
         numbers = resident(store)
     content = disk.path.read_bytes()
     for number in numbers:
@@ -229,8 +213,8 @@ def test_a_sample_that_was_damaged_is_dropped(disk: RollingDisk) -> None:
         words = sample(disk.layout, number)["words" if disk.layout == "records" else 0]
         damaged[content.rindex(bytes(words.numpy())) + len(words) // 2] ^= 1
         disk.path.write_bytes(damaged)
-        with disk.open() as store:
-            slot = int(store.slots_by_index(SAMPLES)[number])
+        with closing(disk.open()) as store:
+            slot = int(store.slots_by_index(disk.samples)[number])
             slot = store.readable_slots()[0] if slot == NO_PLACE else slot  # the newest sample was dropped already
             assert number not in [number_of(read) for read in store.read(np.full(9, slot))]
             assert store.filled == len(numbers) - 1
@@ -238,9 +222,9 @@ def test_a_sample_that_was_damaged_is_dropped(disk: RollingDisk) -> None:
 
 def test_a_block_that_cannot_be_read_is_no_error(disk: RollingDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sample of that block is dropped, and another one is served in its place."""
-    with disk.open() as store:
-        disk.append(store, range(8))
-    with disk.open() as store:
+    with closing(disk.open()) as store:
+        append(store, range(8))
+    with closing(disk.open()) as store:
         break_one_block(monkeypatch)
         reads = [number_of(read) for read in store.read(store.readable_slots())]
         assert len(reads) == 8
@@ -259,23 +243,23 @@ def test_no_power_cut_and_no_kill_gives_a_torn_or_wrong_sample(disk: RollingDisk
         wait_until(lambda: store.appended >= samples)
 
     for _ in range(cuts):
-        with disk.open() as store:
+        with closing(disk.open()) as store:
             served += len(resident(store))
-            writers = [Child(append_for_ever, store.handle, disk.layout, first + 40_000 * number) for number in (0, 1)]
+            writers = [Child(append_for_ever, store.handle, first + 40_000 * number) for number in (0, 1)]
             first += 80_000
-            synced = moments.randrange(1, 3 * SAMPLES)
+            synced = moments.randrange(1, 3 * disk.samples)
             wait_for(store, synced)
             old = disk.path.read_bytes()
-            wait_for(store, synced + moments.randrange(1, 3 * SAMPLES))
+            wait_for(store, synced + moments.randrange(1, 3 * disk.samples))
             time.sleep(moments.uniform(0, 0.01))
             for writer in writers:
                 writer.kill()
             resident_then = store.filled
         disk.path.write_bytes(power_cut(old, disk.path.read_bytes(), moments))
-        with disk.open() as store:
+        with closing(disk.open()) as store:
             found = resident(store)
             lost += resident_then - len(found)
-            disk.append(store, range(first, first + 3))
+            append(store, range(first, first + 3))
             first += 3
             assert set(resident(store)) >= set(range(first - 3, first))
     assert served

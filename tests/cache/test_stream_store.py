@@ -14,8 +14,6 @@ from lightning_stocache.cache.stream import Shard, StreamLedger, StreamStore
 from lightning_stocache.node.segment import Segment
 from tests.processes import call
 
-SPEC = SampleSpec.infer(1)
-
 
 def in_another_process(content: bytes) -> Any:
     store = pickle.loads(content)

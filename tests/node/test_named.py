@@ -1,43 +1,62 @@
-"""A named segment outlives its job: whoever can see it can use it, and nobody loses it while it is used."""
+"""A named segment outlives its job: whoever can see it can use it, and nobody loses it while it is used.
 
+Only what is certainly this user's own is opened, and a header is read as it was written.
+"""
+
+import json
 import os
 import random
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from lightning_stocache.cache.layout import contents_of
-from lightning_stocache.node.files import HEADER_BYTES, Geometry, Manifest
+from lightning_stocache.node.files import (
+    FORMAT,
+    HEADER_BYTES,
+    MANIFEST_OFFSET,
+    Geometry,
+    Manifest,
+    ManifestError,
+    make_file,
+    open_own,
+    read_manifest,
+    write_header,
+)
 from lightning_stocache.node.named import check_name, clean, join_named, named_segments, open_named
 from lightning_stocache.node.segment import Segment
 from tests.names import folder, path_of
-from tests.node.test_files import make_foreign, make_link
 from tests.proc import descendants
 from tests.processes import Child, hanging, idle_worker, wait_until
 
 pytestmark = pytest.mark.named
 
 SIZE = 4096
+GOOD = Manifest(
+    Geometry(size=1000, slots=400, start=600, step=7),
+    dataset="Photos (1,000 samples, train)",
+    node=1,
+    nodes=2,
+    budget="8 GiB",
+    fingerprint={"dataset": "photos.Photos", "length": 1000, "fingerprint": "é"},
+)
 
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    name = f"test-{os.getpid()}-{random.getrandbits(32)}"
-    yield name
-    for path in Path(folder()).glob(f"lsc-*-{name}*"):  # what is no segment, too
+    yield "test"
+    for path in Path(folder()).glob("lsc-*"):  # what is no segment, too
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def says(dataset: str = "") -> Manifest:
-    return Manifest(Geometry(10, 10), dataset)
-
-
-def opened(name: str, manifest: Manifest | None = None) -> Segment:
-    return open_named(name, SIZE, manifest or says())[0]
+def opened(name: str, dataset: str = "") -> Segment:
+    return open_named(name, SIZE, Manifest(Geometry(10, 10), dataset))[0]
 
 
 # --- make, join, remove
@@ -47,10 +66,10 @@ def test_a_name_leads_to_the_same_memory_after_its_maker_has_gone(name: str) -> 
     """The next job finds the bytes and the manifest of the first, not its own. In one process, two lock descriptors
     would drop each other's locks, so the segment is one object, which is closed as often as it was opened."""
     assert join_named(name) is None  # nobody has made it
-    segment = opened(name, says("the first"))
+    segment = opened(name, "the first")
     segment.store(0, memoryview(b"a"))
     segment.close()
-    first, manifest = open_named(name, 10 * SIZE, says("another"))
+    first, manifest = open_named(name, 10 * SIZE, Manifest(Geometry(10, 10), "another"))
     assert (bytes(first.memory(0, 1)), first.size, manifest.dataset) == (b"a", SIZE, "the first")
     second, manifest = join_named(name) or pytest.fail("it is there")
     assert (second, manifest.dataset) == (first, "the first")
@@ -62,10 +81,10 @@ def test_a_name_leads_to_the_same_memory_after_its_maker_has_gone(name: str) -> 
 
 def test_clean_leaves_what_is_in_use(name: str) -> None:
     """An unused segment is removed with its lock file. The list tells which segments are in use, or damaged."""
-    segment = opened(name, manifest := says("a"))
+    segment = opened(name, "a")
     assert clean(name) == []
     [found] = [one for one in named_segments(contents_of) if one.name == name]
-    assert (found.in_use, found.contents.manifest, found.allocated_bytes) == (True, manifest, HEADER_BYTES)
+    assert (found.in_use, found.contents.manifest.dataset, found.allocated_bytes) == (True, "a", HEADER_BYTES)
     segment.store(0, memoryview(bytes([2, 0, 2]).ljust(10, b"\0") + b"\2"))  # states, and a sample
     assert [one.contents.filled for one in named_segments(contents_of) if one.name == name] == [2]
     segment.close()
@@ -96,12 +115,6 @@ def test_a_forked_worker_keeps_what_its_dead_rank_used(name: str) -> None:
     wait_until(lambda: bool(clean(name)))
 
 
-def hold(name: str) -> None:
-    segment = opened(name)
-    time.sleep(300)
-    segment.close()
-
-
 def open_with_worker(name: str) -> Segment:
     segment = opened(name)
     idle_worker()
@@ -118,18 +131,14 @@ def test_a_janitor_never_takes_a_live_file(name: str, tmp_path: Path) -> None:
     victims, moments = 0, random.Random(1)
     try:
         while victims < 10 or removed.stat().st_size < 10:
-            victim = Child(hold, name)
-            victim.process.join(moments.uniform(0.0, 0.05))
+            victim = Child(come_and_go, name, over, victims)
+            time.sleep(moments.uniform(0.0, 0.05))
             victim.kill()
             victims += 1
     finally:
         over.touch()
     assert min(user.result() for user in users) > 0
     janitor.result()
-
-
-def open_files() -> list[str]:
-    return [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
 
 
 def come_and_go(name: str, over: Path, seed: int) -> int:
@@ -139,7 +148,8 @@ def come_and_go(name: str, over: Path, seed: int) -> int:
         segment = opened(name)
         for _ in range(random.randrange(4)):
             assert path_of(name).stat().st_ino == segment.handle.inode, "the name of a live segment was taken"
-            assert not any(found.endswith(".locks (deleted)") for found in open_files()), "its lock file was"
+            files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+            assert not any(path.endswith(".locks (deleted)") for path in files), "its lock file was"
         segment.close()
         rounds += 1
         time.sleep(random.random() / 200)
@@ -156,13 +166,58 @@ def sweep(name: str, over: Path, removed: Path) -> None:
 # --- what is not trusted
 
 
+def make_link(path: Path) -> None:
+    path.symlink_to(path.parent / "elsewhere")
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(path))
+
+
+def make_open_to_all(path: Path) -> None:
+    path.touch()
+    path.chmod(0o666)
+
+
+def make_foreign(path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a file away")
+    path.touch(0o666)
+    os.chown(path, 12345, 12345)
+
+
 def make_notes(path: Path) -> None:
     path.touch(0o600)
     path.write_text("not a segment" * 1000)
 
 
+@pytest.mark.timeout(20)
+def test_what_is_strange_is_refused_without_waiting(tmp_path: Path) -> None:
+    """The error is printable, and tells the way out. No link is followed, no file made, no pipe waited for. A missing
+    file is made for this user alone. Opened again, it is the same file."""
+    path = tmp_path / "file\x1b[2J"
+    before = set(os.listdir("/proc/self/fd"))
+    for make in (make_link, os.mkfifo, os.mkdir, make_socket, make_open_to_all, make_foreign):
+        make(path)
+        for create in (False, True):
+            with pytest.raises(PermissionError, match=r"is not trusted.*: give another name, or remove it") as caught:
+                open_own(str(path), create=create)
+            assert str(caught.value).isprintable()
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert os.listdir(tmp_path) == []
+    assert set(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(FileNotFoundError):
+        open_own(str(path))
+    made = open_own(str(path), create=True)
+    again = open_own(str(path))
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.fstat(made).st_ino == os.fstat(again).st_ino
+    os.close(made), os.close(again)
+
+
 def test_what_is_no_segment_of_this_user_is_left_alone(name: str) -> None:
-    """Under the name of a cache it is neither opened, listed nor removed. Others: test_files.py."""
+    """Under the name of a cache it is neither opened, listed nor removed. A name is one part of a path, no more."""
     for make in (make_link, os.mkfifo, make_notes, make_foreign):
         make(path_of(name))
         with pytest.raises((PermissionError, ValueError), match=r"not trusted|is no cache"):
@@ -170,10 +225,6 @@ def test_what_is_no_segment_of_this_user_is_left_alone(name: str) -> None:
         assert name not in [found.name for found in named_segments()]
         assert clean(name) == []
         path_of(name).unlink()
-
-
-def test_bad_names_are_refused() -> None:
-    """A name is one part of a path and nothing more."""
     for bad in ("", "../up", "a/b", ".hidden", "a b", "x" * 101, "a.locks", 7):
         for function in (check_name, join_named, opened, clean):
             with pytest.raises(ValueError, match="name must be"):
@@ -202,3 +253,37 @@ def test_no_lock_file_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) 
         assert [gone.name for gone in clean(name)] == [name]
         assert not path_of(name).exists()
     assert not (locks.parent / "elsewhere").exists()
+
+
+# --- its header
+
+
+def header(text: bytes, *, version: int = FORMAT) -> bytes:
+    """A header as `write_header` makes it, with any text in it."""
+    begin = b"STOCACHE" + bytes(16) + version.to_bytes(4, "little")
+    size = len(text).to_bytes(4, "little")
+    return (begin.ljust(MANIFEST_OFFSET, b"\0") + size + text).ljust(HEADER_BYTES, b"\0")[:HEADER_BYTES]
+
+
+def test_what_cannot_be_read_is_told_apart() -> None:
+    """Every value comes back as it was written; a manifest that has no room in a header is an error. Each fault has its
+    words: broken text, a missing value, too many slots, a cut file, another version."""
+    file, _ = make_file("memfd")
+    write_header(file, SIZE, GOOD)
+    assert read_manifest(os.pread(file, HEADER_BYTES, 0), SIZE) == GOOD
+    with pytest.raises(ManifestError, match="must fit in 4028 bytes, got"):
+        write_header(file, SIZE, replace(GOOD, dataset="x" * HEADER_BYTES))
+    os.close(file)
+    geometries = ({}, {"geometry": {"slots": 3}}, {"geometry": {"size": 10**6, "slots": 10**6}})
+    good, missing, many = (json.dumps(asdict(GOOD) | geometry).encode() for geometry in geometries)
+    for content, words in [
+        (header(b"\xff\xfe"), "is damaged"),
+        (header(b"{" * 5000), "is damaged"),
+        (header(missing), "is damaged"),
+        (header(many), "is damaged: 1000000 slots"),
+        (header(good)[:100], "is damaged"),
+        (header(good, version=FORMAT + 1), f"format {FORMAT + 1}, this one has {FORMAT}"),
+        (header(b""), "does not say what it holds"),
+    ]:
+        with pytest.raises(ManifestError, match=words):
+            read_manifest(content, SIZE)

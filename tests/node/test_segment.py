@@ -5,6 +5,7 @@ import gc
 import mmap
 import os
 import pickle
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,18 +36,15 @@ def stored(segment: Segment, value: int) -> Segment:
     return segment
 
 
-def answer(segment: Segment) -> int:
+def answer(segment: Segment | SegmentHandle) -> int:
     """Add one to byte 0, and close. Returns its value before."""
+    segment = segment if isinstance(segment, Segment) else Segment.attach(segment)
     byte = segment.tensor(0, 1)
     before = int(byte[0])
     byte += 1
     del byte
     segment.close()
     return before
-
-
-def answer_by_handle(handle: SegmentHandle) -> int:
-    return answer(Segment.attach(handle))
 
 
 # --- the same memory in every process
@@ -58,7 +56,7 @@ def test_other_processes_attach_by_the_handle(backend: Backend) -> None:
     """What is stored there is seen here, and the other way round. A named file whose name was removed early is as
     anonymous as the others. Closing in a child closes nothing here."""
     segment = stored(Segment.create(4096, backend), 6)
-    assert call(answer_by_handle, segment.handle, method="forkserver") == 6
+    assert call(answer, segment.handle, method="forkserver") == 6
     names = [f"{segment.path}{end}" for end in ("", ".locks")]
     assert all(map(os.path.exists, names)) == (backend == "file")
     segment.unlink(), segment.unlink()
@@ -174,9 +172,7 @@ def create_with_workers(backend: Backend) -> Segment:
 
 def kill_one_after_the_other(backend: Backend) -> None:
     def used() -> int:
-        """MiB of the private /dev/shm in use."""
-        stats = os.statvfs("/dev/shm")
-        return (stats.f_blocks - stats.f_bfree) * stats.f_frsize // MIB
+        return shutil.disk_usage("/dev/shm").used // MIB
 
     with hanging(create_with_workers, backend) as creator:
         workers = descendants() - {creator.process.pid}
