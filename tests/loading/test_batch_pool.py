@@ -58,10 +58,7 @@ def test_memory_that_somebody_holds_a_view_of_is_not_given_out_again(hold: Calla
 
 
 def test_a_larger_batch_gets_larger_memory_and_smaller_memory_is_dropped():
-    """Also where the smaller one comes back after the larger one was made. It is aligned for wide copies.
-
-    What is sent to another process is not shared with the next batch: share_memory_ moves the content.
-    """
+    """Whenever the smaller one comes back. What is sent to another process is not shared with the next batch."""
     pool = BatchPool()
     sent = take(pool).fill_(7)
     sent.share_memory_()
@@ -79,25 +76,17 @@ def test_a_larger_batch_gets_larger_memory_and_smaller_memory_is_dropped():
 # ---- shared
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there is no memfd here")
-def test_it_takes_nothing_from_dev_shm_and_all_of_it_is_reserved():
-    """What is left of /dev/shm belongs to the cache and to torch."""
-    pool = BatchPool(shared=1)
-    shared = pool.take_shared([1 << 20])
-    assert shared.handle.data.startswith("/proc/")
-    assert "memfd" in os.readlink(shared.handle.data)
-    assert os.stat(shared.handle.data).st_blocks * 512 >= 1 << 20
-    del shared
-    pool.close()
-
-
 @pytest.mark.parametrize("promised", [0, 400])
 def test_memory_that_is_not_there_or_promised_to_a_cache_is_not_tried(monkeypatch, promised):
-    """Above a cgroup's limit the kernel would kill: so it is asked before."""
-    monkeypatch.setattr(batch_pool.FreeMemory, "now", lambda *_: FreeMemory(None, 2**40, 1024 + promised))
+    """Above a cgroup's limit the kernel would kill: so it is asked before. All of it is reserved, in a memfd, because
+    what is left of /dev/shm belongs to the cache and to torch."""
+    monkeypatch.setattr(batch_pool.FreeMemory, "now", lambda *_: FreeMemory(None, 2**40, 65536 + promised))
     pool = BatchPool(shared=3, promised=lambda: promised)
-    assert pool.take_shared([1024]) is not None
-    assert pool.take_shared([1025]) is None
+    shared = pool.take_shared([65536])
+    assert "memfd" in os.readlink(shared.handle.data)
+    assert os.stat(shared.handle.data).st_blocks * 512 >= 65536
+    assert pool.take_shared([65537]) is None
+    del shared
     pool.close()
 
 
@@ -132,8 +121,7 @@ def test_shared_memory_that_was_refused_is_asked_for_again_after_a_while(monkeyp
 
 
 def test_what_a_worker_writes_is_what_the_batch_holds():
-    """Fields begin at multiples of 64 bytes on both sides; memory that grew is another segment. What is free is given
-    up and can be had again; what a batch still holds stays."""
+    """On both sides fields begin at multiples of 64 bytes. What is free is given up; what a batch holds stays."""
     pool, attached = BatchPool(shared=2), Attached()
     for sizes in ([100, 7, 0], [1000, 70, 0]):
         shared = pool.take_shared(sizes)

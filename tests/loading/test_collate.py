@@ -26,8 +26,7 @@ from tests.loading.twins import assert_as_plain, same
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # NumPy has not the second
 def test_batches_that_were_gathered_together_are_batches_of_their_own(dtype):
-    """Nothing is copied. The last may be smaller. Who pickles one sends no other, and who changes one in place changes
-    no other."""
+    """Nothing is copied. Who pickles one sends no other, and who changes one in place changes no other."""
     samples: Any = [(torch.full((2,), float(i), dtype=dtype), i) for i in range(5)]
     spec = SampleSpec.infer(samples[0])
     rows = [torch.cat(column).numpy() for column in zip(*map(spec.flatten, samples), strict=True)]
@@ -52,8 +51,7 @@ def test_batches_that_were_gathered_together_are_batches_of_their_own(dtype):
     ],
 )
 def test_samples_that_have_no_short_cut(monkeypatch, sample, message):
-    """Without a field, refused by default_collate in its own words, or of a type that the user's function collates: the
-    loader leaves them to DataLoader."""
+    """Without a field, refused by default_collate, or of a type that the user's function collates."""
     monkeypatch.setitem(default_collate_fn_map, tv_tensors.Mask, lambda masks, *, collate_fn_map: masks[0])
     with pytest.raises(TypeError, match=message):
         Collator(SampleSpec.infer(sample))
@@ -114,13 +112,6 @@ def test_batches_have_the_structure_and_types_that_dataloader_gives_them(name):
         assert same(got, expected)
 
 
-def test_types_that_the_user_registered_are_collated_by_the_users_function(monkeypatch):
-    """Registered after the import too; what it makes is not looked into."""
-    monkeypatch.setitem(default_collate_fn_map, Fraction, lambda numbers, *, collate_fn_map: sum(numbers))
-    for got in through([(Fraction(i, 2), i) for i in range(3)]):
-        assert got[0] == Fraction(3, 2)
-
-
 ODD: dict[str, list[Any]] = {
     "shape": [torch.ones(2), torch.zeros(3), torch.ones(2)],
     "dtype": [torch.ones(2), torch.full((2,), 0.1, dtype=torch.float64), torch.ones(2)],
@@ -128,12 +119,15 @@ ODD: dict[str, list[Any]] = {
     "keys": [{"a": 1}, {"b": 2}],
     "objects": [object(), object()],
     "types": [torch.zeros(2), None],
+    "a type that is registered": [(Fraction(1, 2), 1), (Fraction(1, 3), 2)],
 }
 
 
 @pytest.mark.parametrize("samples", ODD.values(), ids=ODD)
-def test_samples_that_differ_are_left_to_default_collate(samples):
-    """In shared memory too, whose rows they do not fit: whatever it makes of them, or its error, in its words."""
+def test_samples_that_differ_are_left_to_default_collate(monkeypatch, samples):
+    """In shared memory too, whose rows they do not fit: whatever it makes of them, or its error, in its words. So are
+    those with a type for which the user has registered a function."""
+    monkeypatch.setitem(default_collate_fn_map, Fraction, lambda numbers, *, collate_fn_map: sum(numbers))
 
     def outcome(make: Callable[..., Any], *args: Any) -> Any:
         try:

@@ -10,19 +10,13 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    SequentialSampler,
-    Subset,
-    TensorDataset,
-)
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, SequentialSampler, Subset, TensorDataset
 from torchvision.transforms import v2
 
 from lightning_stocache.loading.dataset import CachedDataset, StandIn
@@ -30,7 +24,7 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup import allocation
-from tests.loading.twins import InBatches, same, totals
+from tests.loading.twins import Augmented, InBatches, same, totals
 from tests.logs import Log
 from tests.proc import memory_files
 from tests.processes import without_room
@@ -51,13 +45,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def slots(dataset: CachedDataset) -> int:
-    return 0 if dataset.cache is None else len(dataset.cache)
-
-
-# --- in any loader
-
-
 WORKERS: dict[str, Any] = {"num_workers": 2}
 PERSISTENT = WORKERS | {"persistent_workers": True}
 WAYS: dict[str, tuple[Any, str | int, int, dict[str, Any]]] = {
@@ -74,11 +61,10 @@ WAYS: dict[str, tuple[Any, str | int, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_has_a_slot_is_loaded_once(source: CountedSource, caplog: pytest.LogCaptureFixture, way: str) -> None:
-    """In the first of three epochs, by `__getitems__` if it has that. Each has each sample of the source once, each
-    is counted once, as the source counts them too, and nothing is warned of."""
+    """Each of three epochs has each sample once and counts it once, as the source counts; nothing is warned of."""
     kind, budget, count, options = WAYS[way]
     with closing(CachedDataset(InBatches(source) if way == "percent" else source, budget)) as dataset:
-        assert slots(dataset) == count
+        assert len(dataset.cache or ()) == count
         assert dataset.budget_bytes <= LENGTH * SLOT_BYTES
         at_setup = source.loads
         loader = kind(dataset, 5, shuffle=True, **options)
@@ -96,9 +82,6 @@ def test_what_has_a_slot_is_loaded_once(source: CountedSource, caplog: pytest.Lo
     assert warnings(caplog) == []
 
 
-# --- indices
-
-
 @pytest.mark.parametrize("budget", ["auto", 0])
 def test_what_is_no_index_goes_to_the_source(budget: str | int) -> None:
     """Lists, slices and tensors of indices get what the source makes of them, transformed, and are counted."""
@@ -109,9 +92,6 @@ def test_what_is_no_index_goes_to_the_source(budget: str | int) -> None:
         assert totals(dataset).bypasses == 4
         batches = DataLoader(dataset, sampler=BatchSampler(SequentialSampler(data), 5, False), batch_size=None)
         assert [len(batch) for batch in batches] == [5, 5]
-
-
-# --- a part of the indices
 
 
 FOLD = list(range(3, LENGTH, 5))
@@ -136,13 +116,12 @@ def record(index: int) -> Any:
     ],
 )
 def test_any_index_gives_the_sources_sample(make: Any, budget: Any, indices: Any, count: int, tmp_path: Path) -> None:
-    """One by one, in batches, which may be empty or have one twice, and by loaders, from the front and from the end,
-    drawn or not. Each with a slot is loaded once, and counts add up; budget and coverage are of what is drawn. Of an
-    index outside the source says what is wrong with it, also when everything is cached."""
+    """One by one, in batches and by loaders, from the front and the end, drawn or not; each with a slot is loaded once,
+    and of an index outside the source says what is wrong with it."""
     source, chance, served = Made(make, LENGTH, tmp_path / "loads"), random.Random(0), 0
     with closing(CachedDataset(source, budget, indices=indices or None)) as dataset:
         at_setup, kinds = source.loads, [int, np.int64, np.array, torch.tensor]
-        assert (len(dataset), slots(dataset)) == (LENGTH, count)
+        assert (len(dataset), len(dataset.cache or ())) == (LENGTH, count)
         assert dataset.ring.coverage == count / len(indices or source)
         assert not indices or f"{count} of the 5 that are drawn of 24 samples have" in dataset.describe()
         for _ in range(200):
@@ -184,9 +163,7 @@ def test_allow_random_freezes_the_first_draw(caplog: pytest.LogCaptureFixture) -
 
 
 def fill_in_small_shm(kind: Any, transform: Any) -> tuple[int, int, str, list[str]]:
-    log = Log()
-    log.setLevel(logging.WARNING)
-    torch.set_num_threads(1)
+    log = Log(logging.WARNING)
     source: Any = [torch.full((4, 2**18), index, dtype=torch.uint8) for index in range(48)]
     with closing(CachedDataset(source, backend="tmpfile", transform=transform)) as dataset:
         for _ in range(2):
@@ -268,8 +245,7 @@ TWICE = ConcatDataset([CountedSource(3), Subset(CACHED, [1])])
     ],
 )
 def test_what_cannot_be_cached_is_refused(source: Any, options: dict[str, Any], message: str) -> None:
-    """Iterable, unsized, empty, random and cached sources, paths, samples that do not pickle, and options that are none
-    of their choices, are errors in words."""
+    """With `strict`, sources that cannot be cached, and always options that are none of their choices."""
     with pytest.raises((TypeError, ValueError), match=message):
         CachedDataset(source, **{"strict": True} | options)
 
@@ -283,7 +259,7 @@ def test_a_dataset_that_is_not_open_passes_through(source: CountedSource) -> Non
     assert (dataset.cache, source.loads) == (None, 0)
     assert same(dataset[3], source.expected(3))
     dataset.share()
-    assert slots(dataset) == LENGTH
+    assert len(dataset.cache or ()) == LENGTH
     first = list(DataLoader(dataset, 5))
     dataset.close()
     dataset.close()
@@ -318,13 +294,9 @@ def test_sharing_anew_takes_the_memory_of_one(source: CountedSource, monkeypatch
 
 def test_nothing_is_refused_where_nothing_was_asked_for(source: CountedSource, monkeypatch: Any, caplog: Any) -> None:
     """Without any memory, samples pass through, with one warning."""
-
-    def no_memory(*args: Any, **named: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Segment, "create", no_memory)
+    monkeypatch.setattr(Segment, "create", Mock(side_effect=OSError(28, "No space left on device")))
     dataset = CachedDataset(source, 0, strict=True)
-    assert same(list(DataLoader(dataset, 5, num_workers=2)), list(DataLoader(CountedSource(LENGTH, classes=LENGTH), 5)))
+    assert same(list(DataLoader(dataset, 5, num_workers=2)), list(DataLoader(source, 5)))
     [warning] = warnings(caplog)
     assert "all samples are loaded from their source" in warning
 
@@ -341,30 +313,18 @@ def test_a_larger_budget_never_keeps_fewer_images() -> None:
             assert dataset.cache.filled == 64
 
 
-class Augmented(Made):
-    augment = v2.Compose([v2.Pad(2), v2.RandomCrop(24), v2.ToImage()])
-
-    def __getitem__(self, index: int) -> Any:
-        return self.augment(super().__getitem__(index))
-
-
 def test_what_is_kept_is_described() -> None:
     """How many images of many sizes will fit is an estimate; the steps that run after the cache are named."""
-    images = [Image.new("RGB", (size, size)) for size in range(40, 104)]
-    with closing(CachedDataset(Augmented(images.__getitem__, 64), budget="500KB")) as dataset:
+    images = [(Image.new("RGB", (size, size)), size) for size in range(40, 104)]
+    source = Augmented(images.__getitem__, 64, v2.Pad(2), v2.RandomCrop(24), v2.ToImage())
+    with closing(CachedDataset(source, budget="500KB")) as dataset:
         described = r"Augmented: about \d+ of 64 samples have a slot, .*; after the cache: RandomCrop, ToImage"
         assert re.fullmatch(described, dataset.describe())
 
 
-# --- copies
-
-
 @pytest.mark.parametrize("duplicate", [lambda dataset: pickle.loads(pickle.dumps(dataset)), copy.deepcopy, copy.copy])
 def test_copies_share_the_cache(source: CountedSource, duplicate: Callable[[Any], Any]) -> None:
-    """What the original fills, a copy serves, and one set of counts has both; closed, it gives up its own use alone.
-
-    A copy outlives `close` of the original: it serves the source, and can still be sent to workers.
-    """
+    """Fills and counts are shared. Closed, a copy gives up its own use alone; it outlives the original, uncached."""
     with closing(CachedDataset(source)) as dataset:
         other, another = duplicate(dataset), duplicate(dataset)
         loads = source.loads

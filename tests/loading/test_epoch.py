@@ -1,7 +1,4 @@
-"""Batches of a CachedLoader: who is woken, what is reused, and what goes wrong.
-
-Those that are gathered here or, with a transform, made by workers.
-"""
+"""Batches of a CachedLoader, gathered here or made by workers: who is woken, what is reused, and what goes wrong."""
 
 import gc
 import signal
@@ -12,6 +9,7 @@ from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -71,13 +69,9 @@ def test_a_batch_without_a_miss_wakes_no_worker(monkeypatch):
         assert requests == [[20, 21, 22, 23, 24], [25, 26, 27, 28, 29], [30, 31, 32, 34], [35, 36, 37, 38, 39]]
 
 
-# ---- buffers ----
-
-
 @in_every_way
 def test_batches_belong_to_who_gets_them(arguments, budget, transform):
-    """They may be overwritten, and neither the cache nor a later batch changes. Whoever keeps every batch, whole or as
-    views and arrays, sees them unchanged: with no memory left, batches are sent."""
+    """Neither the cache nor a later batch changes with them, and who keeps them, or views, sees them unchanged."""
     expected = plain_batches(Numbers(LENGTH, BIG), transform)
     with closing(CachedDataset(Numbers(LENGTH, BIG), budget, transform=transform)) as dataset:
         loader = CachedLoader(dataset, 4, **arguments)
@@ -98,8 +92,7 @@ def test_batches_belong_to_who_gets_them(arguments, budget, transform):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_later_epochs_take_no_new_memory(num_workers):
-    """The batches of all epochs lie in a few buffers; in epoch one in those that the worker writes to. A batch of more
-    than 1 MiB shares its memory with no other; small ones share blocks of at most 2 MiB."""
+    """All lie in a few buffers. A batch of over 1 MiB has one to itself; small ones share blocks of at most 2 MiB."""
     with closing(CachedDataset(Numbers(LENGTH, BLOCK))) as dataset:
         loader = CachedLoader(dataset, 4, shuffle=True, num_workers=num_workers)
         first, *others = [{image.untyped_storage().data_ptr() for image, _ in loader} for _ in range(5)]
@@ -112,19 +105,12 @@ def test_later_epochs_take_no_new_memory(num_workers):
             assert sum(address - size * 270_000 not in addresses for address in addresses) == blocks
 
 
-# ---- errors ----
-
-
 @pytest.mark.parametrize(
     ("kind", "arguments", "budget", "transform"),
-    [
-        *((CachedLoader, *way) for way in WAYS.values()),
-        (DataLoader, {}, "auto", None),
-    ],
+    [*((CachedLoader, *way) for way in WAYS.values()), (DataLoader, {}, "auto", None)],
 )
 def test_an_error_of_the_source_takes_the_place_of_its_batch(kind, arguments, budget, transform):
-    """With its type, text and traceback; the next batch is DataLoader's, no memory is lost, and what was loaded before
-    the error is stored."""
+    """With its type, text and traceback; no memory is lost, and what was loaded before the error is stored."""
     source = Numbers(LENGTH, bad={9: LookupError("sample 9 is broken"), 22: LookupError("sample 22 is broken")})
     without = DataLoader(uncached(source, transform), 4, **arguments)
     expected = list(map(told, outcomes(without)))
@@ -153,11 +139,8 @@ def test_an_error_of_the_source_takes_the_place_of_its_batch(kind, arguments, bu
     [WAYS["alone"], WAYS["workers"], WAYS["workers, made"], WAYS["persistent, made"], ({}, "auto", None)],
 )
 def test_a_cache_may_end_in_the_middle_of_an_epoch(monkeypatch, arguments, budget, transform, event):
-    """Closed or shared anew, warm or while it fills: that epoch has the right batches, and so have the next ones. A new
-    cache is filled, by new workers.
-
-    Of a warm one, batches that were gathered together are handed out, others are planned, and some are not drawn yet.
-    """
+    """Closed or shared anew, warm or while it fills: that epoch and the next have the right batches, and a new cache is
+    filled. Of a warm one, some batches are gathered, others are planned, and some are not drawn yet."""
     monkeypatch.setattr(epoch, "BLOCK_BYTES", 2 * 4 * SAMPLE_BYTES)
     monkeypatch.setattr(epoch, "DRAWN", 24)
 
@@ -183,14 +166,9 @@ def test_a_cache_may_end_in_the_middle_of_an_epoch(monkeypatch, arguments, budge
         loader.close()
 
 
-def refuse(*_: Any) -> Any:
-    raise PermissionError("not to be opened")
-
-
 @pytest.mark.parametrize(("transform", "reachable"), [(None, True), (to_float, True), (None, False)])
 def test_without_memory_that_workers_can_write_to_batches_are_sent(monkeypatch, transform, reachable):
-    """What is free is promised to the cache, which has not filled it yet, or workers may not open it: batches are the
-    same."""
+    """What is free is promised to the cache, which has not filled it yet, or workers may not open it."""
     batches: Any = [list(range(30)), [30], list(range(31, 40))]
     expected = list(DataLoader(uncached(Numbers(LENGTH), transform), batch_sampler=batches))
     with closing(CachedDataset(Numbers(LENGTH), transform=transform)) as dataset:
@@ -203,7 +181,7 @@ def test_without_memory_that_workers_can_write_to_batches_are_sent(monkeypatch, 
         if reachable:
             monkeypatch.setattr(batch_pool, "FreeMemory", SimpleNamespace(now=left))
         else:
-            monkeypatch.setattr(batch_pool.Segment, "attach", refuse)  # the workers are forked
+            monkeypatch.setattr(batch_pool.Segment, "attach", Mock(side_effect=PermissionError))  # for forked workers
         loader = CachedLoader(dataset, batch_sampler=batches, multiprocessing_context="fork", **PERSISTENT)
         for _ in range(3):
             assert same([copied(batch) for batch in loader], expected)
@@ -278,8 +256,7 @@ def killed_in_vain(victim: BaseProcess) -> None:
     [(killed_unheard, None, False), (killed_in_vain, to_float, False), (killed_unheard, to_float, True)],
 )
 def test_a_worker_that_is_killed_between_epochs_is_an_error_once(kill, transform, within):
-    """Also within an epoch. The next one raises it, whether or not it was raised before, unless an epoch has; the one
-    after has new workers, and is whole."""
+    """Or within an epoch. This or the next epoch raises it; the one after has new workers, and is whole."""
     with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
         loader = CachedLoader(dataset, 1, **PERSISTENT)
         batches = iter(loader)
@@ -315,8 +292,8 @@ CASES = pairwise(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
-    """In order and bit for bit over two epochs, wherever blocks (of so many samples) and drawn stretches end. Hits are
-    counted when a batch is handed out, not when it is gathered: an epoch broken off has served what it gave."""
+    """Bit for bit, wherever blocks (of so many samples) and drawn stretches end. Hits are counted when a batch is
+    handed out, not when it is gathered."""
     order, block, size, drop_last = (case[name] for name in ("order", "block", "size", "drop_last"))
     monkeypatch.setattr(epoch, "BLOCK_BYTES", block * SAMPLE_BYTES)
     monkeypatch.setattr(epoch, "DRAWN", 60)

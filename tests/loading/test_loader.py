@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -16,17 +15,8 @@ from torchvision.transforms import v2
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from tests.loading.twins import (
-    AnyKey,
-    InBatches,
-    Numbers,
-    assert_as_plain,
-    copied,
-    jitter,
-    pairwise,
-    same,
-    totals,
-)
+from tests.cache.leaves import same
+from tests.loading.twins import AnyKey, Augmented, InBatches, Numbers, assert_as_plain, copied, jitter, pairwise, totals
 from tests.sources import Made
 
 LENGTH, RECORDS = 50, 26
@@ -34,22 +24,7 @@ LENGTH, RECORDS = 50, 26
 pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes, pytest.mark.epoch_one_reads_all]
 
 
-# ---- batches and draws ----
-
-
 NUMBERS = Numbers(LENGTH)
-
-
-class Augmented(Made):
-    """A source that transforms its images at random by itself: it is split before that."""
-
-    def __init__(self, make: Callable[[int], Any], length: int, *steps: Any) -> None:
-        super().__init__(make, length)
-        self.transform = v2.Compose(steps)
-
-    def __getitem__(self, index: int) -> Any:
-        image, label = super().__getitem__(index)
-        return self.transform(image), label
 
 
 def photo(index: int) -> Any:
@@ -69,10 +44,6 @@ def text(index: int) -> Any:
     return {"text": f"sample {index} " * (index % 5), "boxes": boxes, "label": index % 3}
 
 
-def as_tuples(samples: list[Any]) -> Any:
-    return tuple(zip(*samples, strict=True))
-
-
 def twice(samples: list[Any]) -> Any:
     """Large tensors of all sorts: the same one twice, one with other strides, an empty one, one in an object."""
     large = torch.stack([torch.full((40, 50), float(len(str(sample)))) for sample in samples])
@@ -86,7 +57,7 @@ TEXTS = Made(text, RECORDS)
 SOURCES: dict[str, tuple[Any, Any, Any]] = {
     "rows": (NUMBERS, None, None),
     "rows, transformed": (NUMBERS, jitter, None),
-    "rows, as tuples": (NUMBERS, None, as_tuples),
+    "rows, as lists": (NUMBERS, None, list),
     "split, in batches": (InBatches(FLIPPED), jitter, None),
     "random": (Made(noisy, RECORDS), None, None),
     "text, transformed": (TEXTS, repr, list),
@@ -111,8 +82,7 @@ DESIGNS = pairwise(
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_batches_and_draws_are_those_of_dataloader(design):
-    """Whatever samples are, whatever is cached, whatever a transform draws from: nothing tells the two apart. Every two
-    values of all factors meet in one of these combinations."""
+    """Whatever samples are, whatever is cached, whatever a transform draws from: nothing tells the two apart."""
     options = dict(design)
     name, share, kind, own = (options.pop(key) for key in ("name", "share", "kind", "generator"))
     source, transform, collate = SOURCES[name]
@@ -121,9 +91,6 @@ def test_batches_and_draws_are_those_of_dataloader(design):
         options["collate_fn"] = collate
     run = kind, lambda: options | ({"generator": torch.Generator().manual_seed(5)} if own else {})
     assert_as_plain(source, [run], [share], transform=transform)
-
-
-# ---- indices ----
 
 
 def endless(index: int) -> Any:
@@ -148,8 +115,7 @@ def sized(key: Any) -> Any:
     ids=["outside", "longer", "keys"],
 )
 def test_what_only_the_source_understands_passes_through(make, arguments, transform, num_workers):
-    """Indices outside, which the ring would wrap around to samples of other indices, and keys, such as (index, size):
-    what the source makes of them, between batches from the cache."""
+    """Indices outside, which the ring would wrap around, and keys, such as (index, size), between cached batches."""
     with closing(CachedDataset(AnyKey(make, 6), transform=transform)) as dataset:
         dataset.__getitems__([0, 1, 2, 3])
         loader = CachedLoader(dataset, num_workers=num_workers, **arguments)
@@ -160,19 +126,15 @@ def test_what_only_the_source_understands_passes_through(make, arguments, transf
 def test_a_sampler_may_change_the_batch_that_it_gave():
     """Indices are copied when they are drawn: a sampler that reuses its array does not change batches to come."""
 
-    class Reusing:
-        def __iter__(self) -> Iterator[Any]:
-            batch = torch.tensor([0, 0])
-            for start in range(0, 10, 2):
-                batch[0], batch[1] = start, start + 1
-                yield batch
+    def reusing():
+        batch = torch.tensor([0, 0])
+        for start in range(0, 10, 2):
+            batch[0], batch[1] = start, start + 1
+            yield batch
 
     with closing(CachedDataset(Numbers(10), "50%")) as dataset:
-        loader = CachedLoader(dataset, batch_sampler=Reusing(), num_workers=2)  # type: ignore[arg-type]
+        loader = CachedLoader(dataset, batch_sampler=reusing(), num_workers=2)
         assert [batch[1].tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
-
-
-# ---- arguments ----
 
 
 @pytest.mark.gpu
@@ -231,9 +193,6 @@ def test_arguments_that_cannot_be_are_refused_in_words(arguments, message):
         CachedLoader(Numbers(4), **arguments)
 
 
-# ---- copies ----
-
-
 def test_a_loader_that_is_running_can_be_copied_and_sent():
     """A copy, or a loader that comes out of a pickle, iterates for itself."""
     with closing(CachedDataset(Numbers(10))) as dataset:
@@ -248,9 +207,6 @@ def test_a_loader_that_is_running_can_be_copied_and_sent():
         loader.close()
 
 
-# ---- records ----
-
-
 class Point:
     """A part of samples, whose class gets another name."""
 
@@ -258,19 +214,16 @@ class Point:
         self.x = x
 
 
-def of_a_point(index: int, kind: type[Point] = Point) -> Any:
-    return kind(index), "." * index
-
-
-def xs_of(samples: list[Any]) -> list[int]:
-    return [point.x for point, _ in samples]
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_record_that_cannot_be_decoded_is_a_miss(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class that was renamed since its samples were stored costs loads, and ends no training."""
-    with closing(CachedDataset(Made(of_a_point, RECORDS))) as dataset:
-        loader = CachedLoader(dataset, 4, collate_fn=xs_of, num_workers=num_workers)
+    source = Made(lambda index, kind=Point: (kind(index), "." * index), RECORDS)
+
+    def collate(samples: list[Any]) -> list[int]:
+        return [point.x for point, _ in samples]
+
+    with closing(CachedDataset(source)) as dataset:
+        loader = CachedLoader(dataset, 4, collate_fn=collate, num_workers=num_workers)
         for epoch in range(2):
             assert [x for batch in loader for x in batch] == list(range(RECORDS))
             counts = totals(dataset)

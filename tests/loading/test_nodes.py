@@ -1,10 +1,9 @@
 """Several ranks in plain scripts and in Fabric: nodes that are not alike, ranks that die, loaders that go on."""
 
-import logging
 import os
 import signal
-import tempfile
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 from lightning_stocache import CachedDataset, CachedLoader, LocalitySampler, SampleSpec
 from lightning_stocache.loading.loader_sampler import global_seed, locality_sampler
 from lightning_stocache.node.group import NodeGroup
-from tests.loading.twins import Numbers
-from tests.processes import ChildError, call, run_ranks
+from tests.loading.twins import Numbers, logged_to
+from tests.processes import ChildError, run_ranks
 from tests.sources import CountedSource
 
 pytestmark = pytest.mark.processes
@@ -37,24 +36,16 @@ LENGTH, EPOCHS, BATCH = 1200, 3, 20
         ("1", "0", CachedLoader, 0, {}, []),
     ],
 )
-def test_a_loader_says_that_ranks_are_alone(monkeypatch, world, rank, kind, workers, options, words):
+def test_a_loader_says_that_ranks_are_alone(monkeypatch, tmp_path, world, rank, kind, workers, options, words):
     """Under torchrun one warning of all workers and epochs, on rank zero, names share() and a DistributedSampler."""
     monkeypatch.setenv("WORLD_SIZE", world)
     monkeypatch.setenv("RANK", rank)
-    said = call(alone, kind, workers, options)
-    assert len(said) == (1 if words else 0)
-    assert all(word in said[0] for word in words)
-
-
-def alone(kind: Any, workers: int, options: dict[str, Any]) -> list[str]:
-    """What a script is told that shares nothing, with logging in a file that workers share."""
-    with tempfile.NamedTemporaryFile("r") as file:
-        logging.getLogger("lightning_stocache").addHandler(logging.FileHandler(file.name))
-        dataset = CachedDataset(CountedSource(8), **options)
+    with logged_to(tmp_path / "log"), closing(CachedDataset(CountedSource(8), **options)) as dataset:
         for _ in range(2):
             list(kind(dataset, 2, num_workers=workers))
-        dataset.close()
-        return file.read().splitlines()
+    said = (tmp_path / "log").read_text().splitlines()
+    assert len(said) == (1 if words else 0)
+    assert all(word in said[0] for word in words)
 
 
 FOLD = list(range(1, LENGTH, 4))
@@ -84,8 +75,7 @@ def train_on_fold(rank: int) -> Any:
 
 @pytest.mark.epoch_one_reads_all
 def test_a_fold_is_dealt_to_nodes_that_are_not_alike() -> None:
-    """By `indices` and a sampler of the user's: each epoch has the fold once, and hit rates are what the nodes hold
-    together."""
+    """By `indices` and a sampler of the user's: each epoch has the fold once, and hits all that the nodes hold."""
     drawn, hits = zip(*run_ranks(train_on_fold, 3), strict=True)
     for epoch in range(EPOCHS):
         assert sorted(index for epochs in drawn for index in epochs[epoch]) == FOLD
@@ -120,8 +110,7 @@ def one_dies(rank: int, folder: str, when: str) -> None:
 
 @pytest.mark.parametrize("when", ["before", "leader", "guest"])
 def test_a_rank_that_dies_while_caches_open_keeps_nobody_waiting(tmp_path, when) -> None:
-    """All other ranks get an error, on the node of the dead one and on the other: it dies before the ranks have found
-    each other, as a leader that reads, or as a guest."""
+    """All others, on both nodes, get an error: it dies before ranks have met, as a leader that reads, or as a guest."""
     with pytest.raises(ChildError, match="SIGKILL"):
         run_ranks(one_dies, 4, str(tmp_path), when)
     victim = "2" if when == "leader" else "3"
@@ -170,8 +159,8 @@ def in_fabric(rank: int, folder: str, world: int, sampling: Any) -> Any:
 
 @pytest.mark.parametrize("sampling", ["locality", None])
 def test_fabric_saves_and_loads_a_loader(tmp_path: Path, sampling: str | None) -> None:
-    """`fabric.save` and `fabric.load` know the loader, made anew with a DistributedSampler or not: the rest of the
-    epoch comes, and then the next one, though Fabric counts epochs from zero again."""
+    """Made anew with a DistributedSampler or not: the rest of the epoch comes, and then the next one, though Fabric
+    counts epochs from zero again."""
     ranks = run_ranks(in_fabric, 2, str(tmp_path), 2, sampling)
     for whole, broken in ranks:
         assert whole == broken
@@ -182,9 +171,9 @@ def test_fabric_saves_and_loads_a_loader(tmp_path: Path, sampling: str | None) -
 
 
 def test_the_sampler_of_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are told to work on the same samples, as in a mesh, get the same ones, each part of the dataset once.
-    A sampler that deals to ranks stays. The seed is that of seed_everything, zero without it. A source that has grown
-    has no ring: the new samples would lie on no arc."""
+    """Ranks that are told to work on the same samples, as in a mesh, get the same ones. A sampler that deals to ranks
+    stays. The seed is that of seed_everything. A source that has grown has no ring, which would lack the new samples.
+    """
     source: Any = list(range(LENGTH))
     dataset = CachedDataset(source, spec=SampleSpec.infer(0))
     parts = [

@@ -11,15 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+from torch.utils.data.sampler import RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
 from lightning_stocache.cache.placement import Domain, Ring
@@ -156,9 +149,7 @@ class Failing(Sampler[int]):
 @pytest.mark.parametrize("batches", [BatchSampler(Failing(), size, False) for size in (1, 2, 3)] + [[[0], [], [2]]])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_comes_where_dataloader_raises_it(cached, num_workers, batches):
-    """Of a sampler in `iter` or with a batch, as soon as DataLoader would have drawn so far; of an empty batch in its
-    place. Then the iteration goes on."""
-
+    """As soon as DataLoader would have drawn so far; of an empty batch in its place. Then the iteration goes on."""
     got = map(told, outcomes(CachedLoader(cached, batch_sampler=batches, num_workers=num_workers)))
     expected = map(told, outcomes(DataLoader(NUMBERS, batch_sampler=batches, num_workers=num_workers)))
     assert same(list(got), list(expected))
@@ -167,8 +158,7 @@ def test_an_error_comes_where_dataloader_raises_it(cached, num_workers, batches)
 @pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_a_sampler_is_told_after_iter_counts_as_in_dataloader(cached, num_workers):
-    """Between `iter` and the first batch, as far as it counts there; an epoch that nobody reads from draws what
-    DataLoader draws, and an epoch without a batch ends."""
+    """Before the first batch, as far as it counts there; an epoch that nobody reads, or without a batch, is alike."""
     seen: list[Any] = []
     for kind, data in ((CachedLoader, cached), (DataLoader, NUMBERS)):
         seed_all()
@@ -205,18 +195,11 @@ WAYS = SAMPLERS | {
 }
 
 
-def made(name: str, dataset: Any = NUMBERS, **more: Any) -> Any:
+def made(name: str, seed: int, dataset: Any, options: dict[str, Any]) -> Any:
     """A loader as it is in a process of its own, whose generators are where they are by chance."""
+    seed_all(seed)
     given = WAYS[name](range(LENGTH))
-    return CachedLoader(dataset, **({} if IN_BATCHES & given.keys() else {"batch_size": 4}), **given, **more)
-
-
-def made_elsewhere(state: Any, name: str, dataset: Any = NUMBERS, **more: Any) -> Any:
-    """Such a loader in another process, which is to go on from a state."""
-    seed_all(77)
-    loader = made(name, dataset, **more)
-    loader.load_state_dict(json.loads(json.dumps(state)))  # plain values, nothing else
-    return loader
+    return CachedLoader(dataset, **({} if IN_BATCHES & given.keys() else {"batch_size": 4}), **given, **options)
 
 
 def epochs(loader: Any, begin: int, end: int) -> list[list[Any]]:
@@ -240,29 +223,26 @@ WITH_WORKERS = [
     [*((name, {}) for name in WAYS), *(pytest.param(*way, marks=pytest.mark.processes) for way in WITH_WORKERS)],
 )
 def test_the_rest_comes_from_any_moment(dataset, name, options):
-    """From a state that is taken when an epoch begins, after any of its batches or at its end, a loader in a process
-    with other random states gives what is left of that epoch, and the next ones.
-
-    What workers have loaded and nobody has been given comes again. What they had drawn ahead is drawn again before the
-    generators go on, and persistent workers, which draw no seed between two epochs, draw none after a break.
+    """From the state at any batch of an epoch, or at its end, a loader in a process with other random states gives what
+    is left of that epoch, and the next ones, whether or not its caller counts epochs from zero again, as Fabric does.
     """
-    seed_all()
-    first = made(name, dataset, **options)
-    first.set_epoch(0)
+    first = made(name, 3, dataset, options)
+    first.set_epoch(1)
     batches, whole = iter(first), list[Any]()
     states = [first.state_dict()]  # begun, and nothing handed out
     for batch in batches:
         whole.append(batch.tolist())
         states.append(first.state_dict())
     states.append(first.state_dict())  # at the epoch's end
-    following = epochs(first, 1, 3)
+    following = epochs(first, 2, 4)
     assert len(whole) > 2
     for number in (2, len(whole) + 1) if options else (0, 1, 2, len(whole) - 1, len(whole), len(whole) + 1):
-        again = made_elsewhere(states[number], name, dataset, **options)
+        again = made(name, 77, dataset, options)
+        again.load_state_dict(json.loads(json.dumps(states[number])))  # plain values, nothing else
         rest = [] if number > len(whole) else [whole[number:]]
-        assert epochs(again, 1 - len(rest), 3) == [*rest, *following], number
+        assert epochs(again, 0, 2 + len(rest)) == [*rest, *following], number
         again.load_state_dict(states[number])  # with workers that are there, where they are persistent
-        assert epochs(again, 1 - len(rest), 2) == [*rest, following[0]], number
+        assert epochs(again, 2 - len(rest), 3) == [*rest, following[0]], number
         again.close()
 
 
@@ -275,8 +255,7 @@ def test_the_rest_comes_from_any_moment(dataset, name, options):
     kind=st.sampled_from(["distributed", "locality", "dealt"]),
 )
 def test_another_size_goes_on_after_the_same_samples(data, length, before, after, kind):
-    """With another batch size and other ranks, all ranks together go on after the samples that were given; what does
-    not divide by the ranks of now, at most, comes twice."""
+    """All ranks together go on after the samples that were given; at most what does not divide by them comes twice."""
 
     def ranks(batch_size: int, world: int) -> list[CachedLoader]:
         numbers: Any = [torch.tensor(number) for number in range(length)]
@@ -307,14 +286,12 @@ def test_another_size_goes_on_after_the_same_samples(data, length, before, after
     assert twice <= (before[1] - 1) + 2 * (after[1] - 1)  # both pad their epoch
 
 
-WHOLE = {"version": 1, "batches": 2, "batch_size": 4, "replicas": 1, "length": 23}
-
-
-@pytest.mark.parametrize("state", [{}, None, {"batches": 3}, {"_snapshot": {}}, WHOLE | {"version": 2}])
-def test_what_is_no_state_is_refused(state):
-    """A state of something else is an error that says so."""
-    with pytest.raises(ValueError, match="state_dict must be what the state_dict of a CachedLoader gave, got "):
-        CachedLoader(NUMBERS).load_state_dict(state)
+def test_what_is_no_state_is_refused():
+    """A state of something else, or of another version, is an error that says so."""
+    loader = CachedLoader(NUMBERS)
+    for state in (None, {"version": 1, "batches": 3}, loader.state_dict() | {"version": 2}):
+        with pytest.raises(ValueError, match="state_dict must be what the state_dict of a CachedLoader gave, got "):
+            loader.load_state_dict(state)
 
 
 def test_a_sampler_is_told_its_epoch_once():

@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 from lightning_stocache import CachedDataset, CachedLoader, CachedStream, SampleSpec
 from lightning_stocache.loading.dataset import StandIn, cached_in
 from lightning_stocache.loading.loader_tree import cached_in_leaves, leaves_in, loaders_in, wrapped_loader
-from tests.loading.twins import logged_to, totals
+from tests.loading.twins import logged_to, same, totals
 
 pytestmark = pytest.mark.processes
 
@@ -48,29 +48,19 @@ class Plain(Dataset[Any]):
         self.strength = strength
 
 
-def double(sample: int) -> int:
-    return 2 * sample
-
-
 def itself(dataset: CachedDataset) -> CachedDataset:
     return dataset
 
 
 @pytest.fixture
-def plain() -> Plain:
-    return Plain()
-
-
-@pytest.fixture
-def dataset(plain: Plain) -> Iterator[CachedDataset]:
-    with closing(CachedDataset(plain)) as dataset:
+def dataset() -> Iterator[Any]:
+    with closing(CachedDataset(Plain())) as dataset:
         yield dataset
 
 
 def test_a_stand_in_has_no_name_of_its_own() -> None:
-    """Whatever the user's names are: read, written and deleted in the user's dataset, and shown by `dir`; dunder names
-    are not forwarded. A CachedDataset keeps those that it documents; all others, private ones too, are the source's.
-    """
+    """All but dunder names are read, written and deleted in the user's dataset, and shown by `dir`. A CachedDataset
+    keeps those that it documents."""
     source = Plain()
     for name in NAMES:
         setattr(source, name, f"the user's {name}")
@@ -101,9 +91,9 @@ def test_a_stand_in_has_no_name_of_its_own() -> None:
     ("wrap", "way"),
     [(itself, "a method"), (itself, "the user's object"), (StandIn, "an attribute"), (StandIn, "a method")],
 )
-def test_a_change_takes_effect(plain: Plain, dataset: CachedDataset, wrap: Any, way: str, caplog: Any) -> None:
+def test_a_change_takes_effect(dataset: Any, wrap: Any, way: str, caplog: Any) -> None:
     """Through the wrapper, by a method or on the user's object: from the next read on, with one warning."""
-    wrapped = wrap(dataset)
+    plain, wrapped = dataset.source, wrap(dataset)
     assert [wrapped[index] for index in range(6)] == [0, 1, 2, 3, 4, 5]
     if way == "a method":
         wrapped.set_strength(3)
@@ -132,8 +122,8 @@ def test_a_change_takes_effect(plain: Plain, dataset: CachedDataset, wrap: Any, 
     ],
 )
 def test_workers_that_change_their_copy_say_so_once(tmp_path: Path, kind: Any, wrap: Any, found: Any) -> None:
-    """`worker_init_fn` tells those of each epoch to: it finds the worker and the dataset, behind a stand-in the user's.
-    They let go of the cache and serve whole batches, counted once: what the main process had planned as hits, too."""
+    """`worker_init_fn` finds the worker and the dataset, behind a stand-in the user's. Workers let go of the cache and
+    serve whole batches, counted once: what the main process had planned as hits, too."""
 
     def set_strength_of_the_worker(worker: int) -> None:
         info: Any = get_worker_info()
@@ -149,23 +139,23 @@ def test_workers_that_change_their_copy_say_so_once(tmp_path: Path, kind: Any, w
     assert (tmp_path / "log").read_text().count("its `strength` has changed") == 1
 
 
-def test_the_transform_is_the_sources_unless_one_was_given(plain: Plain) -> None:
+def test_the_transform_is_the_sources_unless_one_was_given(dataset: Any) -> None:
     """Reading and writing `transform` reach the source's; one that was given is the CachedDataset's own."""
-    with closing(CachedDataset(plain)) as dataset:
-        plain.transform = double
-        assert dataset.transform is double
-        assert dataset[2] == 4
-        dataset.transform = None
-        assert plain.transform is None
-        assert dataset[2] == 2
-    with closing(CachedDataset(plain, transform=double)) as dataset:
+    plain = dataset.source
+    plain.transform = float
+    assert dataset.transform is float
+    assert same(dataset[2], 2.0)
+    dataset.transform = None
+    assert plain.transform is None
+    assert same(dataset[2], 2)
+    with closing(CachedDataset(plain, transform=float)) as dataset:
         dataset.transform = str
         assert (dataset[2], dataset.transform, plain.transform) == ("2", str, None)
         assert dataset.cache is not None
     with closing(CachedDataset([1, 2])) as dataset:
         assert dataset.transform is None
-        dataset.transform = double
-        assert dataset[1] == 4
+        dataset.transform = float
+        assert same(dataset[1], 2.0)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +163,7 @@ def test_the_transform_is_the_sources_unless_one_was_given(plain: Plain) -> None
     [(DataLoader, 0, False), (DataLoader, 2, True), (CachedLoader, 0, False), (CachedLoader, 2, False)],
 )
 def test_batches_between_changes_are_a_plain_loaders(kind: Any, num_workers: int, persistent: bool) -> None:
-    """Changed in the middle of an epoch, whose later batches may be gathered already, and between two of them: what a
-    DataLoader over the user's dataset gives."""
+    """In the middle of an epoch, whose later batches may be gathered already, and between two of them."""
 
     def run(make: Any, dataset: Any) -> list[list[int]]:
         loader, batches = make(dataset, 1, num_workers=num_workers, persistent_workers=persistent), []
@@ -193,11 +182,11 @@ def test_batches_between_changes_are_a_plain_loaders(kind: Any, num_workers: int
 
 @pytest.mark.parametrize("wrap", [itself, StandIn])
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-def test_a_copy_has_attributes_of_its_own(plain: Plain, dataset: CachedDataset, wrap: Any, duplicate: Any) -> None:
+def test_a_copy_has_attributes_of_its_own(dataset: Any, wrap: Any, duplicate: Any) -> None:
     """What is written to a copy stays there, as with the user's own dataset."""
     other = duplicate(wrap(dataset))
     other.strength = 5
-    assert (other[1], dataset[1], plain.strength) == (5, 1, 1)
+    assert (other[1], dataset[1], dataset.source.strength) == (5, 1, 1)
 
 
 # ---- how the package finds it
@@ -207,10 +196,7 @@ PLAIN = DataLoader(TensorDataset(torch.zeros(1)))
 
 
 def test_leaves_come_in_order() -> None:
-    """Through lists, tuples, dicts and what Lightning combines them in; of them the DataLoaders are known.
-
-    The loader that timm wraps is found: its own is no DataLoader. Of another class with that name nothing is known.
-    """
+    """Through lists, tuples, dicts, what Lightning combines them in, and the loader of timm that wraps one."""
     combined = SimpleNamespace(iterables={"a": PLAIN, "b": [range(3), {}]})
     assert list(leaves_in([7, (combined, {"text": "text"}), [], None])) == [7, PLAIN, range(3), "text", None]
     assert list(loaders_in([7, (combined, PLAIN)])) == [PLAIN, PLAIN]
@@ -222,8 +208,7 @@ def test_leaves_come_in_order() -> None:
 
 
 def test_cached_datasets_are_found_through_what_wraps_them_once() -> None:
-    """A Subset, a ConcatDataset, a StandIn and the dataset itself are all of one cache; datasets of several come in the
-    order in which they are read, streams and leaves that are no DataLoaders included."""
+    """Datasets of several caches come in the order in which they are read, streams and foreign leaves included."""
     dataset = CachedDataset([0.0, 1.0, 2.0], spec=SampleSpec.infer(0.0))
     other = CachedDataset([3.0], spec=SampleSpec.infer(0.0))
     stream = CachedStream([1.0], budget="1MiB")

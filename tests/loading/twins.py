@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning_utilities import apply_to_collection
 from torch.utils.data import DataLoader, Dataset, Subset
+from torchvision.transforms import v2
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -67,6 +68,18 @@ class InBatches(Dataset[Any]):
         return list(map(self.transform, [self.source[index] for index in indices]))
 
 
+class Augmented(Made):
+    """Images, and what comes with them, that the source transforms at random by itself: it is split before that."""
+
+    def __init__(self, make: Callable[[int], Any], length: int, *steps: Any) -> None:
+        super().__init__(make, length)
+        self.transform = v2.Compose(steps)
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return self.transform(image), label
+
+
 def uncached(source: Any, transform: Callable[[Any], Any] | None) -> Any:
     """A source and a transform, without any cache."""
     if transform is None:
@@ -110,7 +123,6 @@ WAYS: dict[str, tuple[dict[str, Any], str, Any]] = {
 }
 """Arguments of a loader, budgets and transforms: batches are gathered or, with a transform, made by workers, if any."""
 in_every_way = pytest.mark.parametrize(("arguments", "budget", "transform"), WAYS.values(), ids=WAYS)
-gathered_or_made = pytest.mark.parametrize("transform", [None, to_float], ids=["gathered", "made"])
 
 SHARES: dict[str, int | str] = {"off": 0, "quarter": "25%", "all": "auto"}
 

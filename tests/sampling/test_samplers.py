@@ -1,4 +1,4 @@
-"""LocalitySampler: DistributedSampler's global batches, dealt to the nodes that have the samples."""
+"""Samplers: global batches dealt to the nodes that have the samples, resident samples, and what can be drawn."""
 
 import inspect
 from collections import Counter
@@ -8,16 +8,20 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
-from torch.utils.data import DistributedSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+from torch.utils.data.sampler import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_stocache.cache.placement import Domain, Ring
+from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.assignment import Dealer
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+from lightning_stocache.sampling.residents import RollingSampler
+from lightning_stocache.sampling.sampler_domain import draws_once, sampler_domain
 
 MODES = get_args(Mode)
 
@@ -105,9 +109,8 @@ drawing = st.one_of(
     st.sampled_from([{}, {}, {}, {"ring": None}]),
 )
 def test_global_batches_are_those_of_distributed_sampler_and_of_lightning(job, draws, domain, mode, without_ring):
-    """Without a sampler of the user's or with any, whatever part of the dataset is on the ring: every global batch
-    holds what DistributedSampler, or Lightning's wrapper, deals to the ranks for it, padding and tail included. On one
-    node, without a ring, and in `global` mode each rank's order is theirs."""
+    """Every global batch holds what DistributedSampler, or Lightning's wrapper around the user's sampler, deals for it,
+    padding and tail included. On one node, without a ring, and in `global` mode each rank's order is theirs."""
     batch = job["batch_size"]
     samplers = samplers_of(**job | {"size": LENGTH}, domain=domain, mode=mode, draws=draws, **without_ring)
     options = {name: job[name] for name in ("seed", "shuffle", "drop_last")}
@@ -142,8 +145,7 @@ def test_sticky_nodes_keep_to_their_part(job):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_skip_leaves_out_samples_of_the_next_iteration(mode):
-    """`skip` leaves out that many samples at the beginning of the next iteration only, and the length stays. set_epoch
-    after iter() changes nothing for the iteration that has begun, as in DistributedSampler."""
+    """Of that only, at its beginning; the length stays. set_epoch after iter() changes nothing, as elsewhere."""
     for sampler in samplers_of(95, nodes_of(1, 1), [0.5, 0.3], 5, mode=mode):
         whole = epoch_of(sampler, 2)
         for batches in (0, 1, 4, 9, 10, 50):
@@ -171,23 +173,15 @@ def test_keys_that_are_no_indices_are_dealt_as_by_lightning(keys, mode):
 @settings(max_examples=40)
 @given(jobs)
 def test_misses_are_even_within_a_node(job):
-    """The ranks of a node have equally many misses in each batch, give or take one; `imbalance` counts all ranks."""
-    size, nodes, batch_size = job["size"] + 1, job["nodes"], job["batch_size"]
-    dealer = Dealer(ring_of(size, nodes, job["fractions"]), nodes)
-    batch = np.random.default_rng(job["seed"]).integers(0, size, sum(map(len, nodes)) * batch_size)
-    deal = dealer.deal(batch)
-    misses = [[deal.misses[dealer.share(deal, rank, turn=3)].sum() for rank in ranks] for ranks in nodes]
-    assert all(max(node) - min(node) <= 1 for node in misses)
-    assert max(map(max, misses)) - min(map(min, misses)) == deal.imbalance
-
-
-def test_sampler_reports_the_imbalance_of_its_latest_iteration():
-    """`imbalance` is the largest difference of misses between two ranks in any batch of the latest iteration."""
-    samplers = samplers_of(4096, nodes_of(1, 1, 1, 1), [0.25] * 4, 64)
-    arcs, orders = samplers[0].ring.arcs, [np.array(epoch_of(sampler, 1)).reshape(-1, 64) for sampler in samplers]
-    misses = np.stack([(arc.slots_of(order) < 0).sum(1) for arc, order in zip(arcs, orders, strict=True)])
-    assert [sampler.imbalance for sampler in samplers] == [np.ptp(misses, axis=0).max()] * 4
-    assert 0 < samplers[0].imbalance < 64
+    """Give or take one, in each batch; `imbalance` is the largest difference of two ranks in a batch of the epoch."""
+    assume(len(job["nodes"]) > 1)
+    samplers = samplers_of(**job | {"size": job["size"] + 1})
+    orders = [pieces(np.array(epoch_of(sampler, 1)), job["batch_size"]) for sampler in samplers]
+    arcs = [arc for arc, ranks in zip(samplers[0].ring.arcs, job["nodes"], strict=True) for _ in ranks]
+    misses = [[(arc.slots_of(piece) < 0).sum() for piece in order] for arc, order in zip(arcs, orders, strict=True)]
+    for ranks in job["nodes"]:
+        assert np.ptp(np.array(misses)[list(ranks)], axis=0).max(initial=0) <= 1
+    assert {sampler.imbalance for sampler in samplers} == {np.ptp(misses, axis=0).max(initial=0)}
 
 
 @settings(max_examples=60)
@@ -227,8 +221,8 @@ def test_memory_of_the_nodes_adds_up(nodes, fractions, batch_size, second, third
 
 
 def test_overlapping_memory_ends_at_ninety_nine_percent():
-    """Three nodes with half of the dataset each hit 0.99 once they have filled the edges of each other's parts. A node
-    whose memory exceeds its training keeps to the same indices, so that its hits are there in epoch two."""
+    """Once the nodes have filled the edges of each other's parts. A node with more memory than it needs for its share
+    keeps to the same indices, so that its hits are there in epoch two."""
     rates = hit_rates(samplers_of(24576, nodes_of(1, 1, 1), [0.5] * 3, 256), 6)
     assert rates[:4] == sorted(rates[:4])
     assert min(rates[4:]) >= 0.99
@@ -271,3 +265,159 @@ def test_what_does_not_fit_is_refused(changed, message):
     fitting = {"batch_size": 2, "ring": Ring.cut(10, (0.5, 0.5), (5, 5)), "nodes": ((0,), (1,)), "mode": "locality"}
     with pytest.raises(ValueError, match=message):
         LocalitySampler(range(10), 2, 0, **{**fitting, **changed})
+
+
+# ---- resident samples ----
+
+
+class Pool(list):
+    """A pool: the resident slots of each epoch that is to come."""
+
+    group = NodeGroup()
+
+    def resident(self):
+        return np.array(self[0])
+
+    def begin_epoch(self):
+        return np.array(self.pop(0))
+
+    def look_after(self):
+        """Nothing to look after."""
+
+
+def test_each_epoch_draws_what_is_resident_then():
+    """Each resident sample comes once, in an order that follows from seed and epoch. The length is the epoch's."""
+    sampler = RollingSampler(Pool([*[range(50)] * 3, [3, 5, 8]]))
+    assert len(sampler) == 50
+    first, second = list(sampler), list(sampler)
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    assert sorted(sampler) == [3, 5, 8]
+    assert len(sampler) == 3
+    assert list(RollingSampler(Pool([range(50)]), seed=1)) != first
+    assert list(RollingSampler(Pool([range(50)]), shuffle=False)) == list(range(50))
+
+
+def test_a_fixed_number_is_drawn_again_and_again():
+    """With `epoch_samples`, or while the length is fixed; fewer residents come in several rounds of permutations."""
+    sampler = RollingSampler(Pool([range(4), range(40)]), epoch_samples=10)
+    assert len(sampler) == 10
+    drawn = list(sampler)
+    assert sorted(drawn[:4]) == sorted(drawn[4:8]) == [0, 1, 2, 3]
+    assert len(drawn) == 10
+    assert len(set(sampler)) == 10
+    sampler = RollingSampler(Pool([range(9), range(4), range(3)]))
+    sampler.fixed = 6
+    more, fewer = list(sampler), list(sampler)
+    assert len(set(more)) == 6
+    assert sorted(fewer[:4]) == [0, 1, 2, 3]
+    assert len(fewer) == len(sampler) == 6
+    sampler.fixed = None
+    assert sorted(sampler) == [0, 1, 2]
+
+
+@given(
+    ranks=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    extra=st.lists(st.integers(0, 20), min_size=3, max_size=3),
+    epoch_samples=st.none() | st.integers(1, 30),
+)
+def test_all_ranks_draw_the_same_number_and_none_twice_on_a_node(ranks, extra, epoch_samples):
+    """Nodes may differ in their resident samples. Fewer samples than ranks are an error: some rank would hang."""
+    nodes = nodes_of(*ranks)
+    residents = [count + more for count, more in zip(ranks, extra, strict=False)]
+    said = [residents[node] // len(group) for node, group in enumerate(nodes) for _ in group]
+
+    class Group(NodeGroup):
+        def exchange(self, value):
+            return said
+
+    drawn = {}
+    for rank in range(sum(ranks)):
+        group = Group(rank, nodes)
+        pool = Pool([range(residents[group.node])] * 2)
+        pool.group = group
+        drawn[rank] = list(RollingSampler(pool, epoch_samples=epoch_samples))
+    assert {len(indices) for indices in drawn.values()} == {min(said) if epoch_samples is None else epoch_samples}
+    if epoch_samples is None:
+        for group in nodes:
+            together = [index for rank in group for index in drawn[rank]]
+            assert len(set(together)) == len(together)
+    said = [0] * sum(ranks)
+    with pytest.raises(RuntimeError, match="fewer samples resident than ranks"):
+        RollingSampler(pool)
+
+
+# ---- what a sampler can draw ----
+
+
+def dealt(draws):
+    [sampler] = samplers_of(LENGTH, nodes_of(1), [0.3], 3, draws=draws)
+    return sampler
+
+
+class Other(Sampler):
+    """A user's own, with a name that means something else."""
+
+    indices = (1, 2)
+
+    def __iter__(self):
+        return iter(range(LENGTH))
+
+
+class Mine(SubsetRandomSampler):
+    """In another order, but from the same indices."""
+
+    def __iter__(self):
+        return iter(reversed(list(self.indices)))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "once"),
+    [
+        (SubsetRandomSampler([3, 9, 4]), True),
+        (SubsetRandomSampler(torch.tensor([3, 9, 4, 4])), True),
+        (Mine([5, 6]), False),
+        (WeightedRandomSampler([0.0, 1.0, 2.0, *[0.0] * (LENGTH - 3)], 200), False),
+        (RandomSampler(range(7)), True),
+        (SequentialSampler(range(7)), True),
+        (DistributedSampler(range(7), 1, 0), True),
+        (dealt(SubsetRandomSampler([3, 9])), True),
+        (dealt(WeightedRandomSampler([0.0, 1.0, 1.0], 50)), False),
+        (BatchSampler(SubsetRandomSampler([3, 9, 4]), 2, False), False),
+        ([4, 4, 2], False),
+        ([[1, 2], [2, 3, 4]], False),
+        (np.array([6, 7]), False),
+    ],
+)
+def test_it_is_what_is_drawn(sampler, once):
+    """Torch's samplers without replacement, and LocalitySampler with one, draw each once; a user's class may not."""
+    before = torch.get_rng_state()
+    domain = sampler_domain(sampler, LENGTH)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert domain is not None
+    drawn = [int(i) for item in sampler for i in (item if isinstance(item, list) else [item])]
+    assert set(drawn) == set(domain.indices.tolist())
+    assert domain.length == LENGTH
+    assert draws_once(sampler) == once
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(range(LENGTH)),
+        RandomSampler(range(LENGTH), num_samples=5),  # others each time
+        SequentialSampler(range(LENGTH)),
+        DistributedSampler(range(LENGTH), 2, 0),
+        SubsetRandomSampler(range(LENGTH)),
+        SubsetRandomSampler([]),
+        SubsetRandomSampler([LENGTH]),  # the error is the source's
+        Other(),
+        None,
+        ["a", "b"],
+    ],
+)
+def test_else_all_may_be_drawn(sampler):
+    """All of the dataset, nothing of it, or nobody knows: then the cache is of the whole."""
+    assert sampler_domain(sampler, LENGTH) is None
