@@ -102,27 +102,20 @@ def docker(directory: str | None) -> FreeMemory:
     return FreeMemory(None if directory is None else 64 * MIB, 1024 * MIB, None, directory)
 
 
-@pytest.mark.parametrize(
-    ("choice", "budget", "backend", "slots", "limited"),
-    [
+def test_a_memfd_is_taken_where_dev_shm_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under "auto" only, and only if more samples fit. A system that has no memfd gets what fits into /dev/shm; the
+    warning names what limits it, or one sample."""
+    table: list[tuple[str, int | str, str | None, int, bool]] = [
         ("auto", "40MiB", None, 40, False),  # /dev/shm is large enough
         ("auto", "100MiB", "memfd", 100, False),
         ("auto", "auto", "memfd", 960, True),  # memory is short, too: 64 MiB margin
         ("auto", 10, None, 0, True),  # below one sample: a memfd gains nothing
         ("file", "100MiB", "file", 48, True),
         ("memfd", "100MiB", "memfd", 100, False),
-    ],
-)
-def test_a_memfd_is_taken_where_dev_shm_is_short(
-    choice: str, budget: int | str, backend: str | None, slots: int, limited: bool
-) -> None:
-    """Under "auto" only, and only if more samples fit; what was chosen by hand stays."""
-    got = divided([request(2000)], [MIB], {"": budget}, free=docker, choice=choice)
-    assert (got.backend, got.slots, bool(got.warnings)) == (backend, (slots,), limited)
-
-
-def test_without_memfd_dev_shm_has_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that has no memfd gets what fits into /dev/shm; the warning names what limits it, or one sample."""
+    ]
+    for choice, budget, backend, slots, limited in table:
+        got = divided([request(2000)], [MIB], {"": budget}, free=docker, choice=choice)
+        assert (got.backend, got.slots, bool(got.warnings)) == (backend, (slots,), limited)
     monkeypatch.delattr(os, "memfd_create", raising=False)
     got = divided([request(2000)], [MIB], {"": "100MiB"}, free=docker)
     assert (got.backend, got.slots) == (None, (48,))

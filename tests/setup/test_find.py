@@ -57,15 +57,6 @@ def look(source: Any, workers: int = 0, method: str | None = None, **options: An
         return reading.look()
 
 
-@pytest.fixture
-def of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> Dataset[Any]:
-    """A source whose class no other process can import, as those of a notebook's cells."""
-    cell = types.ModuleType("a_cell")
-    cell.Made = type("Made", (Made,), {"__module__": "a_cell"})  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "a_cell", cell)
-    return cell.Made(_squares)  # type: ignore[attr-defined, no-any-return]
-
-
 def _squares(index: int) -> torch.Tensor:
     return torch.tensor([index, index**2])
 
@@ -84,10 +75,22 @@ def test_nothing_is_opened_counted_or_remembered(num_workers: int, wrapped: bool
     assert lazy.is_as_before
 
 
-def test_where_no_process_is_started_all_is_put_back(of_a_notebook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_process_is_started_all_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemonic process can start none, and without fork a spawned one would run the user's script once more: the
     source is read here, as is one whose samples another process cannot send. Attributes and generators are then as
-    before."""
+    before. A source of a notebook, whose class workers that are not forked cannot import, passes through: the reason
+    names the way out."""
+    cell: Any = types.ModuleType("a_cell")
+    cell.Made = type("Made", (Made,), {"__module__": "a_cell"})
+    monkeypatch.setitem(sys.modules, "a_cell", cell)
+    of_a_notebook = cell.Made(_squares)
+    assert look(of_a_notebook, 2, "fork").codec is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(child, "REPORT_SECONDS", 1.0)
+        reason = str(look(of_a_notebook, 2, "forkserver").reason)
+    assert "exited unexpectedly. A process that is started by 'forkserver'" in reason
+    assert 'multiprocessing_context="fork"' in reason
+    assert "notebook" in reason
     pair: Any = namedtuple("Hidden", "image label")
     assert look(Made(lambda index: pair(torch.tensor(index), index))).codec is not None
     lazy, own, readers = Lazy(), np.random.default_rng(3), set[int]()
@@ -147,22 +150,8 @@ def test_a_source_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch, caplo
     assert not multiprocessing.active_children()
 
 
-def test_workers_that_cannot_import_the_source_are_told_of(of_a_notebook, monkeypatch):
-    """Where workers are forked it is cached; where they are not it passes through, and the reason names the way out."""
-    monkeypatch.setattr(child, "REPORT_SECONDS", 1.0)
-    assert look(of_a_notebook, 2, "fork").codec is not None
-    reason = str(look(of_a_notebook, 2, "forkserver").reason)
-    assert "exited unexpectedly. A process that is started by 'forkserver'" in reason
-    assert 'multiprocessing_context="fork"' in reason
-    assert "notebook" in reason
-
-
-def reported(path: Path, ends: bool = False) -> Made:
-    """A source that notes the process that reads it in a file, and may end it."""
-    return Made(partial(_report, path, ends))
-
-
-def _report(path: Path, ends: bool, index: int) -> torch.Tensor:
+def _report(path: Path, index: int, *, ends: bool = False) -> torch.Tensor:
+    """Note the process that reads in a file, and end it if told so."""
     with path.open("a") as file:
         file.write(f"{os.getpid()}\n")
     if ends:
@@ -170,40 +159,31 @@ def _report(path: Path, ends: bool, index: int) -> torch.Tensor:
     return _squares(index)
 
 
-def pids(path: Path) -> set[str]:
-    return set(path.read_text().split())
-
-
 def test_one_process_reads_all_sources_of_a_call(tmp_path: Path) -> None:
-    """The looks, and samples that are asked for later; one that raises or kills it is passed over."""
-    noted = tmp_path / "pids"
-    sources = [reported(noted), reported(noted), Made(_raises), reported(tmp_path / "killed", True), reported(noted)]
-    openings = SourceReader.of(list(map(CacheRequest, sources)))
+    """The looks, and samples that are asked for later; one that raises or kills it is passed over. `worker_init_fn` is
+    for one source, which has a process of its own, and finds it as in a worker of the user's loader."""
+
+    def init(worker: int) -> None:
+        info: Any = get_worker_info()
+        info.dataset.make = partial(_report, tmp_path / "init")
+
+    noting = Made(partial(_report, tmp_path / "pids"))
+    killing = Made(partial(_report, tmp_path / "killed", ends=True))
+    requests = list(map(CacheRequest, (noting, noting, Made(_raises), killing, noting)))
+    requests += [CacheRequest(Made(_raises), reader=LoaderSettings(4, 1, worker_init_fn=init))]
+    openings = SourceReader.of(requests)
     with ExitStack() as stack:
         for reader in openings:
             stack.enter_context(closing(reader))
         founds = [reader.look() for reader in openings]
-        assert [found.codec is not None for found in founds] == [True, True, False, False, True]
+        assert [found.codec is not None for found in founds] == [True, True, False, False, True, True]
         assert "the disk is gone" in str(founds[2].reason)
         again = openings[0].read(founds[0], [0, 5], True)
         assert list(again) == [0, 5]
         assert openings[0].read(founds[0], [0, 5]) == again
-        assert len(pids(noted) - {str(os.getpid())}) == 2  # after the death another one
-
-
-def test_a_loader_that_prepares_its_workers_has_a_process_of_its_own(tmp_path: Path) -> None:
-    """`worker_init_fn` is for one source, and finds it as in a worker of the user's loader."""
-
-    def init(worker: int) -> None:
-        info: Any = get_worker_info()
-        info.dataset.make = partial(_report, tmp_path / "init", False)
-
-    prepared = LoaderSettings(4, 1, worker_init_fn=init)
-    requests = CacheRequest(reported(tmp_path / "plain")), CacheRequest(Made(_raises), reader=prepared)
-    with ExitStack() as stack:
-        for reader in SourceReader.of(requests):
-            assert stack.enter_context(closing(reader)).look().codec is not None
-    assert pids(tmp_path / "plain").isdisjoint(pids(tmp_path / "init"))
+    pids, of_init = (set((tmp_path / name).read_text().split()) for name in ("pids", "init"))
+    assert len(pids - {str(os.getpid())}) == 2  # after the death another one
+    assert pids.isdisjoint(of_init)
 
 
 def test_a_stream_is_read_again_and_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import datetime
 import re
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,39 +36,33 @@ def choose(samples: list[Any], layout: Layout = "auto", cut: Cut | None = None) 
     return choose_codec([10 * number for number in range(len(samples))], samples, layout, cut)
 
 
-@pytest.mark.parametrize(
-    "samples",
-    [
+def test_numbers_of_one_shape_are_rows_and_others_records() -> None:
+    """That one among many is of another shape is enough, and none of them is odd then. Records may be asked for."""
+    assert choose(ROWS, "auto") == choose(ROWS, "rows") == SampleSpec.infer(ROWS[0])
+    assert type(choose(ROWS, "records")) is RecordCodec
+    for samples in (
         RAGGED,
         [torch.zeros(3 + number % 2) for number in range(SAMPLES)],
         [{"day": datetime.date(2020, 1, 1), "image": PHOTO, "x": torch.eye(3).to_sparse()}] * SAMPLES,
         [{"a": 1}] * (SAMPLES - 1) + [{"b": 1}],
-    ],
-    ids=["ragged", "two shapes", "objects", "one odd key"],
-)
-def test_numbers_of_one_shape_are_rows_and_others_records(samples: list[Any]) -> None:
-    """That one among many is of another shape is enough, and none of them is odd then. Records may be asked for."""
-    assert choose(ROWS, "auto") == choose(ROWS, "rows") == SampleSpec.infer(ROWS[0])
-    assert type(choose(ROWS, "records")) is RecordCodec
-    codec = choose(samples)
-    assert type(codec) is RecordCodec
-    assert all(codec.encode(sample) for sample in samples)
-    assert codec.nbytes > 0
+    ):
+        codec = choose(samples)
+        assert type(codec) is RecordCodec
+        assert all(codec.encode(sample) for sample in samples)
+        assert codec.nbytes > 0
 
 
-@pytest.mark.parametrize(
-    ("good", "odd", "layout", "error", "words"),
-    [
-        (ROWS, (torch.zeros(3, 5), 1), "rows", SampleMismatchError, r": field \[0\] must be"),
-        (RAGGED, {"text": lambda: 0}, "auto", UnsupportedSampleError, " cannot be kept as bytes: "),
-    ],
-)
-def test_a_few_samples_may_be_odd(good: Any, odd: Any, layout: Layout, error: type[Exception], words: str) -> None:
+def test_a_few_samples_may_be_odd() -> None:
     """Up to a quarter pass through; more are an error that names the first of them."""
     few = SAMPLES // 4
-    assert choose([*good[few:], *[odd] * few], layout) == choose(good[few:], layout)
-    with pytest.raises(error, match=rf"sample {10 * (SAMPLES - few - 1)}{words}"):
-        choose([*good[few + 1 :], *[odd] * (few + 1)], layout)
+    table: list[tuple[Any, Any, Layout, type[Exception], str]] = [
+        (ROWS, (torch.zeros(3, 5), 1), "rows", SampleMismatchError, r": field \[0\] must be"),
+        (RAGGED, {"text": lambda: 0}, "auto", UnsupportedSampleError, " cannot be kept as bytes: "),
+    ]
+    for good, odd, layout, error, words in table:
+        assert choose([*good[few:], *[odd] * few], layout) == choose(good[few:], layout)
+        with pytest.raises(error, match=rf"sample {10 * (SAMPLES - few - 1)}{words}"):
+            choose([*good[few + 1 :], *[odd] * (few + 1)], layout)
     with pytest.raises(UnsupportedSampleError, match="field"):
         choose(RAGGED, "rows")
 
@@ -101,13 +94,13 @@ def test_the_places_of_a_cut_must_be_in_every_record() -> None:
             choose([odd, *samples[1:]], cut=cut).encode(odd, 70)
 
 
-def epochs(dataset: CachedDataset, source: Any, count: int = 2) -> Iterator[bool]:
-    """Whether each epoch gives the samples of the source under the same seed."""
-    for epoch in range(count):
+def assert_epochs_are_those_of(source: Any, dataset: CachedDataset) -> None:
+    """Each of two epochs gives the samples of the source under the same seed."""
+    for epoch in range(2):
         torch.manual_seed(epoch)
         expected = [bits(source[index]) for index in range(len(source))]
         torch.manual_seed(epoch)
-        yield [bits(dataset[index]) for index in range(len(source))] == expected
+        assert [bits(dataset[index]) for index in range(len(source))] == expected
 
 
 @pytest.mark.processes
@@ -116,7 +109,7 @@ def test_encoded_takes_the_bytes_of_the_files_and_gives_the_same(tmp_path: Path)
     folder = write_photos(tmp_path / "photos")
     source = ImageFolder(str(folder), v2.Compose([v2.RandomResizedCrop(16), v2.PILToTensor()]))
     with closing(CachedDataset(source, store="encoded")) as dataset:
-        assert all(epochs(dataset, source))
+        assert_epochs_are_those_of(source, dataset)
         assert dataset.cache.full
         files = sum(path.stat().st_size for path in folder.rglob("*.jpg"))
         assert files < dataset.cache.stored_bytes(np.arange(6)) < files + 6 * 300
@@ -126,33 +119,24 @@ def test_encoded_takes_the_bytes_of_the_files_and_gives_the_same(tmp_path: Path)
         assert [dataset[index][1] for index in range(6)] == [0] * 3 + [1] * 3
 
 
-def lying() -> Any:
-    """Its file is not all that a sample is made of."""
-    source: Any = Made("sample {}".format, 3)
-    source.read = lambda index: b"sample"
-    source.decode = lambda content, index: content.decode()
-    return source
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        (["a", "bc", "d"], r"the files of a list are not known.*read\(index\)"),
-        (lying(), "sample 0, decoded from its file, is not the sample that the source returns"),
-    ],
-)
-def test_what_is_not_known_by_its_files_is_kept_decoded(
-    source: Any, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_not_known_by_its_files_is_kept_decoded(caplog: pytest.LogCaptureFixture) -> None:
     """What was asked for cannot be had: a warning says why, and how; with `strict` it is an error."""
-    with closing(CachedDataset(source, store="encoded")) as dataset:
-        assert [dataset[index] for index in range(3)] == [source[index] for index in range(3)]
-        assert dataset.cache is not None
-    [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert re.search(words, warning)
-    with pytest.raises(ValueError, match=f"store=.encoded. cannot be had: {words}"):
-        CachedDataset(source, store="encoded", strict=True)
+    lying: Any = Made("sample {}".format, 3)  # its file is not all that a sample is made of
+    lying.read = lambda index: b"sample"
+    lying.decode = lambda content, index: content.decode()
+    for source, words in (
+        (["a", "bc", "d"], r"the files of a list are not known.*read\(index\)"),
+        (lying, "sample 0, decoded from its file, is not the sample that the source returns"),
+    ):
+        caplog.clear()
+        with closing(CachedDataset(source, store="encoded")) as dataset:
+            assert [dataset[index] for index in range(3)] == [source[index] for index in range(3)]
+            assert dataset.cache is not None
+        [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert re.search(words, warning)
+        with pytest.raises(ValueError, match=f"store=.encoded. cannot be had: {words}"):
+            CachedDataset(source, store="encoded", strict=True)
 
 
 clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
@@ -188,6 +172,6 @@ def test_auto_takes_the_better_form_for_all(
     """By the seconds and bytes of both, and what is granted."""
     monkeypatch.setattr(forms, "time", clock)
     with closing(CachedDataset(slow(read, decode), budget, store="auto")) as dataset:
-        assert all(epochs(dataset, slow()))
+        assert_epochs_are_those_of(slow(), dataset)
         assert filled <= dataset.cache.filled <= 1.05 * filled
         assert bytes_of_one <= dataset.cache.memory_bytes / dataset.cache.filled < 1.35 * bytes_of_one
