@@ -169,7 +169,8 @@ def sets_up_as_on_a_quiet_machine(request: pytest.FixtureRequest, monkeypatch: p
     test of what the reading process leaves behind is marked `looks_apart`; a job that is started as a command has that
     process, too. What other test processes may still take counts where that is the subject (`node`).
     """
-    folders, marker = _folders(request), request.node.get_closest_marker
+    folders = request.path.relative_to(request.config.rootpath).parts  # one above may be called like a room
+    marker = request.node.get_closest_marker
     rooms = {"growing", "insight", "loading", "training"}.intersection(folders)
     if rooms and not marker("looks_apart"):
         monkeypatch.setattr(find, "start_method", lambda chosen: None)
@@ -255,11 +256,6 @@ def pytest_unconfigure() -> None:
 
 def _has_failed(request: pytest.FixtureRequest) -> bool:
     return bool(request.node.stash.get(_failed, False))
-
-
-def _folders(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """The folders of a test below the root: one above may be called like a room."""
-    return request.path.relative_to(request.config.rootpath).parts
 
 
 def _end_plain_loaders() -> None:

@@ -2,6 +2,8 @@
 
 import logging
 
+import pytest
+
 
 class Log(logging.Handler):
     """Collects what the package logs in this process, from now on or, as a context, until its end.
@@ -24,3 +26,8 @@ class Log(logging.Handler):
 
     def __exit__(self, *_: object) -> None:
         self.package.removeHandler(self)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings that pytest has heard."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

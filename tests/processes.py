@@ -94,7 +94,14 @@ def call(function: Callable[..., Any], *args: Any, method: str = "fork") -> Any:
 def hanging(function: Callable[..., Any], *args: Any) -> Iterator[Child]:
     """A process in which a function has returned, and which does nothing from then on until it is killed."""
     ready, tell = os.pipe()
-    child = Child(_hang, tell, function, args)
+
+    def hang() -> None:
+        held = [function(*args)]
+        os.write(tell, b"!")
+        while held:  # a pause ends with each signal that has a handler, such as torch's for children that end
+            signal.pause()
+
+    child = Child(hang)
     os.close(tell)
     try:
         assert os.read(ready, 1), "the process has ended"
@@ -102,13 +109,6 @@ def hanging(function: Callable[..., Any], *args: Any) -> Iterator[Child]:
     finally:
         os.close(ready)
         child.kill()
-
-
-def _hang(tell: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    kept = [function(*args)]
-    os.write(tell, b"!")
-    while kept:  # a pause ends with each signal that has a handler, such as torch's for children that end
-        signal.pause()
 
 
 def idle_worker() -> int:
@@ -148,7 +148,15 @@ def _rank(meeting: str, rank: int, world: int, function: Callable[..., Any], arg
 
 def without_room(function: Callable[..., Any], *args: Any, mib: int = 64) -> Any:
     """What a function returns in a process with a /dev/shm of its own, of 64 MiB as Docker makes it. It may skip."""
-    refusal, value = call(_with_own_shm, mib, function, args)
+
+    def with_own_shm() -> tuple[str, Any]:
+        try:
+            mount_own_shm(mib)
+        except OSError as error:
+            return str(error), None
+        return "", function(*args)
+
+    refusal, value = call(with_own_shm)
     if refusal:
         pytest.skip(f"no private /dev/shm here: {refusal}")
     return value
@@ -167,14 +175,6 @@ def wait_until(happens: Callable[[], bool], seconds: float = 300) -> None:
     while not happens():
         assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.005)
-
-
-def _with_own_shm(mib: int, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
-    try:
-        mount_own_shm(mib)
-    except OSError as error:
-        return str(error), None
-    return "", function(*args)
 
 
 def mount_own_shm(mib: int) -> None:

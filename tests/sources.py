@@ -1,8 +1,9 @@
 """Sources for tests: deterministic from the index, and counted by something that no cache can reach."""
 
+import importlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,24 @@ def write_photos(root: Path) -> Path:
             pixels = noise.integers(0, 256, (12 + number, 20 - number, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(root / name / f"{number}.jpg")
     return root
+
+
+def write_lmdb(path: Path, values: Mapping[Any, bytes], *, subdir: bool = False) -> Path:
+    """Write values into an LMDB, as others do. A key is bytes, or whatever `str` makes one of."""
+    lmdb = importlib.import_module("lmdb")
+    with lmdb.open(str(path), subdir=subdir, lock=False, map_size=1 << 24) as environment:
+        with environment.begin(write=True) as transaction:
+            for key, value in values.items():
+                transaction.put(key if isinstance(key, bytes) else str(key).encode(), value)
+    return path
+
+
+def lmdb_values(path: Path) -> dict[bytes, bytes]:
+    """The values of an LMDB by their keys."""
+    lmdb = importlib.import_module("lmdb")
+    with lmdb.open(str(path), subdir=False, readonly=True, lock=False) as environment:
+        with environment.begin() as transaction:
+            return dict(transaction.cursor())
 
 
 class CountedStream(IterableDataset[Any]):

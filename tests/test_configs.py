@@ -63,35 +63,29 @@ def targets(node: Any) -> Iterator[dict[str, Any]]:
             yield from targets(child)
 
 
-def leaves() -> Iterator[Any]:
-    """Each mapping with a _target_ of the shipped YAML and of the example's."""
-    for path in sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples" / "configs").rglob("*.yaml")]):
-        for node in targets(OmegaConf.to_container(OmegaConf.load(path))):
-            yield pytest.param(path, node, id=f"{path.parent.name}/{path.stem}-{node['_target_']}")
-
-
-@pytest.mark.parametrize(("path", "node"), [*leaves()])
-def test_keys_are_the_constructors(path, node):
+def test_keys_are_the_constructors():
     """Keys and constructor arguments are the same sets, so that every knob can be overridden and none is invented.
 
     What the wheel carries names this package alone, by its public names. The example names of Lightning's classes those
     arguments that matter here; its DataModule inherits the shipped leaf.
     """
-    keys = {key for key in node if not (key.startswith("_") and key.endswith("_"))}
-    module, _, name = node["_target_"].rpartition(".")
-    parameters = inspect.signature(get_object(node["_target_"])).parameters
-    if "examples" not in path.relative_to(ROOT).parts:
-        assert module == "lightning_stocache"
-        assert name in lightning_stocache.__all__
-        assert keys == set(parameters)
-    elif module.startswith("lightning.pytorch"):
-        assert keys <= set(parameters)
-    elif any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        inherited = set(inspect.signature(lightning_stocache.StocacheDataModule).parameters)
-        assert keys - {"defaults"} <= {*parameters, *inherited}
-    else:
-        at_the_call = {name for name, each in parameters.items() if each.default is each.empty}
-        assert keys | (at_the_call if node.get("_partial_") else set()) == set(parameters)
+    for path in [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples" / "configs").rglob("*.yaml")]:
+        for node in targets(OmegaConf.to_container(OmegaConf.load(path))):
+            keys = {key for key in node if not (key.startswith("_") and key.endswith("_"))}
+            module, _, name = node["_target_"].rpartition(".")
+            parameters = inspect.signature(get_object(node["_target_"])).parameters
+            if "examples" not in path.relative_to(ROOT).parts:
+                assert module == "lightning_stocache"
+                assert name in lightning_stocache.__all__
+                assert keys == set(parameters), path
+            elif module.startswith("lightning.pytorch"):
+                assert keys <= set(parameters), path
+            elif any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+                inherited = set(inspect.signature(lightning_stocache.StocacheDataModule).parameters)
+                assert keys - {"defaults"} <= {*parameters, *inherited}, path
+            else:
+                at_the_call = {name for name, each in parameters.items() if each.default is each.empty}
+                assert keys | (at_the_call if node.get("_partial_") else set()) == set(parameters), path
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +153,10 @@ def test_the_model_is_asked_for_and_experiments_compose(plain):
         assert composed("train", "model=boring", f"experiment={path.stem}") != plain
 
 
+@pytest.mark.processes
 def test_shipped_groups_instantiate(tmp_path):
-    """Loggers, callbacks and Trainer are made from the shipped YAML, and write into the run's own folder."""
+    """Loggers, callbacks and Trainer are made from the shipped YAML, and write into the run's own folder; so is a
+    CachedDataset around a source that YAML describes."""
     groups = ("logger=[csv,tensorboard]", "callbacks=[stocache,step_timer]")
     config = composed("train", "model=boring", *groups, output=tmp_path)
     loggers, made = (list(map(instantiate, group.values())) for group in (config.logger, config.callbacks))
@@ -168,6 +164,9 @@ def test_shipped_groups_instantiate(tmp_path):
     assert trainer.default_root_dir == str(tmp_path)
     assert all(Path(each.log_dir).is_relative_to(tmp_path) for each in loggers)
     assert [callback for callback in trainer.callbacks if callback in made] == made
+    dataset = instantiate(composed("train", "model=boring", "data=stocache_dataset", f"data.source={{{RANDOM}}}").data)
+    assert len(dataset) == 8
+    assert torch.equal(dataset[3], dataset[3])
 
 
 @pytest.mark.processes
@@ -186,14 +185,6 @@ def test_shipped_data_trains(tmp_path, overrides):
     trainer = make_trainer(tmp_path, logger=False, max_steps=1, num_sanity_val_steps=0, limit_val_batches=0)
     trainer.fit(Watcher(), datamodule=datamodule)
     assert trainer.global_step == 1
-
-
-@pytest.mark.processes
-def test_shipped_dataset_instantiates():
-    """A CachedDataset around a source that YAML describes."""
-    dataset = instantiate(composed("train", "model=boring", "data=stocache_dataset", f"data.source={{{RANDOM}}}").data)
-    assert len(dataset) == 8
-    assert torch.equal(dataset[3], dataset[3])
 
 
 def test_the_example_instantiates(tmp_path):

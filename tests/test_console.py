@@ -24,8 +24,9 @@ def handled(stream: Any) -> Iterator[logging.StreamHandler[Any]]:
     LOGGER.removeHandler(handler)
 
 
-def test_a_line_stands_above_the_bar_of_tqdm(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is not glued to what the bar has drawn, and the bar is drawn again below."""
+def test_a_line_stands_above_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not glued to what tqdm has drawn, which is drawn again below. While rich draws, it goes to the stderr that
+    rich puts in place; afterwards the handler has its own stream again, and one that is no console's keeps its."""
     with handled(sys.stderr), tqdm(total=2, file=sys.stderr, ncols=60) as bar:
         bar.update()
         with above_bars(LOGGER.name):
@@ -34,10 +35,6 @@ def test_a_line_stands_above_the_bar_of_tqdm(capsys: pytest.CaptureFixture[str])
     line, *rest = said.split("\n")
     assert line.split("\r")[-1] == "epoch 0"
     assert "50%" in rest[-1]
-
-
-def test_a_line_goes_to_the_stderr_that_rich_puts_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While its bar is drawn; afterwards the handler has its own stream again. One that is no console's keeps its."""
     before, richs, file = io.StringIO(), io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "__stderr__", before)
     monkeypatch.setattr(sys, "stderr", richs)

@@ -31,22 +31,19 @@ def words_of(findings: list[Finding], topic: str) -> str:
     return " ".join(f"{one.words} {one.fix}" for one in findings if one.topic == topic)
 
 
-@pytest.mark.parametrize(
-    ("size", "free", "words"),
-    [
+def test_dev_shm_gets_a_fix_if_it_is_small_or_full():
+    """64 MiB are Docker's default, with the option and the Kubernetes volume that enlarge it; enough needs no fix."""
+    for size, free, words in (
         (64 * MIB, 60 * MIB, ["Docker's default", "--shm-size=16g", "emptyDir: {medium: Memory, sizeLimit: 16Gi}"]),
         (GIB, GIB, ["little beside 32 GiB of RAM", "remount,size=16G"]),
         (32 * GIB // 10, GIB, []),  # a tenth of the memory is enough
         (16 * GIB, GIB, ["nearly full", "clean removes unused named caches"]),
         (16 * GIB, 15 * GIB, []),
         (0, 0, []),
-    ],
-)
-def test_dev_shm_gets_a_fix_if_it_is_small_or_full(size, free, words):
-    """64 MiB are Docker's default, with the option and the Kubernetes volume that enlarge it; enough needs no fix."""
-    found = shared_memory(size, free, 32 * GIB)
-    assert all(word in found.words + found.fix for word in words)
-    assert bool(found.fix) == bool(words)
+    ):
+        found = shared_memory(size, free, 32 * GIB)
+        assert all(word in found.words + found.fix for word in words)
+        assert bool(found.fix) == bool(words)
 
 
 def test_the_cgroup_is_read_where_it_lies(tmp_path, monkeypatch):

@@ -47,7 +47,8 @@ def test_rooms_import_only_from_rooms_above():
     """A module imports from its own room and from those before it; setup and sampling do not know each other.
 
     What stands in no room is the public face, the command line, and torch_internals, which knows nobody. The modules
-    can be put in an order in which each imports only what comes before it.
+    can be put in an order in which each imports only what comes before it. Lightning is imported in training/ and
+    nowhere else in the package, Hydra and OmegaConf by __main__ alone.
     """
     wrong = []
     for module, imported in IMPORTS.items():
@@ -58,6 +59,12 @@ def test_rooms_import_only_from_rooms_above():
     assert wrong == []
     graph = {module: imported & TREES.keys() for module, imported in IMPORTS.items() if module != PACKAGE.name}
     assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
+    knowing: dict[str, set[str]] = {}
+    for module, imported in IMPORTS.items():
+        for library in {name.partition(".")[0] for name in imported}:
+            knowing.setdefault(library, set()).add(module)
+    assert {room_of(name) for name in knowing["lightning"] | knowing.get("pytorch_lightning", set())} == {"training"}
+    assert knowing["hydra"] | knowing["omegaconf"] == {f"{PACKAGE.name}.__main__"}
 
 
 def test_names_come_from_the_leaf_that_defines_them():
@@ -70,16 +77,6 @@ def test_names_come_from_the_leaf_that_defines_them():
         lists = re.findall(r"^__all__ = (\[.*?\])$", SOURCES[module], re.MULTILINE | re.DOTALL)
         offered = {name for names in lists for name in ast.literal_eval(names)}
         assert module.endswith("torch_internals") or not imported & offered, module
-
-
-def test_only_training_knows_lightning_and_the_command_line_hydra():
-    """Lightning is imported in training/ and nowhere else in the package, Hydra and OmegaConf by __main__ alone."""
-    knowing: dict[str, set[str]] = {}
-    for module, imported in IMPORTS.items():
-        for library in {name.partition(".")[0] for name in imported}:
-            knowing.setdefault(library, set()).add(module)
-    assert {room_of(name) for name in knowing["lightning"] | knowing.get("pytorch_lightning", set())} == {"training"}
-    assert knowing["hydra"] | knowing["omegaconf"] == {f"{PACKAGE.name}.__main__"}
 
 
 def test_only_the_cache_knows_how_a_sample_lies():

@@ -143,27 +143,20 @@ def test_bad_input_is_exit_code_2_and_a_sentence(configs, tmp_path, capsys, argu
     assert (tmp_path / "conf" / "mine.yaml").read_text() == CONFIGS["conf/mine.yaml"]
 
 
-@pytest.mark.parametrize(
-    ("chosen", "written"),
-    [
-        ("", ["report.html"]),
-        ("--output page.html --png", ["page.html", "page.png"]),
-    ],
-)
-def test_a_report_is_written_where_it_is_told(tmp_path, monkeypatch, capsys, chosen, written):
+def test_a_report_is_written_where_it_is_told(tmp_path, monkeypatch, capsys):
     """A page in the working directory, and with --png a picture beside it; their paths are printed. A run
     that cannot be read is named on stderr."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path, {"a/metrics.csv": CSV, "b/metrics.csv": ""})
-    main(["report", ".", *chosen.split()])
-    out, err = capsys.readouterr()
-    assert out.split() == written
-    assert "left out" in err
-    assert "holds no stocache/ value" in err
-    for name in written:
-        start = PNG if name.endswith(".png") else b"<!DOCTYPE html>"
-        assert (tmp_path / name).read_bytes().startswith(start)
+    for options, written in (([], ["report.html"]), (["--output", "page.html", "--png"], ["page.html", "page.png"])):
+        main(["report", ".", *options])
+        out, err = capsys.readouterr()
+        assert out.split() == written
+        assert "left out" in err
+        assert "holds no stocache/ value" in err
+        assert (tmp_path / written[0]).read_bytes().startswith(b"<!DOCTYPE html>")
+    assert (tmp_path / "page.png").read_bytes().startswith(PNG)
 
 
 # ---- plan ----
@@ -274,15 +267,15 @@ def test_clean_takes_the_name_that_the_job_was_given(named, monkeypatch, capsys)
 # ---- pack ----
 
 
-@pytest.mark.parametrize(("chosen", "length"), [("", 20), ("--source data.val", 5)])
-def test_a_source_of_a_config_is_packed(tmp_path, configs, capsys, chosen, length):
+def test_a_source_of_a_config_is_packed(tmp_path, configs, capsys):
     """The training set of a DataModule, or any dataset of the config, or a function that makes one."""
-    path = tmp_path / "x.lmdb"
-    command = ["pack", str(path), "data=sources", "--config-dir", configs, *chosen.split()]
-    assert f"{length} samples, {length} of them now" in said(capsys, *command)
-    source = LMDBSource(path)
-    assert len(source) == length
-    assert source[3][0].tolist() == [3.0] * 8
+    for chosen, length in (([], 20), (["--source", "data.val"], 5)):
+        path = tmp_path / f"{length}.lmdb"
+        command = ["pack", str(path), "data=sources", "--config-dir", configs, *chosen]
+        assert f"{length} samples, {length} of them now" in said(capsys, *command)
+        source = LMDBSource(path)
+        assert len(source) == length
+        assert source[3][0].tolist() == [3.0] * 8
 
 
 @pytest.mark.processes

@@ -15,7 +15,6 @@ from tests.loading.twins import Numbers, copied, same
 
 @pytest.fixture
 def forgets() -> Iterator[None]:
-    knows_workers.cache_clear()
     yield
     knows_workers.cache_clear()
 

@@ -20,17 +20,14 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading import serve
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import HEADER_BYTES
-from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.setup.open import open_caches
-from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.same_data import FingerprintError
 from lightning_stocache.source.samples import bits
 from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.loading.twins import same
+from tests.logs import warnings
 from tests.names import path_of
 from tests.processes import call, call_many, hanging, run_ranks
 from tests.sources import CountedSource
@@ -87,15 +84,6 @@ def epoch(dataset: CachedDataset, num_workers: int) -> None:
         assert same(batch, default_collate([expected(index) for index in order[at : at + 8]]))
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def begin(folder: Path, name: str, kind: type[CountedSource], options: dict[str, Any]) -> CachedDataset:
-    """A job that has read 19 samples."""
-    return check(cached(source(folder, kind), name, **options), 19)
-
-
 def read_all(folder: Path, name: str, kind: type[CountedSource], options: dict[str, Any]) -> tuple[int, ...]:
     """A job that reads everything once: the slots that were filled before, its misses, its hits, the filled slots."""
     dataset = cached(source(folder, kind), name, **options)
@@ -111,7 +99,7 @@ def read_all(folder: Path, name: str, kind: type[CountedSource], options: dict[s
 def test_the_next_job_goes_on_filling(name: str, where: str, kind: type[CountedSource], tmp_path: Path) -> None:
     """After a job that was killed it loads what is missing, and nothing else; the one after it nothing at all."""
     options = {"dir": str(tmp_path / "caches")} if where == "disk" else {}
-    with hanging(begin, tmp_path, name, kind, options):
+    with hanging(lambda: check(cached(source(tmp_path, kind), name, **options), 19)):
         pass  # and then it is killed
     loads = source(tmp_path).loads
     before, misses, hits, filled = call(read_all, tmp_path, name, kind, options)
@@ -126,42 +114,43 @@ def test_the_next_job_goes_on_filling(name: str, where: str, kind: type[CountedS
 def test_jobs_at_the_same_time_load_each_sample_once(name: str, tmp_path: Path, where: str, num_workers: int) -> None:
     """Four trials that draw the same order share one fill: between them, each sample is loaded once."""
     options = {"dir": str(tmp_path / "caches")} if where == "disk" else {}
-    call_many(trial, [(tmp_path, name, num_workers, options)] * 4)
+
+    def trial() -> None:
+        torch.manual_seed(0)
+        with closing(cached(source(tmp_path), name, allow_random=True, **options)) as dataset:  # set-up reads none
+            for _ in range(2):
+                epoch(dataset, num_workers)
+
+    call_many(trial, [()] * 4)
     assert sorted(source(tmp_path).loaded) == list(range(LENGTH))
-
-
-def trial(folder: Path, name: str, num_workers: int, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    with closing(cached(source(folder), name, allow_random=True, **options)) as dataset:  # set-up reads none
-        for _ in range(2):
-            epoch(dataset, num_workers)
 
 
 WHOLE = CountedSource(LENGTH)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("first", "other", "options", "differs"),
-    [
+def test_what_is_another_dataset_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides are shown, with the two ways out; what was there stays as it is. A rank that is spawned calls the
+    script `__mp_main__`, and joins what the script itself has made."""
+    table: list[tuple[Any, Any, dict[str, Any], str]] = [
         (WHOLE, WHOLE, {"fingerprint": "v2"}, "fingerprint"),
         (WHOLE, CountedSource(LENGTH + 1), {}, "length"),
         (WHOLE, CountedSource(LENGTH, (3, 8, 9)), {"spec": None}, "spec"),
         (WHOLE, OtherSource(LENGTH), {}, "dataset"),
         (WHOLE, WHOLE, {"allow_random": True, "spec": None}, "dataset"),
         (Subset(WHOLE, range(20)), Subset(WHOLE, range(20, 40)), {}, "dataset"),  # two random splits of one length
-    ],
-)
-def test_what_is_another_dataset_is_refused(name: str, first: Any, other: Any, options: Any, differs: str) -> None:
-    """Both sides are shown, with the two ways out; what was there stays as it is."""
-    with closing(cached(first, name, fingerprint="v1")) as dataset:
-        with pytest.raises(FingerprintError) as caught:
-            cached(other, name, **{"fingerprint": "v1"} | options)
-        words = str(caught.value)
-        assert re.search(rf"\({differs}: .+, not .+\)", words)
-        assert "another name" in words
-        assert f"python -m lightning_stocache clean {name}" in words
-        assert dataset.cache.filled == COMPARED
+    ]
+    for number, (first, other, options, differs) in enumerate(table):
+        with closing(cached(first, f"{name}-{number}", fingerprint="v1")) as dataset:
+            with pytest.raises(FingerprintError) as caught:
+                cached(other, f"{name}-{number}", **{"fingerprint": "v1"} | options)
+            words = str(caught.value)
+            assert re.search(rf"\({differs}: .+, not .+\)", words)
+            assert "another name" in words
+            assert f"python -m lightning_stocache clean {name}-{number}" in words
+            assert dataset.cache.filled == COMPARED
+    for module in ("__main__", "__mp_main__"):
+        monkeypatch.setattr(OtherSource, "__module__", module)
+        cached(OtherSource(4), name, strict=True).close()
 
 
 def test_any_texts_are_kept_and_told_apart(name: str) -> None:
@@ -191,13 +180,6 @@ def test_the_indices_of_one_fold_are_not_those_of_another(tmp_path: Path, name: 
             cached(source(tmp_path), name, **others)
 
 
-def test_the_source_of_a_script_is_the_same_in_a_spawned_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that is spawned calls the script `__mp_main__`, and joins what the script itself has made."""
-    for module in ("__main__", "__mp_main__"):
-        monkeypatch.setattr(OtherSource, "__module__", module)
-        cached(OtherSource(4), name, strict=True).close()
-
-
 def spoil(name: str, place: int, content: bytes) -> None:
     """Overwrite a part of a cache's file."""
     with path_of(name).open("r+b") as file:
@@ -205,24 +187,22 @@ def spoil(name: str, place: int, content: bytes) -> None:
         file.write(content)
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda name: spoil(name, 64, bytes(4)), "does not say what it holds"),
-        (lambda name: spoil(name, 64, b"\xff" * 500), "is damaged"),
-        (lambda name: spoil(name, 24, b"\x63"), r"another version .*format 99"),
-        (lambda name: spoil(name, HEADER_BYTES + 3, b"\x05"), "a slot is in a state that there is not"),
-        (lambda name: os.truncate(path_of(name), HEADER_BYTES + LENGTH + 10), "do not fit in its 50 bytes"),
-        (lambda name: os.truncate(path_of(name), 100), "is cut off"),
-    ],
-)
-def test_a_damaged_cache_is_refused_by_name(name: str, damage: Any, words: str) -> None:
+def test_a_damaged_cache_is_refused_by_name(name: str) -> None:
     """What outlives a job can be spoilt: it is refused before it is read, and the command that is named removes it."""
-    cached(WHOLE, name).close()
-    damage(name)
-    with pytest.raises(ValueError, match=f"the cache '{name}' .*{words}.*python -m lightning_stocache clean {name}"):
-        cached(WHOLE, name)
-    assert [segment.name for segment in clean(name)] == [name]
+    for damage, words in (
+        (lambda: spoil(name, 64, bytes(4)), "does not say what it holds"),
+        (lambda: spoil(name, 64, b"\xff" * 500), "is damaged"),
+        (lambda: spoil(name, 24, b"\x63"), r"another version .*format 99"),
+        (lambda: spoil(name, HEADER_BYTES + 3, b"\x05"), "a slot is in a state that there is not"),
+        (lambda: os.truncate(path_of(name), HEADER_BYTES + LENGTH + 10), "do not fit in its 50 bytes"),
+        (lambda: os.truncate(path_of(name), 100), "is cut off"),
+    ):
+        cached(WHOLE, name).close()
+        damage()
+        command = f"python -m lightning_stocache clean {name}"
+        with pytest.raises(ValueError, match=f"the cache '{name}' .*{words}.*{command}"):
+            cached(WHOLE, name)
+        assert [segment.name for segment in clean(name)] == [name]
     check(cached(WHOLE, name)).close()
 
 
@@ -244,15 +224,6 @@ def test_geometry_wins_over_another_budget(name: str, caplog: pytest.LogCaptureF
     assert said.count("\n") == 1
     with pytest.raises(FingerprintError, match="budget='auto' is not looked at"):
         cached(WHOLE, name, strict=True)
-
-
-def test_datasets_open_beside_a_named_one(name: str) -> None:
-    """Each has its own memory."""
-    requests = [CacheRequest(WHOLE, "", name=name, spec=ROW), CacheRequest(CountedSource(10), "", spec=ROW)]
-    both = open_caches(requests, {"": Budget.parse("auto")}, NodeGroup())
-    assert [opened.cache and len(opened.cache) for opened in both] == [LENGTH, 10]
-    for opened in both:
-        opened.close()
 
 
 @pytest.mark.processes

@@ -1,6 +1,5 @@
 """What set-up has read lies in the cache when epoch one begins; under a name it is compared with what lies there."""
 
-import logging
 import operator
 from collections.abc import Callable
 from contextlib import closing
@@ -20,6 +19,7 @@ from lightning_stocache.setup import find
 from lightning_stocache.setup.same_data import FingerprintError
 from lightning_stocache.source.random_split import spread
 from lightning_stocache.source.samples import same_sample
+from tests.logs import warnings
 from tests.processes import call, call_many
 from tests.sources import CountedFiles, CountedSource, Made, TransformedSource
 
@@ -39,20 +39,12 @@ def row(index: int, gain: float = 1.0) -> Any:
     return torch.linspace(-1, 1, 9) * (index + 1) * gain, {"mean": index / 7 * gain}
 
 
-def record(index: int, gain: float) -> Any:
-    return {"text": "a" * (index % 5), "tags": {f"tag {index * gain + k}" for k in range(9)}, "array": np.arange(index)}
-
-
-def noise(index: int) -> Any:
-    return torch.rand(3)
+def record(index: int) -> Any:
+    return {"text": "a" * (index % 5), "tags": {f"tag {index + k}" for k in range(9)}, "array": np.arange(index)}
 
 
 def rows(gain: float = 1.0, log_path: str | Path = "") -> CountedSource:
     return Made(partial(row, gain=gain), LENGTH, log_path)
-
-
-def records(gain: float = 1.0, log_path: str | Path = "") -> CountedSource:
-    return Made(partial(record, gain=gain), LENGTH, log_path)
 
 
 def augmented(gain: float = 1.0, log_path: str | Path = "") -> CountedSource:
@@ -78,10 +70,6 @@ SOURCES: dict[str, tuple[Callable[..., CountedSource], dict[str, Any]]] = {
     "spec": (rows, {"spec": SampleSpec.infer(row(0))}),
     "a tenth": (rows, {"budget": "10%"}),
 }
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def read_anew(source: CountedSource) -> list[int]:
@@ -181,7 +169,7 @@ def test_other_processes_join_their_own_cache(name) -> None:
 
 
 def joins_each(name: str, seed: int) -> list[bool]:
-    sources = records(), augmented(), rows(1 + seed * torch.finfo(torch.float32).eps)
+    sources = Made(record, LENGTH), augmented(), rows(1 + seed * torch.finfo(torch.float32).eps)
     return [joins(source, f"{name}-{number}", seed) for number, source in enumerate(sources)]
 
 
@@ -194,16 +182,17 @@ def joins(source: CountedSource, name: str, seed: int) -> bool:
 def test_random_samples_are_no_other_data(name, caplog) -> None:
     """They differ from themselves: the cache is joined, with a warning unless its user says what it holds. With `spec=`
     nobody has looked for what is random: neither set-up nor training freezes a draw."""
+    noise = Made(lambda index: torch.rand(3))
     for fingerprint in ("", "v2"):
         options: dict[str, Any] = {"name": f"{name}-{fingerprint}x", "fingerprint": fingerprint, "allow_random": True}
-        with closing(CachedDataset(Made(noise), **options)) as first:
+        with closing(CachedDataset(noise, **options)) as first:
             samples = list(first)
-            with closing(CachedDataset(Made(noise), **options)) as second:
+            with closing(CachedDataset(noise, **options)) as second:
                 assert all(map(torch.equal, samples, second))
     assert ["fingerprint=" in words for words in warnings(caplog)] == [True]
     caplog.clear()
     for _ in range(2):
-        with closing(CachedDataset(Made(noise), name=name, spec=SampleSpec.infer(noise(0)))) as dataset:
+        with closing(CachedDataset(noise, name=name, spec=SampleSpec.infer(noise[0]))) as dataset:
             assert len(list(dataset)) == 12
             assert dataset.cache.filled == 0
     assert ["draws random numbers" in words for words in warnings(caplog)] == [True] * 2

@@ -102,8 +102,9 @@ def test_what_reading_moves_is_no_change() -> None:
     assert with_tail.look() == "transform.transforms[1]"
 
 
-def test_a_copy_is_compared_with_itself() -> None:
-    """It is sent without what the source does not send, with a change that was there, and sees its own from then on."""
+def test_a_copy_is_compared_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is sent without what the source does not send, with a change that was there, and sees its own from then on. A
+    name that worker_init_fn adds to the worker's copy is no change; one that it changes is."""
     source = Images()
     source.handle = open(__file__)  # noqa: SIM115  cannot be pickled
     with source.handle:
@@ -111,15 +112,10 @@ def test_a_copy_is_compared_with_itself() -> None:
         assert state.look() is None
         sent.strength = 3
         assert state.look() == "strength"
+        images, state = pickle.loads(pickle.dumps((source, SourceState(source))))
         late = SourceState(source)
         source.strength = 4
         assert pickle.loads(pickle.dumps((source, late)))[1].look() == "strength"
-
-
-def test_a_worker_may_be_told_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that worker_init_fn adds to the worker's copy is no change; one that it changes is."""
-    source = Images()
-    images, state = pickle.loads(pickle.dumps((source, SourceState(source))))
     monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", None)
     become_worker(3, 5, 7, None)
     images.worker_id = 3

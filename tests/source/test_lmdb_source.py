@@ -26,8 +26,7 @@ from lightning_stocache.source.pack import pack
 from lightning_stocache.source.samples import bits
 from tests.cache.leaves import Pair, leaves_of
 from tests.processes import call, call_many
-from tests.source.lmdbs import entries, put
-from tests.sources import Made
+from tests.sources import Made, lmdb_values, write_lmdb
 
 pytest.importorskip("lmdb")
 
@@ -53,7 +52,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def test_packed_samples_come_back(photos: Path) -> None:
-    """Bit for bit, from the front and the back, and as slices; without a word on how it is read."""
+    """Bit for bit, from the front and the back, and as slices, without a word on how it is read; several share it."""
     source = LMDBSource(photos)
     assert len(source) == LENGTH
     assert [bits(source[i]) for i in range(LENGTH)] == [bits(photo(i)) for i in range(LENGTH)]
@@ -69,16 +68,22 @@ def test_packed_samples_come_back(photos: Path) -> None:
             source[index]
     with pytest.raises(ValueError, match="read by its manifest"):
         LMDBSource(photos, kind="image")
+    # LMDB opens a file once per process; a copy, a Subset and a second source of it do not know that.
+    second, copied = LMDBSource(photos), pickle.loads(pickle.dumps(source))
+    for each in (source, second, copied, Subset(source, list(range(LENGTH)))):
+        assert each[3]["label"] == 1
+    del source, copied, each
+    assert second[4]["label"] == 0
 
 
 def test_keys_may_be_given(tmp_path: Path) -> None:
     """Some of them, in an order, of which two sources are stacked; without, all but __len__, numbers in their order."""
-    lsun = LMDBSource(put(tmp_path / "lsun", {f"key{i:02}": jpeg(i) for i in range(5)}, subdir=True))
+    lsun = LMDBSource(write_lmdb(tmp_path / "lsun", {f"key{i:02}": jpeg(i) for i in range(5)}, subdir=True))
     assert [(image.size, image.mode) for image in lsun] == [((10 + i, 12), "RGB") for i in range(5)]
     numbers: dict[Any, bytes] = {i: b"%d" % i for i in range(12)} | {"__len__": b"x", "__keys__": b"y"}
-    assert list(LMDBSource(put(tmp_path / "numbers", numbers), kind="json")) == list(range(12))
+    assert list(LMDBSource(write_lmdb(tmp_path / "numbers", numbers), kind="json")) == list(range(12))
     values: dict[Any, bytes] = {f"image-{i}": jpeg(i) for i in range(4)} | {f"label-{i}": b"%d" % i for i in range(4)}
-    path = put(tmp_path / "text", values)
+    path = write_lmdb(tmp_path / "text", values)
     images = LMDBSource(path, keys=[f"image-{i}" for i in (3, 1)])
     labels = LMDBSource(path, kind="text", keys=[b"label-3", b"label-1"])
     image, label = StackDataset(images, labels)[0]
@@ -88,28 +93,24 @@ def test_keys_may_be_given(tmp_path: Path) -> None:
 
 
 def test_plain_values_are_read_as_they_are_said_to_be(tmp_path: Path) -> None:
-    """Bytes, text, JSON, tensors of a dtype and a shape, safetensors, or by a function."""
+    """Bytes, text, JSON, tensors of a dtype and a shape, safetensors, or by a function. Arguments that do not go
+    together are refused."""
     array = np.arange(12, dtype=np.int16).reshape(3, 4)
-    path = put(tmp_path / "plain", {"a": array.tobytes()})
+    path = write_lmdb(tmp_path / "plain", {"a": array.tobytes()})
     assert LMDBSource(path, kind="bytes")[0] == array.tobytes()
     assert torch.equal(LMDBSource(path, dtype="int16", shape=[3, 4])[0], torch.from_numpy(array))
     assert LMDBSource(path, dtype=torch.int16)[0].shape == (12,)
     assert LMDBSource(path, decode=len)[0] == 24
-    assert LMDBSource(put(tmp_path / "t", {"a": "é".encode()}), kind="text")[0] == "é"
-    assert LMDBSource(put(tmp_path / "j", {"a": b'{"x": [1]}'}), kind="json")[0] == {"x": [1]}
-    save = pytest.importorskip("safetensors.torch").save
-    blob = put(tmp_path / "s", {"a": save({"x": torch.ones(2, dtype=torch.bfloat16)})})
-    assert torch.equal(LMDBSource(blob, kind="safetensors")[0]["x"], torch.ones(2, dtype=torch.bfloat16))
-
-
-def test_arguments_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
-    """With what was given."""
-    path = put(tmp_path / "any", {"a": b"x"})
+    assert LMDBSource(write_lmdb(tmp_path / "t", {"a": "é".encode()}), kind="text")[0] == "é"
+    assert LMDBSource(write_lmdb(tmp_path / "j", {"a": b'{"x": [1]}'}), kind="json")[0] == {"x": [1]}
     with pytest.raises(ValueError, match="kind must be one of image, bytes"):
         LMDBSource(path, kind="jpeg")
     for arguments in ({"kind": "tensor"}, {"shape": [3]}, {"dtype": "uint8", "kind": "text"}):
         with pytest.raises(ValueError, match="needs dtype="):
             LMDBSource(path, **arguments)
+    save = pytest.importorskip("safetensors.torch").save
+    blob = write_lmdb(tmp_path / "s", {"a": save({"x": torch.ones(2, dtype=torch.bfloat16)})})
+    assert torch.equal(LMDBSource(blob, kind="safetensors")[0]["x"], torch.ones(2, dtype=torch.bfloat16))
 
 
 def read_all(source: LMDBSource) -> list[Any]:
@@ -125,16 +126,6 @@ def test_two_processes_read_at_the_same_time(photos: Path, method: str) -> None:
     assert bits(source[0]) == expected[0]
     assert call(read_all, source, method=method) == expected
     assert read_all(source) == expected
-
-
-def test_several_sources_share_a_file(photos: Path) -> None:
-    """LMDB opens a file once per process; a copy, a Subset and a second source of it do not know that."""
-    first, second = LMDBSource(photos), LMDBSource(photos)
-    copied = pickle.loads(pickle.dumps(first))
-    for source in (first, second, copied, Subset(first, list(range(LENGTH)))):
-        assert source[3]["label"] == 1
-    del first, copied
-    assert second[4]["label"] == 0
 
 
 @pytest.mark.processes
@@ -164,23 +155,23 @@ def test_what_is_no_lmdb_is_said(tmp_path: Path) -> None:
 
 def test_a_damaged_sample_or_manifest_is_an_error(photos: Path) -> None:
     """It is never another sample. A manifest of another version, of a pack that has not ended, of more samples."""
-    put(photos, {key_of(3): entries(photos)[key_of(4)]})
+    write_lmdb(photos, {key_of(3): lmdb_values(photos)[key_of(4)]})
     with pytest.raises(LMDBError, match=r"sample 3: .*here lies sample 4.*copy or pack it again"):
         LMDBSource(photos)[3]
-    manifest = entries(photos)[MANIFEST_KEY]
+    manifest = lmdb_values(photos)[MANIFEST_KEY]
     for old, new, words in (
         (b'"version": 2', b'"version": 1', "is of version 1 of `pack`, this package reads 2: pack it again"),
         (b'"complete": true', b'"complete": false', f"has {LENGTH} of the {LENGTH} samples of .*Made"),
         (b'"samples": 40', b'"samples": 41', "has 40 of the 41 samples"),
     ):
-        put(photos, {MANIFEST_KEY: manifest.replace(old, new)})
+        write_lmdb(photos, {MANIFEST_KEY: manifest.replace(old, new)})
         with pytest.raises(LMDBError, match=words):
             LMDBSource(photos)
 
 
 def test_a_value_that_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     """The key, how it begins, and the way out; of a pickle, that nothing is unpickled."""
-    path = put(tmp_path / "x", {"a": b"GIF?", "b": pickle.dumps((b"x", 3)), "c": b"\xff"})
+    path = write_lmdb(tmp_path / "x", {"a": b"GIF?", "b": pickle.dumps((b"x", 3)), "c": b"\xff"})
     for index, words in enumerate([r"value of b'a', 4 bytes that begin with b'GIF\?'", "nothing is unpickled here"]):
         with pytest.raises(LMDBError, match=words):
             LMDBSource(path)[index]
@@ -208,7 +199,7 @@ def test_no_truncation_gives_a_sample(tmp_path: Path) -> None:
     """At 40 positions, in a process that would die of a missing page: each is refused; the whole file is not."""
     values = {f"{i:04}": os.urandom(random.Random(i).choice([20, 900, 9000])) for i in range(200)}
     pack(list(values.values()), tmp_path / "packed")
-    for whole, arguments in ((tmp_path / "packed", {}), (put(tmp_path / "foreign", values), {"kind": "bytes"})):
+    for whole, arguments in ((tmp_path / "packed", {}), (write_lmdb(tmp_path / "foreign", values), {"kind": "bytes"})):
         size = whole.stat().st_size
         positions = [*random.Random(0).sample(range(size), 40), 0, 4096, 8192, size - 1, size]
         assert call(truncated, tmp_path / "x", whole, positions, arguments) == [size]
@@ -252,23 +243,21 @@ def test_every_kind_of_leaf_comes_back(leaf: Any) -> None:
         assert decode_blob(encode_blob(leaf, 0), 0).convert("RGBA").tobytes() == leaf.convert("RGBA").tobytes()
 
 
-@pytest.mark.parametrize(
-    ("sample", "words"),
-    [
+def test_what_cannot_be_packed_is_named() -> None:
+    """The place in the sample, and what lies there."""
+    boxes = tv_tensors.BoundingBoxes(torch.zeros(1, 4), format="XYXY", canvas_size=(2, 2))
+    for sample, words in (
         ({"a": [1, {2}]}, r"sample\['a'\]\[1\] is a set"),
         (Pair(1, 2), "Pair"),
         ((0, torch.zeros(1, requires_grad=True)), r"sample\[1\] is a .*Tensor of torch.float32, which cannot"),
         ({"x": torch.eye(2).to_sparse()}, r"sample\['x'\] is a .*What can be packed: dense tensors"),
         (np.array([object()]), "of object"),
         ([{(1, 2): 3}], r"sample\[0\] is a dict.*strings or ints as keys"),
-        (tv_tensors.BoundingBoxes(torch.zeros(1, 4), format="XYXY", canvas_size=(2, 2)), "BoundingBoxes"),
+        (boxes, "BoundingBoxes"),
         (lambda: 0, "function"),
-    ],
-)
-def test_what_cannot_be_packed_is_named(sample: Any, words: str) -> None:
-    """The place in the sample, and what lies there."""
-    with pytest.raises(UnsupportedSampleError, match=words):
-        encode_blob(sample, 0)
+    ):
+        with pytest.raises(UnsupportedSampleError, match=words):
+            encode_blob(sample, 0)
 
 
 def test_no_damaged_blob_gives_a_sample() -> None:
@@ -289,9 +278,9 @@ def test_no_damaged_blob_gives_a_sample() -> None:
         decode_blob(blob, 8)
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
+def test_a_blob_that_others_have_made_is_no_crash() -> None:
+    """Its checksum is right, and what it says makes no sample: bytes are never taken for addresses of objects."""
+    for tree in (
         '{"array":0,"dtype":"O","shape":[1]}',
         '{"tensor":0,"dtype":"load","shape":[8]}',
         '{"tensor":0,"dtype":"uint8","shape":[-8]}',
@@ -300,11 +289,8 @@ def test_no_damaged_blob_gives_a_sample() -> None:
         '{"set":0}',
         "{}",
         "[" * 100_000,
-    ],
-)
-def test_a_blob_that_others_have_made_is_no_crash(tree: str) -> None:
-    """Its checksum is right, and what it says makes no sample: bytes are never taken for addresses of objects."""
-    header = f"[7,{tree},[8]]".encode()
-    blob = struct.pack("<I", len(header)) + header + b"\1" * 8
-    with pytest.raises((ValueError, TypeError, LookupError, AttributeError, StopIteration, RuntimeError)):
-        decode_blob(struct.pack("<I", zlib.crc32(blob)) + blob, 7)
+    ):
+        header = f"[7,{tree},[8]]".encode()
+        blob = struct.pack("<I", len(header)) + header + b"\1" * 8
+        with pytest.raises((ValueError, TypeError, LookupError, AttributeError, StopIteration, RuntimeError)):
+            decode_blob(struct.pack("<I", zlib.crc32(blob)) + blob, 7)

@@ -22,8 +22,7 @@ from lightning_stocache.source.lmdb_source import MANIFEST_KEY, LMDBError
 from lightning_stocache.source.pack import PackError, pack
 from lightning_stocache.source.samples import bits
 from tests.processes import Child, wait_until, without_room
-from tests.source.lmdbs import entries, put
-from tests.sources import Allowance, CountedFiles, CountedSource, Made, write_photos
+from tests.sources import Allowance, CountedFiles, CountedSource, Made, lmdb_values, write_lmdb, write_photos
 
 pytest.importorskip("lmdb")
 
@@ -41,14 +40,10 @@ def source(reads: Path | str = "", before: Callable[[int], object] = lambda inde
     return Made(make, LENGTH, reads)
 
 
-def raising(at: int, error: BaseException) -> Callable[[int], None]:
+def raising(at: int, error: Exception, index: int) -> None:
     """For `before`: an error of one index."""
-
-    def before(index: int) -> None:
-        if index == at:
-            raise error
-
-    return before
+    if index == at:
+        raise error
 
 
 def reads_of(path: Path) -> Counter[int]:
@@ -79,7 +74,7 @@ def test_an_error_of_the_source_loses_nothing(tmp_path: Path, workers: int, at: 
     """It is told with the index; what came before is kept, and four of that are read again."""
     path = tmp_path / "x.lmdb"
     with pytest.raises(PackError, match=f"sample {at} of Made: ValueError: no such file"):
-        pack(source(before=raising(at, ValueError("no such file"))), path, workers=workers)
+        pack(source(before=partial(raising, at, ValueError("no such file"))), path, workers=workers)
     with pytest.raises(LMDBError, match=f"has {at} of the {LENGTH} samples"):
         LMDBSource(path)
     assert pack(source(tmp_path / "again"), path, workers=workers) == LENGTH - at
@@ -102,20 +97,21 @@ def test_a_pack_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     while len(set(found)) < 4:
         before = _version(path)
         child = Child(within, path, allowance)
-        wait_until(partial(_has_committed, path, before, child))
+        wait_until(lambda: child.process.exitcode is not None or _version(path) != before)  # noqa: B023
+        assert child.process.exitcode is None, "it has ended"
         time.sleep(chance.uniform(0.0, 0.02))
         child.kill()
         wait_until(lambda: _is_free(path))
-        found.append(max(len(entries(path)) - 1, 0))  # killed before the first commit, it holds nothing
+        found.append(max(len(lmdb_values(path)) - 1, 0))  # killed before the first commit, it holds nothing
     assert found == sorted(found)
     assert pack(source(), path) == LENGTH - found[-1]
     pack(source(), tmp_path / "whole.lmdb")
-    whole = entries(tmp_path / "whole.lmdb")
-    assert entries(path) == whole
-    put(path, {MANIFEST_KEY: whole[MANIFEST_KEY].replace(b'"complete": true', b'"complete": false')})
+    whole = lmdb_values(tmp_path / "whole.lmdb")
+    assert lmdb_values(path) == whole
+    write_lmdb(path, {MANIFEST_KEY: whole[MANIFEST_KEY].replace(b'"complete": true', b'"complete": false')})
     assert pack(source(tmp_path / "reads"), path) == 0
     assert reads_of(tmp_path / "reads").total() == 4
-    assert entries(path) == whole
+    assert lmdb_values(path) == whole
 
 
 def _is_free(path: Path) -> bool:
@@ -126,11 +122,6 @@ def _is_free(path: Path) -> bool:
         except BlockingIOError:
             return False
     return True
-
-
-def _has_committed(path: Path, before: int, child: Child) -> bool:
-    assert child.process.exitcode is None, "it has ended"
-    return _version(path) != before
 
 
 def _version(path: Path) -> int:
@@ -146,7 +137,7 @@ def fill_the_disk() -> Any:
         pack(source(size=10**6), path)
     except LMDBError as error:
         said = str(error)
-    kept = len(entries(path)) - 1
+    kept = len(lmdb_values(path)) - 1
     ballast.unlink()
     written = pack(source(size=10**6), path)
     return said, kept, written, samples_of(LMDBSource(path)) == samples_of(source(size=10**6))
@@ -164,9 +155,10 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
-    """A file, an LMDB of others, a pack of another source, length or fingerprint: all stay as they are."""
+    """A file, an LMDB of others, a pack of another source, length or fingerprint: all stay as they are. A second pack
+    into one file, here while the first loads, is refused at once."""
     (tmp_path / "text").write_text("precious" * 1000)
-    put(tmp_path / "foreign", {"a": b"precious"})
+    write_lmdb(tmp_path / "foreign", {"a": b"precious"})
     pack([1, 2, 3], tmp_path / "mine")
     for name, words in (("text", "is not an LMDB"), ("foreign", "has not packed"), ("mine", "samples 3, here 60")):
         before = (tmp_path / name).read_bytes()
@@ -176,6 +168,13 @@ def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(LMDBError, match="fingerprint '', here 'v2'"):
         pack([1, 2, 3], tmp_path / "mine", fingerprint="v2")
     assert not reads_of(tmp_path / "reads")
+
+    def pack_too(index: int) -> None:
+        if index == 1:
+            with pytest.raises(LMDBError, match="another process is packing into"):
+                pack(source(), tmp_path / "shared")
+
+    assert pack(source(before=pack_too), tmp_path / "shared") == LENGTH
 
 
 def test_other_data_of_the_same_class_and_length_is_found_out(tmp_path: Path) -> None:
@@ -191,18 +190,6 @@ def test_other_data_of_the_same_class_and_length_is_found_out(tmp_path: Path) ->
     assert [pack([{"x": number}], tmp_path / "y") for number in (0.1 + 0.2, 0.3)] == [1, 0]
 
 
-def test_two_do_not_pack_into_one_file(tmp_path: Path) -> None:
-    """The second, here while the first loads, is refused at once."""
-    path = tmp_path / "x"
-
-    def pack_too(index: int) -> None:
-        if index == 1:
-            with pytest.raises(LMDBError, match="another process is packing into"):
-                pack(source(), path)
-
-    assert pack(source(before=pack_too), path) == LENGTH
-
-
 class Unsendable(Exception):
     def __reduce__(self) -> Any:
         raise TypeError("cannot be pickled")
@@ -216,8 +203,8 @@ def test_what_cannot_be_packed_is_said_before_anything_is_written(tmp_path: Path
     with pytest.raises(PackError, match=words):
         pack([{"a": (1, {2})}] * 3, path, workers=2)
     with pytest.raises(PackError, match="sample 0 of Made: Unsendable: no such file") as caught:
-        pack(source(before=raising(0, Unsendable("no such file"))), path, workers=1)
-    assert "in before" in caught.value.__notes__[0]
+        pack(source(before=partial(raising, 0, Unsendable("no such file"))), path, workers=1)
+    assert "in raising" in caught.value.__notes__[0]
     random_source = Made(lambda index: torch.rand(2), 3)
     for workers in (0, 1):
         with pytest.raises(PackError, match="sample 0 of Made: reading it moves the generator of torch"):

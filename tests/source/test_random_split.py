@@ -5,7 +5,6 @@ import itertools
 import pickle
 import random
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +75,6 @@ def one_by_one(photos: Any, index: int) -> Any:
 OWN, CLOCK, BUFFER = np.random.default_rng(0), itertools.count(), np.zeros(3)
 
 
-class Noise(nn.Module):
-    """Adds what a function draws."""
-
-    def __init__(self, draw: Callable[[], float]) -> None:
-        super().__init__()
-        self.draw = draw
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return image + self.draw()
-
-
 def rarely(image: torch.Tensor) -> torch.Tensor:
     """Adds noise to some images, by what they show."""
     return noisy(image) if int(image[0, 0, 0]) % 2 else image
@@ -94,6 +82,10 @@ def rarely(image: torch.Tensor) -> torch.Tensor:
 
 def noisy(image: torch.Tensor) -> torch.Tensor:
     return image + torch.rand(())
+
+
+def by_three(image: torch.Tensor) -> torch.Tensor:
+    return image + np.random.rand() + random.random() + OWN.random()
 
 
 def states() -> tuple[Any, ...]:
@@ -134,8 +126,8 @@ CUT: dict[str, tuple[Dataset[Any], str]] = {
     "nested": (Photos(v2.Compose([v2.Compose(HEAD), v1.Compose([v2.Resize(8), v2.RandomCrop(6)])])), "RandomCrop"),
     "Sequential": (Photos(nn.Sequential(*HEAD, ERASING)), "RandomErasing"),
     "generators": (
-        Photos(v2.Compose([*HEAD, ERASING, *map(Noise, (np.random.rand, random.random, OWN.random))])),
-        "RandomErasing, Noise, Noise, Noise",
+        Photos(v2.Compose([*HEAD, ERASING, by_three])),
+        "RandomErasing, by_three",
     ),
     "some images": (Photos(v2.Compose([rarely, v2.RandomCrop(6)])), "rarely, RandomCrop"),
     # by where its result lies
