@@ -12,6 +12,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -101,11 +102,8 @@ _audit = _Audit()
 
 @pytest.fixture(autouse=True)
 def has_names_and_variables_to_itself(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Named caches lie in a folder of this process of pytest: others make, list and remove theirs at the same time.
-
-    Variables are as before; those that Lightning itself sets are put back without a word. A test that starts processes
-    is marked: the loop of those that start nothing stays fast, and runs where nothing can be forked.
-    """
+    """Named caches lie in a folder of this process of pytest. Variables are as before; those that Lightning itself sets
+    are put back without a word. A test that starts processes is marked: the loop of the others stays fast."""
     if request.node.get_closest_marker("named"):
         names.use()
     before = dict(os.environ)
@@ -127,11 +125,9 @@ def has_names_and_variables_to_itself(request: pytest.FixtureRequest) -> Iterato
 
 @pytest.fixture(autouse=True)
 def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Children have ended, and no process of this test run has a file in memory open that it did not have before.
+    """Children have ended, and no process has a file in memory open that it did not have before: anonymous ones, too.
 
-    Fixtures are set up by name: this one after the first guard, so that names are left last, and before `monkeypatch`,
-    so that it ends before this one looks. Listing /dev/shm does not show anonymous files, so descriptors and mappings
-    are looked at.
+    Fixtures are set up by name: this one after the first guard, so that names are left last, and before `monkeypatch`.
     """
     if not os.path.isdir("/proc/self/fd"):
         yield
@@ -163,12 +159,9 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
 
 @pytest.fixture(autouse=True)
 def sets_up_as_on_a_quiet_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set-up reads as many samples, and gives as much memory, as where nobody else is; it reads them in this process.
-
-    It forks none for each cache in the rooms that build on a cache that is open, as where no process can be started. A
-    test of what the reading process leaves behind is marked `looks_apart`; a job that is started as a command has that
-    process, too. What other test processes may still take counts where that is the subject (`node`).
-    """
+    """Set-up reads as many samples, and gives as much memory, as where nobody else is. It forks no process for each
+    cache in the rooms that build on an open one, but where a test is marked `looks_apart`, and in a job. What other
+    test processes may still take counts where that is the subject (`node`)."""
     folders = request.path.relative_to(request.config.rootpath).parts  # one above may be called like a room
     marker = request.node.get_closest_marker
     rooms = {"growing", "insight", "loading", "training"}.intersection(folders)
@@ -182,6 +175,15 @@ def sets_up_as_on_a_quiet_machine(request: pytest.FixtureRequest, monkeypatch: p
         monkeypatch.setattr(find, "MOST_BYTES", -1)
     if "node" not in folders:
         monkeypatch.setattr(free, "promised_to_others", lambda *_: Promised())
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """A name for caches; what lies under it, or under longer ones, is removed after the test."""
+    name = f"test-{os.getpid()}-{random.getrandbits(32)}"
+    yield name
+    for path in Path(names.folder()).glob(f"lsc-*-{name}*"):  # what is no segment, too
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 @pytest.fixture

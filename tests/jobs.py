@@ -1,8 +1,4 @@
-"""Jobs of several processes: how they start, where they meet, how they end, and where they hang.
-
-`start` runs a command, for tests of a launcher. `start_module` runs what `python -m MODULE` would in a process that has
-imported torch and Lightning, which would take each rank four seconds of a processor.
-"""
+"""Jobs of several processes: how they start, where they meet, how they end, and where they hang."""
 
 import atexit
 import contextlib
@@ -65,8 +61,8 @@ def start_module(
 ) -> BaseProcess:
     """Run what `python -m WORDS` would, in a session of its own; what it says is appended to a file.
 
-    The job has a process for each environment, and ends when all have, with the first code that is not 0. With a
-    `shm_mib` these processes have a /dev/shm of that size to themselves, as on a node.
+    The job has a process for each environment, which have imported torch already, and ends when all have, with the
+    first code that is not 0. With a `shm_mib` they have a /dev/shm of that size to themselves, as on a node.
     """
     ranks = [dict(environment) for environment in environments]
     return _started(_run_ranks, list(words), ranks, shm_mib, multiprocessing.get_start_method(), said=said)

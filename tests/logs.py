@@ -6,11 +6,7 @@ import pytest
 
 
 class Log(logging.Handler):
-    """Collects what the package logs in this process, from now on or, as a context, until its end.
-
-    Args:
-        level: from which on.
-    """
+    """Collects what the package logs in this process, from a level on, from now on or, as a context, to its end."""
 
     def __init__(self, level: int = logging.NOTSET) -> None:
         super().__init__(level)

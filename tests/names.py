@@ -1,7 +1,4 @@
-"""A folder in memory for the names of caches, one for each process that runs tests.
-
-Whoever lists or removes names locks each of them for a moment: in one folder tests would find each other's in use.
-"""
+"""A folder in memory for the caches' names of each process of tests: in one folder they are in each other's way."""
 
 import os
 import shutil

@@ -80,8 +80,7 @@ def is_alive(pid: int) -> bool:
 def collapse() -> None:
     """Make huge pages of this process's heap and anonymous memory, which takes a second; Linux 6.1 and later.
 
-    A fork copies the page tables, of 500 MB of Python and torch: 30 ms of the processors for a child that does nothing,
-    12 ms with huge pages. 150 tests that fork much took 55 s instead of 72 s. A page that is written to is split again.
+    A fork copies the page tables: 150 tests that fork much took 55 s instead of 72 s.
     """
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

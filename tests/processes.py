@@ -56,11 +56,7 @@ class Child:
         self.process.start()
 
     def result(self) -> Any:
-        """What the function returned.
-
-        Raises:
-            ChildError: it raised, the process died, or it has not ended in time (and is killed).
-        """
+        """What the function returned; a ChildError if it raised, died, or did not end in time (and is killed)."""
         self.process.join(_SECONDS)
         code = self.process.exitcode
         if code is None:

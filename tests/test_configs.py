@@ -64,11 +64,8 @@ def targets(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_keys_are_the_constructors():
-    """Keys and constructor arguments are the same sets, so that every knob can be overridden and none is invented.
-
-    What the wheel carries names this package alone, by its public names. The example names of Lightning's classes those
-    arguments that matter here; its DataModule inherits the shipped leaf.
-    """
+    """Every argument has a key, and no other key is there. What the wheel carries names public names of this package
+    alone; the example names of Lightning's classes the arguments that matter, and its DataModule inherits ours."""
     for path in [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples" / "configs").rglob("*.yaml")]:
         for node in targets(OmegaConf.to_container(OmegaConf.load(path))):
             keys = {key for key in node if not (key.startswith("_") and key.endswith("_"))}
@@ -113,8 +110,7 @@ def given(value: Any) -> Any:
 
 
 def test_knobs_are_overridden_as_they_are_typed(plain):
-    """The cache group holds the options of the caches, as plain values, which reach every door. A stage's budget, an
-    argument of DataLoader: Hydra takes `key=value` only where the key is there."""
+    """Plain values reach every door, a stage's budget and an argument of DataLoader too."""
     cache = OmegaConf.to_container(plain.cache)
     assert set(cache) == set(CacheOptions().plain())
     assert all(given(value) is None or isinstance(value, str | bool) for value in cache.values())
@@ -155,8 +151,7 @@ def test_the_model_is_asked_for_and_experiments_compose(plain):
 
 @pytest.mark.processes
 def test_shipped_groups_instantiate(tmp_path):
-    """Loggers, callbacks and Trainer are made from the shipped YAML, and write into the run's own folder; so is a
-    CachedDataset around a source that YAML describes."""
+    """Loggers, callbacks and Trainer write into the run's own folder; a dataset is made around a source of YAML."""
     groups = ("logger=[csv,tensorboard]", "callbacks=[stocache,step_timer]")
     config = composed("train", "model=boring", *groups, output=tmp_path)
     loggers, made = (list(map(instantiate, group.values())) for group in (config.logger, config.callbacks))
@@ -188,8 +183,7 @@ def test_shipped_data_trains(tmp_path, overrides):
 
 
 def test_the_example_instantiates(tmp_path):
-    """The example's primary config is the package's `train` with data=photos and model=conv. Its parts are made as YAML
-    says, and wait until they are called; of groups of several entries any may be missing, or no object."""
+    """Its parts are made as YAML says, and wait to be called; entries of a group may be missing, or no object."""
     import model
     import train
 

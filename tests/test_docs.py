@@ -1,7 +1,4 @@
-"""README and the pages of docs/: the Python in them compiles, what is marked runs, and files and links exist.
-
-How the pages are put together is checked by `mkdocs build --strict` and .ci/check_site.py, in .ci/run.
-"""
+"""README and the pages of docs/: the Python in them compiles, what is marked runs, and files and links exist."""
 
 import re
 from collections.abc import Iterator
@@ -50,8 +47,7 @@ def test_what_is_marked_runs(page, tmp_path, monkeypatch, capfd):
 
 @pytest.mark.parametrize("page", sorted(TEXT))
 def test_python_compiles_and_files_exist(page):
-    """Each block of Python is Python. Files of the examples, the tests and the checks that a page names are there; a
-    relative link is one of a checkout, and leads to a file. (Of the site, mkdocs says so.)"""
+    """Files of a checkout that a page names, and those that its relative links lead to, are there."""
     for code, _, _ in blocks(page):
         compile(code, page, "exec")
     for name in re.findall(r"(?<![\w./])(?:examples|tests|\.ci)/[\w/.-]*\w", TEXT[page]):

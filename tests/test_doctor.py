@@ -47,8 +47,7 @@ def test_dev_shm_gets_a_fix_if_it_is_small_or_full():
 
 
 def test_the_cgroup_is_read_where_it_lies(tmp_path, monkeypatch):
-    """Limit and headroom are those of this process's cgroup and its parents; a tight one has a fix. A process whose
-    descriptors may not be listed is counted, not passed over in silence."""
+    """Limits are those of this process's cgroup and its parents; a process that may not be looked into is counted."""
     files = {
         "proc/self/cgroup": "0::/jobs/mine\n",
         "proc/meminfo": "MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\n",
@@ -74,8 +73,7 @@ def test_the_cgroup_is_read_where_it_lies(tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_seen_is_sentences(monkeypatch, tmp_path, capsys):
-    """Without /proc and /sys (macOS), or in a container that hides its processes, all other findings are there; of
-    /dev/shm the folder that takes its place. On Windows nothing can be shared: one sentence, with exit code 2."""
+    """Without /proc, /sys or /dev/shm all other findings are there. On Windows it is one sentence, with code 2."""
     for folder in ("sys", "proc"):
         (tmp_path / folder).mkdir()
         findings = examine(tmp_path)
@@ -91,8 +89,7 @@ def test_what_cannot_be_seen_is_sentences(monkeypatch, tmp_path, capsys):
 
 
 def test_the_verdict_comes_first_then_what_is_to_be_mended(monkeypatch, capsys):
-    """The command prints the verdict, then what has a fix with its fix below it, then everything else. Lines fit a
-    terminal; options are not cut in two."""
+    """Each fix stands below what it mends, then comes everything else; lines fit a terminal, options are not cut."""
     with closing(Segment.create(8 * MIB)):
         text = said(capsys, "doctor")
     text += as_text([Finding("a cache", "may."), shared_memory(64 * MIB, 60 * MIB, 32 * GIB)])
@@ -107,8 +104,7 @@ def test_the_verdict_comes_first_then_what_is_to_be_mended(monkeypatch, capsys):
 
 @pytest.mark.parametrize("backend", ["tmpfile", "memfd", "file"])
 def test_segments_are_found_with_their_holders(backend):
-    """A segment of any kind is found in the process that has it open, with what it holds; lock files, and files that
-    root has given to another user, are not."""
+    """Of any kind, with what they hold; lock files, and files that root has given to another user, are not."""
     segment = Segment.create(8 * MIB, backend)
     segment.reserve(0, MIB)
 

@@ -46,9 +46,7 @@ def room_of(module: str) -> str | None:
 def test_rooms_import_only_from_rooms_above():
     """A module imports from its own room and from those before it; setup and sampling do not know each other.
 
-    What stands in no room is the public face, the command line, and torch_internals, which knows nobody. The modules
-    can be put in an order in which each imports only what comes before it. Lightning is imported in training/ and
-    nowhere else in the package, Hydra and OmegaConf by __main__ alone.
+    torch_internals knows nobody, and imports have no cycle. Only training knows Lightning, only __main__ Hydra.
     """
     wrong = []
     for module, imported in IMPORTS.items():
@@ -68,8 +66,7 @@ def test_rooms_import_only_from_rooms_above():
 
 
 def test_names_come_from_the_leaf_that_defines_them():
-    """No module inside imports from the package's face, nor from a room's, and none offers in `__all__` what it has
-    imported, but torch's private names, which one file names."""
+    """No module imports from a face, nor offers what it has imported, but for the file of torch's private names."""
     assert [module for module, imported in IMPORTS.items() if room_of(module) and FACES & imported] == []
     for module, tree in TREES.items():
         imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
@@ -80,10 +77,7 @@ def test_names_come_from_the_leaf_that_defines_them():
 
 
 def test_only_the_cache_knows_how_a_sample_lies():
-    """Outside of cache/ nobody looks into a store: no slots, no ring of its own, no bytes of a row, no segment.
-
-    A store's handle may be asked for its arc: the nodes of a job tell each other theirs.
-    """
+    """Nobody else looks into a store. A handle may be asked for its arc: the nodes of a job tell each other theirs."""
     inside = re.compile(
         r"(?<!stocache\.)(?:cache|store)\.(?:layout|segment)\b|\.row_bytes\b|\.states\b|(?<!\.handle)\.arc\b"
     )
@@ -92,8 +86,7 @@ def test_only_the_cache_knows_how_a_sample_lies():
 
 
 def test_what_is_private_of_others_is_named_in_two_files():
-    """Attributes of other people's objects that begin with an underscore, and modules that do. In training/ no string
-    is a private name that the package does not define itself."""
+    """Attributes and modules that begin with an underscore; in training/ also strings that are no name of ours."""
     found = []
     for module, tree in TREES.items():
         if module.endswith(("torch_internals", "lightning_internals")):
@@ -148,19 +141,8 @@ def is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def test_the_design_names_the_files_that_there_are():
-    """Each room of the house in docs/design.md lists its modules, and no other."""
-    tree = (ROOT / "docs/design.md").read_text().partition("## 2. The house")[2].split("```")[1]
-    rooms = re.findall(r"^  (\w+)/ (.*?)(?=^  \S|\Z)", tree, re.MULTILINE | re.DOTALL)
-    for room, words in rooms:
-        if named := set(re.findall(r"\w+\.py", words)):
-            assert named == {path.name for path in (PACKAGE / room).glob("*.py")} - {"__init__.py"}, room
-    assert [room for room, _ in rooms] == ROOMS
-
-
 def test_public_names_resolve_are_sorted_and_listed():
-    """Each leads to an object of that name, and a second look gives the same object; the block for editors and dir()
-    show them. A name that the package lacks is an AttributeError with both names in it."""
+    """Each leads to an object of that name, for editors and dir() too. Another name is an AttributeError."""
     for_editors = next(node for node in TREES[PACKAGE.name].body if isinstance(node, ast.If))
     imported = [alias.name for node in for_editors.body if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert lightning_stocache.__all__ == sorted(imported)
@@ -173,12 +155,17 @@ def test_public_names_resolve_are_sorted_and_listed():
         lightning_stocache.no_such_name  # noqa: B018
 
 
-def test_every_package_folder_is_built():
-    """Each room and each config group is listed for the build, and nothing else. configs/ is a package of its own, and
-    no directory in lightning_stocache/ shadows it."""
+def test_every_room_is_built_and_in_the_design():
+    """Config groups, too; no directory in lightning_stocache/ shadows configs/. docs/design.md lists the modules."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     groups = {Path(PACKAGE.name) / path.parent.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.yaml")}
     assert sorted(setuptools["packages"]) == sorted(FACES | {".".join(path.parts) for path in groups})
     assert setuptools["package-dir"] == {"lightning_stocache.configs": "configs"}
     assert (ROOT / "configs" / "__init__.py").is_file()
     assert not (PACKAGE / "configs").exists()
+    house = (ROOT / "docs/design.md").read_text().partition("## 2. The house")[2].split("```")[1]
+    rooms = re.findall(r"^  (\w+)/ (.*?)(?=^  \S|\Z)", house, re.MULTILINE | re.DOTALL)
+    for room, words in rooms:
+        if named := set(re.findall(r"\w+\.py", words)):
+            assert named == {path.name for path in (PACKAGE / room).glob("*.py")} - {"__init__.py"}, room
+    assert [room for room, _ in rooms] == ROOMS

@@ -34,8 +34,7 @@ PNG = b"\x89PNG\r\n"
 
 @pytest.mark.processes
 def test_help_and_version_import_little(tmp_path):
-    """`python -m lightning_stocache --help` names every command, --version is the distribution's. Neither of them, nor
-    the package with its configs, imports torch, Lightning, Hydra or NumPy."""
+    """They name every command and the distribution's version, without torch, Lightning, Hydra or NumPy."""
     code = (
         "import lightning_stocache.configs, runpy, sys\n"
         "for word in ('--version', '--help'):\n    sys.argv = ['command', word]\n"
@@ -132,8 +131,7 @@ def configs(tmp_path, monkeypatch):
     ],
 )
 def test_bad_input_is_exit_code_2_and_a_sentence(configs, tmp_path, capsys, arguments, words):
-    """Missing and wrong arguments, folders without a run, missing configs, data or a model that raises, what cannot be
-    packed or is not there: stderr, code 2, no traceback, no words of Hydra's; a file that is there stays."""
+    """On stderr, without a traceback or words of Hydra's; a file that is there stays."""
     plan = f"plan --config-dir {configs} {ON_CPU}"
     pack = f"pack {tmp_path}/x.lmdb data=sources --config-dir {configs}"
     err = refused(capsys, *arguments.format(tmp_path, plan=plan, pack=pack).split())
@@ -144,8 +142,7 @@ def test_bad_input_is_exit_code_2_and_a_sentence(configs, tmp_path, capsys, argu
 
 
 def test_a_report_is_written_where_it_is_told(tmp_path, monkeypatch, capsys):
-    """A page in the working directory, and with --png a picture beside it; their paths are printed. A run
-    that cannot be read is named on stderr."""
+    """With --png a picture lies beside the page; paths are printed; a run that cannot be read is named on stderr."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path, {"a/metrics.csv": CSV, "b/metrics.csv": ""})
@@ -163,9 +160,7 @@ def test_a_report_is_written_where_it_is_told(tmp_path, monkeypatch, capsys):
 
 
 def test_plan_of_data_alone(configs, capsys, monkeypatch):
-    """Without a model, or any config of one, the table is about the loader, and the last line is for the config;
-    nothing else is said. A key that begins as `model` does is no model. --config-name selects the user's primary
-    config."""
+    """The table is about the loader; nothing else is said. `model_dir` is no model; --config-name selects a config."""
     shutil.rmtree(f"{configs}/model")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a script: pytest's would take what is said
     out = said(capsys, "plan", "--config-dir", configs, "--threads", "3", "data=squares", ON_CPU, "+model_dir=x")
@@ -179,8 +174,7 @@ def test_plan_of_data_alone(configs, capsys, monkeypatch):
 
 
 def test_plan_with_a_model_curves_and_a_picture(configs, tmp_path, capsys):
-    """Overrides may stand between options. The table has the step, loaders of other sizes have a table, and the picture
-    is written."""
+    """The table has the step, loaders of other sizes have a table, and the picture is written."""
     png, sizes = tmp_path / "plan.png", "model=line --workers 0 --batch-sizes 2,8 data.num_workers=0"
     options = f"data=squares --threads 1 {sizes} --png {png} {ON_CPU} data.train.length=32"
     main(["plan", "--config-dir", configs, *options.split()])
@@ -219,8 +213,7 @@ def names_of(name: str) -> list[str]:
 
 
 def test_list_tells_each_job_for_people(named, monkeypatch, capsys):
-    """A heading per job, and per cache its dataset, how much is filled, its size, since when, and who uses it. An empty
-    machine is a sentence."""
+    """A heading per job, and per cache its dataset, how much is filled, its size, since when, and who uses it."""
     name, _ = named
     out = said(capsys, "list")
     assert max(map(len, out.splitlines())) <= 80
@@ -239,8 +232,7 @@ def test_list_tells_each_job_for_people(named, monkeypatch, capsys):
 
 
 def test_clean_takes_the_name_that_the_job_was_given(named, monkeypatch, capsys):
-    """It asks, and a script that says nothing has not said yes (exit code 1). All its caches that nobody uses
-    are removed together; the one in use stays, and is said to, as does what is no segment."""
+    """It asks, and silence is no yes. All its caches that nobody uses are removed; what is in use or foreign stays."""
     name, segment = named
     notes = path_of(f"{name}-notes.txt")
     notes.write_text("what I must not forget")

@@ -27,8 +27,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_files_are_made_once_and_whole(photos, monkeypatch):
-    """RGB JPEG files of 320x320 in train/<class> and val/<class>. A run that dies while it writes leaves no file under
-    its final name; the next makes only what is missing, as the first would have. A sample is an image and its class."""
+    """A run that dies while it writes leaves no file under its final name; the next makes only what is missing."""
 
     def die(source, target):
         raise KeyboardInterrupt
@@ -59,8 +58,7 @@ def test_files_are_made_once_and_whole(photos, monkeypatch):
 
 
 def test_a_folder_of_ones_own(photos, tmp_path):
-    """With a root nothing is made, classes are the names of the folders, and grey files become RGB. A file that cannot
-    be decoded, a root without the layout, and a val folder with other classes, numbered differently, are named."""
+    """With a root nothing is made; a file that cannot be decoded, another layout, other classes in val are named."""
     root = tmp_path / "mine"
     for name in ("train/ant/1.jpg", "train/bee/1.jpg", "val/ant/1.jpg", "val/bee/1.jpg"):
         (root / name).parent.mkdir(parents=True)

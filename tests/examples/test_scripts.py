@@ -1,7 +1,4 @@
-"""The scripts of examples/ and its benchmarks: they cache, explain themselves, and write what they say. No timing.
-
-A script runs as `python FILE ARGUMENTS` runs it, but in a fork: torch and Lightning take four seconds to import.
-"""
+"""The scripts of examples/, in a fork that has imported torch: they cache, explain themselves, write what they say."""
 
 import importlib
 import json
@@ -12,7 +9,6 @@ import re
 import runpy
 import sys
 import traceback
-from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -50,7 +46,8 @@ def run(path: Path, arguments: tuple[str, ...], folder: Path, environment: dict[
         sys.modules.pop(neighbour.stem, None)
     forkserver.ensure_running.__self__.__init__()  # the one of the test process is no server of this one
     # Benchmarks run each case in a fork of a server that has imported torch and done nothing else: this process is one.
-    multiprocessing.get_context = partial(context, multiprocessing.get_context)  # type: ignore[assignment]
+    real: Any = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: real("fork" if method == "forkserver" else method)
     sys.argv, sys.path = [str(path), *arguments], [str(path.parent), *sys.path]
     try:
         runpy.run_path(str(path), run_name="__main__")
@@ -62,10 +59,6 @@ def run(path: Path, arguments: tuple[str, ...], folder: Path, environment: dict[
         return 1
     finally:
         sys.stdout.flush(), sys.stderr.flush()
-
-
-def context(real: Any, method: str | None = None) -> Any:
-    return real("fork" if method == "forkserver" else method)
 
 
 def benchmark(name: str, folder: Path, *arguments: str) -> Any:
@@ -85,9 +78,7 @@ def benchmark(name: str, folder: Path, *arguments: str) -> Any:
     ids=["text", "imagenet", "text on two ranks", "imagenet on two ranks"],
 )
 def test_each_sample_is_loaded_once(tmp_path, example, arguments, samples, read_again):
-    """Every sample in epoch one, by all ranks together, and nothing in epoch two: of texts, and of photographs as
-    images and as tensors. Set-up reads some samples again, to see whether the source is random. The recipe without a
-    cache loads all in each epoch."""
+    """In epoch one, by all ranks together, none in epoch two; the recipe without a cache loads all in each epoch."""
     always = ("--samples", str(samples), "--epochs", "2", "--batch-size", "8")
     said = run_example(f"{example}.py", tmp_path, *always, *arguments)
     loads = [int(number) for number in re.findall(r"the source loaded (\d+) samples", said)]
@@ -145,8 +136,7 @@ def test_peers_are_compared(tmp_path, name, part):
 
 @pytest.mark.soak
 def test_nothing_is_loaded_twice(tmp_path):
-    """The source's own count over three epochs is N, the second reads of set-up (half of what the package announced),
-    and at most eight second reads per process (which see whether it is random), on one process and on two ranks."""
+    """Three epochs load N samples, what set-up reads twice, and at most eight second reads per process."""
     _, written = benchmark("promises", tmp_path, "--only", "loads")
     kinds = {(found["ranks"], found["loader"], found["workers"]) for found in written["loads"]}
     loaders = ("CachedDataset", "CachedLoader")

@@ -1,7 +1,4 @@
-"""What a user does with the package on any system: `job WHAT FOLDER`; it prints what came of it.
-
-Spawned processes import this module: so that they start fast it imports little.
-"""
+"""What a user does on any system: `job WHAT FOLDER` prints what came of it. Spawned processes import this."""
 
 import contextlib
 import csv
@@ -23,8 +20,7 @@ from tests.logs import Log
 from tests.sources import CountedSource
 
 SAMPLES = 24
-KEPT = 48
-"""Samples of a cache that lasts: more than set-up stores of them."""
+KEPT = 48  # samples of a cache that lasts: more than set-up stores of them
 WINDOWS_LACKS = {
     os: "fork forkpty getuid geteuid getgid O_CLOEXEC O_NOFOLLOW O_NONBLOCK O_DIRECTORY O_TMPFILE memfd_create "
     "MFD_CLOEXEC pread pwrite preadv pwritev posix_fallocate fdatasync statvfs fstatvfs sysconf sched_getaffinity "
@@ -119,10 +115,8 @@ def commands(folder: Path) -> dict[str, Any]:
 
 
 def windows(folder: Path) -> dict[str, Any]:
-    """The doors and the commands where what Windows lacks is gone when the package is imported; and every warning.
-
-    torch and Lightning come first: a sys.platform of win32 has the standard library look for modules of its own.
-    """
+    """The doors and the commands without what Windows lacks; and every warning. torch and Lightning come first: a
+    sys.platform of win32 has the standard library look for modules of its own."""
     importlib.import_module("lightning.pytorch")
     for module, names in WINDOWS_LACKS.items():
         for name in names.split():

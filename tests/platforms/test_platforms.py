@@ -37,8 +37,7 @@ def run(folder: Path, what: str, path: str = DARWIN) -> Any:
 @pytest.mark.soak
 @pytest.mark.parametrize("path", ["", DARWIN], ids=["fork server", "macOS"])
 def test_every_door_caches(tmp_path, path):
-    """With workers from a fork server, and without /proc, /dev/shm and fork: epoch two hits everything, batches are
-    those without a cache, two ranks load each sample once between them, and no file is left."""
+    """Epoch two hits everything, batches are as without a cache, two ranks load each sample once, no file is left."""
     found = run(tmp_path, "doors", path)
     doors = [found[name] for name in ("cache_datamodule", "callback", "loop")]
     assert [same for _, same in doors] == [True] * 3

@@ -85,8 +85,7 @@ def test_pots_are_served_in_order() -> None:
 
 
 def test_loaders_are_kept_back() -> None:
-    """Each rank's workers, what they load and make ahead, five batches, and what the training takes are not granted.
-    While train is filled, what the loaders of val need stays free, and half of the margin."""
+    """Each rank's workers, what they load and make ahead, five batches, and what the training takes are not granted."""
     reader = LoaderSettings(10, 2, 4, "fork")
     kept_back = 2 * (5 + 8 + 2) * 990 + 2 * 2 * WORKER + 40_000
     free = FreeMemory(None, MARGIN + kept_back + 50_000, None)
@@ -128,25 +127,22 @@ def test_a_memfd_is_taken_where_dev_shm_is_short(monkeypatch: pytest.MonkeyPatch
     assert warning.endswith(": less than one sample")
 
 
-POOL_SPEC = SampleSpec.infer(torch.zeros(1000, dtype=torch.uint8))
-POOL_SLOT = 1016  # with the generation and the time of a slot
-
-
-def pool(budget: int | str, length: int | None = None, writers: int = 1) -> tuple[int, bool]:
-    """The slots of a rolling cache, and whether all of its source has room."""
-    allocation, holds_all = allocate_pool(Budget.parse(budget), POOL_SPEC, length, writers, 1)
-    return allocation.slots[0], holds_all
-
-
 def test_the_budget_of_a_pool_is_divided_into_slots() -> None:
     """As many as fit, and no more than the source has; one sample more than the writers write has to be readable."""
-    assert pool(100 * POOL_SLOT) == (100, False)
-    assert pool(100 * POOL_SLOT, length=40) == (40, True)
-    assert pool(100 * POOL_SLOT, length=400) == (100, False)
+    spec, slot = SampleSpec.infer(torch.zeros(1000, dtype=torch.uint8)), 1016  # with its generation and its time
+
+    def pool(budget: int | str, length: int | None = None, writers: int = 1) -> tuple[int, bool]:
+        """The slots of a rolling cache, and whether all of its source has room."""
+        allocation, holds_all = allocate_pool(Budget.parse(budget), spec, length, writers, 1)
+        return allocation.slots[0], holds_all
+
+    assert pool(100 * slot) == (100, False)
+    assert pool(100 * slot, length=40) == (40, True)
+    assert pool(100 * slot, length=400) == (100, False)
     assert pool("50%", length=400) == (200, False)
-    assert pool(1 * POOL_SLOT, length=1, writers=4) == (1, True)
+    assert pool(1 * slot, length=1, writers=4) == (1, True)
     for budget, writers, words in (
-        (5 * POOL_SLOT, 4, "room for 6 samples"),
+        (5 * slot, 4, "room for 6 samples"),
         (0, 1, "room for"),
         ("auto", 1, "for a stream, got auto"),
     ):

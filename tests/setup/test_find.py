@@ -77,9 +77,8 @@ def test_nothing_is_opened_counted_or_remembered(num_workers: int, wrapped: bool
 
 def test_where_no_process_is_started_all_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemonic process can start none, and without fork a spawned one would run the user's script once more: the
-    source is read here, as is one whose samples another process cannot send. Attributes and generators are then as
-    before. A source of a notebook, whose class workers that are not forked cannot import, passes through: the reason
-    names the way out."""
+    source is read here, as is one whose samples cannot be sent; attributes and generators are then as before. A source
+    of a notebook, whose class workers that are not forked cannot import, passes through with the way out."""
     cell: Any = types.ModuleType("a_cell")
     cell.Made = type("Made", (Made,), {"__module__": "a_cell"})
     monkeypatch.setitem(sys.modules, "a_cell", cell)
@@ -107,25 +106,22 @@ def test_where_no_process_is_started_all_is_put_back(monkeypatch: pytest.MonkeyP
     assert lazy.is_as_before
 
 
-@pytest.mark.parametrize(
-    ("source", "reason", "error"),
-    [
-        (Made(_raises), "reading it raised OSError: the disk is gone", OSError),
-        (Made(lambda index: {"call": [_raises, lambda: index]}), "cannot be kept as bytes: ", TypeError),
-        (Made(lambda index: torch.rand(2)), r"it is random \(reading index 0 moves the generator of torch\)", None),
-        (Made(lambda index: os._exit(3)), "exited unexpectedly", ChildProcessError),
-        (Made(lambda index: torch.tensor([index, getattr(get_worker_info(), "seed", 0)])), "it is random", None),
-    ],
-    ids=["raises", "function", "random", "dies", "a worker's seed"],
-)
-def test_what_cannot_be_cached_has_a_reason(source: Dataset[Any], reason: str, error: type[Exception] | None) -> None:
+def test_what_cannot_be_cached_has_a_reason() -> None:
     """In words, without an error; where errors are wanted, the error itself, but for a source that is random."""
-    finding = look(source, 2, strict=error is None)
-    assert (finding.codec, finding.cut) == (None, None)
-    assert re.search(reason, str(finding.reason))
-    if error is not None:
-        with pytest.raises(error, match=reason.rpartition("Error: ")[2]):
-            look(source, 2, strict=True)
+    table: list[tuple[Any, str, type[Exception] | None]] = [
+        (_raises, "reading it raised OSError: the disk is gone", OSError),
+        (lambda index: {"call": [_raises, lambda: index]}, "cannot be kept as bytes: ", TypeError),
+        (lambda index: torch.rand(2), r"it is random \(reading index 0 moves the generator of torch\)", None),
+        (lambda index: os._exit(3), "exited unexpectedly", ChildProcessError),
+        (lambda index: torch.tensor([index, getattr(get_worker_info(), "seed", 0)]), "it is random", None),
+    ]
+    for make, reason, error in table:
+        finding = look(Made(make), 2, strict=error is None)
+        assert (finding.codec, finding.cut) == (None, None)
+        assert re.search(reason, str(finding.reason))
+        if error is not None:
+            with pytest.raises(error, match=reason.rpartition("Error: ")[2]):
+                look(Made(make), 2, strict=True)
 
 
 def test_one_broken_sample_does_not_switch_the_cache_off() -> None:
@@ -160,8 +156,7 @@ def _report(path: Path, index: int, *, ends: bool = False) -> torch.Tensor:
 
 
 def test_one_process_reads_all_sources_of_a_call(tmp_path: Path) -> None:
-    """The looks, and samples that are asked for later; one that raises or kills it is passed over. `worker_init_fn` is
-    for one source, which has a process of its own, and finds it as in a worker of the user's loader."""
+    """One that raises or kills it is passed over. `worker_init_fn` has a process of its own, for one source."""
 
     def init(worker: int) -> None:
         info: Any = get_worker_info()

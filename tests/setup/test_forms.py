@@ -158,20 +158,15 @@ def slow(read: float = 0.0, decode: float = 0.0) -> CountedFiles:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("budget", "read", "decode", "bytes_of_one", "filled"),
-    [
+def test_auto_takes_the_better_form_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the seconds and bytes of both, and what is granted."""
+    monkeypatch.setattr(forms, "time", clock)
+    for budget, read, decode, bytes_of_one, filled in (
         ("5MB", 1e-3, 0, 10_000, 100),  # all of them decoded
         ("500KB", 5e-3, 0, 1000, 100),  # all of them as files, where reading is slow
         ("500KB", 0, 2e-3, 10_000, 48),  # half of them decoded, where decoding is slow
-    ],
-)
-def test_auto_takes_the_better_form_for_all(
-    monkeypatch: pytest.MonkeyPatch, budget: str, read: float, decode: float, bytes_of_one: int, filled: int
-) -> None:
-    """By the seconds and bytes of both, and what is granted."""
-    monkeypatch.setattr(forms, "time", clock)
-    with closing(CachedDataset(slow(read, decode), budget, store="auto")) as dataset:
-        assert_epochs_are_those_of(slow(), dataset)
-        assert filled <= dataset.cache.filled <= 1.05 * filled
-        assert bytes_of_one <= dataset.cache.memory_bytes / dataset.cache.filled < 1.35 * bytes_of_one
+    ):
+        with closing(CachedDataset(slow(read, decode), budget, store="auto")) as dataset:
+            assert_epochs_are_those_of(slow(), dataset)
+            assert filled <= dataset.cache.filled <= 1.05 * filled
+            assert bytes_of_one <= dataset.cache.memory_bytes / dataset.cache.filled < 1.35 * bytes_of_one

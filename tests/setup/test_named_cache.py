@@ -228,8 +228,7 @@ def test_geometry_wins_over_another_budget(name: str, caplog: pytest.LogCaptureF
 
 @pytest.mark.processes
 def test_two_ranks_share_it_and_the_next_job_is_warm(name: str, tmp_path: Path) -> None:
-    """The leader opens it and the other rank attaches; so again when all have closed it, and nothing is loaded then.
-    The leader finds other data, for both."""
+    """The leader opens it and the other rank attaches, twice; the leader finds other data, for both."""
     (cold, warm), of_the_other = run_ranks(halves, 2, str(tmp_path), name)
     assert of_the_other == [cold, warm]
     assert cold == warm

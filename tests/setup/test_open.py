@@ -115,8 +115,7 @@ def test_a_failure_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_budget_of_a_percentage_is_that_of_the_samples() -> None:
-    """Within one in a hundred, whatever they are and however they are stored: images of PIL, which take a quarter less
-    where they are packed, and records of very different sizes."""
+    """Within one in a hundred: of images, which take a quarter less where they are packed, and texts of all sizes."""
     for make, percent in (
         (lambda index: (Image.new("RGB", (40 + index % 7, 60 + index % 5), (index % 256, 0, 0)), index), 75),
         (lambda index: ("x" * int(np.random.default_rng(index).lognormal(6, 1)), index), 50),
@@ -252,8 +251,7 @@ def _do(rank: int, folder: Path) -> list[Any]:
 
 
 def test_nodes_divide_what_any_rank_draws(on_two_ranks: Any) -> None:
-    """Of the eleven that are drawn by either rank, each of two nodes with half of the memory has slots for a part. Of a
-    split that each rank draws for itself, which passes through, each rank sees the samples of its own part."""
+    """Each of two nodes has slots for a part. Of splits that ranks draw for themselves, each sees its own."""
     (first, filled, coverage), (second, *_) = on_two_ranks[folds]
     drawn = {1, *range(0, LENGTH, 2)}
     assert (len(first), filled) == (5, 5)

@@ -26,12 +26,9 @@ from tests.sources import CountedFiles, CountedSource, Made, TransformedSource
 pytestmark = [pytest.mark.named, pytest.mark.processes]
 
 LENGTH = 60  # a process reads some samples again once it has loaded 64, to see whether they are random
-FIRST = frozenset(spread(LENGTH, 4))
-"""The indices that set-up reads of any source, from the first to the last."""
-SEEN = FIRST.union(spread(LENGTH, 30)[1:-1])
-"""Those of a quick one: 28 more."""
-SEEN_RANDOM = FIRST.union(spread(LENGTH, 30)[1:2])
-"""Those of a random one: one more."""
+FIRST = frozenset(spread(LENGTH, 4))  # the indices that set-up reads of any source, from the first to the last
+SEEN = FIRST.union(spread(LENGTH, 30)[1:-1])  # those of a quick one: 28 more
+SEEN_RANDOM = FIRST.union(spread(LENGTH, 30)[1:2])  # those of a random one: one more
 
 
 def row(index: int, gain: float = 1.0) -> Any:
@@ -56,11 +53,8 @@ def augmented(gain: float = 1.0, log_path: str | Path = "") -> CountedSource:
 
 def files(gain: float = 1.0, log_path: str | Path = "") -> CountedSource:
     """Files that are decoded after the cache, where noise is added."""
-
-    def content(index: int) -> bytes:
-        return bytes([int(gain), index] * 50)
-
-    return CountedFiles(content, lambda content, index: torch.tensor(list(content)) + torch.rand(1), LENGTH, log_path)
+    noisy = lambda content, index: torch.tensor(list(content)) + torch.rand(1)  # noqa: E731
+    return CountedFiles(lambda index: bytes([int(gain), index] * 50), noisy, LENGTH, log_path)
 
 
 SOURCES: dict[str, tuple[Callable[..., CountedSource], dict[str, Any]]] = {
@@ -72,13 +66,6 @@ SOURCES: dict[str, tuple[Callable[..., CountedSource], dict[str, Any]]] = {
 }
 
 
-def read_anew(source: CountedSource) -> list[int]:
-    """The indices that have been read since this was asked last."""
-    indices = source.loaded
-    Path(source.log_path).unlink(missing_ok=True)
-    return indices
-
-
 @pytest.mark.parametrize("kind", ["rows", "files", "split", "on a disk"])
 def test_what_was_read_is_hit_in_the_first_epoch(kind: str, tmp_path: Path) -> None:
     """Each sample is loaded once after set-up, or was stored there; both are counted, each in its column."""
@@ -87,12 +74,13 @@ def test_what_was_read_is_hit_in_the_first_epoch(kind: str, tmp_path: Path) -> N
     with closing(CachedDataset(source, **options)) as dataset:
         cache, counters = dataset.cache, dataset.counters
         seen = SEEN_RANDOM if kind in ("files", "split") else SEEN
-        assert set(read_anew(source)) >= seen
+        at_set_up = source.loaded
+        assert set(at_set_up) >= seen
         assert cache.filled == counters.totals().setup_fills == len(seen)
         assert (counters.totals().fills, counters.totals().served) == (0, 0)
         assert sum(1 for _ in DataLoader(dataset, 8, collate_fn=list)) == 8
         counts, loads = counters.totals(), LENGTH - len(seen)
-        assert sorted(read_anew(source)) == sorted(set(range(LENGTH)) - seen)
+        assert sorted(source.loaded[len(at_set_up) :]) == sorted(set(range(LENGTH)) - seen)
         assert (counts.hits, counts.misses, counts.fills, cache.filled) == (len(seen), loads, loads, LENGTH)
 
 
@@ -111,12 +99,8 @@ def test_what_has_no_slot_or_is_random_is_not_stored(monkeypatch: pytest.MonkeyP
 
 def test_what_four_samples_do_not_show_is_looked_for_again(name: str, tmp_path: Path) -> None:
     """Records, of which the first four look like rows, are found to be records."""
-
-    def make(index: int) -> torch.Tensor:
-        return torch.zeros(2 + (index not in FIRST))
-
-    source = Made(make, LENGTH, tmp_path / "log")
-    with closing(CachedDataset(Made(make, LENGTH), name=name)) as first:
+    source = Made(lambda index: torch.zeros(2 + (index not in FIRST)), LENGTH, tmp_path / "log")
+    with closing(CachedDataset(Made(source.make, LENGTH), name=name)) as first:
         with closing(CachedDataset(source, name=name)) as second:
             assert first.cache is not None
             assert second.cache is not None
@@ -180,8 +164,7 @@ def joins(source: CountedSource, name: str, seed: int) -> bool:
 
 
 def test_random_samples_are_no_other_data(name, caplog) -> None:
-    """They differ from themselves: the cache is joined, with a warning unless its user says what it holds. With `spec=`
-    nobody has looked for what is random: neither set-up nor training freezes a draw."""
+    """The cache is joined, with a warning unless its user says what it holds; with `spec=` no draw is frozen either."""
     noise = Made(lambda index: torch.rand(3))
     for fingerprint in ("", "v2"):
         options: dict[str, Any] = {"name": f"{name}-{fingerprint}x", "fingerprint": fingerprint, "allow_random": True}

@@ -1,7 +1,4 @@
-"""Generators that belong to a source are found wherever its code can come to them; states are plain values.
-
-They are equal where nothing was drawn, and put back from text, never by a pickle.
-"""
+"""Generators that belong to a source are found wherever its code can come to them; states are plain values."""
 
 import functools
 import itertools
@@ -48,8 +45,7 @@ PLACES: list[Callable[[Any], Any]] = [
 
 
 def test_a_generator_is_found() -> None:
-    """In attributes, containers, closures, defaults, methods and partials, of each kind; a class's own, and a global
-    that a method names. The process-wide ones are known by name already."""
+    """Of each kind; a class's own, and a global that a method names. The process-wide ones are known by name."""
     for place, kind in itertools.product(
         PLACES, (np.random.default_rng, np.random.RandomState, random.Random, torch.Generator)
     ):
@@ -60,8 +56,7 @@ def test_a_generator_is_found() -> None:
 
 
 def test_a_large_or_circular_source_ends_and_a_proxy_is_not_made_to_load() -> None:
-    """Of many items the first are looked at, an object that leads to itself comes once, and an object that answers to
-    every question by an error is passed over."""
+    """Of many items the first are looked at; an object that answers to every question by an error is passed over."""
     source = Holder([[] for _ in range(100_000)])
     source.me = source  # type: ignore[attr-defined]
     assert len(list(reachable(source))) < 20_001

@@ -83,8 +83,8 @@ def test_changes_are_seen_where_they_are(change: Callable[[Images], Any], path: 
 
 
 def test_what_reading_moves_is_no_change() -> None:
-    """A counter and a memo that moved in a read of this process may move from then on, as may attributes of steps after
-    the cache, which take effect at once. Other names, and other steps in their places, may not."""
+    """What moved in a read of this process may move from then on, as may attributes of steps after the cache. Other
+    names, and other steps in their places, may not."""
     images = Images()
     steps = images.transform.transforms
     state = SourceState(images)
@@ -103,8 +103,7 @@ def test_what_reading_moves_is_no_change() -> None:
 
 
 def test_a_copy_is_compared_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is sent without what the source does not send, with a change that was there, and sees its own from then on. A
-    name that worker_init_fn adds to the worker's copy is no change; one that it changes is."""
+    """It sees its own changes, and those that were there; a name that worker_init_fn adds to a copy is none."""
     source = Images()
     source.handle = open(__file__)  # noqa: SIM115  cannot be pickled
     with source.handle:
@@ -128,8 +127,7 @@ LOADS = 40_000
 
 
 def test_few_are_read_again_and_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
-    """Eight at most, none before the 64th load; no generator has moved, and there is no warning. What the user's code
-    raises when it is asked twice ends nothing: the sample has been served."""
+    """Eight at most, none before the 64th load; no generator has moved; what the second read raises ends nothing."""
     asked = list[int]()
     source = Made(lambda index: asked.append(index) or 0.5, LOADS)
     recheck = Recheck(source, lambda: True)
@@ -156,8 +154,7 @@ def test_a_sample_that_differs_is_named_once(first_to_tell: bool, caplog: pytest
 
 
 def test_generators_of_a_stream_are_watched() -> None:
-    """One that belongs to the stream counts as the process-wide ones do, unless draws do not matter. What a training
-    draws while it has the sample is not the stream's."""
+    """The stream's own too, unless draws do not matter; what a training draws meanwhile is not the stream's."""
     own = np.random.default_rng(0)
 
     def noisy() -> Iterator[float]:

@@ -93,8 +93,7 @@ def test_keys_may_be_given(tmp_path: Path) -> None:
 
 
 def test_plain_values_are_read_as_they_are_said_to_be(tmp_path: Path) -> None:
-    """Bytes, text, JSON, tensors of a dtype and a shape, safetensors, or by a function. Arguments that do not go
-    together are refused."""
+    """Bytes, text, JSON, tensors, safetensors, or by a function; arguments that do not go together are refused."""
     array = np.arange(12, dtype=np.int16).reshape(3, 4)
     path = write_lmdb(tmp_path / "plain", {"a": array.tobytes()})
     assert LMDBSource(path, kind="bytes")[0] == array.tobytes()

@@ -83,20 +83,20 @@ def test_an_error_of_the_source_loses_nothing(tmp_path: Path, workers: int, at: 
     assert reads_of(tmp_path / "again") == Counter([*compared, *range(at, LENGTH)])
 
 
-def within(path: Path, allowance: Allowance) -> None:
-    packing.BATCH_SECONDS = 0.005
-    pack(source(before=allowance), path, workers=2)
-
-
 @pytest.mark.processes
 def test_a_pack_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Killed again and again, at random moments after a commit, it ends as one that was never stopped. If it was killed
-    before the manifest said that all is there, only four samples are read."""
+    """Killed again and again after a commit, it ends as one that was never stopped. Where just the manifest does not
+    say that all is there, four samples are read."""
     path, chance, found = tmp_path / "x.lmdb", random.Random(2), [0]
     allowance = Allowance(tmp_path / "allowed", 6)  # for each of two workers, so that no run comes to its end
+
+    def within_allowance() -> None:
+        packing.BATCH_SECONDS = 0.005
+        pack(source(before=allowance), path, workers=2)
+
     while len(set(found)) < 4:
         before = _version(path)
-        child = Child(within, path, allowance)
+        child = Child(within_allowance)
         wait_until(lambda: child.process.exitcode is not None or _version(path) != before)  # noqa: B023
         assert child.process.exitcode is None, "it has ended"
         time.sleep(chance.uniform(0.0, 0.02))
@@ -155,8 +155,7 @@ def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
-    """A file, an LMDB of others, a pack of another source, length or fingerprint: all stay as they are. A second pack
-    into one file, here while the first loads, is refused at once."""
+    """A file, an LMDB of others, another pack: all stay as they are. A second pack into one file is refused at once."""
     (tmp_path / "text").write_text("precious" * 1000)
     write_lmdb(tmp_path / "foreign", {"a": b"precious"})
     pack([1, 2, 3], tmp_path / "mine")

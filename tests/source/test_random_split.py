@@ -218,9 +218,9 @@ def test_a_deterministic_source_is_left_alone() -> None:
         assert parts.reads == 2 * len(parts.samples)
 
 
-@pytest.mark.parametrize(
-    ("make", "sign"),
-    [
+def test_a_source_that_is_random_in_itself_stays_whole() -> None:
+    """The reason names the generator or the leaf that moved, and why there is no split."""
+    for make, sign in (
         (lambda i: (i, np.random.rand()), "moves the generator of numpy.random"),
         (lambda i: (torch.rand(3), random.random()), "torch and random"),
         (lambda i: {"x": (i, OWN.random(3))}, "moves the generator of tests.source.test_random_split.OWN"),
@@ -230,16 +230,13 @@ def test_a_deterministic_source_is_left_alone() -> None:
         (lambda i: (i, random.SystemRandom().random() > 2), "moves the generator of the system"),
         (lambda i: torch.rand(3).sum() * 0, "moves the generator of torch"),
         (lambda i: torch.manual_seed(i).initial_seed(), "moves the generator of torch"),
-    ],
-)
-def test_a_source_that_is_random_in_itself_stays_whole(make: Any, sign: str) -> None:
-    """The reason names the generator or the leaf that moved, and why there is no split."""
-    source = Made(make)
-    parts = split(source)
-    assert (parts.source is source, parts.tail) == (True, None)
-    assert len(parts.samples) == 4
-    assert sign in parts.reason
-    assert "has no `transform`" in parts.reason
+    ):
+        source = Made(make)
+        parts = split(source)
+        assert (parts.source is source, parts.tail) == (True, None)
+        assert len(parts.samples) == 4
+        assert sign in parts.reason
+        assert "has no `transform`" in parts.reason
 
 
 def drawing_for_nothing(photos: Photos, index: int) -> Any:
@@ -263,12 +260,12 @@ def of_one_shape(photos: Photos, index: int) -> Any:
     return image
 
 
-@pytest.mark.parametrize(
-    ("source", "why"),
-    [
+def test_what_cannot_be_split_soundly_stays_whole() -> None:
+    """A cut that would not reproduce the source is not made, and the reason says what stood against it."""
+    for source, why in (
         (Photos(CROP, lambda photos, i: (plain(photos, i), torch.rand(()))), "outside the transform (reading index 0 "),
         (Photos(CROP, lambda photos, i: plain(photos, i)[0] * 2), "does not hold what its transform returns"),
-        (Photos(CROP, lambda photos, i: (image := plain(photos, i)[0], image.sum())), "do not give its sample again"),
+        (Photos(CROP, lambda photos, i: (it := plain(photos, i)[0], it.sum())), "do not give its sample again"),
         (Photos(CROP, drawing_for_nothing), "do not give its sample again"),
         (Photos(CROP, sometimes_twice), "not called in the same way for every sample"),
         (Photos(noisy, lambda photos, i: photos.transform(image=photos.images[i])), "keyword arguments (image)"),
@@ -277,13 +274,10 @@ def of_one_shape(photos: Photos, index: int) -> Any:
         # a cut before the load would cache an index
         (Photos(None, lambda held, i: held.load(i), load=lambda i: torch.rand(3) + i), "Photos has no `transform`"),
         (ConcatDataset([Photos(CROP), Made(lambda index: torch.rand(3))]), "Made has no `transform`"),
-    ],
-)
-def test_what_cannot_be_split_soundly_stays_whole(source: Any, why: str) -> None:
-    """A cut that would not reproduce the source is not made, and the reason says what stood against it."""
-    parts = split(source)
-    assert (parts.source is source, parts.tail) == (True, None)
-    assert why in str(parts.reason)
+    ):
+        parts = split(source)
+        assert (parts.source is source, parts.tail) == (True, None)
+        assert why in str(parts.reason)
 
 
 def broken(index: int) -> Any:
@@ -292,8 +286,7 @@ def broken(index: int) -> Any:
 
 
 def test_every_generator_is_put_back() -> None:
-    """All generators (NumPy's spare normal too) go on as if nothing had been read, also when the source raises.
-    Datasets, Subsets and transforms keep every attribute that they had."""
+    """All go on as if nothing had been read, also when the source raises; sources keep their attributes."""
     photos = Photos(v2.Compose([v2.CenterCrop(8), v2.RandomCrop(6)]))
     subset, steps, attributes = Subset(photos, [1, 2, 3]), list(photos.transform.transforms), dict(vars(photos))
     seed(5)

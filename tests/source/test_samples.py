@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset
@@ -14,9 +13,9 @@ from lightning_stocache.source.identity import data_digest
 from lightning_stocache.source.samples import mark_of, same_sample
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "same"),
-    [
+def test_samples_are_compared_by_value() -> None:
+    """Whatever they are made of."""
+    for left, right, same in (
         (torch.ones(3), torch.ones(3) + torch.finfo(torch.float32).eps, True),
         (torch.ones(3), torch.ones(3) + 1e-4, False),
         (torch.ones(3), torch.ones(3, dtype=torch.float64), False),
@@ -33,33 +32,26 @@ from lightning_stocache.source.samples import mark_of, same_sample
         (SimpleNamespace(a=1), SimpleNamespace(a=1.0), False),
         ({"a": 1, "b": 0.1 + 0.2}, {"b": 0.3, "a": 1}, True),
         (1, True, False),
-    ],
-)
-def test_samples_are_compared_by_value(left: Any, right: Any, same: bool) -> None:
-    """Whatever they are made of."""
-    assert same_sample(left, right) is same
+    ):
+        assert same_sample(left, right) is same
 
 
-@pytest.mark.parametrize(
-    "samples",
-    [
+def test_other_contents_have_other_marks() -> None:
+    """A byte in the middle, another shape, type or key changes it. A copy has the same, also of a sample in itself."""
+    for samples in (
         [torch.zeros(3, 64, 64), torch.zeros(3, 64, 64).index_fill_(2, torch.tensor(5), 1.0), torch.zeros(64, 3, 64)],
         [torch.zeros(4, dtype=torch.int32), torch.zeros(4), np.zeros(4, np.float32)],
         [b"a" * 500, b"a" * 250 + b"b" + b"a" * 249, "a" * 500],
         [{"a": 1, "b": 2}, {"a": 2, "b": 1}, [1, 2], (1, 2), [True, 2]],
         [Image.new("RGB", (9, 9)), Image.new("RGB", (9, 9), (1, 0, 0)), Image.new("L", (9, 9))],
         [torch.tensor(1), torch.tensor(True), torch.tensor([1]), 1, 1.0, None],
-    ],
-)
-def test_other_contents_have_other_marks(samples: list[Any]) -> None:
-    """A byte in the middle, another shape, type or key changes it. A copy has the same, also of a sample in itself."""
-    itself: list[Any] = [torch.zeros(2)]
-    itself.append(itself)
-    samples = [*samples, itself]
-    marks = [mark_of(sample) for sample in samples]
-    assert len(set(marks)) == len(samples)
-    assert [mark_of(sample) for sample in copy.deepcopy(samples)] == marks
-    assert all(0 <= mark < 2**64 for mark in marks)
+    ):
+        itself: list[Any] = [torch.zeros(2)]
+        itself.append(itself)
+        marks = [mark_of(sample) for sample in [*samples, itself]]
+        assert len(set(marks)) == len(marks)
+        assert [mark_of(sample) for sample in copy.deepcopy([*samples, itself])] == marks
+        assert all(0 <= mark < 2**64 for mark in marks)
 
 
 class Files(Dataset[Any]):
@@ -77,9 +69,9 @@ def framed(value: float) -> torch.Tensor:
     return images
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_other_data_has_another_digest() -> None:
+    """Subsets, lists of files, tensors and arrays, inside other datasets too. What ranks have of their own is none."""
+    for left, right in (
         (Subset(range(10), range(0, 10, 2)), Subset(range(10), range(1, 10, 2))),
         (Files(["a", "b"]), Files(["a", "c"])),
         (Files(torch.arange(3)), Files(torch.arange(3) + 1)),
@@ -89,10 +81,7 @@ def framed(value: float) -> torch.Tensor:
         (Subset(Files(["a", "b"]), [0]), Subset(Files(["a", "c"]), [0])),
         (ConcatDataset([Files(["a"])]), ConcatDataset([Files(["b"])])),
         ([1, 2], (1, 2)),
-    ],
-)
-def test_other_data_has_another_digest(one: Any, other: Any) -> None:
-    """Subsets, lists of files, tensors and arrays, inside other datasets too. What ranks have of their own is none."""
-    assert data_digest(one) == data_digest(one)
-    assert data_digest(one) != data_digest(other)
+    ):
+        assert data_digest(left) == data_digest(left)
+        assert data_digest(left) != data_digest(right)
     assert data_digest(Files(["a"], rank=0)) == data_digest(Files(["a"], rank=1))
