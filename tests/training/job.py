@@ -35,24 +35,13 @@ from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.jobs import job_environment, start_module
 from tests.sources import CountedSource
-from tests.training.tiny import (
-    SAMPLES,
-    Data,
-    Epochs,
-    Narrow,
-    behind,
-    cached_datasets,
-    make_trainer,
-)
-
-Runs = Mapping[str, Mapping[str, Any]]
-ONE_RUN: Runs = {"": {}}
+from tests.training.tiny import SAMPLES, Data, Epochs, Narrow, behind, cached_datasets, make_trainer
 
 
-def words(folder: Path, *, devices: int = 2, nodes: int = 1, runs: Runs = ONE_RUN, **options: Any) -> list[str]:
+def words(folder: Path, *, runs: Mapping[str, Any] | None = None, **options: Any) -> list[str]:
     """The module of this job and its arguments: runs by the names of their folders, with what each has of its own."""
-    common = {"ranks": {"devices": devices, "num_nodes": nodes}} | options
-    return ["tests.training.job", str(folder), json.dumps({name: common | dict(run) for name, run in runs.items()})]
+    described = {name: options | run for name, run in (runs or {"": {}}).items()}
+    return ["tests.training.job", str(folder), json.dumps(described)]
 
 
 def start_nodes(folder: Path, told: Sequence[Sequence[Mapping[str, str]]], **options: Any) -> list[BaseProcess]:
@@ -161,28 +150,25 @@ class Logging(Narrow):
         super().__init__()
         self.means = torch.nn.ModuleDict({"loss": MeanMetric(), "val_loss": MeanMetric()})
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self._logged("loss", super().training_step(batch, batch_idx))
+    def training_step(self, batch: Any, batch_idx: int, name: str = "loss") -> torch.Tensor:
+        options: dict[str, Any] = {"on_step": True, "on_epoch": True, "prog_bar": True}
+        loss = self.loss(batch)
+        self.means[name](loss.detach())
+        self.log(f"mean_{name}", self.means[name], **options)  # type: ignore[arg-type]
+        self.log(name, loss, sync_dist=True, **options)
+        return loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._logged("val_loss", self.loss(batch))
+        self.training_step(batch, batch_idx, "val_loss")
 
     def on_train_epoch_end(self) -> None:
         self.log("at_the_end", 1.0, prog_bar=True, sync_dist=True)
 
     on_validation_epoch_end = on_train_epoch_end
 
-    def _logged(self, name: str, loss: torch.Tensor) -> torch.Tensor:
-        options: dict[str, Any] = {"on_step": True, "on_epoch": True, "prog_bar": True}
-        self.means[name](loss.detach())
-        self.log(f"mean_{name}", self.means[name], **options)  # type: ignore[arg-type]
-        self.log(name, loss, sync_dist=True, **options)
-        return loss
-
 
 class Users(Callback):
-    """As in the code of many users, rank zero alone reads the metrics, which reduces them. The counts of the last rank
-    come late, because it is slow at the last step of an epoch."""
+    """Rank zero alone reads the metrics, which reduces them; the last rank is slow at an epoch's last step."""
 
     def on_train_batch_start(self, trainer, *_: Any):
         if trainer.is_last_batch and trainer.global_rank == trainer.world_size - 1:
@@ -216,8 +202,9 @@ FITS: list[Callable[[], list[Callback]]] = [
 def train(
     folder: Path,
     *,
-    ranks: dict[str, Any],
-    strategy: str = "ddp",
+    devices: int = 2,
+    nodes: int = 1,
+    strategy: str | Sequence[int] = "ddp",
     door: str = "ours",
     fits: int = 1,
     epochs: int = 3,
@@ -226,7 +213,6 @@ def train(
     batch_size: int = 4,
     workers: int = 0,
     case: str = "",
-    mesh: tuple[int, int] | None = None,
     signals: Sequence[tuple[str, int, int]] = (),
     saves: bool = False,
     **cache: Any,
@@ -239,7 +225,7 @@ def train(
             batch first. `fold`: every second sample is drawn. `records`: the samples that set-up reads are ten times as
             large as the others. `full`: no memory on rank 2. `dies`: rank 3 is killed in `setup`. `crossing`: callbacks
             and metrics have collectives of their own; each fit has other callbacks, the first of `FITS`.
-        mesh: the replicas of ModelParallelStrategy, and the ranks of each.
+        strategy: its name, or of a mesh the number of replicas, and of the ranks of each.
         signals: their names, each with the rank that gets it, and in which step.
         saves: save a checkpoint every second step, and resume from the last one in the folder.
         cache: options of the door.
@@ -247,14 +233,14 @@ def train(
     seed_everything(0, verbose=False)
     if ckpt := max(folder.glob("step=*.ckpt"), default=None):
         torch.manual_seed(99)  # a resumed process has other random states
-    cases: dict[str, dict[str, Any]] = {
-        "fold": {"sampler": SubsetRandomSampler(range(0, samples, 2))},
-        "records": {"collate_fn": without_text},
-    }
-    options = {"batch_size": batch_size, "num_workers": workers} | cases.get(case, {})
-    of_trainer = ranks | {"strategy": strategy, "logger": False, "enable_checkpointing": True}
-    if mesh is not None:
-        of_trainer["strategy"] = ModelParallelStrategy(data_parallel_size=mesh[0], tensor_parallel_size=mesh[1])
+    options: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers}
+    if case == "fold":
+        options["sampler"] = SubsetRandomSampler(range(0, samples, 2))
+    if case == "records":
+        options["collate_fn"] = without_text
+    chosen = strategy if isinstance(strategy, str) else ModelParallelStrategy(*strategy)
+    of_trainer: dict[str, Any] = {"devices": devices, "num_nodes": nodes, "strategy": chosen, "max_epochs": epochs}
+    of_trainer |= {"logger": False, "enable_checkpointing": True}
     makes = [partial(make_set, folder, name, size, case) for name, size in (("train", samples), ("val", val))]
     sets = makes[: 1 + bool(val)] if door == "ours" else [make() for make in makes]
     callbacks, dm = behind(door, Data(*sets, **options), **cache)
@@ -267,7 +253,7 @@ def train(
             of_trainer["enable_progress_bar"] = any(hasattr(callback, "get_metrics") for callback in callbacks)
         if saves:
             callbacks.append(ModelCheckpoint(folder, "{step:02d}", every_n_train_steps=2, save_top_k=-1))
-        trainer = make_trainer(folder, [*callbacks, Witness(folder, signals)], epochs=epochs, **of_trainer)
+        trainer = make_trainer(folder, [*callbacks, Witness(folder, signals)], **of_trainer)
         try:
             trainer.fit(Logging() if case == "crossing" else Narrow(), dm, ckpt_path=ckpt)
         except CacheMemoryError as error:

@@ -5,7 +5,6 @@ import gc
 import multiprocessing
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -41,8 +40,6 @@ pytestmark = pytest.mark.processes
 
 RELOADS = {"reload_dataloaders_every_n_epochs": 1}
 
-# ---- hooks and loaders ----
-
 
 @pytest.mark.parametrize(
     ("door", "options"),
@@ -69,35 +66,28 @@ def test_hooks_run_when_and_as_often_as_without(tmp_path, door, options):
     assert run(door) == run("none")
 
 
-class Appended(Made):
-    """The bytes of a file, to which workers see others append."""
+class Unbounded(Made):
+    """Has a sample for each index, also in a worker that knows a smaller length."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(torch.tensor, 100)
-        self.path = path
-
-    def __len__(self) -> int:
-        return self.path.stat().st_size
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
 
 
 def test_a_persistent_loader_that_comes_again_is_the_same(tmp_path):
     """It keeps its workers over reloads, and draws no second base seed, also if its dataset grows."""
-    data = Appended(tmp_path / "samples")
-    data.path.write_bytes(bytes(8))
+    data = Unbounded(torch.tensor)
     loader = plain_loader(data, shuffle=True, num_workers=1, persistent_workers=True)
     seen, batches = [], []
 
     def give() -> Any:
-        with data.path.open("ab") as file:
-            file.write(bytes(8))
+        data.length += 8
         return loader
 
     noting = LambdaCallback(on_train_epoch_start=lambda trainer, _: seen.append(trainer.train_dataloader))
     for callbacks in ([], [StochasticCache(), noting]):
-        model = Watcher()
+        model, data.length = Watcher(), 8
         seed_everything(0, verbose=False)
         trainer = make_trainer(tmp_path, callbacks, logger=False, epochs=3, **RELOADS)
-        data.path.write_bytes(bytes(8))
         trainer.fit(model, datamodule=data_hooks(train=give))
         batches.append(model.batches)
     assert batches[0] == batches[1]
@@ -135,9 +125,6 @@ def test_a_loader_made_anew_for_every_epoch_goes_with_it(tmp_path):
     assert max(alive) <= 3
 
 
-# ---- datasets that are made anew, or grow ----
-
-
 def fit_anew(
     tmp_path: Path, make: Callable[[int], Any], model: Any = Model, epochs: int = 3, ranks: int = 1, **options: Any
 ) -> Any:
@@ -170,8 +157,7 @@ def longer(images: CountedSource, count: int) -> CountedSource:
     ],
 )
 def test_a_dataset_goes_on_in_its_cache_while_all_of_it_fits(tmp_path, caplog, new, budget, misses, bypasses):
-    """Made anew or grown in place: each sample is loaded once over all epochs, besides what is compared. What does not
-    fit passes through, with one warning. The progress bar counts anew with each larger cache."""
+    """Made anew or grown in place, each sample is loaded once; what does not fit passes through, with one warning."""
     images = source(tmp_path)
     trainer, _ = fit_anew(tmp_path, lambda count: longer(source(tmp_path) if new else images, count), budget=budget)
     assert logged(trainer, "stocache/misses") == misses
@@ -195,18 +181,6 @@ def test_ranks_share_the_cache_of_a_dataset_that_grows(tmp_path):
 
 
 @pytest.mark.epoch_one_reads_all
-def test_a_training_epoch_keeps_its_cache_if_validation_finds_the_dataset_grown(tmp_path):
-    """The larger cache opens when the training loaders are made again."""
-    images, count = source(tmp_path), iter(range(9))
-    loaders = {"train": lambda: plain_loader(images), "val": lambda: plain_loader(longer(images, next(count)))}
-    options = {"val_check_interval": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
-    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3, **RELOADS, **options)
-    trainer.fit(Model(), datamodule=data_hooks(**loaders))
-    assert logged(trainer, "stocache/hits")[1:] == [SAMPLES, SAMPLES]
-    assert logged(trainer, "stocache/misses")[1:] == [0, 4]
-
-
-@pytest.mark.epoch_one_reads_all
 def test_datasets_that_are_never_the_same_end_the_caching(tmp_path, caplog):
     """The second new dataset without a hit in between passes through, with one warning that says what to do."""
 
@@ -224,9 +198,6 @@ def test_a_stream_that_is_made_anew_replaces_the_one_before(tmp_path, caplog):
     _, model = fit_anew(tmp_path, lambda count: CountedStream(40, lambda n: torch.tensor([n])), Remembers, 4, **options)
     assert model.sorted_epochs == [list(range(40))] * 4
     assert caplog.text.count("came with a new CountedStream") == 1
-
-
-# ---- what a dataset is made of ----
 
 
 class Images(TransformedSource):
@@ -255,81 +226,54 @@ def grow(shown: Any, users: Images, strength: int = 0, steps: Sequence[Any] = ()
     users.transform.transforms += steps
 
 
-@dataclass(frozen=True)
-class Case:
-    """A dataset, what changes before an epoch (of the loader's dataset, and of the user's), and the warnings of it."""
-
-    dataset: Any
-    changes: dict[int, Callable[[Any, Any], Any]]
-    warnings: Sequence[str] = ()
-    reloads: bool = False
-    workers: int = 0
-    persistent: bool = False
-    budget: str = "auto"
-    door: str = "callback"
+def set_to(name: str, value: Any) -> Callable[[Any, Any], None]:
+    """Change an attribute of the loader's dataset."""
+    return lambda shown, users: setattr(shown, name, value)
 
 
 FLIP, ERASE = v2.RandomHorizontalFlip(), v2.RandomErasing(1)
 NUMBERS = [torch.tensor(float(number)) for number in range(8)]
-GROWS = {1: grow, 2: grow}
-BEFORE_FIRST = {1: lambda shown, users: users.insert(0, torch.tensor(-1.0))}
-BEFORE_LAST = {1: lambda shown, users: users.insert(-1, torch.tensor(-1.0))}
-CASES = {
-    "rows grow": Case(Images(FLIP), GROWS, reloads=True, workers=1),
-    "records grow": Case(Words(FLIP), GROWS, reloads=True),
-    "grown, with other contents": Case(Images(), {1: lambda *both: grow(*both, 5)}, reloads=True),
-    "grown, with a random step": Case(Images(), {1: lambda *both: grow(*both, 0, [ERASE])}, reloads=True),
-    "grown before the first sample": Case(NUMBERS, BEFORE_FIRST, reloads=True, budget="50%"),
-    "grown before the last sample": Case(NUMBERS, BEFORE_LAST, reloads=True),
-    # Workers that persist do not see it.
-    "persistent workers": Case(
-        Images(), {1: lambda shown, users: setattr(shown, "strength", 5)}, workers=1, persistent=True
-    ),
+GROWS: Any = {1: grow, 2: grow}
+WORKER, PERSISTENT = {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}
+IN_SUBSET = {1: lambda _, users: setattr(users.dataset, "strength", 7), 2: set_to("indices", range(8))}
+# A dataset, its loader's options, and what changes before an epoch: of the loader's dataset, or of the user's.
+CASES: dict[str, tuple[Any, dict[str, Any], dict[int, Callable[[Any, Any], Any]]]] = {
+    "rows grow": (Images(FLIP), WORKER, GROWS),
+    "records grow": (Words(FLIP), {}, GROWS),
+    "grown, with other contents": (Images(), {}, {1: lambda *both: grow(*both, 5)}),
+    "grown, with a random step": (Images(), {}, {1: lambda *both: grow(*both, 0, [ERASE])}),
+    "grown before the first sample": (NUMBERS, {}, {1: lambda _, users: users.insert(0, torch.tensor(-1.0))}),
+    "grown before the last sample": (NUMBERS, {}, {1: lambda _, users: users.insert(-1, torch.tensor(-1.0))}),
+    "persistent workers, which do not see it": (Images(), PERSISTENT, {1: set_to("strength", 5)}),
     # Detectors are trained so: without the strong transform in the last epochs.
-    "split transform": Case(
-        Images(FLIP, ERASE),
-        {2: lambda shown, users: setattr(shown, "transform", torch.neg)},
-        ["Images: its `transform`"],
-        workers=1,
-    ),
-    "step after the cache": Case(
-        Images(FLIP, ERASE), {2: lambda shown, users: setattr(shown.transform.transforms[1], "p", 0)}
-    ),
-    "inside of a subset": Case(
-        Subset(Images(), range(2, 10)),
-        {
-            1: lambda shown, users: setattr(users.dataset, "strength", 7),
-            2: lambda shown, users: setattr(shown, "indices", range(8)),
-        },
-        ["Subset: its `dataset.strength`"],
-        door="cache_datamodule",
-    ),
+    "split transform": (Images(FLIP, ERASE), WORKER, {2: set_to("transform", torch.neg)}),
+    "after the cache": (Images(FLIP, ERASE), {}, {2: lambda shown, _: setattr(shown.transform.transforms[1], "p", 0)}),
+    "inside of a subset": (Subset(Images(), range(2, 10)), {}, IN_SUBSET),
 }
+WARNED = {"split transform": ["Images: its `transform`"], "inside of a subset": ["Subset: its `dataset.strength`"]}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_changes_take_effect_when_they_would_without_a_cache(tmp_path, caplog, name):
-    """A model sees what it would see without a cache, whether the Trainer's or the user's object is changed. One
-    warning names what has changed, if the process that reads samples sees it. Of what only grows, the cache goes on."""
-    case = CASES[name]
+    """A changed dataset gives what it gives without a cache; one warning names the change if the reader sees it."""
+    dataset, loading, changes = CASES[name]
 
     def run(door: str, **options: Any) -> Any:
-        users, model = copy.deepcopy(case.dataset), Watcher()
-        data = Data(users, batch_size=5, num_workers=case.workers, persistent_workers=case.persistent)
-        callbacks, data = behind(door, data, **options)
+        users, model = copy.deepcopy(dataset), Watcher()
+        callbacks, data = behind(door, Data(users, batch_size=5, **loading), **options)
 
         def change(trainer: Any, _: Any) -> None:
-            if trainer.current_epoch + 1 in case.changes:
-                case.changes[trainer.current_epoch + 1](trainer.train_dataloader.dataset, users)
+            if trainer.current_epoch + 1 in changes:
+                changes[trainer.current_epoch + 1](trainer.train_dataloader.dataset, users)
 
         torch.manual_seed(3)
         callbacks.append(LambdaCallback(on_train_epoch_end=change))
-        trainer = make_trainer(tmp_path, callbacks, epochs=3, **RELOADS if case.reloads else {})
+        trainer = make_trainer(tmp_path, callbacks, epochs=3, **RELOADS if "grow" in name else {})
         trainer.fit(model, datamodule=data)
         return trainer, model.batches
 
-    trainer, batches = run(case.door, budget=case.budget)
+    trainer, batches = run("callback", budget="50%" if "first" in name else "auto")
     assert batches == run("none")[1]
-    assert [warning.partition(" has changed")[0] for warning in said(caplog, "has changed")] == list(case.warnings)
-    if case.changes is GROWS:
+    assert [warning.partition(" has changed")[0] for warning in said(caplog, "has changed")] == WARNED.get(name, [])
+    if changes is GROWS:
         assert max(logged(trainer, "stocache/misses")[1:]) <= 4  # set-up may have read some of the new ones

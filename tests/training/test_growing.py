@@ -107,8 +107,7 @@ class Replaces(Callback):
     ],
 )
 def test_an_epoch_has_the_batches_that_the_trainer_has_counted(tmp_path, door, options, share, steps, validations):
-    """Each epoch has as many batches as samples were resident when the Trainer counted them. Samples that leave before
-    the first batch take no batch, no validation and no step away."""
+    """Samples that leave after the Trainer's count take no batch, no validation and no step away."""
     model, pool = Remembers(), pool_of(1000, "60KiB", layout="records")
     append(pool, 80, 100)
     sampler = {} if door == "ours" else {"sampler": pool.sampler()}
@@ -138,8 +137,7 @@ def test_ranks_share_the_pool_and_have_the_batches_that_their_trainers_have_coun
 
 
 def test_a_kept_pool_goes_on(tmp_path, caplog):
-    """A second call trains on the samples that have come since. The transform runs on served samples. With
-    `epoch_samples` all epochs have one length, and the Trainer's own setting stays."""
+    """A second call has the samples that came since; with `epoch_samples` all epochs have one length."""
     model, pool = Remembers(), pool_of(60, fillers=1, epoch_samples=20)
     dm = StocacheDataModule(train=pool, batch_size=4, keep_cache=True, num_workers=1, transform=torch.neg)
     make_trainer(tmp_path, logger=False).fit(model, dm)
@@ -153,15 +151,12 @@ def test_a_kept_pool_goes_on(tmp_path, caplog):
     assert not pool.is_open
 
 
-# ---- streams ----
-
 LENGTH = 40
 ALL = [float(number) for number in range(LENGTH)]
 
 
 def test_streams_are_kept(tmp_path, door, caplog):
-    """Later epochs come from memory, in another order, before the transform. A CachedStream of the user's is monitored.
-    One line says that a stream is stored, and one, in the first epoch from memory, that the cache is full."""
+    """Later epochs come from memory, in another order, before the transform; lines say when a stream is stored."""
     train, val = (CountedStream(length, numbered) for length in (LENGTH, 12))
     model = Remembers()
     kept = CachedStream(train, "64MiB") if door == "cache_datamodule" else train
@@ -185,16 +180,3 @@ def test_streams_are_kept(tmp_path, door, caplog):
     assert logged(trainer, "stocache/fill_fraction") == [1] * 3
     if isinstance(kept, CachedStream):
         kept.close()
-
-
-@pytest.mark.parametrize(
-    ("budget", "batches", "words"), [("64MiB", 3, "broken off"), ("50%", 10, "nobody knows the size")]
-)
-def test_a_stream_of_unknown_contents_passes_by(tmp_path, caplog, budget, batches, words):
-    """With limit_train_batches, or a budget in percent, it is what it is without a cache, with one warning."""
-    model = Remembers()
-    callbacks, data = behind("callback", Data(CountedStream(LENGTH, numbered)), budget=budget, streams=True)
-    limit = batches if batches < 10 else 1.0
-    make_trainer(tmp_path, callbacks, epochs=5, limit_train_batches=limit, logger=False).fit(model, data)
-    assert model.sorted_epochs == [ALL[: 4 * batches]] * 5
-    assert caplog.text.count(words) == 1

@@ -12,14 +12,14 @@ import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods as replaced
 from lightning.fabric.utilities.data import _update_dataloader
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from lightning_stocache import CachedDataset, StocacheDataModule, StochasticCache
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.training import lightning_internals
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
-from lightning_stocache.training.loaders import rewrap, settings_of, with_dataset
+from lightning_stocache.training.loaders import rewrap, with_dataset
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import replicas
 from tests.logs import Log
@@ -41,10 +41,9 @@ from tests.training.tiny import (
     source,
 )
 
-# ---- copies ----
-
 NUMBERS: Any = [torch.tensor(i) for i in range(12)]
 TENS: Any = [torch.tensor(10 * i) for i in range(12)]
+Pair = collections.namedtuple("Pair", "one other")
 
 
 def read(loader: DataLoader[Any]) -> list[list[int]]:
@@ -53,10 +52,6 @@ def read(loader: DataLoader[Any]) -> list[list[int]]:
 
 def tens(loader: DataLoader[Any]) -> Any:
     return with_dataset(loader, TENS)
-
-
-class Pair(collections.namedtuple("Pair", "one other")):
-    """A namedtuple of loaders."""
 
 
 def test_nesting_and_types_are_kept():
@@ -116,36 +111,19 @@ class Tagged(DataLoader[Any]):
 
 
 @pytest.mark.parametrize("in_hook", [True, False])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: DataLoader(TENS, 5, None, None, None, 0, torch.stack, False, True),
-        lambda: Tagged(TENS, "blue", batch_size=5, drop_last=True),
-    ],
-    ids=["by position", "subclass"],
-)
-def test_lightning_makes_the_copy_anew_around_the_same_dataset(make, in_hook):
-    """A copy that Lightning re-creates with another sampler, as for DDP, reads the cached dataset, with the user's
-    arguments, whether or not Lightning has recorded them in a hook."""
+@pytest.mark.parametrize("kind", [DataLoader, Tagged])
+def test_lightning_makes_the_copy_anew_around_the_same_dataset(kind, in_hook):
+    """A copy that Lightning re-creates, as for DDP, reads the cached dataset, with the user's arguments."""
+    by_position = (TENS, 5, None, None, None, 0, torch.stack, False, True)
     with replaced(DataLoader, "dataset") if in_hook else contextlib.nullcontext():
+        loader = DataLoader(*by_position) if kind is DataLoader else Tagged(TENS, "blue", batch_size=5, drop_last=True)
         dataset = CachedDataset(TENS, defer=True)
-        new = with_dataset(make(), dataset)
+        new = with_dataset(loader, dataset)
     again = _update_dataloader(new, SequentialSampler(range(11)))
     assert again.dataset is dataset
     assert read(again) == [[0, 10, 20, 30, 40], [50, 60, 70, 80, 90]]
     assert type(again) is type(new)
 
-
-def test_settings_know_batches_and_how_workers_start():
-    """The batch size comes from the batch sampler if the loader has none. The start method is known if there are
-    workers."""
-    assert settings_of(DataLoader(NUMBERS, batch_sampler=BatchSampler(range(7), 3, False))).batch_size == 3
-    assert settings_of(DataLoader(NUMBERS, batch_size=None)).batch_size == 1
-    assert settings_of(DataLoader(NUMBERS, num_workers=2, multiprocessing_context="spawn")).start_method == "spawn"
-    assert settings_of(DataLoader(NUMBERS, num_workers=2)).start_method is None
-
-
-# ---- loaders that cannot be cached ----
 
 PASSES = "passes through uncached"
 
@@ -246,8 +224,7 @@ def test_sets_of_ours_that_cannot_be_cached_pass(tmp_path, caplog):
 
 
 def agree(rank: int) -> None:
-    """On all ranks a loader passes through if its length differs between ranks, if it is empty on one rank, or if a
-    rank lacks it. The other loaders are cached, and only rank 0 warns."""
+    """A loader that is empty, missing or of another length on one rank passes on all; rank 0 alone warns."""
     log, caches = Log(), CallCaches(CacheOptions())
     lengths = {"train": [12, 5 + rank, 2 - 2 * rank], "val": [12] * (1 + rank)}
     given = {
@@ -270,13 +247,9 @@ def test_ranks_agree_on_each_loader():
     run_ranks(agree, 2)
 
 
-# ---- loaders that are cached already ----
-
-
 @pytest.mark.parametrize(("door", "wrap"), [("callback", Batches), ("cache_datamodule", lambda loader: loader)])
 def test_a_cached_dataset_of_the_users_is_left_alone(tmp_path, caplog, door, wrap):
-    """A loader that reads a CachedDataset is not cached again, also inside of a wrapper. A reload keeps its cache, and
-    there is no warning."""
+    """A loader that reads a CachedDataset is not cached again, also inside of a wrapper, and there is no warning."""
     train = source(tmp_path)
     dataset = CachedDataset(train, defer=True)
     options = {"epochs": 2, "reload_dataloaders_every_n_epochs": 1}
@@ -304,9 +277,6 @@ def test_two_doors_cache_once(tmp_path, caplog, other):
     assert logged(trainer, "stocache/hits") == [0, SAMPLES]
     assert len(said(caplog, PASSES)) == 1
     assert "dataloader" not in vars(trainer.fit_loop._data_source)
-
-
-# ---- Lightning's private names ----
 
 
 def test_without_private_names_of_lightning_a_feature_is_off(caplog):

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from inspect import getdoc, signature
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -12,25 +12,9 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler
 
-from lightning_stocache import (
-    CachedDataset,
-    CacheMonitor,
-    FillProgress,
-    StocacheDataModule,
-    StochasticCache,
-    cache_datamodule,
-)
+from lightning_stocache import CacheMonitor, FillProgress, StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.setup.request import LoaderSettings
 from tests.training.tiny import SAMPLES, Data, Model, Photos, cached_datasets, logged, make_trainer, source
-
-
-@pytest.mark.parametrize("door", [CachedDataset, StocacheDataModule, StochasticCache, cache_datamodule])
-def test_help_describes_every_argument(door):
-    """`help` of a door describes each of its arguments."""
-    told = getdoc(door).partition("Args:\n")[2].partition("\n\n")[0].splitlines()
-    described = {line.split(":")[0].strip(): line.partition(": ")[2] for line in told if line[4] != " "}
-    assert list(filter(None, described.values())) == list(described.values())
-    assert set(described) == set(signature(door).parameters)
 
 
 def ours(**options: Any) -> StocacheDataModule:
@@ -44,6 +28,7 @@ def test_caches_have_the_options_of_their_door(door):
     options |= {"prefill": True, "dir": "d"}
     request = door(**options).caches.options.request(source(""), LoaderSettings(1, 0), "", None)
     assert {name: getattr(request, name) for name in options} == options
+    assert not door().caches.options.request(source(""), LoaderSettings(1, 0), "", None).allow_random
 
 
 def set_up(train: Any) -> None:
@@ -79,9 +64,6 @@ def test_what_is_no_option_is_refused_at_once(door, options, words):
         door(**options)
 
 
-# ---- of StocacheDataModule alone ----
-
-
 @contextlib.contextmanager
 def ready(*sets: Any, **options: Any) -> Iterator[StocacheDataModule]:
     """A StocacheDataModule that is set up for `fit`."""
@@ -100,8 +82,7 @@ def noting(shapes: list[tuple[int, ...]]) -> torch.nn.Module:
 
 @pytest.mark.processes
 def test_factories_are_called_once_and_batch_transforms_on_whole_batches(tmp_path):
-    """A function that makes a set is called in `setup`, after `prepare`, once for all calls of the Trainer. Validation
-    has `eval_batch_transform`, also in the sanity check."""
+    """Functions make sets once for all calls, after `prepare`; validation has `eval_batch_transform`."""
     order: list[str] = []
     training, evaluation = list[tuple[int, ...]](), list[tuple[int, ...]]()
 
@@ -121,18 +102,14 @@ def test_factories_are_called_once_and_batch_transforms_on_whole_batches(tmp_pat
     assert order == ["prepare", "train", "val", "prepare"]
 
 
-def double(sample):
-    return sample[0] * 2, sample[1]
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize(("option", "factor"), [({}, 2), ({"eval_transform": None}, 1)])
 def test_transforms_run_after_the_cache(tmp_path, option, factor):
     """`transform` gets the source's samples in every epoch. Val has `eval_transform`, by default the same. One object
     as train and val has one cache, from the budget of train, and the transform of each stage."""
     both = source(tmp_path)
-    image = both.expected(3)[0]
-    with ready(both, both, stage_budgets={"val": 0}, transform=double, **option) as dm:
+    image, doubled = both.expected(3)[0], {"transform": lambda sample: (sample[0] * 2, sample[1])}
+    with ready(both, both, stage_budgets={"val": 0}, **doubled | option) as dm:
         [train], [val] = cached_datasets(dm.train_dataloader()), cached_datasets(dm.val_dataloader())
         assert train.cache is val.cache is not None
         for _ in range(2):
@@ -162,8 +139,7 @@ def test_loader_options_reach_the_loaders(tmp_path):
 @pytest.mark.processes
 @pytest.mark.epoch_one_reads_all
 def test_setup_twice_opens_once(tmp_path):
-    """A second `setup`, before or by the Trainer, keeps the cache and reads no sample. A stage without a set is
-    undefined: Lightning has no loader of it, or raises its own error."""
+    """A second `setup`, before or by the Trainer, keeps the cache; a stage without a set is undefined."""
     train = source(tmp_path)
     dm = StocacheDataModule(train, batch_size=4)
     dm.setup("fit")
@@ -176,8 +152,6 @@ def test_setup_twice_opens_once(tmp_path):
     with pytest.raises(MisconfigurationException, match="test_dataloader"):
         trainer.test(Model(), dm)
 
-
-# ---- on a command line ----
 
 SOURCE, CALLBACKS = "tests.sources.CountedSource", "--trainer.callbacks+=lightning_stocache."
 MONITOR = f"{CALLBACKS}CacheMonitor"
@@ -195,11 +169,7 @@ CACHED += ["--data.stage_budgets={{val: 0}}", MONITOR, "--trainer.callbacks.live
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
     ("data", "words", "hits"),
-    [
-        (StocacheDataModule, OURS, SAMPLES // 2),
-        (Photos, CALLBACK, SAMPLES),
-        (cache_datamodule, CACHED, SAMPLES // 2),
-    ],
+    [(StocacheDataModule, OURS, SAMPLES // 2), (Photos, CALLBACK, SAMPLES), (cache_datamodule, CACHED, SAMPLES // 2)],
     ids=["ours", "callback", "cache_datamodule"],
 )
 def test_every_door_takes_its_options_from_a_command_line(tmp_path, monkeypatch, data, words, hits):

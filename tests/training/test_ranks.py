@@ -21,7 +21,7 @@ import pytest
 from tests.jobs import OWN_SHM, exit_codes, job_environment, skip_without, start
 from tests.proc import is_alive, memory_files
 from tests.processes import wait_until
-from tests.training.job import FITS, logs, printed, read_at_setup, read_ranks, start_nodes, words
+from tests.training.job import logs, printed, read_at_setup, read_ranks, start_nodes, words
 from tests.training.tiny import DOORS, SAMPLES, source
 
 pytestmark = [
@@ -34,8 +34,7 @@ pytestmark = [
 SECONDS = 240  # a job takes ten; a machine with much else to do takes longer
 COUNTS = ("hits", "misses", "bypasses")
 
-Batches = dict[tuple[int, int], list[int]]
-"""The samples of batches, by epoch and number."""
+Batches = dict[tuple[int, int], list[int]]  # samples, by epoch and number
 
 
 def seen(folder: Path, ranks: int) -> list[Batches]:
@@ -74,8 +73,7 @@ def start_node(folder: Path, door: str, strategy: str, **options: Any) -> BasePr
     ],
 )
 def test_ranks_share_one_cache(tmp_path, door, strategy, fits):
-    """In each fit of a job both ranks map one segment, load every sample once between them, log the same counts, and
-    end with the same weights."""
+    """In each fit both ranks map one segment, load every sample once between them, and end with the same weights."""
     job = start_node(tmp_path, door, strategy, fits=fits)
     assert exit_codes([job], tmp_path / "said", SECONDS) == [0], printed(tmp_path)
     first, second = read_ranks(tmp_path, 2)
@@ -175,8 +173,15 @@ RUNS: dict[str, dict[str, Any]] = {
     "rows": {},
     "fold": {"case": "fold", "door": "callback"},
     "records": {"case": "records", "budget": "1.5MiB", "door": "cache_datamodule"},
-    "crossing": {"fits": len(FITS), "batch_size": 4, "samples": SAMPLES, "val": 8, "epochs": 2}
-    | {"case": "crossing", "door": "none"},
+    "crossing": {
+        "case": "crossing",
+        "door": "none",
+        "fits": 3,
+        "epochs": 2,
+        "samples": SAMPLES,
+        "val": 8,
+        "batch_size": 4,
+    },
     "dies": {"case": "dies"},
 }
 
@@ -203,9 +208,9 @@ def run(folder: Path, commands: Sequence[Sequence[str]], told: Sequence[Mapping[
     return exit_codes(jobs, folder / "said", SECONDS)
 
 
-def command(folder: Path, **options: Any) -> list[str]:
-    """A training as a user's command."""
-    return [sys.executable, "-m", *words(folder, **options)]
+def command(folder: Path, *launcher: str, node: Sequence[str] = OWN_SHM, **options: Any) -> list[str]:
+    """A training as a user's command on a node, by a launcher's module if there is one."""
+    return [*node, sys.executable, *launcher, "-m", *words(folder, **options)]
 
 
 @pytest.fixture(scope="module")
@@ -218,12 +223,22 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int | None
     return folder, exit_codes(jobs, folder / "said", SECONDS)
 
 
-@pytest.mark.parametrize("name", ["rows", "fold", "records"])
-def test_the_memory_of_two_nodes_adds_up(job, name):
+def under_torchrun(folder: Path) -> Path:
+    """The job of "rows" by another door, with ranks that torchrun starts, which meet in the store of its agents."""
+    launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    launcher += [f"--master-port={job_environment()['MASTER_PORT']}"]
+    options = LARGE | {"door": "cache_datamodule"}
+    commands = [command(folder, *launcher, f"--node-rank={node}", **options) for node in (0, 1)]
+    assert run(folder, commands, [{}, {}]) == [0, 0], printed(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["rows", "fold", "records", pytest.param("torchrun", marks=pytest.mark.soak)])
+def test_the_memory_of_two_nodes_adds_up(tmp_path, request, name):
     """Two nodes that can each cache half of what is drawn cache all of it, also if samples are ten times as small as
     those of set-up. The metrics of all ranks are the same, per node too, and agree with the source. Samples beside a
     fold are never loaded."""
-    folder = job[0] / name
+    folder = under_torchrun(tmp_path) if name == "torchrun" else request.getfixturevalue("job")[0] / name
     drawn = range(0, MANY, 2 if name == "fold" else 1)
     epochs, *others = (fit["epochs"] for [fit] in read_ranks(folder, 4))
     assert others == [epochs] * 3
@@ -264,8 +279,7 @@ def test_no_collective_of_others_is_crossed(job):
 
 
 def test_what_fails_on_one_rank_fails_on_all(job):
-    """With `strict`, all ranks raise the error of the rank without memory; the ranks can go on with other trainings. If
-    a rank dies in the `setup` of a DataModule, the ranks of both nodes end with an error."""
+    """All ranks raise the error of the rank without memory, and go on; if a rank dies in `setup`, all end."""
     folder, codes = job
     errors = [(folder / "full" / f"rank{rank}.error").read_text() for rank in range(4)]
     assert errors[0].startswith("rank 2 could not make")
@@ -278,10 +292,9 @@ def test_what_fails_on_one_rank_fails_on_all(job):
     ("door", "replicas", "parallel"), [("callback", 1, 2), pytest.param("ours", 2, 2, marks=pytest.mark.soak)]
 )
 def test_the_ranks_of_a_replica_see_the_same_batches(tmp_path, door, replicas, parallel):
-    """On a mesh of data and tensor parallel ranks the replicas divide the dataset, all ranks share one cache, and each
-    rank's samples count."""
+    """On a mesh the replicas divide the dataset, all ranks share one cache, and each rank's samples count."""
     world = replicas * parallel
-    options = SMALL | {"door": door, "epochs": 2, "mesh": [replicas, parallel], "devices": world}
+    options = SMALL | {"door": door, "epochs": 2, "strategy": [replicas, parallel], "devices": world}
     jobs = start_nodes(tmp_path, [[torchrun(rank, world, rank) for rank in range(world)]], **options)
     assert exit_codes(jobs, tmp_path / "said", SECONDS) == [0], printed(tmp_path)
     batches = seen(tmp_path, world)
@@ -297,9 +310,8 @@ def test_the_ranks_of_a_replica_see_the_same_batches(tmp_path, door, replicas, p
 
 @pytest.mark.soak
 def test_a_container_per_rank_has_a_cache_each(tmp_path):
-    """Ranks with separate /dev/shm and process ids cannot share: one warning, half of the dataset in each container,
-    and all of it in both together."""
-    commands = [[*CONTAINER, *command(tmp_path, door="callback", budget="50%", **SMALL)]] * 2
+    """Ranks that cannot share memory cache half of the dataset each, and all of it together, with one warning."""
+    commands = [command(tmp_path, node=CONTAINER, door="callback", budget="50%", **SMALL)] * 2
     assert run(tmp_path, commands, [torchrun(rank, 2, rank) for rank in range(2)]) == [0, 0], printed(tmp_path)
     batches = seen(tmp_path, 2)
     assert all(samples(batches, epoch) == EVERYTHING for epoch in range(3))
@@ -324,7 +336,7 @@ def test_slurm_requeues_in_the_middle_of_an_epoch(tmp_path, door):
     batches: list[Batches] = [{}, {}]
     ends = [(name, rank, step) for name, step in (("SIGUSR1", 11), ("SIGKILL", 16)) for rank in (0, 1)]
     for signals, code in ((ends, -signal.SIGKILL), ([], 0)):
-        commands = [[*OWN_SHM, *command(tmp_path, signals=signals, **options)]] * 2
+        commands = [command(tmp_path, signals=signals, **options)] * 2
         assert run(tmp_path, commands, [slurm(rank) | path for rank in range(2)]) == [code] * 2, printed(tmp_path)
         for rank, of_rank in enumerate(seen(tmp_path, 2)):
             # Those after the eleventh are not in the checkpoint.
@@ -340,10 +352,10 @@ def test_named_caches_of_several_nodes(tmp_path):
     options = SMALL | {"epochs": 1, "devices": 1, "budget": "50%", "name": f"k{os.getpid()}"}
     rates = []
     for number, order in enumerate([(0, 1), (1, 0), (0,)]):
-        folder, world, commands = tmp_path / str(number), len(order), []
-        for node in order:
-            commands.append([*OWN_SHM, *command(folder, nodes=world, dir=str(tmp_path / f"disk{node}"), **options)])
+        folder, world = tmp_path / str(number), len(order)
         folder.mkdir()
+        disks = [str(tmp_path / f"disk{node}") for node in order]
+        commands = [command(folder, nodes=world, dir=disk, **options) for disk in disks]
         assert run(folder, commands, [torchrun(rank, world) for rank in range(world)]) == [0] * world
         assert samples(seen(folder, world), 0) == EVERYTHING
         [logged] = read_ranks(folder, 1)[0][0]["epochs"]

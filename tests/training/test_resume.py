@@ -16,14 +16,15 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExcep
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, Subset
 
-from tests.training.tiny import SAMPLES, Data, Model, Numbers, Watcher, behind, data_hooks, make_trainer
+from tests.sources import Made
+from tests.training.tiny import SAMPLES, Data, Model, Watcher, behind, data_hooks, make_trainer
 
 pytestmark = pytest.mark.processes
 
 EPOCHS, BATCHES = 3, SAMPLES // 4
 LIGHTNING = tuple(map(int, lightning.__version__.split(".")[:2]))
-Batches = dict[tuple[int, int], Any]
-"""What belongs to batches, by epoch and number of the batch."""
+NUMBERS = Made(lambda index: (torch.full((3, 8, 8), index, dtype=torch.uint8), index % 10), SAMPLES)
+Batches = dict[tuple[int, int], Any]  # by epoch and number of the batch
 
 
 class BreakError(Exception):
@@ -87,24 +88,24 @@ class Scheduled(Model):
 class Seeded(Sampler[int]):
     """A user's own order, from a generator that continues from epoch to epoch."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset, self.draws = dataset, np.random.default_rng(5)
+    def __init__(self) -> None:
+        self.draws = np.random.default_rng(5)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.draws.permutation(len(self.dataset)).tolist())
+        return iter(self.draws.permutation(SAMPLES).tolist())
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return SAMPLES
 
 
 class Users(Data):
     """A DataModule with a state of its own, and a sampler by its name."""
 
     def __init__(self, sampler: str = "random", **options: Any) -> None:
-        numbers, self.state = Numbers(), "new"
+        self.state = "new"
         if sampler in ("distributed", "seeded"):
-            options["sampler"] = Seeded(numbers) if sampler == "seeded" else DistributedSampler(numbers, 1, 0, seed=3)
-        super().__init__(numbers, numbers, **options)
+            options["sampler"] = Seeded() if sampler == "seeded" else DistributedSampler(NUMBERS, 1, 0, seed=3)
+        super().__init__(NUMBERS, NUMBERS, **options)
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": "saved"}
@@ -113,16 +114,7 @@ class Users(Data):
         self.state = state_dict["state"]
 
 
-def fit(
-    folder: Path,
-    door: str,
-    seen: Seen,
-    *callbacks: Callback,
-    ckpt: Path | None = None,
-    data: Any = None,
-    model: Any = Model,
-    **options: Any,
-) -> lightning.Trainer:
+def fit(folder, door, seen, *callbacks, ckpt=None, data=None, model=Model, **options) -> lightning.Trainer:
     """Fit, in a process that has other random states than the first if there is a checkpoint."""
     torch.manual_seed(11 if ckpt is None else 99)
     more, data = behind(door, Users() if data is None else data)
@@ -143,7 +135,7 @@ def at_step(folder: Path, step: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Seen]]:
+def saved(tmp_path_factory) -> Callable[[str], tuple[Path, Seen]]:
     """For each door the folder with checkpoints of every second step of a fit, and all its batches."""
 
     @cache
@@ -191,13 +183,12 @@ def test_what_remains_is_what_would_have_come(tmp_path, name, sampler, workers):
 
 @pytest.mark.parametrize(("mode", "seeded"), [("min_size", False), ("max_size_cycle", False), ("max_size", True)])
 def test_several_loaders_go_on_together(tmp_path, mode, seeded):
-    """Each loader resumes at its position, also a loader that has started again in the epoch. If only the second has a
-    sampler with seed and epoch, the first keeps its own order."""
+    """Each loader resumes at its position and in its own order, also if it has started again in the epoch."""
 
     def loaders() -> Any:
-        short = Subset(Numbers(), range(10))
+        short = Subset(NUMBERS, range(10))
         order = {"sampler": DistributedSampler(short, 1, 0, seed=3)} if seeded else {"shuffle": True}
-        return CombinedLoader([DataLoader(Numbers(), 4, shuffle=True), DataLoader(short, 4, **order)], mode)
+        return CombinedLoader([DataLoader(NUMBERS, 4, shuffle=True), DataLoader(short, 4, **order)], mode)
 
     def run(*callbacks: Callback, ckpt: Any = None) -> Seen:
         seen = Seen()
@@ -215,8 +206,7 @@ def test_several_loaders_go_on_together(tmp_path, mode, seeded):
     ("name", "batch_size", "step"), [("ours", 3, 8), ("cache_datamodule", 8, 8), ("callback", 2, BATCHES)]
 )
 def test_another_batch_size_goes_on_after_the_same_samples(tmp_path, caplog, saved, name, batch_size, step):
-    """With another batch size there is a warning in the middle of an epoch, every sample of that epoch comes once, and
-    later epochs are whole, also in a second fit of this Trainer."""
+    """With another batch size every sample of the epoch comes once, and later epochs are whole."""
     folder, whole = saved(name)
     data = Users(batch_size=batch_size)
     trainer = fit(tmp_path, name, seen := Seen(), ckpt=at_step(folder, step), data=data, max_epochs=2)
@@ -267,16 +257,13 @@ def test_doors_understand_each_other(tmp_path, caplog, saved, begun, other, same
     assert ("the sampler is of another kind: the loader goes on in another order" in caplog.text) == (other == "ours")
 
 
-# ---- what Lightning counts ----
-
 WHOLE = {"max_steps": EPOCHS * BATCHES}
 VALIDATES = {"limit_val_batches": 2}
 
 
 @pytest.mark.parametrize(("door", "options"), [("ours", VALIDATES), ("callback", WHOLE)])
 def test_an_epoch_that_begins_with_a_resume_is_counted(tmp_path, saved, door, options):
-    """A fit breaks after an epoch's last batch, and again in the next epoch: batches, beginnings of epochs and counts
-    are those of a fit without a break."""
+    """After breaks in two epochs, batches and counts are those of a fit without a break."""
     whole, seen, ckpt = saved(door)[1].seen, Batches(), None
     # The last checkpoints are those of steps 6, 8, 12 and 12.
     for breaks_at, begun in ((7, [0, 1]), (3, [1]), (5, [2]), (1, [2]), (None, [2])):
@@ -312,20 +299,19 @@ def test_an_epoch_that_was_cut_short_goes_on(tmp_path, saved, door, at_the_end, 
     assert trainer.current_epoch == EPOCHS
 
 
+BY_TIME = pytest.mark.skipif(LIGHTNING < (2, 6), reason="validation is not due by time")
+
+
 @pytest.mark.parametrize(
     ("options", "ended"),
     [
         ({"val_check_interval": 2 * BATCHES, "check_val_every_n_epoch": None}, [1, 2]),
-        pytest.param(
-            {"val_check_interval": "00:00:00:00"},
-            [2],  # a time begins anew, and nobody knows that a validation was the last of its epoch
-            marks=pytest.mark.skipif(LIGHTNING < (2, 6), reason="validation is not due by time"),
-        ),
+        # A time begins anew, and nobody knows that a validation was the last of its epoch.
+        pytest.param({"val_check_interval": "00:00:00:00"}, [2], marks=BY_TIME),
     ],
 )
 def test_an_epoch_that_a_validation_ends_is_over(tmp_path, saved, options, ended):
-    """A checkpoint of a validation after an epoch's last batch resumes with the next epoch. The hooks at the end of the
-    last epoch run."""
+    """A checkpoint of a validation after an epoch's last batch resumes with the next epoch."""
     saves = save(tmp_path, save_on_train_epoch_end=False)
     fit(tmp_path, "ours", Seen(), saves, max_epochs=2, **options | VALIDATES)
     fit(tmp_path, "ours", second := Seen(), ckpt=at_step(tmp_path, 2 * BATCHES), **options | VALIDATES)
@@ -346,8 +332,7 @@ def test_an_epoch_that_a_hook_ended_is_over(tmp_path):
 
 
 def test_an_epoch_that_is_about_to_begin_is_whole(tmp_path):
-    """A checkpoint between an epoch's beginning and its first batch (by a signal's handler) resumes with all batches of
-    that epoch."""
+    """A checkpoint between an epoch's beginning and its first batch resumes with all batches of that epoch."""
 
     def begins(trainer: Any, action: str) -> None:
         if action == "run_training_epoch":  # Lightning still counts the batches of the last epoch

@@ -1,7 +1,6 @@
 """Common samplers, and several loaders: batches are unchanged, hit rates as expected, and what is drawn gets slots."""
 
 import os
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from lightning_stocache import CacheMonitor, StochasticCache, cache_datamodule
+from lightning_stocache import StochasticCache
 from lightning_stocache.training.sampling import loader_domain
 from tests.processes import run_ranks
 from tests.training.tiny import (
@@ -32,7 +31,6 @@ from tests.training.tiny import (
     Watcher,
     announced,
     behind,
-    data_hooks,
     logged,
     make_trainer,
     said,
@@ -42,7 +40,6 @@ from tests.training.tiny import (
 pytestmark = pytest.mark.processes
 
 SAMPLES, EPOCHS = 60, 3
-TENTH = range(5, SAMPLES, 10)
 
 
 def loader_of(data: Any, order: Any = None, **options: Any) -> DataLoader[Any]:
@@ -63,69 +60,39 @@ def train(tmp_path: Any, callbacks: list[Any], *loaders: Any, epochs: int = EPOC
     return model, trainer
 
 
-def check_counts(trainer: Any, drawn: int, *, once: bool) -> None:
-    """Hits, misses and bypasses of an epoch add up to the drawn samples. Each hit rate is the expected one if an epoch
-    draws each index `once`, else no rate is expected."""
-    hits, misses, bypasses = (logged(trainer, f"stocache/{key}") for key in ("hits", "misses", "bypasses"))
-    assert list(map(sum, zip(hits, misses, bypasses, strict=True))) == [drawn] * EPOCHS
-    rates = logged(trainer, "stocache/hit_rate")
-    assert rates == pytest.approx([count / drawn for count in hits])
-    assert logged(trainer, "stocache/hit_rate_expected") == (pytest.approx(rates, abs=1e-6) if once else [])
+def combined(data: Any, mode: str) -> CombinedLoader:
+    """Two loaders of unequal lengths, which are read together."""
+    return CombinedLoader([loader_of(data), loader_of(Subset(data, range(20)))], mode)
 
 
-def combined(mode: str) -> Callable[[Any], Any]:
-    """Makes two loaders of unequal lengths, which are read together."""
-    return lambda data: CombinedLoader([loader_of(data), loader_of(Subset(data, range(20)))], mode)
+def in_batches(data: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 12, True))
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], int, bool]] = {  # the samples of an epoch, and whether each comes once
     "subset": (lambda data: fold(data, range(0, 60, 2)), {}, 30, True),
-    "batch_sampler": (
-        lambda data: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 12, True)),
-        {},
-        60,
-        True,
-    ),
+    "batch_sampler": (in_batches, {}, 60, True),
     "overfit some": (loader_of, {"overfit_batches": 3}, 24, False),
     "replacement": (lambda data: loader_of(data, RandomSampler(data, replacement=True)), {}, 60, False),
-    "two loaders": (combined("max_size"), {}, 80, True),
-    "two loaders, one of them again and again": (combined("max_size_cycle"), {}, 116, False),
+    "two loaders": (lambda data: combined(data, "max_size"), {}, 80, True),
+    "two loaders, one of them again and again": (lambda data: combined(data, "max_size_cycle"), {}, 116, False),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_hit_rates_are_as_expected_and_batches_as_without_a_cache(tmp_path, name, caplog):
-    """Every batch is the same as without a cache, and all samples are counted, of several loaders together. If an epoch
-    draws each index once, the hit rate is as expected; else no rate is expected."""
+    """Batches are those without a cache, all samples are counted, and hit rates are as expected."""
     make, options, drawn, once = CASES[name]
     data = source(tmp_path, samples=SAMPLES)
     plain, _ = train(tmp_path, [], make(data), logger=False, **options)
     cached, trainer = train(tmp_path, [StochasticCache("50%")], make(data), **options)
     assert cached.batches == plain.batches
-    check_counts(trainer, drawn, once=once)
+    hits, misses, bypasses = (logged(trainer, f"stocache/{key}") for key in ("hits", "misses", "bypasses"))
+    assert list(map(sum, zip(hits, misses, bypasses, strict=True))) == [drawn] * EPOCHS
+    rates = logged(trainer, "stocache/hit_rate")
+    assert rates == pytest.approx([count / drawn for count in hits])
+    assert logged(trainer, "stocache/hit_rate_expected") == (pytest.approx(rates, abs=1e-6) if once else [])
     assert said(caplog, "were to be expected") == []
-
-
-def test_validation_on_the_same_dataset_is_told_from_training(tmp_path):
-    """Training has the expected hit rate on its fold, though validation has filled some of it before."""
-    data = source(tmp_path, samples=SAMPLES)
-    loaders = fold(data, range(10, SAMPLES)), fold(data, range(30, 40))
-    _, trainer = train(tmp_path, [StochasticCache(SAMPLES // 2 * SLOT)], *loaders, num_sanity_val_steps=2)
-    check_counts(trainer, 50, once=True)
-
-
-def test_validation_draws_samples_that_came_since_training_began(tmp_path):
-    """The cache of the training fold has no slot for them, so validation has a cache of its own."""
-    data = source(tmp_path, samples=SAMPLES)
-
-    def newest() -> Any:
-        data.length = SAMPLES + 10
-        return fold(data, range(SAMPLES + 2, SAMPLES + 10))
-
-    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=2, num_sanity_val_steps=0)
-    trainer.fit(Watcher(), data_hooks(train=lambda: fold(data, range(40)), val=newest))
-    assert logged(trainer, "stocache/hits")[1] == 40
-    assert logged(trainer, "stocache/val/hits")[1] == 8
 
 
 def draw_together(rank: int, folder: str) -> None:
@@ -160,9 +127,6 @@ def test_two_ranks_draw_together(tmp_path):
     run_ranks(draw_together, 2, str(tmp_path))
 
 
-# ---- only samples that can be drawn get slots ----
-
-
 def hit_rates(tmp_path: Any, callbacks: list[Any], *given: Any, **options: Any) -> tuple[list[float], list[int]]:
     """The hit rates of two epochs, and the slots of training."""
     looking = Looking()
@@ -175,15 +139,14 @@ def hit_rates(tmp_path: Any, callbacks: list[Any], *given: Any, **options: Any) 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_tenth_of_the_budget_is_enough_for_a_tenth_of_the_samples(tmp_path, door):
     """In every door epoch two hits every sample, and coverage counts the drawn samples alone."""
-    data = source(tmp_path, samples=SAMPLES)
-    callbacks, given = behind(door, Data(data, sampler=SubsetRandomSampler(TENTH)), budget=len(TENTH) * SLOT)
-    assert hit_rates(tmp_path, callbacks, given) == ([0, 1], [len(TENTH)])
-    assert set(data.loaded) == set(TENTH), "at set-up, too, nothing else is read"
+    data, tenth = source(tmp_path, samples=SAMPLES), range(5, SAMPLES, 10)
+    callbacks, given = behind(door, Data(data, sampler=SubsetRandomSampler(tenth)), budget=6 * SLOT)
+    assert hit_rates(tmp_path, callbacks, given) == ([0, 1], [6])
+    assert set(data.loaded) == set(tenth), "at set-up, too, nothing else is read"
 
 
 def test_two_samplers_of_one_dataset_that_are_known_together(tmp_path):
-    """Loaders of one dataset that are given to `fit` share one cache, with slots for the samples of all their samplers,
-    in one stage or in two."""
+    """Loaders of one dataset share one cache, with slots for the samples of all their samplers."""
     data = source(tmp_path, samples=SAMPLES)
     two = fold(data, range(12)), fold(data, range(6, 24))
     rates, slots = hit_rates(tmp_path, [StochasticCache(24 * SLOT)], *two)
@@ -222,16 +185,6 @@ def test_a_sampler_that_changes_goes_on_as_without_a_cache(tmp_path, caplog):
     assert float(trainer.callback_metrics["stocache/bypasses"]) > 0
     [warning] = said(caplog, "draws other samples")
     assert "keep_cache=True" in warning
-
-
-@pytest.mark.epoch_one_reads_all
-def test_loaders_that_are_made_anew_leave_the_slots_to_all(tmp_path, caplog):
-    """An active learner draws more samples after each reload: all samples have slots from the start."""
-    data, grown = source(tmp_path, samples=SAMPLES), iter(range(12, SAMPLES, 12))
-    dm = cache_datamodule(data_hooks(train=lambda: fold(data, range(next(grown)))), budget="100%")
-    rates = hit_rates(tmp_path, [CacheMonitor()], dm, reload_dataloaders_every_n_epochs=1)
-    assert rates == ([0, 0.5], [SAMPLES])
-    assert said(caplog, "were to be expected") == []
 
 
 DATA: Any = range(100)

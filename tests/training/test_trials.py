@@ -31,8 +31,6 @@ pytestmark = pytest.mark.processes
 
 MIB = 2**20
 
-# ---- what trials leave behind ----
-
 
 def resources() -> dict[str, int]:
     """What this process holds now."""
@@ -104,8 +102,7 @@ LONG = [pytest.mark.soak, pytest.mark.timeout(1800)]
     ids=["a few", "many"],
 )
 def test_trials_leave_nothing_behind(tmp_path, doors, count, warm, ends, mappings):
-    """After the first trials, some of which end with an error, the numbers of descriptors, mappings, files in memory,
-    threads and children do not grow, nor does memory; -s shows the numbers."""
+    """After the first trials, some of which end with an error, nothing that a process holds grows."""
     held = []
     for number, door in enumerate(islice(cycle(doors), count)):
         error = ArithmeticError if number % 3 else None
@@ -121,8 +118,6 @@ def test_trials_leave_nothing_behind(tmp_path, doors, count, warm, ends, mapping
     assert grown == {"descriptors": 0, "memory_files": 0, "threads": 0, "children": 0}
 
 
-# ---- sweeps ----
-
 SWEEP = {
     "defaults": [{"cache": "stocache"}, {"callbacks": "stochastic_cache"}, "_self_"],
     "folder": "???",
@@ -130,8 +125,8 @@ SWEEP = {
     "hydra": {"sweep": {"dir": "${folder}/runs"}, "output_subdir": None},
 }
 ConfigStore.instance().store(name="sweep_job", node=SWEEP)
-trials: list[list[float]] = []
-"""The misses of each epoch of each trial."""
+OPTUNA = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
+trials: list[list[float]] = []  # the misses of each epoch
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_stocache.configs", config_name="sweep_job")
@@ -146,25 +141,16 @@ def trial(config: DictConfig) -> float:
 @pytest.mark.soak
 @pytest.mark.named
 @pytest.mark.epoch_one_reads_all
-@pytest.mark.parametrize("sweeper", ["basic", "optuna"])
-def test_a_sweep_loads_each_sample_once(tmp_path, monkeypatch, sweeper):
+@pytest.mark.parametrize("words", [["hydra/sweeper=basic"], OPTUNA], ids=["basic", "optuna"])
+def test_a_sweep_loads_each_sample_once(tmp_path, monkeypatch, words):
     """With a name the trials of Hydra's sweepers share one cache: those after the first load nothing."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     trials.clear()
-    words = [f"hydra/sweeper={sweeper}", "lr=choice(0.1,0.01,0.001)", f"folder={tmp_path}"]
-    if sweeper == "optuna":
-        words += ["hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1"]
-    name = f"sweep-test-{os.getpid()}"
-    quiet = ["hydra/job_logging=none", "hydra/hydra_logging=none"]
-    monkeypatch.setattr(sys, "argv", ["sweep", "-m", *quiet, *words, f"cache.name={name}"])
-    try:
-        trial()
-    finally:
-        clean(f"{name}-train0")
+    options = ["lr=choice(0.1,0.01,0.001)", f"folder={tmp_path}", "cache.name=sweep"]
+    monkeypatch.setattr(sys, "argv", ["sweep", "-m", *words, *options])
+    trial()
+    clean("sweep-train0")
     assert trials == [[SAMPLES - 4, 0], [0, 0], [0, 0]]  # set-up stores the four that it compares
-
-
-# ---- Lightning's Tuner ----
 
 
 class Tunable(Model):
@@ -178,8 +164,7 @@ class Tunable(Model):
 
 def tuned(folder: Path, door: str, sets: Any) -> tuple[Any, Any]:
     """What was found and trained behind a door, or behind none, and the caches to close."""
-    options = {} if door == "none" else {"keep_cache": True}
-    callbacks, dm = behind(door, Data(*sets, batch_size=2), **options)
+    callbacks, dm = behind(door, Data(*sets, batch_size=2), keep_cache=True)
     closing = callbacks[0].caches if door == "callback" else getattr(dm, "caches", None)
     seed_everything(0, verbose=False)
     trainer = make_trainer(folder, callbacks, logger=False)
@@ -193,8 +178,7 @@ def tuned(folder: Path, door: str, sets: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("door", ["callback", pytest.param("cache_datamodule", marks=pytest.mark.soak), "ours"])
 def test_lightnings_tuner_builds_no_cache_twice(tmp_path, segments, door):
-    """With `keep_cache` the search for a batch size, with new loaders each time, the search for a learning rate and the
-    training share one cache per dataset. With a user's loaders all results are those without a cache."""
+    """With `keep_cache` both searches and the training share one cache per dataset; results are those without."""
     sets = source(tmp_path, samples=96), source(tmp_path, "val", 8)
     seen, closing = tuned(tmp_path, door, sets)
     assert len(segments) == 4

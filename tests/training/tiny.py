@@ -24,8 +24,6 @@ SAMPLES = 24
 SLOT = 3 * 8 * 8 + 8 + 1  # bytes: image, label and state
 DOORS = ("callback", "cache_datamodule", "ours")
 
-# ---- models ----
-
 
 class Model(LightningModule):
     """One layer on the bytes of an image."""
@@ -138,22 +136,6 @@ class Remembers(Watcher):
         return self.weight.sum()
 
 
-# ---- data ----
-
-
-class Numbers(Dataset[Any]):
-    """Images that are all of one value, their index."""
-
-    def __init__(self, length: int = SAMPLES) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3, 8, 8), index, dtype=torch.uint8), index % 10
-
-
 def source(tmp_path: Path | str, name: str = "train", samples: int = SAMPLES) -> CountedSource:
     """A counted source; sources of one name in one folder count together."""
     return CountedSource(samples, log_path=Path(tmp_path) / f"{name}.loads")
@@ -222,9 +204,6 @@ def behind(door: str, data: Any, **options: Any) -> tuple[list[Callback], Any]:
     return [CacheMonitor()], StocacheDataModule(data.train, data.val, **options)
 
 
-# ---- fits ----
-
-
 def make_trainer(tmp_path: Path, callbacks: Sequence[Callback] = (), *, epochs: int = 1, **options: Any) -> Trainer:
     """A Trainer on one CPU that logs every step to a CSV and says nothing."""
     defaults: dict[str, Any] = {
@@ -237,7 +216,7 @@ def make_trainer(tmp_path: Path, callbacks: Sequence[Callback] = (), *, epochs: 
         "enable_checkpointing": False,
         "default_root_dir": str(tmp_path),
     }
-    if "logger" not in options and not options.get("barebones"):
+    if "logger" not in options:
         defaults["logger"] = CSVLogger(tmp_path, name="logs")
     return Trainer(callbacks=list(callbacks), **defaults | options)
 
@@ -276,9 +255,8 @@ class Looking(Callback):
         self.slots: dict[str, list[int]] = {}
 
     def look(self, trainer: Any, *_: Any) -> None:
-        stages = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders}
-        stages |= {"test": trainer.test_dataloaders, "predict": trainer.predict_dataloaders}
-        for stage, loaders in stages.items():
+        for stage in ("train", "val", "test", "predict"):
+            loaders = getattr(trainer, "train_dataloader" if stage == "train" else f"{stage}_dataloaders")
             if loaders is not None:
                 self.loaders[stage] = loaders
                 caches = [dataset.cache for dataset in cached_datasets(loaders)]
