@@ -45,6 +45,7 @@ def test_other_contents_have_other_marks() -> None:
         [{"a": 1, "b": 2}, {"a": 2, "b": 1}, [1, 2], (1, 2), [True, 2]],
         [Image.new("RGB", (9, 9)), Image.new("RGB", (9, 9), (1, 0, 0)), Image.new("L", (9, 9))],
         [torch.tensor(1), torch.tensor(True), torch.tensor([1]), 1, 1.0, None],
+        [(torch.zeros(2), 1), (torch.ones(2), 1), (torch.zeros(2), 2)],
     ):
         itself: list[Any] = [torch.zeros(2)]
         itself.append(itself)
