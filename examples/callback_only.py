@@ -3,8 +3,6 @@
 python examples/callback_only.py
 """
 
-import logging
-
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
@@ -22,7 +20,6 @@ class Net(ConvNet):
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")  # the monitor's line per epoch
     torch.set_num_threads(1)  # see train.py
     photos.make()
     train = DataLoader(photos.images("train"), batch_size=64, shuffle=True, num_workers=2)

@@ -265,7 +265,7 @@ def _look(opening: _Opening, is_apart: bool) -> Finding:
     if request.strict and found.reason is not None and not request.as_stream:
         raise ValueError(f"{request.title} cannot be cached: {found.reason}")
     if found.reads:
-        log.info("%s: %d samples read at set-up, to learn what they are", request.title, found.reads)
+        log.info("%s: %d reads at set-up, to learn what the samples are", request.title, found.reads)
     if found.note is not None:
         log.warning("%s: %s", request.title, found.note)
     if found.reason is not None:
