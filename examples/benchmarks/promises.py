@@ -73,7 +73,7 @@ def count_loads(loader: str, workers: int, samples: int, log: str) -> tuple[int,
         wait_for_ranks()
         epoch_seconds(batches)
     wait_for_ranks()
-    announced = sum(int(found[1]) for text in heard if (found := re.search(r"(\d+) samples? read at set-up", text)))
+    announced = sum(int(found[1]) for text in heard if (found := re.search(r"(\d+) reads at set-up", text)))
     return source.loads.count, before, announced
 
 

@@ -73,7 +73,7 @@ def logs(folder: Path) -> str:
 
 def read_at_setup(folder: Path, stage: str = "") -> int:
     """How many samples set-up has read, of a stage or in all."""
-    found = re.findall(rf"{stage}\): (\d+) samples read at set-up", logs(folder))
+    found = re.findall(rf"{stage}\): (\d+) reads at set-up", logs(folder))
     return sum(map(int, found))
 
 

@@ -290,4 +290,4 @@ def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
 
 def announced(caplog: pytest.LogCaptureFixture) -> int:
     """How many samples the package says that it has read at set-up."""
-    return sum(map(int, re.findall(r"(\d+) samples read at set-up", caplog.text)))
+    return sum(map(int, re.findall(r"(\d+) reads at set-up", caplog.text)))
