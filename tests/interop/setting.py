@@ -18,13 +18,8 @@ SAMPLES = 24
 
 @dataclasses.dataclass
 class Setting:
-    """What a way makes its loader with.
-
-    Args:
-        folder: where it may write files; one folder for all ways and runs, so it may find them there.
-        loads: a file that grows by a byte for every sample that is read from the source.
-        workers: of the loader.
-    """
+    """What a way makes its loader with: a folder for the files of all runs, a file that grows by a byte for every
+    sample that is read from the source, and the loader's workers."""
 
     folder: Path
     loads: Path

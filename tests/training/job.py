@@ -45,12 +45,8 @@ def words(folder: Path, *, runs: Mapping[str, Any] | None = None, **options: Any
 
 
 def start_nodes(folder: Path, told: Sequence[Sequence[Mapping[str, str]]], **options: Any) -> list[BaseProcess]:
-    """This job, as a process for each node, whose ranks are started one by one; several nodes have a /dev/shm each.
-
-    Args:
-        told: what the launcher tells each rank of each node.
-        options: of the job, and `runs` if there are several.
-    """
+    """This job, as a process for each node; several nodes have a /dev/shm each. The launcher of a node tells each rank
+    what `told` has for it."""
     base, job, shm_mib = job_environment(), words(folder, **options), 64 if len(told) > 1 else 0
     return [start_module(job, [base | rank for rank in node], folder / "said", shm_mib=shm_mib) for node in told]
 
