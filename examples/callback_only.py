@@ -1,4 +1,4 @@
-"""The second door: model and loaders as they are, and one callback.
+"""The callback: model and loaders as they are.
 
 python examples/callback_only.py
 """

@@ -110,9 +110,6 @@ class Tail(ABC):
         """How many calls of transforms the copy needs for a sample."""
         return 0
 
-    def __repr__(self) -> str:
-        return f"Tail({self})"
-
     def __str__(self) -> str:
         return ", ".join(map(_step_name, self.steps))
 

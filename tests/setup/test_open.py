@@ -173,7 +173,7 @@ def cut(rank: int, folder: Path) -> Any:
     torch.manual_seed(3)
     same = all(torch.equal(image, source[index][0]) for index, (image, _) in enumerate(samples))
     dist.barrier()
-    result = same, its.cache.filled, its.cache.segment.token, repr(its.tail)
+    result = same, its.cache.filled, its.cache.segment.token, str(its.tail)
     dist.barrier()
     its.close()
     return at_set_up, result
@@ -266,7 +266,7 @@ def test_only_the_leader_reads_and_all_cut_alike(on_two_ranks: Any) -> None:
     (at_set_up, first), (at_set_up_of_the_other, second) = on_two_ranks[cut]
     assert at_set_up > 0 == at_set_up_of_the_other
     assert first == second
-    assert (*first[:2], first[3]) == (True, LENGTH, "Tail(Dropout)")
+    assert (*first[:2], first[3]) == (True, LENGTH, "Dropout")
 
 
 def test_ranks_that_cannot_attach_meet_by_name(on_two_ranks: Any) -> None:
