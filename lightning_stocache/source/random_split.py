@@ -128,8 +128,8 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
         >>> parts = split(Pixels())
         >>> parts.source[3]
         (tensor([3., 3., 3., 3.]), 3)
-        >>> parts.tail
-        Tail(Dropout)
+        >>> str(parts.tail)
+        'Dropout'
     """
     indices = spread(len(source), _PROBED, domain)
     more = spread(len(source), quick + 2, domain)[1:-1] if quick else ()
