@@ -338,8 +338,7 @@ def _composed(arguments: argparse.Namespace, folder: str) -> Any:
             Path(folder, "model").mkdir()  # a group that nobody has cannot be left out
             overrides.append("~model")
         places = [f"'file://{Path(place).resolve()}'" for place in (where, folder) if place is not None]
-        if "hydra.searchpath" not in named:
-            overrides.append(f"hydra.searchpath=[{','.join(places)}]")
+        overrides.append(f"hydra.searchpath=[{','.join(places)}]")
     with begun:
         config = compose(arguments.config_name or "train", overrides, return_hydra_config=True)
     with open_dict(config):
