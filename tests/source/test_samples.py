@@ -79,7 +79,7 @@ def test_other_data_has_another_digest() -> None:
         (Files(np.array(3)), Files(np.array(4))),
         (Files(np.arange(40).reshape(2, 20).T), Files(np.arange(1, 41).reshape(2, 20).T)),
         (Files(framed(1.0)), Files(framed(1.00001))),
-        (Subset(Files(["a", "b"]), [0]), Subset(Files(["a", "c"]), [0])),
+        (Subset(Subset(Files(["a", "b"]), [0]), [0]), Subset(Subset(Files(["a", "c"]), [0]), [0])),
         (ConcatDataset([Files(["a"])]), ConcatDataset([Files(["b"])])),
         ([1, 2], (1, 2)),
     ):
