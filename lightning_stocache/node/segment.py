@@ -278,11 +278,19 @@ class Segment:
     def discard(self, offset: int = 0) -> None:
         """Zero the payload from `offset` on, in every process, and return its memory to the system at once.
 
-        No process may touch that part meanwhile, because the file is shorter for a moment.
+        Other processes may read that part meanwhile. Where the system cannot free pages inside a file (macOS, some
+        disks), they must not, because the file is shorter for a moment.
         """
-        self._check_open()
-        os.ftruncate(self._data, HEADER_BYTES + offset)
-        os.ftruncate(self._data, HEADER_BYTES + self.size)
+        mapped, begin, end = self._check_open(), HEADER_BYTES + offset, HEADER_BYTES + self.size
+        first = min(-(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end)  # the first page that is freed
+        try:
+            if first < end:
+                mapped.madvise(mmap.MADV_REMOVE, first, end - first)
+        except (AttributeError, OSError):
+            os.ftruncate(self._data, begin)
+            os.ftruncate(self._data, end)
+        else:
+            self.store(offset, memoryview(bytes(first - begin)))
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
         """Take the lock of one byte for this process, in 1.5 us. Returns False if another process has the lock.

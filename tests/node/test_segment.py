@@ -210,6 +210,15 @@ def test_ranges_are_stored_through_the_file_and_discarded(segment: Segment) -> N
     assert not segment.tensor(segment.size - 1, 1).any()
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_REMOVE"), reason="the system frees no pages inside a file")
+def test_a_file_keeps_its_length_while_it_is_discarded(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that reads meanwhile would die of SIGBUS behind the end of a shorter file."""
+    monkeypatch.setattr(os, "ftruncate", lambda *_: pytest.fail("the file was shorter for a moment"))
+    stored(segment, 8).discard()
+    assert segment.allocated_bytes <= mmap.PAGESIZE  # of the header; a look at the payload takes pages again
+    assert not segment.tensor(0, segment.size).any()
+
+
 @pytest.mark.processes
 def test_a_lock_is_kept_until_its_process_ends(segment: Segment) -> None:
     """Sending the segment to a Pool's task does not drop it; a process that is killed does."""
