@@ -9,7 +9,7 @@ manifest. Several jobs of one user may use it. The protocol uses `flock` on the 
   segment is complete. If another process has linked the name first, its segment is joined.
 - The first process that joins a segment on a disk after a possible crash gets the exclusive lock. Before it shares the
   lock, it repairs the file (`mend`) and restores its full length.
-- A process that removes the segment takes the exclusive lock, so no process uses it. It removes the lock file before
+- A process that lists or removes the segment tries the exclusive lock: with it, no process uses the segment. It removes the lock file before
   the file, so no lock file is left without its file.
 - After every lock a process checks that the name still leads to the same inode, because another process may have
   removed the segment.
@@ -104,7 +104,10 @@ def join_named(name: str, directory: str | None = None, mend: Mend | None = None
     try:
         alone = directory is not None and _try_exclusive(data)
         if not alone:
-            fcntl.flock(data, fcntl.LOCK_SH)  # waits while another process removes or repairs the segment
+            fcntl.flock(data, fcntl.LOCK_SH)  # waits while another process lists, removes or repairs the segment
+            alone = directory is not None and _try_exclusive(data)  # the other process has only listed it
+            if not alone:
+                fcntl.flock(data, fcntl.LOCK_SH)
         if not _leads_to(path, data):
             return None
         manifest = _manifest(data, path, directory)

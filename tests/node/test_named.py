@@ -3,6 +3,7 @@
 Only what is certainly this user's own is opened, and a header is read as it was written.
 """
 
+import fcntl
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -98,6 +100,20 @@ def test_clean_leaves_what_is_in_use(name: str) -> None:
     assert not path_of(name).exists()
     assert not path_of(name + ".locks").exists()
     assert clean(name) == []
+
+
+def test_a_list_keeps_no_job_from_repairing(name: str, tmp_path: Path) -> None:
+    """Who lists the caches of a disk locks each for a moment. A job that opens a cache then repairs it all the same."""
+    open_named(name, SIZE, GOOD, str(tmp_path))[0].close()
+    repaired: list[Segment] = []
+    with (tmp_path / path_of(name).name).open() as file, ThreadPoolExecutor() as threads:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        joined = threads.submit(join_named, name, str(tmp_path), lambda segment, _: repaired.append(segment))
+        time.sleep(0.05)  # the job waits
+        fcntl.flock(file, fcntl.LOCK_UN)
+        segment, _ = joined.result() or pytest.fail("it is there")
+    segment.close()
+    assert repaired == [segment]
 
 
 # --- bad luck
