@@ -6,6 +6,7 @@ Under forkserver the parent is the server, which ends with the process that uses
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -38,6 +39,10 @@ def poll(pause: float) -> Iterator[float]:
 def end_with_parent() -> None:
     """End this process when its parent has ended, even in the middle of a load. A thread does so."""
     threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
+    # A spawned process imports for seconds before this call. If its creator has ended by now, it has another parent.
+    creator = multiprocessing.parent_process()
+    if creator is not None and not creator.is_alive():
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _end_without(parent: int) -> None:
