@@ -1,1 +1,1 @@
-"""What lies in the memory."""
+"""Samples in a segment: their bytes, their slots, their counters."""

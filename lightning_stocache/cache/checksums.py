@@ -90,7 +90,7 @@ class Checksums:
                 self._empty(slot)
                 self._rest_until = time.monotonic() + _REST
                 log.warning(
-                    "the disk of the cache is left alone for %.0f s, samples are loaded meanwhile: %s", _REST, error
+                    "the disk of the cache is not read for %.0f s, samples are loaded meanwhile: %s", _REST, error
                 )
                 return
             if is_sound:
@@ -104,7 +104,7 @@ class Checksums:
         self._memory.close()
 
     def _matches(self, slot: int) -> bool:
-        """Whether the checksum of a slot matches its bytes, read through the file. An OSError for a bad block."""
+        """Whether the checksum of a slot matches its bytes, read through the file. Raises OSError for a bad block."""
         parts = self._layout.fetch(slot)
         if parts is None:
             return False
@@ -131,7 +131,7 @@ class Checksums:
 
 
 def checksum() -> Any:
-    """The algorithm, from the package xxhash. Without it, an ImportError that says how to get it."""
+    """The algorithm, from the package xxhash. Raises ImportError, with the way to install it, if it is missing."""
     try:
         import xxhash
     except ImportError as error:

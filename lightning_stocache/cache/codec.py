@@ -1,4 +1,4 @@
-"""Shared parts of the codecs of rows (`rows`) and records (`records`): errors, types, words, tensors as bytes."""
+"""Shared parts of the codecs of rows (`rows`) and records (`records`): errors, types, tensors as bytes, names."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def array_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
         return None
 
 
-# ---- words for messages ----
+# ---- names in messages ----
 
 
 def named(path: str) -> str:
-    """A place in a sample."""
+    """The name of a place in a sample."""
     return f"field {path}" if path else "the sample"
 
 

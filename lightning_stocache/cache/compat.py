@@ -34,7 +34,7 @@ class SharedCache:
         dtype: dtype of the samples.
 
     Raises:
-        ValueError: a limit or size below zero, or a dataset without samples; later, the cache is closed.
+        ValueError: a limit or size below zero, or a dataset without samples; (later) the cache is closed.
         TypeError: an argument is of another type.
         OSError: the system has no memory for the states of the slots.
 

@@ -35,7 +35,7 @@ _BYTES = _ROWS * _COLUMNS * 8
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of samples, bytes and nanoseconds; they add and subtract. `hits + misses + bypasses` are the served ones.
+    """Numbers of samples, bytes and nanoseconds, to add and subtract. `hits + misses + bypasses` is the number served.
 
     Args:
         hits: samples served from their slot.
@@ -82,7 +82,7 @@ class Counts:
 
 
 _PLACE = {column.name: place for place, column in enumerate(fields(Counts), start=1)}
-_SAID = _COLUMNS - 1  # in the first row: one bit for each matter
+_WARNINGS = _COLUMNS - 1  # in the first row: one bit for each matter
 _MATTERS = {matter: 1 << place for place, matter in enumerate(get_args(Matter))}
 
 
@@ -105,7 +105,7 @@ class Counters:
 
     @classmethod
     def create(cls, rank: int = 0, backend: Backend | None = None) -> Counters:
-        """Make the rows. An OSError if there is no memory for them."""
+        """Make the rows. Raises OSError if there is no memory for them."""
         return cls(Segment.create(_BYTES, backend, reserved=_BYTES), rank)
 
     def __reduce__(self) -> tuple[type[Counters], tuple[Segment, int]]:
@@ -126,13 +126,13 @@ class Counters:
         if self.closed:
             return False
         with Claims(self.segment).waiting(_ROWS):
-            first = not self._rows[0, _SAID] & _MATTERS[matter]
-            self._rows[0, _SAID] |= _MATTERS[matter]
+            first = not self._rows[0, _WARNINGS] & _MATTERS[matter]
+            self._rows[0, _WARNINGS] |= _MATTERS[matter]
         return first
 
     def take_matters(self, other: Counters) -> None:
         """Give no warning that the node has had from counters that these replace."""
-        self._rows[0, _SAID] |= other._rows[0, _SAID]
+        self._rows[0, _WARNINGS] |= other._rows[0, _WARNINGS]
 
     def totals(self, rank: int | None = None) -> Counts:
         """The sum over all rows, or over the rows of one rank."""

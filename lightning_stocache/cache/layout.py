@@ -75,6 +75,11 @@ _KNOWN = 32  # with so many records, their mean size replaces the estimate of se
 _TRIES, _PAUSE = 200, 50e-6  # 10 ms: a process that keeps the lock of the run for longer was stopped
 
 
+def is_complete(generation: Integers | int) -> Any:
+    """Whether a slot of this generation has a complete sample (`rolling`); for an array, each of them."""
+    return (generation > 0) & (generation & 1 == 0)
+
+
 def offsets(dtypes: Mapping[str, npt.DTypeLike], count: int, begin: int = 0) -> dict[str, int]:
     """The offset of each column's array; under the name "", the end of all arrays."""
     starts = {}
@@ -115,7 +120,7 @@ def columns(
 
 @dataclass(frozen=True)
 class Head:
-    """What lies before the samples: columns with a number per slot, and a few words for all slots."""
+    """The part of a segment before the samples: columns with a number per slot, and a few words for all slots."""
 
     columns: Mapping[str, npt.DTypeLike]
     words: int = 8
@@ -166,7 +171,7 @@ class _Slots:
         return head.plus(cls.own_columns).nbytes(count)
 
     def reserve(self, first: int, last: int) -> None:
-        """Reserve the memory for the columns of some slots, and for the words. An OSError (ENOSPC) without memory."""
+        """Reserve the memory of the columns of some slots, and of the words. Raises OSError (ENOSPC) without it."""
         for name, column in self.columns.items():
             self._segment.reserve(self.offset_in(name, first), (last - first) * column.itemsize)
         self._segment.reserve(self._starts[_END], self.begin - self._starts[_END])
@@ -257,7 +262,7 @@ class Rows(_Slots):
             rows.take(slots, 0, memory.reshape(len(slots), nbytes), "clip")
 
     def reserve_all(self) -> None:
-        """Reserve the memory of all rows. An OSError (ENOSPC) without memory."""
+        """Reserve the memory of all rows. Raises OSError (ENOSPC) without it."""
         self._segment.reserve(self.begin, self._end - self.begin)
 
     def scatter(self, slots: Integers, memory: Memory) -> None:
@@ -440,7 +445,7 @@ def _field_dtypes(codec: Any) -> dict[str, npt.DTypeLike]:
     return {str(number): (np.uint8, (nbytes,)) for number, nbytes in enumerate(codec.row_bytes)}
 
 
-# ---- for people who look for the memory of caches ----
+# ---- the description of a segment, for people ----
 
 
 @dataclass(frozen=True)
@@ -468,8 +473,3 @@ def contents_of(file: int) -> Contents:
     states = np.frombuffer(os.pread(file, manifest.geometry.slots * (8 if rolls else 1), HEADER_BYTES), np.uint8)
     ready = is_complete(states.view(np.int64)) if rolls else states == READY
     return Contents(manifest, "", int(np.count_nonzero(ready)))
-
-
-def is_complete(generation: Integers | int) -> Any:
-    """Whether a slot of this generation has a complete sample (`rolling`); for an array, each of them."""
-    return (generation > 0) & (generation & 1 == 0)

@@ -1,4 +1,4 @@
-"""Where an index lives: its node and slot, by arithmetic alone.
+"""Where an index is stored: its node and slot, by arithmetic alone.
 
 The N indices of a dataset sit on a ring: `position(i) = i * step mod N`. The step is coprime to N, and close to N
 divided by the golden ratio. So any arc of the ring takes its indices evenly from the whole dataset: from any stretch of
@@ -7,7 +7,7 @@ the dataset's order.
 
 Node k trains on a share s_k of every global batch. Its arc starts at `N * (s_0 + ... + s_(k-1))` and is as long as the
 node's slots. The slot of an index is its distance from the start of the arc. So no table and no message is needed. An
-arc that is longer than the node's share overlaps the arcs of its neighbours, and the indices in it have several homes.
+arc that is longer than the node's share overlaps the arcs of its neighbours: several nodes store the indices in both.
 
 If only a part of the dataset is drawn (its `Domain`), the ring has the indices of that part, by their ranks.
 
@@ -33,11 +33,14 @@ __all__ = ["NO_RANK", "NO_SLOT", "Arc", "Domain", "Integers", "Ring"]
 Integers = npt.NDArray[np.int64]
 
 NO_SLOT = -1
+"""Stands for an index without a slot."""
+
 NO_RANK = -1
 """Stands for an index that is not drawn."""
+
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_CANDIDATES = 64
-_REACH = 150  # numbers on either side among which so many coprime to N are looked for
+_CANDIDATES = 64  # steps that are compared
+_REACH = 150  # their largest distance from N divided by the golden ratio
 
 
 class Domain:
@@ -92,7 +95,7 @@ class Domain:
         return self._ranks.take(indices).astype(np.int64)
 
     def covers(self, other: Domain | None) -> bool:
-        """Whether this domain contains another domain, perhaps of a dataset that has grown, or all of it (None)."""
+        """Whether this domain contains another domain, perhaps of a dataset that has grown, or all indices (None)."""
         return self.is_whole if other is None else bool(np.isin(other.indices, self.indices).all())
 
     @property

@@ -3,7 +3,7 @@
 A record consists of:
 
     bytes of the pickle, number of buffers                                             (<II)
-    per buffer: `nbytes << 1 | copies`: its size, and whether the decoder copies it    (<Q)
+    per buffer: `nbytes << 1 | by_pil`: its size, and 1 if PIL copies it, not `decode` (<Q)
     pickle of protocol 5
     buffers, each at a multiple of 64 bytes of the record
 
@@ -164,8 +164,8 @@ class RecordCodec:
         if pickled.nbytes > _LONGEST_PICKLE:
             raise UnsupportedSampleError(f"{title} holds more than 4 GiB in text, bytes or small objects")
         head = bytearray(_HEAD.pack(pickled.nbytes, len(buffers)))
-        for buffer, copies in buffers:
-            head += _ENTRY.pack(buffer.nbytes << 1 | copies)
+        for buffer, by_pil in buffers:
+            head += _ENTRY.pack(buffer.nbytes << 1 | by_pil)
         head += pickled
         if buffers:
             head += bytes(aligned(len(head)) - len(head))
@@ -270,7 +270,7 @@ def _bytes_inside(node: Any, deep: int, seen: set[int]) -> int:
 
 
 def _pickled(node: Any, *, packed: bool = True, fast: bool = False) -> tuple[memoryview, list[tuple[memoryview, bool]]]:
-    """The pickle of an object, and the large buffers beside it, each with whether the decoder copies it."""
+    """The pickle of an object, and the large buffers beside it, each with whether PIL copies it when decoded."""
     file = io.BytesIO()
     encoder = _Encoder(file, packed)
     encoder.fast = fast

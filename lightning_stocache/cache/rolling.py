@@ -13,8 +13,8 @@ and a reader looks at the generation, fences, copies, fences and looks again. If
 the copy is whole (a seqlock; Lameter, "Effective Synchronization on Linux/NUMA Systems", 2005). Readers take no lock
 and wait for no writer. What changed during the copy is copied again, and another slot is read in place of a slot that
 is being written. So another sample replaces a sample that leaves during an epoch: all are draws from one source, and
-the number of batches stays.
-Between the odd generation and the bytes is a system call, which no store instruction crosses.
+the number of batches stays. Between the odd generation and the bytes is a system call, which no store instruction
+crosses.
 
 A slot that is still being written is never taken over: the next writer waits. A killed writer leaves an odd generation,
 which readers skip. The kernel frees its lock, and writers take that slot again when its turn comes.
@@ -53,10 +53,10 @@ import numpy.typing as npt
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.codec import Lend, Memory, aligned
 from lightning_stocache.cache.layout import LARGEST, READY, ROLLING, Head, Layout, Records, Rows, is_complete
-from lightning_stocache.cache.placement import NO_SLOT, Arc, Integers
+from lightning_stocache.cache.placement import Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import refused
-from lightning_stocache.cache.store import Store
+from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.processes import poll
@@ -67,6 +67,8 @@ __all__ = ["FILLERS", "RollingStore"]
 log = logging.getLogger(__name__)
 
 FILLERS = 64
+"""The most processes that have notes in a store."""
+
 _CONTROL, _NOTES = 64, 8
 # Control words. _FIRST is the first ticket of this job; _FOUND counts the samples that this job has found; _HOLES says
 # whether a row may be empty whose turn is not next.
@@ -108,7 +110,7 @@ class RollingStore(Store):
         self.notes = layout.words[_CONTROL:].reshape(FILLERS, _NOTES)
         if not self._words[_MOST]:
             self._words[_MOST] = self._room
-        self.renewed = self.substituted = 0  # samples that this process served in place of others: newer ones, or any
+        self.renewed = self.substituted = 0  # samples that were read: newer than the epoch; in place of others
         self._chance = np.random.default_rng()
 
     @classmethod
@@ -211,7 +213,7 @@ class RollingStore(Store):
         words[_END], words[_LAPPED] = top - self.layout.begin, floor == top > self.layout.begin
         return found
 
-    # ---- in ----
+    # ---- storing ----
 
     def append(self, sample: Any, index: int = -1) -> bool:
         """Check a sample, and replace the oldest sample by it. Returns False while that slot is being written.
@@ -375,7 +377,7 @@ class RollingStore(Store):
         """Number of slots with bytes. It follows from two counts, because a writer may be killed between two steps."""
         return int(self._words[_NEXT]) - int(self._words[_TAIL])
 
-    # ---- out ----
+    # ---- reading ----
 
     def has_place(self, index: int) -> bool:
         """Whether there is a slot with this number."""
@@ -383,11 +385,11 @@ class RollingStore(Store):
 
     def place(self, index: int, *, verify: bool = False) -> int:
         """The slot with this number, whatever sample it has; NO_PLACE without such a slot."""
-        return index if self.has_place(index) else NO_SLOT
+        return index if self.has_place(index) else NO_PLACE
 
     def lookup(self, indices: Integers, *, verify: bool = False) -> Integers:
         """The slots with these numbers, int64 `[samples]`, whatever samples they have; NO_PLACE without such a slot."""
-        return np.where((indices >= 0) & (indices < self.count), indices, NO_SLOT)
+        return np.where((indices >= 0) & (indices < self.count), indices, NO_PLACE)
 
     def gather(self, places: Integers, into: Memory) -> None:
         """Copy whole rows into the memory of a batch, without waiting for writers."""
@@ -461,7 +463,7 @@ class RollingStore(Store):
 
     def slots_by_index(self, length: int) -> Integers:
         """The slot of each index of a source, int64 `[length]`, or NO_PLACE; known on a disk only."""
-        found, slots = np.full(length, NO_SLOT, dtype=np.int64), self.readable_slots()
+        found, slots = np.full(length, NO_PLACE, dtype=np.int64), self.readable_slots()
         if (column := self.layout.columns.get("index")) is not None:
             indices = column[slots]
             is_inside = (indices >= 0) & (indices < length)
@@ -508,14 +510,14 @@ class RollingStore(Store):
             for seconds in poll(pause=0.001):
                 if len(slots := self.readable_slots()):
                     break
-                if seconds or not self.appended + self.found:  # at first, all of few slots may be in writers' hands
+                if seconds or not self.appended + self.found:  # at first, writers may have all slots
                     raise RuntimeError(
                         "the rolling cache is empty: no sample has been appended yet, or all are being written"
                     )
             slots = slots[self._chance.integers(0, len(slots), count)]
         return slots[:count]
 
-    # ---- what there is ----
+    # ---- size ----
 
     @property
     def appended(self) -> int:

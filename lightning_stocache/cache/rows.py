@@ -75,7 +75,7 @@ class Field:
 
     @classmethod
     def of(cls, path: str, leaf: Any) -> Field:
-        """Describe a leaf. An UnsupportedSampleError, with advice, for a leaf without a fixed size."""
+        """Describe a leaf. Raises UnsupportedSampleError, with advice, for a leaf without a fixed size."""
         kind = type(leaf)
         if leaf is None:
             return cls(path, kind)
@@ -102,7 +102,7 @@ class Field:
         )
 
     def agrees(self, leaf: Any) -> bool:
-        """Whether a leaf matches this field. An UnsupportedSampleError if the leaf matches no field at all."""
+        """Whether a leaf matches this field. Raises UnsupportedSampleError if the leaf matches no field at all."""
         if leaf.__class__ is self.kind:  # a fast check of plain tensors and numbers, which are nearly all leaves
             if self.kind is torch.Tensor:
                 if (

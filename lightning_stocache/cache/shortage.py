@@ -33,9 +33,9 @@ PAUSE_SECONDS = 10.0
 
 _MOST_NS = 500_000_000  # delay by storing before a pause: a slow disk costs training half a second in ten
 _LEAST = 64 * 2**20  # bytes that are left free unless `keep_free` was called
-_SHARE = 64  # a process fills this part of what is left before it looks again
+_SHARE = 64  # a process fills 1/64 of what is left before it looks again
 _EVERY = 0.1  # seconds between two looks
-_LEAST_FILES = 8 * 2**20  # half of what `node.grant` leaves in /dev/shm besides the batches of loaders
+_LEAST_FILES = 8 * 2**20  # half of the margin that `node.grant` leaves in /dev/shm beside the batches of loaders
 
 
 class Shortage:
@@ -84,7 +84,7 @@ class Shortage:
 def refused(error: OSError, *, on_disk: bool = False) -> str | None:
     """The reason why the system has no room for a sample, in words; None if it is another error."""
     if on_disk:
-        return f"the disk refuses them ({error.strerror})"
+        return f"the disk refuses more samples ({error.strerror})"
     if error.errno != errno.ENOSPC:
         return None
     return f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)"

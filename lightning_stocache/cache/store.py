@@ -77,7 +77,7 @@ _WINDOW = 1 << 24  # slots in which `some_stored` looks for ready ones
 _ALONE = 1 << 40  # a byte of the lock file, behind the bytes of all slots
 _RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
 _COPIED_BYTES = 1 << 22  # that `take_over` copies at once
-_DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most this part of the granted bytes
+_DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most 1/28 of the granted bytes
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Store:
         store = cls._in_segment(segment, codec, arc)
         if not segment.on_disk and not np.isin(store.layout.state, (EMPTY, READY)).all():
             store.layout.close()
-            raise ValueError("a slot is in a state that there is not")
+            raise ValueError("a slot has a state that does not exist")
         return store
 
     @classmethod
@@ -241,7 +241,7 @@ class Store:
 
     @classmethod
     def attach(cls, handle: StoreHandle) -> Self:
-        """Open a store that another process of the node has open. An OSError if this process cannot reach it."""
+        """Open a store that another process of the node has open. Raises OSError if this process cannot reach it."""
         segments = [Segment.attach(handle.segment)]
         try:
             if handle.companion is not None:
@@ -270,7 +270,7 @@ class Store:
         """Number of slots."""
         return self.arc.slots
 
-    # ---- out ----
+    # ---- reading ----
 
     def has_place(self, index: int) -> bool:
         """Whether an index has a slot, ready or not."""
@@ -387,7 +387,7 @@ class Store:
         is_loaded = slot == NO_SLOT or bool(self.layout.states[slot])
         return is_loaded or self._claims.is_mine(slot) or self._claims.take(slot)
 
-    # ---- in ----
+    # ---- storing ----
 
     def has_room(self, sample: Any) -> bool:
         """Whether a sample may find room. Encode no sample without room."""
@@ -456,7 +456,7 @@ class Store:
             self.layout.state[slots] = READY
 
     def replace(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
-        """Store a row as soon as no other process fills its slot. Without `overwrite`, False if it has other bytes."""
+        """Store a row as soon as no other process fills its slot. Returns False if other bytes are there and stay."""
         states = self.layout.states
         with self._claims.waiting(slot):
             if states[slot] == READY:
@@ -530,7 +530,7 @@ class Store:
             )
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 
-    # ---- what there is ----
+    # ---- size ----
 
     @property
     def _stored(self) -> npt.NDArray[np.bool_]:
@@ -601,7 +601,7 @@ class Store:
         """Bytes of memory that were granted and are not taken yet."""
         return 0 if self.closed or self.segment.on_disk else self.granted_bytes - self.memory_bytes
 
-    # ---- life ----
+    # ---- closing ----
 
     def unlink(self) -> None:
         """Remove the names of the files, if they have names: no other process can open the store any more."""

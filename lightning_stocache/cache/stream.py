@@ -104,7 +104,7 @@ class StreamLedger:
 
     @classmethod
     def create(cls, ranks: int, backend: Backend | None = None) -> StreamLedger:
-        """Make a ledger for a stream that `ranks` ranks of the node read. An OSError without memory."""
+        """Make a ledger for a stream that `ranks` ranks of the node read. Raises OSError without memory."""
         size = offsets(_columns(ranks), 1)[""]
         segment = Segment.create(size, backend, reserved=size)
         columns(segment, {"words": np.int64}, _WORDS)["words"][_RANKS] = ranks
@@ -295,7 +295,7 @@ class StreamStore(Store):
         segment = Segment.create(layout_of(codec).bytes_for(codec, slots, granted, cls.head), backend)
         return cls(segment, codec, Arc(slots, slots), StreamLedger.create(ranks, backend).segment)
 
-    # ---- in ----
+    # ---- storing ----
 
     def append(self, shard: Shard, epoch: int, sample: Any, mark: int) -> int | None:
         """Store a sample of a shard, if there is room and its epoch is the current one. Returns its bytes, or None.
@@ -335,7 +335,7 @@ class StreamStore(Store):
             self.ledger.words[_RESERVED] = end
         return number < self.layout.count
 
-    # ---- out ----
+    # ---- reading ----
 
     def in_order(self) -> tuple[Integers, Integers]:
         """Sort the samples by shard, and within a shard as they came. No sample may be added any more.
@@ -355,7 +355,7 @@ class StreamStore(Store):
             if states[slot] == READY:
                 yield from self.read(np.array([slot]))
 
-    # ---- what there is ----
+    # ---- size ----
 
     @property
     def _count(self) -> int:

@@ -1,1 +1,1 @@
-"""Where the memory is."""
+"""The memory and the disks of a node, and the ranks and processes that share them."""

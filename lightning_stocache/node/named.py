@@ -7,10 +7,10 @@ manifest. Several jobs of one user may use it. The protocol uses `flock` on the 
   inherit the lock of their rank, and the kernel drops it when they die.
 - A process that makes the segment writes header and manifest, takes the lock, and then links the name. So every visible
   segment is complete. If another process has linked the name first, its segment is joined.
-- The first process that joins a segment on a disk after a possible crash gets the exclusive lock. Before it shares the
-  lock, it repairs the file (`mend`) and restores its full length.
-- A process that lists or removes the segment tries the exclusive lock: with it, no process uses the segment. It removes the lock file before
-  the file, so no lock file is left without its file.
+- The first process that joins a segment on a disk, perhaps after a crash, takes the exclusive lock. Before it shares
+  the lock, it repairs the file (`mend`) and restores its full length.
+- A process that lists or removes the segment tries to take the exclusive lock: if that succeeds, no process uses
+  the segment. It removes the lock file before the file, so no lock file is left without its file.
 - After every lock a process checks that the name still leads to the same inode, because another process may have
   removed the segment.
 
@@ -227,7 +227,7 @@ def _segment_in(data: int, size: int, path: str, directory: str | None) -> Segme
 
 
 def _manifest(data: int, path: str, directory: str | None) -> Manifest:
-    """Read the manifest of a file. A ManifestError, with the advice, if the file is no segment or damaged."""
+    """Read the manifest of a file. Raises ManifestError, with advice, if the file is no segment or damaged."""
     try:
         token_of(data)
     except ValueError as error:

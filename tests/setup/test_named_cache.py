@@ -193,7 +193,7 @@ def test_a_damaged_cache_is_refused_by_name(name: str) -> None:
         (lambda: spoil(name, 64, bytes(4)), "does not say what it holds"),
         (lambda: spoil(name, 64, b"\xff" * 500), "is damaged"),
         (lambda: spoil(name, 24, b"\x63"), r"another version .*format 99"),
-        (lambda: spoil(name, HEADER_BYTES + 3, b"\x05"), "a slot is in a state that there is not"),
+        (lambda: spoil(name, HEADER_BYTES + 3, b"\x05"), "a slot has a state that does not exist"),
         (lambda: os.truncate(path_of(name), HEADER_BYTES + LENGTH + 10), "do not fit in its 50 bytes"),
         (lambda: os.truncate(path_of(name), 100), "is cut off"),
     ):
