@@ -17,7 +17,9 @@ values, and the interface is that of torchdata's StatefulDataLoader.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -234,7 +236,8 @@ class ResumableBatches:
         else:
             drawing = iter(self._batches.sampler if plain else self._batches)
             drawn = islice(drawing, count({**origin, "batches": asked}, self._batches))
-            drawing = chain(list(drawn)[count(origin, self._batches) :], drawing)
+            deque(islice(drawn, count(origin, self._batches)), maxlen=0)
+            drawing = chain([deepcopy(batch) for batch in drawn], drawing)  # the sampler may change a batch later
         if plain:
             drawing = iter(BatchSampler(cast(Any, drawing), self._batches.batch_size, self._batches.drop_last))
         now = states.get("now", {})

@@ -69,6 +69,16 @@ class Shuffled(Sampler[Any]):
         return iter(order)
 
 
+class OneList:
+    """A batch sampler that changes and yields the same list."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch = [-1, 0]
+        for _ in range(8):
+            batch[:] = batch[1] + 1, batch[1] + 2
+            yield batch
+
+
 class LazyBatches(BatchSampler):
     """A BatchSampler that draws before every batch."""
 
@@ -244,6 +254,19 @@ def test_the_rest_comes_from_any_moment(dataset, name, options):
         again.load_state_dict(states[number])  # with workers that are there, where they are persistent
         assert epochs(again, 2 - len(rest), 3) == [*rest, following[0]], number
         again.close()
+
+
+@pytest.mark.processes
+def test_the_rest_comes_from_a_sampler_that_changes_its_batches(cached):
+    """Batches that the worker had drawn ahead, too, are those that the sampler gave."""
+    first, again = (
+        CachedLoader(cached, batch_sampler=OneList(), **WORKER),
+        CachedLoader(cached, batch_sampler=OneList()),
+    )
+    batches = iter(first)
+    next(batches)
+    again.load_state_dict(first.state_dict())
+    assert same(list(again), list(batches))
 
 
 @settings(max_examples=60, deadline=None)
