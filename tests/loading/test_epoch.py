@@ -26,6 +26,7 @@ from tests.loading.twins import (
     PERSISTENT,
     WAYS,
     Numbers,
+    comparable,
     copied,
     in_every_way,
     outcomes,
@@ -35,7 +36,6 @@ from tests.loading.twins import (
     same,
     seed_all,
     to_float,
-    told,
     totals,
     uncached,
 )
@@ -113,12 +113,12 @@ def test_an_error_of_the_source_takes_the_place_of_its_batch(kind, arguments, bu
     """With its type, text and traceback; no memory is lost, and what was loaded before the error is stored."""
     source = Numbers(LENGTH, bad={9: LookupError("sample 9 is broken"), 22: LookupError("sample 22 is broken")})
     without = DataLoader(uncached(source, transform), 4, **arguments)
-    expected = list(map(told, outcomes(without)))
+    expected = list(map(comparable, outcomes(without)))
     assert expected[9 // 4] == (LookupError, "sample 9 is broken", True)
     with closing(CachedDataset(source, budget, transform=transform)) as dataset:
         loader = kind(dataset, 4, **arguments)
         for _ in range(2):
-            assert same(list(map(told, outcomes(loader))), expected)
+            assert same(list(map(comparable, outcomes(loader))), expected)
         if budget == "auto":
             assert dataset.cache.filled == LENGTH - len({9, 10, 11, 22, 23})
         assert totals(dataset).fills == (0 if dataset.cache is None else dataset.cache.filled)

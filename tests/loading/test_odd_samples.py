@@ -56,7 +56,7 @@ class OddOne(Made):
         return sample
 
 
-def told(loader: DataLoader[Any], epochs: int = 3) -> Iterator[Any]:
+def outcomes_and_states(loader: DataLoader[Any], epochs: int = 3) -> Iterator[Any]:
     """The batches of some epochs, the type of an error in the place of one, and the generator's state after each."""
     for _ in range(epochs):
         for outcome in outcomes(loader):
@@ -94,11 +94,11 @@ def test_its_batch_is_that_of_a_dataloader(way: dict[str, Any]) -> None:
     transform = jitter if way["after"] == "transform" else None
     source: Any = way["wrap"](OddOne(way["kind"], inside))
     seed_all()
-    expected = list(told(DataLoader(uncached(source, transform), **arguments), 2))
+    expected = list(outcomes_and_states(DataLoader(uncached(source, transform), **arguments), 2))
     with closing(CachedDataset(source, way["budget"], transform=transform, layout="rows")) as dataset:
         assert dataset.cache is not None
         seed_all()
-        assert same(list(told(way["loader"](dataset, **arguments), 2)), expected)
+        assert same(list(outcomes_and_states(way["loader"](dataset, **arguments), 2)), expected)
         counts = totals(dataset)
         assert dataset.cache.filled == counts.fills
         if way["budget"] == "auto":
@@ -128,7 +128,7 @@ def test_one_warning_names_it(num_workers: int, tmp_path: Path) -> None:
     """Once for the dataset, whoever loads it and however often: its index, what differs, and how to be strict."""
     with closing(CachedDataset(OddOne("dtype"), layout="rows")) as dataset, logged_to(tmp_path / "log"):
         for _ in range(2):
-            list(told(CachedLoader(dataset, 4, num_workers=num_workers), 2))
+            list(outcomes_and_states(CachedLoader(dataset, 4, num_workers=num_workers), 2))
     [said] = [line for line in (tmp_path / "log").read_text().splitlines() if "OddOne" in line]
     assert "sample 10: field [0] must be Tensor of dtype torch.uint8" in said
     assert "got Tensor of dtype torch.float32" in said
@@ -141,7 +141,7 @@ def test_with_strict_it_is_an_error(transform: Any, num_workers: int) -> None:
     source = OddOne("dtype")
     spec = SampleSpec.infer(source[0])  # then it is not found at set-up
     with closing(CachedDataset(source, transform=transform, spec=spec, strict=True)) as dataset:
-        got = [batch for batch, _ in told(CachedLoader(dataset, 4, num_workers=num_workers), 1)]
+        got = [batch for batch, _ in outcomes_and_states(CachedLoader(dataset, 4, num_workers=num_workers), 1)]
         assert [number for number, batch in enumerate(got) if batch is SampleMismatchError] == [ODD // 4]
         assert len(got) == LENGTH // 4
 
@@ -162,14 +162,14 @@ class TransformedButOne(Made):
 def test_a_sample_whose_transform_is_not_called_is_loaded_every_time(of, caplog):
     """Set-up has not seen it, and its transform does not run after the cache; one warning names it."""
     torch.manual_seed(0)
-    expected = list(told(DataLoader(of(TransformedButOne()), batch_size=5, shuffle=True), 3))
+    expected = list(outcomes_and_states(DataLoader(of(TransformedButOne()), batch_size=5, shuffle=True), 3))
     source = TransformedButOne()
     with closing(CachedDataset(of(source))) as dataset:
         torch.manual_seed(0)
-        assert same(list(told(DataLoader(dataset, batch_size=5, shuffle=True), 3)), expected)
+        assert same(list(outcomes_and_states(DataLoader(dataset, batch_size=5, shuffle=True), 3)), expected)
         assert totals(dataset).bypasses == 3
         source.reads.clear()
-        list(told(DataLoader(dataset, batch_size=5), 1))
+        list(outcomes_and_states(DataLoader(dataset, batch_size=5), 1))
         assert source.reads == [ODD, ODD]  # the deterministic part, and the whole
     assert len([text for text in caplog.messages if f"For sample {ODD} the transform is called 0 times" in text]) == 1
 

@@ -18,7 +18,7 @@ from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
 from lightning_stocache.cache.placement import Domain, Ring
 from lightning_stocache.loading.loader_sampler import locality_sampler
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from tests.loading.twins import assert_as_plain, outcomes, pairwise, same, seed_all, told
+from tests.loading.twins import assert_as_plain, comparable, outcomes, pairwise, same, seed_all
 
 LENGTH = 23
 NUMBERS: Any = [torch.tensor(number) for number in range(LENGTH)]
@@ -160,8 +160,8 @@ class Failing(Sampler[int]):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_comes_where_dataloader_raises_it(cached, num_workers, batches):
     """As soon as DataLoader would have drawn so far; of an empty batch in its place. Then the iteration goes on."""
-    got = map(told, outcomes(CachedLoader(cached, batch_sampler=batches, num_workers=num_workers)))
-    expected = map(told, outcomes(DataLoader(NUMBERS, batch_sampler=batches, num_workers=num_workers)))
+    got = map(comparable, outcomes(CachedLoader(cached, batch_sampler=batches, num_workers=num_workers)))
+    expected = map(comparable, outcomes(DataLoader(NUMBERS, batch_sampler=batches, num_workers=num_workers)))
     assert same(list(got), list(expected))
 
 

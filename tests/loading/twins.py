@@ -170,8 +170,8 @@ def outcomes(loader: Any) -> Iterator[Any]:
             yield batch
 
 
-def told(outcome: Any) -> Any:
-    """A batch; of an error its type, its last words, and whether it has the user's traceback.
+def comparable(outcome: Any) -> Any:
+    """A batch as it is; of an error its type, its last words, and whether it has the user's traceback.
 
     An error that is kept would keep the batches of its epoch.
     """
