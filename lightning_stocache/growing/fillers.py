@@ -122,7 +122,7 @@ class Fillers:
         if notes[_SINCE]:
             words += f", loading {_sample_name(int(notes[_INDEX]))}"
         if self._restarts[number] < _MOST_RESTARTS:
-            log.warning("%s; it is started anew, behind that sample", words)
+            log.warning("%s; it is started again, behind that sample", words)
             self._restarts[number] += 1
             self._start(number)
         else:

@@ -201,18 +201,18 @@ class RollingCache(Dataset[Any]):
         group = NodeGroup.discover() if group is None else group
         draws = replace(self._draws, seed=self._draws.seed + _NODE_SEEDS * group.node)
         on_disk: list[RollingStore] = []  # on a leader, the pool of this name
-        codec, given, holds_all = group.lead(lambda: self._plan(draws, group, on_disk))
+        codec, allocation, holds_all = group.lead(lambda: self._plan(draws, group, on_disk))
         whose = {"dataset": f"rolling: {type(self.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
 
         def make(kind: Backend | None) -> list[RollingStore]:
-            if given is None:
+            if allocation is None:
                 return on_disk
-            store = RollingStore.empty(codec, given.slots[0], kind, whose, granted=given.granted[0])
-            store.keep_free(given.keep_free[0])
+            store = RollingStore.empty(codec, allocation.slots[0], kind, whose, granted=allocation.granted[0])
+            store.keep_free(allocation.keep_free[0])
             return [store]
 
         [opened] = make_and_attach(
-            [OpenCache.without(self._request, group)], make, None if given is None else given.backend
+            [OpenCache.without(self._request, group)], make, None if allocation is None else allocation.backend
         )
         store = cast(RollingStore, opened.cache)
         group.lead(lambda: self._start(replace(draws, passes=1 if holds_all else None), store))
@@ -225,7 +225,7 @@ class RollingCache(Dataset[Any]):
     ) -> tuple[SampleCodec, Allocation | None, bool]:
         """Find the codec of the samples, their memory, and whether all samples of the source have room.
 
-        A pool on a disk is opened here, because an error that `make` raises would be told as a lack of memory.
+        A pool on a disk is opened here, because an error that `make` raises would be reported as a lack of memory.
         """
         if sys.platform == "win32":
             raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
@@ -310,11 +310,11 @@ class RollingCache(Dataset[Any]):
         Their number is the length of this dataset until the next call. The sampler of `sampler` calls `begin_epoch`;
         with another sampler, call it before each epoch. Collective.
         """
-        return self._agreed(begins=True)
+        return self._resident_slots(begins=True)
 
     def resident(self) -> Integers:
         """The resident slots, as `begin_epoch` returns them, without a new epoch. Collective."""
-        return self._agreed(begins=False)
+        return self._resident_slots(begins=False)
 
     def sampler(self, *, shuffle: bool = True) -> RollingSampler:
         """Make a sampler that draws this rank's resident samples. CachedLoader makes one by itself. Collective."""
@@ -345,7 +345,7 @@ class RollingCache(Dataset[Any]):
             disk_bytes=store.disk_bytes,
         )
 
-    def _agreed(self, *, begins: bool) -> Integers:
+    def _resident_slots(self, *, begins: bool) -> Integers:
         """The resident slots, found by the leader, which begins an epoch before any rank of the node reads from it."""
         store = self.store
 

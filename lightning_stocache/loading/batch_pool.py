@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 _SMALL = 1 << 14  # bytes; below this (labels) a fresh tensor costs less than the bookkeeping
 _PER_FIELD = 8  # buffers kept; a consumer that lets go of batches in bursts needs no more
-_PER_SIZE = 2  # buffers kept of samples of many sizes
+_PER_SIZE = 2  # buffers kept of each size of single samples
 _PAUSE_SECONDS = 10.0  # after memory was refused
 
 
@@ -71,7 +71,7 @@ class BatchPool:
     def take(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
         """Private memory of undefined content, uint8 `[size]` per field, aligned to 64 bytes where it is large.
 
-        Pinned, each array is that of a tensor, its `base`.
+        If the memory is pinned, the `base` of each array is a pinned tensor.
         """
         return [self._take(number, nbytes, _PER_FIELD) for number, nbytes in enumerate(sizes)]
 

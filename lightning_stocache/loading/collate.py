@@ -86,10 +86,8 @@ class Collator:
             first = len(self._columns)
             builders = [self._builder(value) for value in pattern]
             last = len(self._columns)
-            if kind in (list, tuple) and all(
-                type(value) is torch.Tensor for value in pattern
-            ):  # a fast way for most batches
-                return lambda fields: kind(fields[first:last])
+            if kind in (list, tuple) and all(type(value) is torch.Tensor for value in pattern):
+                return lambda fields: kind(fields[first:last])  # a fast way for most batches
             if hasattr(kind, "_fields"):
                 return lambda fields: kind(*(build(fields) for build in builders))
             return lambda fields: kind(build(fields) for build in builders)
@@ -99,8 +97,8 @@ class Collator:
 class _Column:
     """A field of the batch: makes tensors `[samples, *shape]` over its rows, without a copy.
 
-    Each tensor is a tensor of its own, not a view of another one: a change of one batch in place is no change of others
-    to autograd, and its pickle holds no other batch.
+    No tensor is a view of another one: a change of one batch in place is no change of other batches to autograd, and
+    the pickle of a batch has no other batch in it.
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

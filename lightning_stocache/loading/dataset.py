@@ -1,13 +1,13 @@
-"""A dataset that remembers, and leaves the user's dataset its names.
+"""`CachedDataset`: serves the user's dataset from a cache, and leaves the user's dataset its names.
 
 `CachedDataset` stands between a loader and the user's dataset, the source. Its samples are those of the source, bit for
-bit and in the same order of random draws, cached or not; `CachedSource` serves them. Each process that the dataset
-reaches works on the same memory.
+bit and in the same order of random draws, cached or not; `CachedSource` serves them. All processes that have the
+dataset share its memory.
 
-A name is read, written and deleted in the source, unless the class of the wrapper has it (`Forwarding`). What a wrapper
-keeps for itself begins with two underscores. Dunder names are never forwarded: a `__getitems__` of the source would be
-found by the loader, and go past the cache. The doors of the Trainer put a `StandIn` in the place of the user's dataset,
-which has no name of its own; the package finds the CachedDataset behind it by `cached_in`.
+A name is read, written and deleted in the source, unless the class of the wrapper has it (`Forwarding`). The wrapper's
+own attributes begin with two underscores. Dunder names are never forwarded: a loader would find a `__getitems__` of the
+source, which reads past the cache. The doors of the Trainer put a `StandIn` in the place of the user's dataset. It has
+no name of its own; the package finds the CachedDataset behind it by `cached_in`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["CachedDataset", "Forwarding", "StandIn", "cached_in", "cached_source
 
 
 class Forwarding(Dataset[Any]):
-    """The base of what stands in front of a source.
+    """The base of wrappers around a source, to which they forward names.
 
     Args:
         source: the user's dataset.
@@ -45,7 +45,7 @@ class Forwarding(Dataset[Any]):
         self.__source = source
 
     def __getattr__(self, name: str) -> Any:
-        # Pickle and copy ask before there is a source.
+        # Pickle and copy ask for names before there is a source.
         if self.__keeps(name) or "_Forwarding__source" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.__source, name)
@@ -71,53 +71,53 @@ class Forwarding(Dataset[Any]):
 
 
 class CachedDataset(Forwarding):
-    """A map-style dataset whose samples are kept in memory that all processes of the node share.
+    """A map-style dataset whose samples are stored in memory that all processes of the node share.
 
     Opening reads a few samples, in another process, and takes no memory for slots until they are filled.
 
     Its names are `source`, `cache`, `counters`, `ring`, `group`, `budget_bytes`, `share`, `close` and `describe`.
-    `transform` is the one that was given; where none was, and the source has one, the source's. All other names,
-    private ones too, are the source's, to read, write and delete; those of its own that these hide are reached by
-    `source`. A source that changes is served as it is then, uncached, with a warning.
+    `transform` is the argument, or the source's `transform` if none was given. All other names, private ones too, are
+    the source's, to read, write and delete. Names of the source that are hidden by these are reached through `source`.
+    If the source changes, its samples are served uncached, as changed, with a warning.
 
     Args:
-        source: the dataset to cache: its deterministic, expensive part (read, decode, resize). A `transform` inside it
-            is split at its first random step by itself.
+        source: the dataset to cache: its deterministic, expensive part (read, decode, resize). A transform inside it is
+            split automatically at its first random step.
         budget: memory per node: "8GiB", "500MB", "60%" (of the dataset's cached size), "60% of free" (memory), "auto"
             (the whole dataset), bytes, or 0 (off). What does not fit is loaded every time.
-        transform: what is done to each sample after the cache, on the CPU.
-        spec: what a sample looks like, as `SampleSpec.infer(sample)` says; given, the source is not read at set-up, but
-            for four samples where the cache has a name.
+        transform: applied to each sample after the cache, on the CPU.
+        spec: what a sample looks like, from `SampleSpec.infer(sample)`. With it, set-up reads no sample, or a few
+            if the cache has a name.
         allow_random: cache a random source as it is, with its first draw frozen.
         backend: where the memory lies: "tmpfile" (/dev/shm), "memfd", "file", or "auto".
         defer: open nothing yet; samples pass through until `share` is called.
-        name: under which the cache stays in memory when the job ends, so that the next one starts warm, and which jobs
-            that run at the same time share. It lies in /dev/shm; the first job decides how much is cached, and
+        name: the name under which the cache stays in memory when the job ends: the next job starts warm, and jobs that
+            run at the same time share it. It lies in /dev/shm; the first job decides how much is cached, and
             `python -m lightning_stocache clean NAME` removes it.
-        fingerprint: a word for what the data is (a version): another one is refused under a name. Samples are compared
-            too; where they cannot be (`allow_random`), nothing else tells one dataset from another.
-        strict: what cannot be cached, or memory that cannot be had, is an error; else samples pass through uncached,
+        fingerprint: your version of the data. It must be equal in all jobs of this name. Samples are compared, too,
+            except with `allow_random`, where only the fingerprint tells one dataset from another.
+        strict: raise an error if samples cannot be cached or there is no memory; else samples pass through uncached,
             with one warning.
-        layout: "rows" (samples of one shape, nothing but numbers: a batch is one copy per field), "records" (anything
-            that can be pickled: text, boxes, graphs, images of any size), or "auto": rows where the samples read at
-            set-up allow it.
+        layout: "rows" (samples of one shape, only numbers: a batch is one copy per field), "records" (anything that can
+            be pickled: text, boxes, graphs, images of any size), or "auto": rows if the samples read at set-up allow
+            it.
         store: "decoded" (samples as the source gives them, up to its first random step), "encoded" (files as they are,
-            decoded after the cache: more samples per GiB), or "auto": what saves most time in the memory that is
-            granted. The sources of which files are known: `ImageFolder` and its kin, images and audio of Hugging Face's
-            datasets, timm's; and any with methods `read(index)` and `decode(content, index)`. With a name, "auto" is
-            "decoded".
-        prefill: have the idle workers of a CachedLoader load what nobody has asked for yet.
-        dir: a directory on a disk of this machine, where the cache lies instead of in memory; `budget` is of the disk
-            then. With a `name` it outlives machine and job: each sample has a checksum, and one that a crash or a bad
-            disk has spoilt is loaded again. Needs the package xxhash: `pip install lightning-stocache[disk]`.
-        indices: which samples are drawn, where a sampler leaves some out (one fold, the positive weights): only they
-            get slots, and "60%" is of them. Any other is served uncached.
+            decoded after the cache: more samples per GiB), or "auto": the form that saves most time in the granted
+            memory. "encoded" knows the files of `ImageFolder` and its relatives, of Hugging Face's images and audio, of
+            timm's readers, and of any source with methods `read(index)` and `decode(content, index)`. With a name,
+            "auto" is "decoded".
+        prefill: whether idle workers of a CachedLoader load samples that no batch has asked for yet.
+        dir: a directory on a disk of this machine, where the cache lies instead of in memory; `budget` then limits its
+            bytes there. With a `name` it outlives the job and a reboot: each sample has a checksum, and a sample that a
+            crash or a bad disk has damaged is loaded again. Needs xxhash: `pip install lightning-stocache[disk]`.
+        indices: the indices that are drawn, if a sampler leaves some out (one fold, weights of zero). Only they get
+            slots, and "60%" is of them. Other samples are served uncached.
 
     Raises:
         TypeError: the source is iterable-style or cached already, or an argument is of the wrong type; (`strict`) its
             samples hold something that cannot be kept as bytes (`UnsupportedSampleError`).
-        ValueError: the budget cannot be read, an argument is none of its choices, or indices are none of the source's;
-            (`strict`) the source is empty, or random and cannot be split.
+        ValueError: the budget cannot be read, an argument is none of its choices, or `indices` is empty or has an index
+            outside of the source; (`strict`) the source is empty, or random and cannot be split.
         CacheMemoryError: (`strict`) the memory cannot be had.
         FingerprintError: the cache of this name holds something else.
 
@@ -177,13 +177,13 @@ class CachedDataset(Forwarding):
             self.share(NodeGroup())
 
     def share(self, group: NodeGroup | None = None) -> None:
-        """Swap the cache for one that all ranks of the node have in common. Collective: every rank calls it.
+        """Replace the cache by one that all ranks of the node share. Collective: every rank calls it.
 
-        What was cached before is given up, so call it before the first epoch, and make the dataset with `defer=True`
-        to read nothing twice. The leader of the node looks and grants the budget; the other ranks read nothing.
+        Samples that were stored before are lost, so call `share` before the first epoch, and make the dataset with
+        `defer=True`. Only the leader of the node reads samples; it grants the memory, too.
 
         Args:
-            group: which ranks share memory; by default it is found out from the running process group.
+            group: which ranks share memory; by default the running process group tells.
         """
         self.close()
         group = NodeGroup.discover() if group is None else group
@@ -199,7 +199,7 @@ class CachedDataset(Forwarding):
 
     @property
     def transform(self) -> Callable[[Any], Any] | None:
-        """What is done to each sample after the cache; where none was given, the source's own."""
+        """The transform of each sample after the cache, or the source's own `transform` if none was given."""
         if self.__lends_transform and hasattr(self.source, "transform"):
             return cast("Callable[[Any], Any] | None", cast(Any, self.source).transform)
         return self.__cached.transform
@@ -218,7 +218,7 @@ class CachedDataset(Forwarding):
 
     @property
     def counters(self) -> Counters | None:
-        """What has been served and filled, by all processes of the node; None before the first opening."""
+        """Counts of served and filled samples, of all processes of the node; None before the first opening."""
         return self.__cached.opened.counters
 
     @property
@@ -237,22 +237,22 @@ class CachedDataset(Forwarding):
         return self.__cached.opened.budget_bytes
 
     def close(self) -> None:
-        """Give the cache up in this process; from then on samples pass through uncached.
+        """Close the cache in this process. From then on samples pass through uncached.
 
-        A copy (`copy.copy`, `copy.deepcopy`, or out of a pickle) reads and fills the same memory, which only the
-        dataset that was copied closes, for all copies in its process; a copy gives up its own use of it.
+        A copy (`copy.copy`, `copy.deepcopy`, a pickle) reads and fills the same memory. Closing the dataset that was
+        copied closes the memory for all copies in its process; closing a copy ends only the use by that copy.
         """
         self.__cached.close()
 
     def describe(self) -> str:
-        """One line on what is cached here, for people; with several nodes, on which one, and its arc of the ring."""
+        """Describe the cache in one line. With several nodes, the line names the node and its arc of the ring."""
         return self.__cached.opened.describe()
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]
 
     def __getitem__(self, index: SupportsIndex) -> Any:
-        """The sample of an index. What is no index to a cache (a list of them, a slice) goes to the source itself."""
+        """The sample of an index. Any other key (a list of indices, a slice) goes to the source itself."""
         return self.__cached.sample(index)
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> Any:
@@ -287,10 +287,10 @@ def _domain(indices: Sequence[int], source: Any) -> Domain:
 
 
 class StandIn(Forwarding):
-    """A cached dataset that passes for its source: whatever name the source has is the source's.
+    """A cached dataset in the place of its source: all names are the source's.
 
     Args:
-        dataset: what it reads from.
+        dataset: the cached dataset.
     """
 
     def __init__(self, dataset: CachedDataset) -> None:
@@ -316,15 +316,15 @@ class StandIn(Forwarding):
 
 def cached_in(dataset: Any) -> CachedDataset | None:
     """The CachedDataset that a loader's dataset is or stands for; None for any other dataset."""
-    behind = getattr(type(dataset), "__cached__", None)  # a dunder name, which can be nobody else's
+    behind = getattr(type(dataset), "__cached__", None)  # a dunder name, which no user's dataset has
     return dataset if isinstance(dataset, CachedDataset) else None if behind is None else behind(dataset)
 
 
 def cached_source(dataset: CachedDataset) -> CachedSource:
-    """What serves a dataset: for the package, whose names for it are none of the user's."""
+    """The CachedSource of a dataset. For the package; it hides no name of the user's dataset."""
     return dataset.__cached_source__()
 
 
 def dataset_over(cached: CachedSource) -> CachedDataset:
-    """The dataset of a cache that was opened with others."""
+    """A CachedDataset that a CachedSource serves. For the package, which has opened the cache."""
     return CachedDataset.__over_source__(cached)

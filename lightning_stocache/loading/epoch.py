@@ -5,7 +5,7 @@ A batch is planned when its indices are drawn, on the caller's thread, and made 
     all samples READY       gather them, collate
     some missing            gather the hits, load the others here; or have a worker load them into the same memory
     made by workers         ask a worker for the whole batch
-    passed through          the source itself: the cache is closed, the source has changed, or a sampler draws keys
+    passed through          read the source itself: the cache is closed, the source has changed, or a sampler draws keys
 
 Once every index is READY and the stream draws only indices of the dataset, many batches are planned at once, and small
 ones are gathered together in blocks of up to 2 MiB. A thread gathers the next block while the consumer computes.
@@ -53,18 +53,18 @@ _SLACK = 3  # in shared memory besides those under way: the batch of the step, t
 Route = Literal["main", "worker"]
 """The process that makes batches: the main process, from the cache and from loaded samples, or a worker."""
 
-_Made = tuple[Any, int]  # a batch, and its hits that are still to be counted
+_Batch = tuple[Any, int]  # a batch, and the number of its hits that are still to be counted
 
 
 class Resources:
     """The memory of batches and the persistent workers, which outlive an epoch.
 
-    They belong to one cache, which the workers know. A second epoch at the same time gets its own resources. Workers
+    They belong to one cache, which the workers have. A second epoch at the same time gets its own resources. Workers
     end when all samples that the loader's sampler can draw are READY.
 
     Args:
         loader: the loader.
-        cache: the store of its dataset; a store of rows if the main process makes batches.
+        cache: the store of its dataset. It has rows if the main process makes batches.
         route: the process that makes batches.
 
     Raises:
@@ -84,7 +84,7 @@ class Resources:
         self._pid, self._finalizer = os.getpid(), weakref.finalize(loader, self.release)
 
     def gather(self, places: Integers, missing: Sequence[int] = (), into: Memory | None = None) -> Memory:
-        """The samples of READY places in the memory of a batch, by default in private one; undefined at the missing."""
+        """Copy the samples of READY places into a batch's memory, by default private. Missing rows are undefined."""
         start = time.perf_counter_ns()
         memory = self.pool.take(self.collator.sizes(len(places))) if into is None else into
         if len(missing) < len(places):
@@ -92,8 +92,8 @@ class Resources:
             self.gather_ns += time.perf_counter_ns() - start
         return memory
 
-    def batches(self, places: Integers, size: int) -> list[_Made]:
-        """Batches of READY places, of `size` samples each but the last one; in reverse."""
+    def batches(self, places: Integers, size: int) -> list[_Batch]:
+        """Make batches of READY places, of `size` samples each; the last may be smaller. In reverse."""
         samples = len(places)
         batches = self.collator.batches(self.gather(places), samples, size)
         return [(batch, min(size, samples - number * size)) for number, batch in enumerate(batches)][::-1]
@@ -129,7 +129,7 @@ class Resources:
     def end_epoch(self, prefetcher: Prefetcher) -> None:
         """Stop the epoch's thread, and the workers unless they are persistent and may have more to load."""
         if os.getpid() != self._pid:
-            return  # the copy of an iterator that a worker inherited ends nothing
+            return  # a worker has inherited a copy of the iterator, which ends nothing
         with held_back():
             prefetcher.stop()
             if not self.persistent or self.released or (self.route == "main" and self.cache.full):
@@ -144,10 +144,10 @@ class Resources:
         if self.released:
             self.pool.close()
         elif self.route == "main":
-            self.pool.trim()  # another epoch may not need it
+            self.pool.trim()  # the next epoch may not need shared memory
 
     def release(self) -> None:
-        """End workers and memory, now or with the epoch under way. The loader calls this, or its end does.
+        """End workers and memory, now or with the epoch under way. The loader calls this, or its finalizer does.
 
         Left to the garbage collector, DataLoader waits for 5 s per worker: their queues may be collected before them.
         """
@@ -205,11 +205,11 @@ class Epoch:
         warm: bool,
     ) -> None:
         self._cached, self._stream, self._resources, self._state = cached, stream, resources, state
-        self._batches = cast(Any, loader.batch_sampler)
+        self._batch_sampler = cast(Any, loader.batch_sampler)
         self._warm, self._with_workers = warm, loader.num_workers > 0
-        self._size = int(self._batches.batch_size) if warm else 0
+        self._size = int(self._batch_sampler.batch_size) if warm else 0
         self._plans: deque[Plan] = deque()
-        self._made: list[_Made] = []  # of the plan that is handed out, the last first
+        self._batches: list[_Batch] = []  # of the plan that is handed out, the last first
         self._block: Any = None  # the indices of that plan
         self._open, self._passes = True, False
         self._prefetcher = Prefetcher()
@@ -228,7 +228,7 @@ class Epoch:
 
     def __len__(self) -> int:
         """Number of batches in the epoch."""
-        return len(self._batches)
+        return len(self._batch_sampler)
 
     def __next__(self) -> Any:
         """The next batch."""
@@ -236,10 +236,10 @@ class Epoch:
             with self._state.waiting as waiting:
                 if not self._passes and self._is_stale():
                     self._pass_through()
-                if not self._made:
+                if not self._batches:
                     self._complete()
-                batch, hits = self._made.pop()
-                if not self._made and waiting.last_away_ns > WORTHWHILE_NS:
+                batch, hits = self._batches.pop()
+                if not self._batches and waiting.last_away_ns > WORTHWHILE_NS:
                     self._prefetch()
                 if hits:
                     self._cached.count_hits(hits)
@@ -251,7 +251,7 @@ class Epoch:
 
     def close(self) -> None:
         """End the epoch: its thread, and its workers unless they are persistent."""
-        self._open, self._made = False, []
+        self._open, self._batches = False, []
         self._plans.clear()
         self._finalizer()
 
@@ -294,7 +294,7 @@ class Epoch:
         elif isinstance(indices, np.ndarray) and len(indices) and not self._is_closed:
             plan.places = places = resources.cache.lookup(indices)
             plan.missing = np.flatnonzero(places == NO_PLACE).tolist()
-            if plan.missing:  # what is read instead: a hole of the file would take a page, or fault where none is left
+            if plan.missing:  # read other places instead: a hole of the file would take a page, or fault without memory
                 places[plan.missing] = places.max()
             if plan.missing and resources.workers is not None:
                 sizes = resources.collator.sizes(len(indices))
@@ -324,16 +324,16 @@ class Epoch:
         plan, workers = self._plans[0], self._resources.workers
         replies = 0 if workers is None else workers.replies
         try:
-            made = self._make(plan)
+            batches = self._make(plan)
         except Exception:
-            # As in DataLoader, what the source raises takes the place of the batch. A reply that is late comes again.
+            # As in DataLoader, the source's error takes the place of the batch. After a time-out the reply still comes.
             if not plan.requested or workers is None or workers.replies > replies:
                 self._go_on()
             raise
         gather_ns, self._resources.gather_ns = self._resources.gather_ns, 0
         count(self._cached.opened.counters, gather_ns=gather_ns)
         self._go_on()
-        self._made, self._block = made, plan.indices
+        self._batches, self._block = batches, plan.indices
 
     def _go_on(self) -> None:
         """Leave the first plan behind; with workers, plan another before the batch (or its error) is handed on.
@@ -344,11 +344,11 @@ class Epoch:
         if self._with_workers and not self._warm:
             self._plan()
 
-    def _make(self, plan: Plan) -> list[_Made]:
+    def _make(self, plan: Plan) -> list[_Batch]:
         """The batches of a plan, in reverse."""
         if plan.places is not None and not plan.missing:
-            made: list[_Made] = (plan.gather or self._gather_job(plan)).result()
-            return made
+            batches: list[_Batch] = (plan.gather or self._gather_job(plan)).result()
+            return batches
         if plan.requested:
             batch, hits = self._received(plan)
         elif plan.places is not None:
@@ -359,7 +359,7 @@ class Epoch:
             hits = 0
         return [(pinned(batch) if self._resources.pins else batch, hits)]
 
-    def _loaded(self, plan: Plan, places: Integers) -> _Made:
+    def _loaded(self, plan: Plan, places: Integers) -> _Batch:
         """A batch whose misses this process loads."""
         resources, samples = self._resources, len(plan.indices)
         codec = resources.cache.codec
@@ -372,7 +372,7 @@ class Epoch:
             batch = resources.collator.batch(rows, samples)
         return batch, samples - len(plan.missing)
 
-    def _received(self, plan: Plan) -> _Made:
+    def _received(self, plan: Plan) -> _Batch:
         """A batch whose missing samples a worker has loaded, or that a worker has made."""
         resources, samples = self._resources, len(plan.indices)
         batch, packed = cast(WorkerPool, resources.workers).receive()
@@ -409,14 +409,14 @@ class Epoch:
         """Whether to read the source as it is now. Workers go on with the source that they were started with."""
         if not self._with_workers and self._cached.changed:
             return True
-        return not self._made and self._resources.route == "main" and self._is_closed
+        return not self._batches and self._resources.route == "main" and self._is_closed
 
     def _pass_through(self) -> None:
         """Read all later samples from the source, including planned ones that no worker was asked for."""
         plans, self._plans, self._passes = list(self._plans), deque(), True
-        if self._made:
-            plans.insert(0, Plan(self._block[-sum(hits for _, hits in self._made) :]))
-            self._made = []
+        if self._batches:
+            plans.insert(0, Plan(self._block[-sum(hits for _, hits in self._batches) :]))
+            self._batches = []
         for plan in plans:
             self._plans.extend([plan] if plan.requested else self._passing(plan.indices))
 

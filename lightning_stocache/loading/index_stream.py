@@ -1,4 +1,4 @@
-"""When indices are drawn.
+"""The draws of an epoch's indices, at the moments at which DataLoader makes them.
 
 A loader that draws its indices at other moments than DataLoader does gives other batches: samplers, the worker seed and
 the user's own code draw from the same generators. So every draw is made on the caller's thread, at the moment at which
@@ -9,8 +9,8 @@ DataLoader makes it:
 - `next(iterator)`: with workers, one batch, after the current one has come; without, the current one.
 
 Without workers a batch may be drawn ahead only if nobody can notice: samplers that draw from a generator of their own.
-RandomSampler with a generator of the user's is not one: it draws a second permutation when the first runs out. Nor is a
-subclass that has a way of its own to draw.
+Not among them are a RandomSampler with a generator of the user's, which draws a second permutation when the first runs
+out, and a subclass with an `__iter__` of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_stocache.torch_internals import draws_all_once
 __all__ = ["IndexStream"]
 
 GROUP = 4096  # indices that a LocalitySampler deals at a time
-_ROLLED = 16  # batches of a RollingSampler at a time
+_ROLLING_BATCHES = 16  # batches that a RollingSampler draws at a time
 
 
 class IndexStream:
@@ -42,8 +42,13 @@ class IndexStream:
 
     Args:
         loader: the loader, whose sampler and generator are drawn from.
-        first: whether this is the first epoch of a persistent loader, or any epoch of another one.
+        first: whether a base seed is drawn: in a persistent loader's first epoch, and in each epoch of another loader.
         state: the position of the loader. Its epoch has begun; it notes the states of the generators.
+
+    Attributes:
+        ahead_unseen: whether nobody can notice that a batch is drawn ahead.
+        seed_state: state of the generator before the base seed was drawn; None without a base seed.
+        trusted: whether `draw_many` may be called: all indices are known to lie in the dataset.
     """
 
     def __init__(self, loader: DataLoader[Any], first: bool, state: LoaderState) -> None:
@@ -62,11 +67,11 @@ class IndexStream:
                 drawing = iter(resumable)
         self._size = size = batches.batch_size if stream or plain else 0
         self._groups: Iterator[Integers] | None
-        self._groups, known = (batches.groups(), 0) if stream else _groups(sampler, size, state)
-        self.trusted = self._groups is not None and known <= len(cast(Any, loader.dataset))
+        self._groups, length = (batches.groups(), 0) if stream else _groups(sampler, size, state)
+        self.trusted = self._groups is not None and length <= len(cast(Any, loader.dataset))
         if plain and batches.drop_last and self._groups is not None:
             self._groups = (group[: len(group) - len(group) % size] for group in self._groups)
-        self._rest: Integers = np.empty(0, dtype=np.int64)  # of a group that has been begun
+        self._rest: Integers = np.empty(0, dtype=np.int64)  # of the current group
         self._drawing = map(_as_indices, drawing) if self._groups is None else None
 
     def draw(self) -> Any:
@@ -79,7 +84,7 @@ class IndexStream:
         return self.draw_many(1)
 
     def draw_many(self, batches: int) -> Integers | None:
-        """The indices of the next batches, one after the other. Only for a stream that can be trusted.
+        """The indices of the next batches, one after the other. Only for a `trusted` stream.
 
         There may be fewer batches than asked for. Only the last batch of the epoch may have fewer samples.
         """
@@ -93,8 +98,8 @@ class IndexStream:
 
 def _groups(sampler: Any, size: int, state: LoaderState) -> tuple[Iterator[Integers] | None, int]:
     """The indices of an epoch in large arrays, or None, and the length of the dataset that the sampler draws from."""
-    if type(sampler) is RollingSampler:  # what it draws is resident, however much that is
-        return sampler.groups(_ROLLED * size), 0
+    if type(sampler) is RollingSampler:  # it draws resident samples only, whatever the length
+        return sampler.groups(_ROLLING_BATCHES * size), 0
     shuffled = type(sampler) is RandomSampler and sampler.generator is None and draws_all_once(sampler)
     if state.origin is None and (shuffled or type(sampler) is SequentialSampler):
         return _in_one(sampler, state), len(sampler)

@@ -6,20 +6,20 @@ batch. Once everything is READY there are no workers, and a thread gathers one b
 on the CPU, of records, and by a `collate_fn` of the user's, workers make whole batches in shared memory.
 
 Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit: all draws
-are made on the caller's thread at the moments at which DataLoader makes them (`index_stream`). What has no short cut
-(samples without batching, `in_order=False`, a dataset that is not cached) travels as DataLoader sends it.
+are made on the caller's thread at the moments at which DataLoader makes them (`index_stream`). Samples
+without batching, `in_order=False` and a dataset that is not cached have no short cut: DataLoader makes their batches.
 
 Differences:
 
 - The storage of a batch, or of a sample out of the cache, cannot be resized.
-- What lies beside a small batch in memory goes with the last of them (up to 2 MiB): `clone` one that you keep for long.
+- Small batches lie together in up to 2 MiB of memory, which is freed with the last of them: `clone` one that you keep.
 - `is_shared()` is False where DataLoader's worker batches say True. Yet a process that is forked while a batch is held
   shares its memory, and sees the batch that comes there next.
 - The workers' random streams see only the misses: a source must not be random.
 - The samples of a batch are loaded before any is transformed: after an error of the source, a random transform has
   drawn less than in DataLoader.
-- A transform that returns the same memory each time gives each sample what it returned for it; DataLoader's workers
-  stack what it returned last.
+- If a transform returns the same tensor each time, each sample has its own values; DataLoader's workers stack the
+  values of the last sample.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class CachedLoader(DataLoader[Any]):
             have a transform to run, or go to a `collate_fn` of the user's; else the main process.
         sampling: draw by a `LocalitySampler` of this mode, seeded by `seed_everything`: each rank has its part of each
             global batch, of samples that its node has. Call `dataset.share()` before, and `set_epoch` before each epoch
-            (Fabric does). What a `sampler` of your own gives is dealt, unless that deals to ranks itself.
+            (Fabric does). The indices of a `sampler` of your own are dealt, unless it deals to ranks itself.
         num_replicas: with `sampling`, the number of ranks that share the data, by default all; fewer if some ranks work
             on the same samples (`**fabric.strategy.distributed_sampler_kwargs`).
         rank: with `sampling`, the rank of this process among them.
-        arguments: all others of `torch.utils.data.DataLoader`, with their meaning there.
+        arguments: all other arguments of `torch.utils.data.DataLoader`, with their meaning there.
 
     Raises:
         ValueError: `gather` or `sampling` is none of these, `gather="worker"` without workers, or `sampling` without
@@ -235,7 +235,7 @@ class CachedLoader(DataLoader[Any]):
             self._kept = None
 
     def _change(self, resources: Resources | None) -> None:
-        """Keep other resources, or none, and release those before."""
+        """Replace the resources, perhaps by none, and release those before."""
         if self.resources is not None:
             self.resources.release()
         self.resources = resources
@@ -268,16 +268,16 @@ class CachedLoader(DataLoader[Any]):
         Each rank needs its own state if the order is drawn from the process's generators (RandomSampler).
 
         Raises:
-            TypeError: the dataset is a stream or a RollingCache, which cannot go on where they were.
+            TypeError: the dataset is a stream or a RollingCache, which cannot resume.
         """
         if isinstance(self.dataset, IterableDataset) or is_rolling(self.dataset):
-            raise TypeError(f"a loader of a {type(self.dataset).__name__} cannot go on where it was: it has no state")
+            raise TypeError(f"a loader of a {type(self.dataset).__name__} cannot resume: it has no state")
         return self.position.of(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Make the next epoch go on where a state was taken, with the remaining batches.
+        """Make the next epoch resume at the position of a state, with the remaining batches.
 
-        With another batch size or number of ranks it goes on after the same samples. Later calls of `set_epoch` may
+        With another batch size or number of ranks, it resumes after the same samples. Later calls of `set_epoch` may
         count on, or from zero as Fabric does.
 
         Raises:

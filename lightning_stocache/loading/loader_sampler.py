@@ -78,8 +78,8 @@ def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
     """Set the number of the next epoch in a loader's samplers, once in each, as Lightning and Fabric do."""
     samplers = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
     for sampler in samplers[:1] if samplers[0] is samplers[1] else samplers:
-        if callable(tell := getattr(sampler, "set_epoch", None)):
-            tell(epoch)
+        if callable(set_number := getattr(sampler, "set_epoch", None)):
+            set_number(epoch)
 
 
 def drawn_from(batches: Any) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def drawn_from(batches: Any) -> dict[str, Any]:
 
 
 def draws_unseen(sampler: Any) -> bool:
-    """Whether a sampler draws from no generator that anything else draws from, so that nobody sees when it draws."""
+    """Whether nothing else draws from the sampler's generators, so that nobody can notice when the sampler draws."""
     if type(sampler) is RandomSampler:
         return sampler.generator is None  # it makes one for each epoch
     return getattr(type(sampler), "__iter__", None) in (*_DRAW_NOTHING, RollingSampler.__iter__)
@@ -135,12 +135,12 @@ def locality_sampler(
 
     Args:
         dataset: the dataset, whose ring says which node has which samples.
-        batch_size: of one rank.
-        shuffle: another order in every epoch, or the dataset's own.
-        num_replicas: how many ranks share the data; all of the process group by default.
+        batch_size: samples per batch of one rank.
+        shuffle: whether each epoch has another order; else the dataset's own order.
+        num_replicas: number of ranks that share the data; by default all ranks of the process group.
         rank: the rank of this process among them.
         mode: see `LocalitySampler`.
-        draws: a sampler of the user's, whose indices are dealt.
+        draws: a sampler of the user's, whose indices are dealt; by default all indices of the dataset.
 
     Raises:
         ValueError: there is no batch size, or no such mode.

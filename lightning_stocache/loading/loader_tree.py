@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Stream(Protocol):
-    """An iterable-style dataset whose samples are kept as they pass: `CachedStream`."""
+    """An iterable-style dataset whose samples are stored as they pass: `CachedStream`."""
 
     def __kept__(self, batch_size: int, drop_last: bool) -> tuple[CachedDataset, StreamBatches] | None:
         """Begin the next epoch. Returns the kept samples and this rank's batches, or None if the stream is read."""

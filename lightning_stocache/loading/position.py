@@ -1,17 +1,17 @@
-"""Where in its epoch a loader stands, and how the next epoch goes on there: draw, note, skip.
+"""The position of a loader in its epoch, and how the next epoch resumes there.
 
-The order of an epoch follows from the epoch's number (samplers that are told it), or from the states of the generators
+The order of an epoch follows from the epoch's number (samplers with `set_epoch`), or from the states of the generators
 that it was drawn from. So a position is the number of batches that were handed out, the sampler's epoch and seed, and
-the generators' states when the epoch's first index was drawn. To go on, the generators are put into these states, the
-order is drawn again, and what was handed out is left out; then the generators get the states that they had when the
-position was taken. Batches that workers have under way are loaded again.
+the generators' states when the epoch's first index was drawn. To resume, the generators are put into these states, the
+order is drawn again, and the batches that were handed out are left out; then the generators get the states that they
+had when the position was taken. Batches that workers were loading at that moment are loaded again.
 
-`ResumableBatches` stands for the loader's batch sampler: it draws an epoch, or its rest, and notes the generators'
-states. `CountedBatches`, or an `Epoch`, counts what is handed out. `LoaderState` has the numbers.
+`ResumableBatches` replaces the loader's batch sampler: it draws an epoch, or its rest, and notes the generators'
+states. `CountedBatches`, or an `Epoch`, counts the batches that are handed out. `LoaderState` has the numbers.
 
-A position counts samples of all ranks together, so that another batch size or number of ranks goes on after the same
-samples. (Where their number does not divide by the ranks of now, fewer than one per rank come twice.) A state is plain
-values, and the interface is that of torchdata's StatefulDataLoader.
+A position counts samples of all ranks together, so a job with another batch size or number of ranks resumes after the
+same samples. (If their number is no multiple of the new number of ranks, fewer samples than ranks come twice.) A state
+is plain values, and the interface is that of torchdata's StatefulDataLoader.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Waiting:
     """The time for which the consumer of a loader waits: a context around each `__next__` of its iterator.
 
     Attributes:
-        waited_ns: nanoseconds in `__next__`, of all epochs together; workers that start with an epoch have begun.
+        waited_ns: nanoseconds in `__next__`, of all epochs together; not in `iter`, which starts workers.
         away_ns: nanoseconds between two calls in one epoch, in which a plain loop computes.
-        last_away_ns: of these, the nanoseconds before the call under way; 0 in an epoch's first.
+        last_away_ns: of these, the nanoseconds before the call under way; 0 in the first call of an epoch.
     """
 
     def __init__(self) -> None:
@@ -69,9 +69,9 @@ class LoaderState:
     """The position of one loader. A CachedLoader keeps it up to date.
 
     Attributes:
-        batches: number of batches handed out in this epoch, including those before a break.
+        batches: number of batches handed out in this epoch, including those before it was resumed.
         ended: whether the epoch has been read to its end.
-        origin: the position at which the new epoch goes on, or None for its beginning.
+        origin: the position at which the epoch resumes, or None if it starts at its beginning.
         drawn: states of the generators when the first index of the epoch was drawn.
         asked: number of batches drawn since then, including those under way; one more at the end of the sampler.
         waiting: the waiting time of the loader's consumer. Copies of this state share it.
@@ -84,27 +84,27 @@ class LoaderState:
         self.drawn: dict[str, Any] | None = None
         self.asked = 0
         self.waiting = Waiting()
-        self._next: Mapping[str, Any] | None = None  # where the next epoch is to go on
+        self._next: Mapping[str, Any] | None = None  # the position at which the next epoch resumes
         self._under_way = False
-        self._begun: Mapping[str, Any] | None = None  # where the epoch under way has gone on
-        self._left_out = 0  # batches, at its beginning
-        self._offset = 0  # of the sampler's epochs, where the caller counts from zero again
-        self._resumed: int | None = None  # epoch, until the caller names another
+        self._resumed_at: Mapping[str, Any] | None = None  # the position at which the epoch under way has resumed
+        self._left_out = 0  # batches left out at its beginning
+        self._offset = 0  # added to the caller's epochs, if the caller counts from zero again
+        self._resumed_epoch: int | None = None  # until the caller sets another epoch
 
     def of(self, loader: DataLoader[Any], batches: int | None = None, *, ended: bool | None = None) -> dict[str, Any]:
         """The position of a loader, as plain values.
 
         Args:
-            loader: whose position it is.
+            loader: the loader.
             batches: number of batches that the caller has finished; by default those handed out.
-            ended: whether these were all batches of the epoch; by default as this state says.
+            ended: whether these were all batches of the epoch; by default the `ended` of this state.
         """
         if self._next is not None:
             return dict(self._next)
         drawing, ended = batches_of(loader), self.ended if ended is None else ended
         sampler, batches = sampler_of(drawing), self.batches if batches is None else batches
-        if self._begun is not None and not ended and batches == self.batches == self._left_out:
-            return dict(self._begun)  # nothing was handed out since, and the generators may be on their way there
+        if self._resumed_at is not None and not ended and batches == self.batches == self._left_out:
+            return dict(self._resumed_at)  # no batch was handed out since, and the generators may lack their states
         state: dict[str, Any] = {"version": _VERSION, "batches": 0 if ended else batches} | self.units(loader)
         names = [name for name in ("epoch", "seed") if isinstance(getattr(sampler, name, None), int)]
         state |= {name: getattr(sampler, name) for name in names}
@@ -116,7 +116,7 @@ class LoaderState:
             if self._under_way and not ended:
                 drawn = now if self.drawn is None else as_text(self.drawn)
                 state["generators"] |= {"drawn": drawn, "asked": self.asked}
-            elif self._under_way and loader.persistent_workers:  # which draw no seed before their next order
+            elif self._under_way and loader.persistent_workers:  # its next epoch draws no base seed before its order
                 state["generators"]["drawn"] = now
         return state
 
@@ -128,7 +128,7 @@ class LoaderState:
         return {"batch_size": size, "replicas": replicas, "length": len(loader.dataset)}  # type: ignore[arg-type]
 
     def load(self, state: Mapping[str, Any], *, process_wide: bool = True) -> None:
-        """Make the next epoch go on where a state was taken.
+        """Make the next epoch resume at the position of a state.
 
         Args:
             state: a result of `of`.
@@ -147,9 +147,9 @@ class LoaderState:
 
     def begin(self, loader: DataLoader[Any]) -> None:
         """Begin an epoch, or the rest of one. Begin the same rest again if no batch of it was handed out."""
-        again = self._begun if self.batches == self._left_out and not self.ended else None
+        again = self._resumed_at if self.batches == self._left_out and not self.ended else None
         loaded, self._next, self._under_way = self._next, None, True
-        self.origin = self._begun = loaded or again
+        self.origin = self._resumed_at = loaded or again
         self.batches, self._left_out, self.ended, self.drawn, self.asked = 0, 0, False, None, 0
         drawing = batches_of(loader)
         sampler = sampler_of(drawing)
@@ -176,11 +176,11 @@ class LoaderState:
     def _set_epoch(self, sampler: Any, epoch: int | None) -> None:
         """Set the number of the resumed epoch, and of later ones if the caller counts from zero, as Fabric does."""
         if epoch is not None:
-            self._resumed, self._offset = epoch, epoch - sampler.epoch
-        elif self._resumed is not None:
-            if sampler.epoch > self._resumed:  # the caller counts on from there
+            self._resumed_epoch, self._offset = epoch, epoch - sampler.epoch
+        elif self._resumed_epoch is not None:
+            if sampler.epoch > self._resumed_epoch:  # the caller counts on from the resumed epoch
                 self._offset = 0
-            self._resumed = None
+            self._resumed_epoch = None
         if self._offset:
             sampler.set_epoch(sampler.epoch + self._offset)
 
@@ -230,7 +230,7 @@ class ResumableBatches:
         self._state.drawn = states_of(generators)
         plain, asked = type(self._batches) is BatchSampler, max(origin["batches"], states.get("asked", 0))
         count = _samples_left_out if plain else _batches_left_out
-        if plain and isinstance(self._batches.sampler, LocalitySampler):  # it deals what is left in batches of now
+        if plain and isinstance(self._batches.sampler, LocalitySampler):  # it deals the rest in batches of the new size
             self._batches.sampler.skip = _samples_left_out(origin, self._batches)
             drawing: Iterator[Any] = iter(self._batches.sampler)
         else:
@@ -244,7 +244,7 @@ class ResumableBatches:
         if asked:
             put_back(generators, before | now)
             yield from self._noted(None, drawing)
-        else:  # the order is drawn with the first index, as it will have been then
+        else:  # the order is drawn with the first index, as by the loader whose position this is
             first = list(islice(drawing, 1))
             put_back(generators, {name: state for name, state in before.items() if name not in now})
             yield from self._noted(None, chain(first, drawing))
@@ -285,7 +285,7 @@ def _samples_left_out(origin: Mapping[str, Any], batches: Any) -> int:
 
 
 def _batches_left_out(origin: Mapping[str, Any], batches: Any) -> int:
-    """Number of batches that this rank leaves out; as many as were handed out where their sizes are unknown."""
+    """Number of batches that this rank leaves out: as many as were handed out, if their sizes are unknown."""
     if type(batches) is not BatchSampler or origin["batch_size"] is None or not hasattr(batches.sampler, "__len__"):
         return int(origin["batches"])
     left = max(len(cast(Any, batches.sampler)) - _samples_left_out(origin, batches), 0)

@@ -2,7 +2,7 @@
 
 While the trainer computes, a thread gathers the next batch: what the trainer waits for falls from 640 to 36 us per
 batch of 64 photographs. The thread copies memory and makes batches of it; it draws no index, counts nothing, and runs
-no user code but to make a namedtuple. A consumer that comes back sooner than a thread wakes is left alone.
+no user code except the class of a namedtuple. A consumer that comes back sooner than a thread wakes is left alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Job:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """On the thread: do the work unless the consumer has begun. Never waits for the consumer, which may end it."""
+        """On the thread: do the work unless the consumer has begun. Never waits: the consumer may wait in `stop`."""
         if self._lock.acquire(blocking=False):
             try:
                 if self._result is None:
@@ -50,7 +50,7 @@ class Job:
 
 
 class Prefetcher:
-    """The thread. It refers to its queue alone, so an epoch that offers jobs can be collected. `stop` ends it."""
+    """A thread for jobs, ended by `stop`. It refers to its queue alone, so an epoch with jobs can be collected."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

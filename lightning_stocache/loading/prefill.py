@@ -19,7 +19,7 @@ __all__ = ["prefill"]
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 1024  # indices that are looked up at a time
-_MOST_IN_VAIN = 8  # samples for which there was no room, one after the other, after which none is left
+_MOST_IN_VAIN = 8  # samples without room, one after the other, after which a worker stops
 
 
 def prefill(cached: CachedSource, worker: int, workers: int) -> Iterator[None]:
@@ -42,7 +42,7 @@ def prefill(cached: CachedSource, worker: int, workers: int) -> Iterator[None]:
 
 
 def _empty(cache: Store | None, part: int, parts: int) -> Iterator[int]:
-    """The indices of a part whose slot is not READY at the moment when their turn comes."""
+    """The indices of a part, without those whose slot is READY when their turn comes."""
     if cache is None:
         return
     step = parts * _AT_ONCE

@@ -56,7 +56,7 @@ class CachedSource:
         transform: the user's transform of each sample after the cache.
 
     Raises:
-        SampleMismatchError: (whatever serves, `strict`) a loaded sample differs from the cache's codec.
+        SampleMismatchError: (all methods that serve, `strict`) a loaded sample differs from the cache's codec.
         TypeError: (`samples`) the source's `__getitems__` does not give one sample per index.
     """
 
@@ -157,7 +157,7 @@ class CachedSource:
             once = len(set(positions)) == len(positions)
             if once and (places == NO_PLACE).all() and not cache.divide(positions)[1]:
                 samples = self.load(cache, positions, in_one_call=True, batch=batch, rows=rows)
-            else:  # of a disk, READY by now, drawn twice, or of a job that shares its cache
+            else:  # some are READY by now (or verified on a disk), drawn twice, or loaded by another job
                 samples = list(self._serve(cache, positions))
                 fitting = [number for number, sample in enumerate(samples) if type(sample) is not Odd]
                 if fitting:
@@ -205,16 +205,16 @@ class CachedSource:
             missing = [index for index, place in zip(indices, places.tolist(), strict=True) if place == NO_PLACE]
             here = list(dict.fromkeys(cache.divide(missing)[0]))
             by_index = dict(zip(here, self.load(cache, here, in_one_call=True) if here else (), strict=True))
-            # What comes again, and what another job was loading, may be READY by now.
+            # Repeated samples, and those that another job was loading, may be READY by now.
             loaded = [by_index.pop(index) if index in by_index else self._serve_one(cache, index) for index in missing]
-        # Only now: where loading fails or is interrupted, nobody gets the hits, and the batch may come again.
+        # Only now: if loading fails or is interrupted, nobody gets the hits, and the batch may come again.
         count(self.opened.counters, hits=len(hits), bytes_from_cache=nbytes, gather_ns=gather_ns)
         return ready if rows and not loaded else self._in_order(cache, indices, places, iter(ready), iter(loaded))
 
     def _in_order(
         self, cache: Store, indices: list[int], places: Integers, hits: Iterator[Any], loaded: Iterator[Any]
     ) -> Iterator[Any]:
-        """The samples of a batch in its order; records are decoded only now."""
+        """The samples of a batch in its order. Records are decoded as the caller iterates."""
         gather_ns = 0
         for index, place in zip(indices, places.tolist(), strict=True):
             if place == NO_PLACE:
@@ -266,7 +266,7 @@ class CachedSource:
         """
         source: Any = self.opened.source
         samples: list[Any] = []
-        # Made anew: a forked worker has no CUDA, whatever its parent had. What has no slot cannot be frozen.
+        # Made anew: a forked worker has no CUDA, whatever its parent had. A sample without a slot cannot be frozen.
         watched = self._recheck is not None and any(map(cache.has_place, indices))
         generators = Generators() if watched else None
         before = {} if generators is None else generators.state()
@@ -291,9 +291,9 @@ class CachedSource:
         return samples
 
     def _read(self, cache: Store, source: Any, index: int) -> Any:
-        """Read a sample. One that the tail cannot finish is odd: the source has not called its transform as usual.
+        """Read a sample. It is odd if the source has not called its transform as usual: the tail cannot finish it.
 
-        Without a place for the tail, the codec refuses it later.
+        A sample without a place for the tail is refused later, by the codec.
         """
         tail = self.opened.tail
         if not isinstance(tail, Tail):
@@ -373,7 +373,7 @@ class CachedSource:
             return None
 
     def _leave_random(self, cache: Store, indices: list[int], samples: list[Any]) -> None:
-        """Leave out of the cache samples of which some drew random numbers: their draws would be frozen."""
+        """Keep samples out of the cache, because some of them drew random numbers: their draws would be frozen."""
         if self._is_first("random sample"):
             log.warning(
                 "%s draws random numbers for some samples, as for one of %s: batches that hold such are not cached.\n"
@@ -402,18 +402,18 @@ class CachedSource:
     def _finished(self, sample: Any) -> Any:
         if type(sample) is not Odd:
             return self._transformed(self.opened.with_tail(sample))
-        with self._state:  # the whole source may read it again
+        with self._state:  # the whole source may read the sample again
             whole = self.opened.with_tail(sample)
         return self._transformed(whole)
 
     def _transformed(self, sample: Any) -> Any:
         return sample if self.transform is None else self.transform(sample)
 
-    # ---- the source's life ----
+    # ---- changes of the source ----
 
     @property
     def change(self) -> str | None:
-        """Where the source has changed since it was cached; None if it has not."""
+        """The place in the source that has changed since it was cached; None without a change."""
         return self._state.look()
 
     @property
@@ -457,7 +457,7 @@ class CachedSource:
         self._serve_from(OpenCache.without(self.opened.request, self.opened.group))
 
     def __getstate__(self) -> dict[str, Any]:
-        # For a copy, too: memory and what reads again belong to one process.
+        # Also for a copy: batch memory and the `Recheck` belong to one process.
         return {name: value for name, value in vars(self).items() if name != "_recheck"} | {"_pool": BatchPool()}
 
 

@@ -79,7 +79,7 @@ class Reply(NamedTuple):
 
 
 class Responder(Dataset[Any]):
-    """In a worker, in the place of the loader's dataset: answers requests.
+    """Takes the place of the loader's dataset in a worker, and answers requests.
 
     Args:
         dataset: the loader's dataset: a CachedDataset or a stand-in.
@@ -168,7 +168,7 @@ def under_way(loader: DataLoader[Any]) -> int:
 
 
 class _Feed(deque[Any]):
-    """The waiting requests, as an iterator. It may go on after StopIteration: another request may come."""
+    """The waiting requests, as an iterator. After StopIteration another request may come, and the iterator goes on."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -214,8 +214,7 @@ class WorkerPool:
             persistent_workers=True,  # an empty feed must not end them
         )
         self._workers = WorkerIterator(fed)
-        self.told_of_death = False
-        """Whether an epoch has raised that a worker was killed."""
+        self._has_raised_death = False  # an epoch has raised that a worker was killed
 
     def are_alive(self) -> bool:
         """Whether all workers run.
@@ -224,9 +223,10 @@ class WorkerPool:
             RuntimeError: a worker was killed, and no epoch has raised that. Torch's handler of SIGCHLD raises wherever
                 the trainer is, and the code there may swallow the error, as Lightning's broadcast of SIGTERM does.
         """
-        ended, told = self._workers.ended, self.told_of_death
-        if killed := [worker for worker in ended if worker.exitcode not in _BY_CTRL_C and not told]:
-            self.told_of_death = True
+        ended = self._workers.ended
+        killed = [worker for worker in ended if worker.exitcode not in _BY_CTRL_C]
+        if killed and not self._has_raised_death:
+            self._has_raised_death = True
             names = "; ".join(f"pid {worker.pid}, exit code {worker.exitcode}" for worker in killed)
             raise RuntimeError(f"DataLoader worker ({names}) exited unexpectedly")
         return not ended
@@ -253,7 +253,7 @@ class WorkerPool:
         try:
             return cast(Reply, self._workers.receive())
         except Exception:
-            self.told_of_death = bool(self._workers.ended)
+            self._has_raised_death = bool(self._workers.ended)
             raise
 
     @property
@@ -269,7 +269,7 @@ class WorkerPool:
 
 @dataclass(frozen=True)
 class InitOnSource:
-    """Calls a function in a worker that has just been started, where the dataset is the user's own.
+    """Calls the user's `worker_init_fn` in a worker, with the user's own dataset in `get_worker_info()`.
 
     Args:
         function: the user's function, or None.

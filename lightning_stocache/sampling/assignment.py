@@ -3,19 +3,19 @@
 A `Dealer` knows the `Ring` and the ranks of every node. A deal is a pure function of one global batch: every rank
 computes all of it and takes its share, and no message is sent.
 
-1. An index goes to its first home: of the nodes that have its slot, the one where the slot number is smallest. That is
-   the node in whose own part of the ring it lies, which begins where the arc begins and is as long as the node's share
-   of training, if its arc reaches that far.
+1. An index goes to its first home: of the nodes that have a slot for it, the one with the smallest slot number. That is
+   the node in whose own part of the ring the index lies, if the node's arc reaches that far. A node's own part begins
+   where its arc begins, and is as long as the node's share of training.
 2. A node has as many places as DistributedSampler gives its ranks. While one node has more indices than places and
    another has free places, indices move to another home, over several nodes if need be (augmenting paths, as in a
    maximum flow; of the nodes in reach, the one with the most free places per rank comes first). No deal could give more
    indices to nodes that have them. A stretch of the ring that nodes share is cut by ring position, so that the same
    indices go to the same node in every epoch, but for those next to the cut.
-3. What a node has too many of leaves it: first what lies beyond its own part of the ring, the farthest first, then the
-   last in the order of the batch. Leavers, and the indices that no node has, are the misses of the batch; they take
-   the free places. Any other deal of misses would take places from indices that are hits there.
-4. A node's misses, then its other indices, go to its ranks in turn, beginning with another rank in each batch. So its
-   ranks have equally many misses, give or take one. Between all ranks the difference is `Deal.imbalance`.
+3. A node that still has too many indices gives some away: first those beyond its own part of the ring, the farthest
+   first, then the last in the order of the batch. These, and the indices that no node has, are the misses of the batch;
+   they take the free places. Any other deal of misses would take places from indices that are hits there.
+4. A node's misses, then its other indices, go to its ranks in turn, beginning with another rank in each batch. So the
+   misses of its ranks differ by one at most. Between all ranks the difference is `Deal.imbalance`.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Dealer:
         arcs = ring.arcs
         self._nodes, self._ranks = nodes, np.array([len(ranks) for ranks in nodes])
         self._size = size = arcs[0].size
-        # Its slot numbers are the positions on the ring; indices outside of its domain lie behind them.
+        # Slot numbers of this arc are positions on the ring. Indices outside of the domain lie behind all positions.
         self._circle = Arc(size, size, step=arcs[0].step, domain=arcs[0].domain)
         # The ring is cut where an arc begins or ends; all indices of a stretch between two cuts have the same homes.
         cuts = sorted({0, *(end % size for arc in arcs for end in (arc.start, arc.start + arc.slots))})
-        self._edges = np.array([*cuts, size, size + 1])  # the last stretch is of what lies outside of the domain
+        self._edges = np.array([*cuts, size, size + 1])  # the last stretch has the indices outside of the domain
         nowhere = len(arcs)  # stands for the node of indices that no node has
         first: list[int] = []  # home of each stretch
-        pairs: list[tuple[int, int]] = []  # stretches and their homes, along the ring: the one that began first before
+        pairs: list[tuple[int, int]] = []  # stretches and their homes, along the ring: first the arc that began first
         stretches: list[list[tuple[int, int]]] = [[] for _ in arcs]  # of each node, with the slot in which each begins
         self._homes: list[int] = []  # of each stretch, as a bit mask
         for stretch, cut in enumerate(cuts):
@@ -100,7 +100,7 @@ class Dealer:
         self._own = np.array([*(size * self._ranks // self._ranks.sum()), 0])  # of the ring, as long as its share
 
     def deal(self, batch: Integers) -> Deal:
-        """Deal one global batch, of as many indices for each rank."""
+        """Deal one global batch, which has the same number of indices for each rank."""
         places = self._ranks * (len(batch) // self._ranks.sum())
         positions = self._circle.slots_of(batch)
         positions[positions == NO_SLOT] = self._size
@@ -122,7 +122,7 @@ class Dealer:
         return Deal(nodes, misses, self._ranks)
 
     def share(self, deal: Deal, rank: int, turn: int = 0) -> Integers:
-        """The positions of a dealt batch that a global rank trains on, rising; `turn` is the number of the batch."""
+        """The positions in a dealt batch that a global rank trains on, rising; `turn` is the number of the batch."""
         node = next(number for number, ranks in enumerate(self._nodes) if rank in ranks)
         ranks = self._nodes[node]
         dealt = np.flatnonzero(deal.nodes == node)
@@ -131,7 +131,7 @@ class Dealer:
         return np.sort(line[(ranks.index(rank) - turn) % len(ranks) :: len(ranks)])
 
     def _level(self, counts: Integers, places: Integers) -> Integers:
-        """How many indices of each stretch of the ring (row) every node gets (column), before anything leaves."""
+        """Number of indices of each stretch of the ring (row) that each node gets (column), before steps 3 and 4."""
         held = np.zeros((len(counts), len(places) + 1), dtype=np.int64)
         held[np.arange(len(counts)), self._first] = counts
         spare = held.sum(0)[:-1] - places
@@ -142,9 +142,9 @@ class Dealer:
         return held
 
     def _relieve(self, held: Integers, spare: list[int]) -> list[dict[int, int]]:
-        """Move indices from nodes that have too many to nodes with free places, as long as both exist and are joined.
+        """Move indices from nodes that have too many to nodes with free places, as long as a path joins two such nodes.
 
-        In Python's own numbers, with sets of nodes as bit masks: with 32 nodes that is several times as fast as NumPy.
+        Python's own numbers, with sets of nodes as bit masks, are several times as fast as NumPy with 32 nodes.
         """
         hands = [{int(stretch): int(column[stretch]) for stretch in np.flatnonzero(column)} for column in held.T[:-1]]
         while any(more > 0 for more in spare):
@@ -170,7 +170,7 @@ class Dealer:
         while frontier:
             reached = []
             for node in frontier:
-                takers = 0  # the nodes that have a slot for something in the hand of this one
+                takers = 0  # the nodes that have a slot for an index of this node
                 for stretch in hands[node]:
                     takers |= self._homes[stretch]
                 new = takers & ~seen
@@ -191,7 +191,7 @@ class Dealer:
 
     @staticmethod
     def _move(fro: dict[int, int], to: dict[int, int], stretches: list[int], amount: int) -> None:
-        """Hand on indices, those first that lie nearest to the beginning of the taker's arc."""
+        """Move indices from one node to another, first those nearest to the beginning of the other node's arc."""
         for stretch in stretches:
             moved = min(fro.get(stretch, 0), amount)
             if moved:

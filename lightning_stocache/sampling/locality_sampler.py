@@ -4,12 +4,12 @@ The order of an epoch, its padding and its dropped tail are DistributedSampler's
 `drop_last`. DistributedSampler gives rank r the positions r, r + R, ... of that order, so the R ranks train together on
 `batch_size * R` consecutive positions at a time: the global batch. This sampler cuts the same global batches and
 changes only which rank takes which sample of one (`assignment.Dealer`). The mean gradient of a global batch is the same
-up to the order of summation; what a single rank computes from its own part, such as the statistics of a BatchNorm that
-is not synchronised, is not. Nothing is sent: every rank computes the deal from the seed, the epoch and the ring.
+up to the order of summation. Values that a rank computes from its own part alone differ, such as the statistics of an
+unsynchronised BatchNorm. Nothing is sent: every rank computes the deal from the seed, the epoch and the ring.
 
 The indices of a user's sampler (one fold, by weight) are dealt, too. The order of an epoch is then that of Lightning's
-and Fabric's wrapper: it lists all that the sampler gives when the epoch begins, and DistributedSampler shuffles the
-places of that list. Every rank draws the list for itself, so the ranks' generators must be in step (`seed_everything`).
+and Fabric's wrapper: it lists all indices of the sampler when the epoch begins, and DistributedSampler shuffles the
+list. Every rank draws the list for itself, so the ranks' generators must be in step (`seed_everything`).
 """
 
 from __future__ import annotations
@@ -43,28 +43,29 @@ class LocalitySampler(DistributedSampler[int]):
         nodes never change places, and each node's part pads and drops by itself. For batches too small for `locality`.
 
     Args:
-        dataset: what is sampled; only its length is used.
-        num_replicas: number of ranks; that of the process group by default.
-        rank: this process's rank; that in the process group by default.
-        shuffle: another order in every epoch (`set_epoch`), or the dataset's own.
-        seed: of the order; the same on all ranks.
+        dataset: the dataset, of which only the length is used.
+        num_replicas: number of ranks; by default that of the process group.
+        rank: this process's rank; by default that in the process group.
+        shuffle: whether each epoch (`set_epoch`) has another order; else the dataset's own order.
+        seed: seed of the order; the same on all ranks.
         drop_last: drop the tail that does not divide by the ranks, instead of padding it from the beginning.
-        batch_size: of one rank, as the loader's; otherwise the global batches are not those that are trained on.
-        ring: which node has which indices; None leaves DistributedSampler's order.
+        batch_size: that of each rank's loader; with another one, the global batches are not those that are trained on.
+        ring: tells which node has which indices; None: DistributedSampler's order.
         nodes: the ranks of each node, in the order of the ring's arcs (`NodeGroup.nodes`).
         mode: see above.
-        draws: a sampler, or a list, whose indices are dealt, each as often as it comes there; by default each index of
-            the dataset once.
+        draws: a sampler or a list, whose indices are dealt, each as often as it comes; by default each index of the
+            dataset once.
 
     Attributes:
         skip: samples of this rank that the next iteration leaves out at its beginning, to resume in the middle of an
             epoch. It holds for one iteration, and the length stays that of the whole epoch.
-        imbalance: by how many misses the rank with the most exceeds the rank with the fewest, in the worst global batch
-            of the latest iteration; counted by the ring, as if all caches were full.
+        imbalance: the difference between the most and the fewest misses of a rank in one global batch, the largest of
+            the latest iteration; counted by the ring, as if all caches were full.
 
     Raises:
         TypeError: `draws` has no length.
-        ValueError: batch_size, mode, nodes or ring do not fit the rest.
+        ValueError: `batch_size` is below 1, there is no such `mode`, `nodes` does not have each rank once, or `ring`
+            does not fit the nodes and the dataset.
 
     Example:
         >>> from lightning_stocache.cache.placement import Arc
@@ -117,7 +118,7 @@ class LocalitySampler(DistributedSampler[int]):
 
     def batches(self) -> Iterator[Integers]:
         """This rank's part of each global batch: `batch_size` indices, int64, but in the last one."""
-        # The order is drawn here and not with the first index, as in DistributedSampler: set_epoch may come in between.
+        # As in DistributedSampler, the order is drawn here, not with the first index: set_epoch may come in between.
         skip, self.skip = self.skip, 0
         self.imbalance = 0
         order = self._order()
@@ -129,7 +130,7 @@ class LocalitySampler(DistributedSampler[int]):
 
     def _order(self) -> Integers:
         """DistributedSampler's order of the epoch, before padding."""
-        drawn = None if self.draws is None else _listed(self.draws)
+        drawn = None if self.draws is None else _as_array(self.draws)
         size = len(cast(Sized, self.dataset))
         order = np.arange(size)
         if self.shuffle:
@@ -151,7 +152,7 @@ class LocalitySampler(DistributedSampler[int]):
             yield order[positions % len(order)]
 
     def _shard(self, order: Integers, node: int) -> Integers:
-        """What lies on the node's own part of the ring, in the order of the epoch."""
+        """The indices on the node's own part of the ring, in the order of the epoch."""
         assert self.ring is not None
         arcs = self.ring.arcs
         around = sorted(range(len(arcs)), key=lambda other: (arcs[other].start, other))
@@ -159,13 +160,13 @@ class LocalitySampler(DistributedSampler[int]):
         # Whole numbers, rounded down: every index lies in one part, and no part has more than its ranks will take.
         begin, end = (len(order) * ranks // self.num_replicas for ranks in (before, before + len(self.nodes[node])))
         if begin == end or order.dtype == object:
-            return order  # fewer indices than ranks, or what only the source understands
+            return order  # fewer indices than ranks, or keys that only the source understands
         slots = replace(arcs[around[0]], slots=arcs[0].size).slots_of(order)
         return order[np.sort(np.argsort(slots, kind="stable")[begin:end])]
 
 
-def _listed(draws: Iterable[int]) -> Integers:
-    """All that a sampler gives; keys that are no indices as they are, in an array of objects."""
+def _as_array(draws: Iterable[int]) -> Integers:
+    """All indices of a sampler, int64. If it gives other keys, an array of objects."""
     given = list(draws)
     try:
         indices = np.asarray(given)

@@ -45,7 +45,7 @@ def sampler_domain(sampler: Any, length: int) -> Domain | None:
             return None
         domain = Domain(indices, length)
     except Exception:  # keys that only the source understands, indices of another dataset, attributes of another kind
-        log.debug("what %s draws cannot be told", type(sampler).__name__, exc_info=True)
+        log.debug("the indices that %s draws are unknown", type(sampler).__name__, exc_info=True)
         return None
     return None if domain.is_whole or not len(domain) else domain
 

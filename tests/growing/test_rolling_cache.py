@@ -228,7 +228,7 @@ def test_a_filler_that_dies_is_started_anew_behind_that_sample(opened, caplog):
     assert len({number for _, numbers in batches for number in numbers.tolist()}) == LENGTH - 1
     assert pool.stats().restarts == 1
     assert "killed by SIGKILL" in caplog.text
-    assert "loading sample 3; it is started anew" in caplog.text
+    assert "loading sample 3; it is started again" in caplog.text
 
 
 def test_a_filler_that_hangs_is_logged_while_training_waits(opened, caplog, monkeypatch, tmp_path):
