@@ -13,7 +13,7 @@ from model import ConvNet
 
 
 class Net(ConvNet):
-    """Normalises by itself, as a project does that knows nothing of the cache."""
+    """Normalises in the model, as a project does that knows nothing of the cache."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return super().forward(images.float() / 127.5 - 1)

@@ -1,9 +1,9 @@
-"""The third door with Fabric: a loop of one's own on several ranks, which share one cache.
+"""The third door with Fabric: your own loop on several ranks, which share one cache.
 
     python examples/fabric.py                  # one rank
     python examples/fabric.py --devices 2      # two ranks: each sample is loaded once, whichever rank asks for it
 
-`defer=True` opens nothing before the ranks have found each other; `share` is called by all of them.
+`defer=True` opens nothing before the ranks have found each other. Then every rank calls `share`.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
             optimizer.zero_grad()
             fabric.backward(loss)
             optimizer.step()
-        fabric.barrier()  # the counters are those of all ranks: both have ended their epoch
+        fabric.barrier()  # the counters are those of all ranks: wait until each has ended its epoch
         counts, before = dataset.counters.totals() - before, dataset.counters.totals()
         hit_rate, seconds = counts.hits / counts.served, time.perf_counter() - start
         fabric.print(f"epoch {epoch}: hit rate {hit_rate:.1%}, {counts.fills:,} fills, {seconds:.1f} s")

@@ -46,7 +46,7 @@ TRAININGS = {"recipe, uncached": ("recipe", False), "recipe": ("recipe", True), 
 
 
 def normalised(images: Tensor) -> Tensor:
-    """Bytes `[samples, 3, height, width]` as the recipe's last two steps leave them, in one piece of memory."""
+    """Apply the recipe's last two steps to bytes `[samples, 3, height, width]`, with one copy."""
     mean, std = (255 * torch.tensor(values, device=images.device)[:, None, None] for values in (MEAN, STD))
     return images.float().sub_(mean).div_(std)
 
@@ -71,7 +71,7 @@ class Network(LightningModule):
 
 
 def make(samples: int) -> Path:
-    """A folder of two classes with at least so many JPEG files; those that are missing are made."""
+    """A folder of two classes with at least that many JPEG files; missing files are made."""
     folder = photos.cache_folder() / "sizes"
     paths = [folder / photos.CLASSES[number % 2] / f"{number:05}.jpg" for number in range(samples)]
     for path in paths:
@@ -85,7 +85,7 @@ def make(samples: int) -> Path:
 
 
 def photographs_of(samples: int, transform: Any, loader: Callable[[str], Any] = default_loader) -> Subset[Any]:
-    """So many photographs of the folder, which may have more: both classes lie in it one after the other."""
+    """That many photographs, evenly from the folder, which may have more: its classes lie one after the other."""
     folder = ImageFolder(str(make(samples)), transform, loader=loader)
     step = len(folder) / samples
     return Subset(folder, [int(number * step) for number in range(samples)])

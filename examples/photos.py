@@ -54,7 +54,7 @@ def load(path: str, size: int) -> Tensor:
 
 
 def normalise(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Bytes to floats around zero, on the device: four times as much would have to be cached and sent after it."""
+    """Bytes to floats around zero, on the device: floats are four times as large in the cache and on the way there."""
     images, labels = batch
     return images.float().div(127.5).sub(1), labels
 
@@ -78,7 +78,7 @@ def cache_folder() -> Path:
 
 
 def make(root: str | None = None, train_files: int = 4000, val_files: int = 800) -> None:
-    """Make the files that are missing; nothing where `root` says that you bring your own."""
+    """Make the files that are missing. With a `root`, which has your own files, make none."""
     if root is not None:
         folder_of(root)
         return

@@ -43,7 +43,7 @@ class RemoteVolumes(Dataset[tuple[Tensor, float]]):
 
 
 class Moment(NamedTuple):
-    """After a batch: seconds since the start, samples trained on, seconds waited for them, and what the pool held."""
+    """After a batch: seconds since the start, samples trained on, seconds waited for them, and samples of the pool."""
 
     at: float
     trained: int
@@ -53,7 +53,7 @@ class Moment(NamedTuple):
 
 
 def train(make_loader: Callable[[], Any], seconds: float, pool: RollingCache | None = None) -> list[Moment]:
-    """Train, epoch after epoch, for so long, two batches at least; waiting for the first sample counts, too."""
+    """Train for that many seconds, and two batches at least. The wait for the first sample counts, too."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv3d(1, 4, 8, stride=8), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 6 * 12 * 12, 1))
     optimiser = torch.optim.Adam(model.parameters(), 1e-3)

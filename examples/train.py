@@ -8,7 +8,7 @@
     python examples/train.py data.root=/my/images                    # your own train/<class>/, val/<class>/
     python examples/train.py --cfg job                               # every knob
 
-Each epoch logs its hit rate, the fill of the cache and its seconds. What a run leaves is below outputs/.
+Each epoch logs its hit rate, the fill of the cache and its seconds. Its files lie below outputs/.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """What the examples of photographs and text have in common.
 
-`parser` has their options, `Loads` and `Counted` count what the source loads in all processes, and `fit` trains with a
-line per epoch. Nothing here is needed for a cache: that is the callback which the example itself shows.
+`parser` has their options, `Loads` and `Counted` count the loads of the source in all processes, and `fit` trains with
+a line per epoch. A cache needs nothing of this, only the callback in the example itself.
 """
 
 import argparse
@@ -60,9 +60,9 @@ class Counted(Dataset[Any]):
 
 
 class Speed(Callback):
-    """Says after each epoch how many samples the source has loaded, over all ranks, and how fast they came.
+    """Prints after each epoch how many samples the source has loaded, on all ranks, and the samples per second.
 
-    The loads of the first epoch are those of set-up, too. `samples` are those of an epoch, over all ranks.
+    The loads of the first epoch include those of set-up. `samples` is the number per epoch, on all ranks.
     """
 
     def __init__(self, loads: Loads, samples: int) -> None:
@@ -97,7 +97,7 @@ def parser(doc: str | None, *, samples: int, batch_size: int = 32) -> argparse.A
 def fit(
     model: LightningModule, data: Any, chosen: argparse.Namespace, loads: Loads, callbacks: Sequence[Callback]
 ) -> list[float]:
-    """Train on a loader or a DataModule; the samples/s of each epoch."""
+    """Train on a loader or a DataModule. Returns the samples/s of each epoch."""
     torch.set_num_threads(1)  # see train.py
     seed_everything(0, workers=True, verbose=False)
     speed = Speed(loads, chosen.samples)
