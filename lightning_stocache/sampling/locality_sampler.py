@@ -123,7 +123,7 @@ class LocalitySampler(DistributedSampler[int]):
         self.imbalance = 0
         order = self._order()
         ranks: Sequence[int] = range(self.num_replicas)
-        if self.mode == "sticky" and self.ring is not None:
+        if self.mode == "sticky" and self.ring is not None and order.dtype != object:
             node, ranks = next((node, ranks) for node, ranks in enumerate(self.nodes) if self.rank in ranks)
             order = self._shard(order, node)
         return self._draw(order, ranks, skip)
@@ -143,7 +143,7 @@ class LocalitySampler(DistributedSampler[int]):
         for begin in range(skip * len(ranks), total, step):
             end = min(begin + step, total)
             # Positions beyond the order are DistributedSampler's padding: the order over again.
-            if self._dealer is None or order.dtype == object:
+            if self._dealer is None or order.dtype == object:  # keys that only the source understands
                 positions = np.arange(begin + ranks.index(self.rank), end, len(ranks))
             else:
                 deal = self._dealer.deal(order[np.arange(begin, end) % len(order)])
@@ -159,8 +159,8 @@ class LocalitySampler(DistributedSampler[int]):
         before = sum(len(self.nodes[other]) for other in around[: around.index(node)])
         # Whole numbers, rounded down: every index lies in one part, and no part has more than its ranks will take.
         begin, end = (len(order) * ranks // self.num_replicas for ranks in (before, before + len(self.nodes[node])))
-        if begin == end or order.dtype == object:
-            return order  # fewer indices than ranks, or keys that only the source understands
+        if begin == end:
+            return order  # fewer indices than ranks
         slots = replace(arcs[around[0]], slots=arcs[0].size).slots_of(order)
         return order[np.sort(np.argsort(slots, kind="stable")[begin:end])]
 

@@ -158,9 +158,8 @@ def test_skip_leaves_out_samples_of_the_next_iteration(mode):
             sampler.set_epoch(2)
 
 
-@pytest.mark.parametrize(
-    ("keys", "mode"), [(["a", "b", "c", "d"], "global"), ([(0, 1), (2, 3)], "locality"), ([(0,), (1, 2)], "locality")]
-)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("keys", [["a", "b", "c", "d"], [(0, 1), (2, 3)], [(0,), (1, 2)]])
 def test_keys_that_are_no_indices_are_dealt_as_by_lightning(keys, mode):
     """What only the source understands has no place on a ring, and stays what it is."""
     samplers = samplers_of(LENGTH, nodes_of(1, 1), [0.5, 0.5], 1, mode=mode, draws=keys)
