@@ -203,7 +203,7 @@ def stream_source(stream: CachedStream) -> StreamSource:
 def stream_with(stream: CachedStream, transform: Callable[[Any], Any] | None) -> CachedStream:
     """The same stream with another transform after the cache. For the package."""
     other = CachedStream(stream.source, 0, defer=True)
-    other.__serving__ = replace(stream.__serving__, transform=transform, _kept=None)
+    other.__serving__ = replace(stream.__serving__, transform=transform, _samples=None)
     return other
 
 
@@ -219,10 +219,10 @@ class StreamSource:
     backend: BackendChoice
     seed: int
     shuffle: bool
-    _kept: tuple[CachedDataset, Integers, Integers] | None = None  # see `_in_memory`
+    _samples: tuple[CachedDataset, Integers, Integers] | None = None  # see `_in_memory`
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": None}
+        return self.__dict__ | {"_samples": None}
 
     @property
     def source(self) -> Any:
@@ -256,7 +256,7 @@ class StreamSource:
     def close(self) -> None:
         """Close the memory in this process."""
         self.opened.close()
-        self.opened, self._kept = OpenCache.without(self.opened.request, self.opened.group), None
+        self.opened, self._samples = OpenCache.without(self.opened.request, self.opened.group), None
 
     # ---- epochs ----
 
@@ -360,9 +360,9 @@ class StreamSource:
 
     def _in_memory(self, store: StreamStore) -> tuple[CachedDataset, Integers, Integers]:
         """The dataset of the samples in memory, their indices sorted by shard, and the shard of each."""
-        if self._kept is None:
-            self._kept = dataset_in(self.opened, store.length, self.transform), *store.in_order()
-        return self._kept
+        if self._samples is None:
+            self._samples = dataset_in(self.opened, store.length, self.transform), *store.in_order()
+        return self._samples
 
     def _share(self, store: StreamStore, shard: Shard, epoch: int) -> Integers:
         """The indices that a shard serves from memory. Without shuffling, these are the samples that it has read."""

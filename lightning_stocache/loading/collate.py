@@ -147,7 +147,7 @@ class Rows:
 
     def __init__(self, segment: Segment | None, samples: int) -> None:
         self._segment, self._samples, self._end = segment, samples, 0
-        # For each leaf of the first sample: its place in the message, and the rows of its tensor.
+        # For each leaf of the first sample: the place of its tensor, and the rows of that tensor.
         self._rooms: list[tuple[Packed, tuple[torch.Tensor, ...]] | None] = []
 
     def put(self, number: int, sample: Any) -> Any:
@@ -169,11 +169,11 @@ class Rows:
 
     def keep(self, tensor: torch.Tensor) -> Packed | None:
         """Copy a dense tensor into the memory. Returns its place, or None if there is no room left."""
-        made = self._make(tensor.dtype, tuple(tensor.shape), tensor.nbytes)
-        if made is None:
+        room = self._reserve(tensor.dtype, tuple(tensor.shape), tensor.nbytes)
+        if room is None:
             return None
-        made[1].copy_(tensor)
-        return made[0]
+        room[1].copy_(tensor)
+        return room[0]
 
     def stack(self, leaves: list[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
         """The place of the stacked leaves in the memory, or the stacked tensor. `collate` calls it by its map."""
@@ -184,14 +184,14 @@ class Rows:
             for place, rows in filter(None, self._rooms):
                 if all(leaf.data_ptr() == row.data_ptr() for leaf, row in zip(leaves, rows, strict=True)):
                     return place  # they lie there already
-        made = self._make(first.dtype, (len(leaves), *first.shape), first.nbytes * len(leaves))
-        if made is None:
+        room = self._reserve(first.dtype, (len(leaves), *first.shape), first.nbytes * len(leaves))
+        if room is None:
             return torch.stack(leaves)
-        torch.stack(leaves, out=made[1])
-        return made[0]
+        torch.stack(leaves, out=room[1])
+        return room[0]
 
-    def _make(self, dtype: torch.dtype, shape: tuple[int, ...], size: int) -> tuple[Packed, torch.Tensor] | None:
-        """Memory for a tensor; None if the memory is full."""
+    def _reserve(self, dtype: torch.dtype, shape: tuple[int, ...], size: int) -> tuple[Packed, torch.Tensor] | None:
+        """Room for a tensor of `size` bytes: its place, and the tensor. None if the memory is full."""
         if self._segment is None or not size or self._end + size > self._segment.size:
             return None
         start = self._end
@@ -199,10 +199,10 @@ class Rows:
         return Packed(start, dtype, shape), self._segment.tensor(start, size).view(dtype).view(shape)
 
     def _open(self, leaf: Any) -> None:
-        samples, made = self._samples, None
+        samples, room = self._samples, None
         if is_dense(leaf):
-            made = self._make(leaf.dtype, (samples, *leaf.shape), leaf.nbytes * samples)
-        self._rooms.append(None if made is None else (made[0], made[1].unbind(0)))
+            room = self._reserve(leaf.dtype, (samples, *leaf.shape), leaf.nbytes * samples)
+        self._rooms.append(None if room is None else (room[0], room[1].unbind(0)))
 
 
 def is_dense(leaf: Any) -> bool:

@@ -96,7 +96,7 @@ class CachedLoader(DataLoader[Any]):
     resources: Resources | None = None
     _current: weakref.ref[Epoch] | None = None
     _plain: Any = None
-    _kept: CachedLoader | None = None  # of a stream, once all of it is kept
+    _in_memory: CachedLoader | None = None  # the loader of a stream once the whole stream is in memory
 
     def __init__(
         self,
@@ -171,25 +171,25 @@ class CachedLoader(DataLoader[Any]):
             self.generator, self.worker_init_fn = generator, init
 
     def _iter_stream(self, stream: Stream) -> Any:
-        """An epoch of a stream: DataLoader's own, or that of a dataset in memory once the whole stream is kept."""
+        """An epoch of a stream: DataLoader's own, or that of a dataset once the whole stream is in memory."""
         size = self.batch_size
-        kept = None if size is None else stream.__kept__(size, self.drop_last)
-        if kept is None:
+        epoch = None if size is None else stream.__kept__(size, self.drop_last)
+        if epoch is None:
             return self._iter_plainly(seeded=False)
-        dataset, batches = kept
+        dataset, batches = epoch
         if self._plain is not None:
             shut_down(self._plain)  # persistent workers, which had the stream to read
             self._plain = None
-        if self._kept is not None and self._kept.dataset is not dataset:
-            self._kept.close()  # its memory was given up: the stream was shared again
-            self._kept = None
-        if self._kept is None:
-            self._kept = self._loader_of_kept(dataset, batches, stream.source)
-            self._kept.position.waiting = self.position.waiting
-        cast(StreamBatches, self._kept.batch_sampler).batches = batches.batches
-        return iter(self._kept)
+        if self._in_memory is not None and self._in_memory.dataset is not dataset:
+            self._in_memory.close()  # its memory was given up: the stream was shared again
+            self._in_memory = None
+        if self._in_memory is None:
+            self._in_memory = self._loader_in_memory(dataset, batches, stream.source)
+            self._in_memory.position.waiting = self.position.waiting
+        cast(StreamBatches, self._in_memory.batch_sampler).batches = batches.batches
+        return iter(self._in_memory)
 
-    def _loader_of_kept(self, dataset: CachedDataset, batches: StreamBatches, source: Any) -> CachedLoader:
+    def _loader_in_memory(self, dataset: CachedDataset, batches: StreamBatches, source: Any) -> CachedLoader:
         names = ["num_workers", "collate_fn", "pin_memory", "timeout", "generator", "prefetch_factor", "gather"]
         names += ["persistent_workers", "multiprocessing_context", "in_order"]  # the last since torch 2.6
         arguments = {name: getattr(self, name) for name in names if hasattr(self, name)}
@@ -230,9 +230,9 @@ class CachedLoader(DataLoader[Any]):
             epoch.close()
         self._change(None)
         self._current, self._started = None, False
-        if self._kept is not None:
-            self._kept.close()
-            self._kept = None
+        if self._in_memory is not None:
+            self._in_memory.close()
+            self._in_memory = None
 
     def _change(self, resources: Resources | None) -> None:
         """Replace the resources, perhaps by none, and release those before."""
@@ -245,9 +245,9 @@ class CachedLoader(DataLoader[Any]):
         cache, route = cached.cache, self.route
         if cache is None or route is None:
             return None
-        kept = self.resources
-        if kept is not None and kept.cache is cache and kept.route == route and kept.is_usable():
-            return kept
+        last = self.resources
+        if last is not None and last.cache is cache and last.route == route and last.is_usable():
+            return last
         try:
             return Resources(self, cache, route)
         except (TypeError, RuntimeError):  # default_collate refuses these samples, or keeps a subclass
@@ -298,5 +298,5 @@ class CachedLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or a process that is sent the loader, starts with nothing.
-        nothing = dict.fromkeys(("resources", "_current", "_plain", "_kept"))
+        nothing = dict.fromkeys(("resources", "_current", "_plain", "_in_memory"))
         return self.__dict__ | nothing | {"_started": False, "position": LoaderState()}

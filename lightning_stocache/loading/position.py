@@ -46,23 +46,23 @@ class Waiting:
 
     def __init__(self) -> None:
         self.waited_ns = self.away_ns = self.last_away_ns = 0
-        self._entered = 0
-        self._left: int | None = None
+        self._entered_ns = 0
+        self._left_ns: int | None = None
 
     def begin(self) -> None:
         """Begin an epoch: the time since the last call belongs to no epoch."""
-        self._left = None
+        self._left_ns = None
 
     def __enter__(self) -> Waiting:
-        self._entered = now = time.perf_counter_ns()
-        self.last_away_ns = 0 if self._left is None else now - self._left
+        self._entered_ns = now = time.perf_counter_ns()
+        self.last_away_ns = 0 if self._left_ns is None else now - self._left_ns
         self.away_ns += self.last_away_ns
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
         now = time.perf_counter_ns()
-        self.waited_ns += now - self._entered
-        self._left = now if error is None else None
+        self.waited_ns += now - self._entered_ns
+        self._left_ns = now if error is None else None
 
 
 class LoaderState:

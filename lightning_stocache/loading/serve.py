@@ -334,14 +334,14 @@ class CachedSource:
                     nbytes += codec.least_bytes(sample.sample if type(sample) is Odd else sample)
             contents = _contents(cache, fitting, batch, rows)
             nbytes += sum(part.nbytes for parts in contents for part in parts)
-            begun, wanted = time.perf_counter_ns(), [indices[number] for number in fitting]
+            begin, positions = time.perf_counter_ns(), [indices[number] for number in fitting]
             if pauses:
-                misses += sum(map(cache.has_place, wanted))
+                misses += sum(map(cache.has_place, positions))
             else:
-                outcomes = cache.put(wanted, contents)
+                outcomes = cache.put(positions, contents)
                 misses += len(outcomes) - outcomes.count(None)
                 fills += outcomes.count(True)
-            store_ns += time.perf_counter_ns() - begun
+            store_ns += time.perf_counter_ns() - begin
         count(
             self.opened.counters,
             misses=misses * served,
