@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -198,8 +198,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # overrides that stand between options
         chosen.overrides += rest
-    with suppress(BrokenPipeError):  # of `... | head`
+    try:
         chosen.run(chosen)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `... | head`; Python flushes stdout once more when it exits
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), sys.stdout.fileno())
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

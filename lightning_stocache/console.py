@@ -46,7 +46,9 @@ def above_bars(name: str) -> Iterator[None]:
     before: list[tuple[logging.StreamHandler[Any], Any]] = []
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
-        before += [(each, each.stream) for each in logger.handlers if isinstance(each, logging.StreamHandler)]
+        for handler in logger.handlers:  # a FileHandler may replace its stream meanwhile, by its delay or its rotation
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+                before.append((handler, handler.stream))
         logger = logger.parent if logger.propagate else None
     try:
         for handler, stream in before:

@@ -3,8 +3,12 @@
 import io
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from logging import FileHandler
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +47,20 @@ def test_a_line_stands_above_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pyte
             LOGGER.warning("epoch 0")
         assert handler.stream is before
     assert (before.getvalue(), richs.getvalue(), file.getvalue()) == ("", "epoch 0\n", "epoch 0\n")
+
+
+@pytest.mark.parametrize(
+    "kind", [partial(FileHandler, mode="w", delay=True), partial(RotatingFileHandler, maxBytes=1, backupCount=9)]
+)
+def test_a_log_file_keeps_its_lines(tmp_path: Path, kind: Callable[[Path], FileHandler]) -> None:
+    """A handler that opens its file with the first line, or a new file with each line, loses none."""
+    LOGGER.addHandler(handler := kind(tmp_path / "log"))
+    for word in ("one", "three", "two"):
+        with above_bars(LOGGER.name):
+            LOGGER.warning(word)
+    LOGGER.removeHandler(handler)
+    handler.close()
+    assert sorted("".join(file.read_text() for file in tmp_path.iterdir()).split()) == ["one", "three", "two"]
 
 
 def test_warnings_say_whose_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,6 +231,15 @@ def test_list_tells_each_job_for_people(named, monkeypatch, capsys):
         assert said(capsys, "list") == "there are no named caches in this machine's memory\n"
 
 
+def test_a_reader_may_stop_before_the_end(monkeypatch):
+    """Behind `... | true`, a command ends in silence, also when Python flushes its stdout at the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        main(["list"])
+
+
 def test_clean_takes_the_name_that_the_job_was_given(named, monkeypatch, capsys):
     """It asks, and silence is no yes. All its caches that nobody uses are removed; what is in use or foreign stays."""
     name, segment = named

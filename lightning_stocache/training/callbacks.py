@@ -69,7 +69,7 @@ class FillProgress(Callback):
         self._waited = 0.0
         tenth = int(min(trainer.num_training_batches, 10**6)) // 10 + 1  # inf: no length
         # Every training batch counts as a step here, also where gradients are accumulated.
-        self._cadence = self.every_n_steps or min(log_every(trainer), tenth)
+        self._cadence = self.every_n_steps or min(log_every(trainer) or tenth, tenth)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

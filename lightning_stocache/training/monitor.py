@@ -244,5 +244,5 @@ def log_epoch(trainer: Trainer, values: Mapping[str, float]) -> None:
 
 
 def log_every(trainer: Trainer) -> int:
-    """The Trainer's logging cadence in steps; a barebones Trainer has 0, and no loggers."""
-    return int(getattr(trainer, "log_every_n_steps", 0)) or 1
+    """The Trainer's logging cadence in steps; 0: it logs nothing during an epoch."""
+    return int(getattr(trainer, "log_every_n_steps", 0))

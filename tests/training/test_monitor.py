@@ -94,6 +94,14 @@ def test_each_key_is_logged_once_per_epoch_and_can_be_watched(tmp_path):
     assert trainer.current_epoch == 4
 
 
+def test_a_trainer_that_logs_no_steps_gets_no_live_values(tmp_path):
+    """With `log_every_n_steps=0` only the values of epochs are logged."""
+    trainer = make_trainer(tmp_path, [CacheMonitor(), FillProgress()], epochs=2, log_every_n_steps=0)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    assert logged(trainer, LIVE) == []
+    assert logged(trainer, "stocache/hit_rate") == [0, 1]
+
+
 def test_wait_and_compute_are_the_epoch(tmp_path):
     """Waiting for a slow source and computing in a slow step are separate; validation is in neither."""
 
