@@ -28,13 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS", "main"]
 
 Action: TypeAlias = Callable[[argparse.Namespace], None]
-_EXTRAS = {
-    "matplotlib": "report",
-    "jinja2": "report",
-    "tensorboard": "tensorboard",
-    "lmdb": "lmdb",
-}  # by the module that they bring
-_BESIDE = Path()  # stands for `--png` of `report` without a path
+# The extra that installs a module.
+_EXTRAS = {"matplotlib": "report", "jinja2": "report", "tensorboard": "tensorboard", "lmdb": "lmdb"}
+_BESIDE = Path()  # the value of `report --png` without a path
 
 
 def report(parser: argparse.ArgumentParser) -> Action:
@@ -232,7 +228,7 @@ def _refusing(parser: argparse.ArgumentParser, *kinds: type[Exception]) -> Itera
 def _one_line(error: Exception) -> str:
     """The message of an exception in one line, without Hydra's lines about classes.
 
-    Hydra wraps an error of the user's own constructor: the line has the key and the wrapped error.
+    Hydra wraps an error of the user's own constructor. Then the line has the key in the config and the wrapped error.
     """
     words = []
     if type(error).__name__ == "InstantiationException":
@@ -270,7 +266,7 @@ def _named(parser: argparse.ArgumentParser, directory: str | None) -> Sequence[N
 def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves | None]:
     """The plan for the data and model of the configs, and curves if asked for. A Trainer writes into the folder.
 
-    The warnings of Lightning and of this package are silenced: they are about training, and `plan` does not train.
+    The warnings of Lightning and of this package are silenced: they are about training, and `plan` only measures.
     """
     import torch
     from hydra.utils import instantiate

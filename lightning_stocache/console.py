@@ -3,9 +3,9 @@
 If logging is set up (by Hydra or basicConfig), its handlers print the lines. Otherwise `Console` prints the warnings,
 as Python itself would.
 
-A progress bar needs two measures, because it would overwrite a line or share its line with it. While tqdm draws a bar,
-lines go through `tqdm.write`. Rich replaces `sys.stderr` while it draws, and a handler that was made before still has
-the former stream: `above_bars` gives the handler the present stream.
+A progress bar would overwrite a printed line, or continue in the same line. So while tqdm draws a bar, lines go through
+`tqdm.write`. Rich replaces `sys.stderr` while it draws, and a handler that was made earlier still has the former
+stream: `above_bars` gives the handler the present stream.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Console(logging.Handler):
 
 
 def is_heard() -> bool:
-    """Whether logging is set up, so that another handler than `Console` gets the package's records."""
+    """Whether logging is set up: a handler other than `Console` gets the package's records."""
     return bool(logging.getLogger().handlers) or any(type(handler) is not Console for handler in _OURS.handlers)
 
 

@@ -1,14 +1,14 @@
 """Every private name of torch that this package uses, and what happens without it.
 
 - `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, which `WorkerIterator` feeds. `_try_put_index`
-  pushes the feed, `_tasks_outstanding` and `_rcvd_idx` count requests and answers, `_data_queue` gives the answers,
-  `_workers` are the processes, `_shutdown_workers` ends them. Without one of these, a loader with workers is a plain
-  DataLoader, with one warning (`knows_workers`).
+  sends the next request, `_tasks_outstanding` and `_rcvd_idx` count requests and replies, `_data_queue` has the
+  replies, `_workers` are the processes, `_shutdown_workers` ends them. Without one of these, a loader with workers is a
+  plain DataLoader, with one warning (`knows_workers`).
 - `_utils.collate` and `_utils.pin_memory`: without them, the import of this module fails.
-- `RandomSampler._num_samples`: without it, a RandomSampler is treated as a sampler of the user's.
+- `RandomSampler._num_samples`: without it, a RandomSampler is treated as a sampler of the user's own class.
 - Workers wait for requests in `get` of a queue that DataLoader makes with its `multiprocessing_context`. If a worker
   waits elsewhere, it does nothing while it is idle.
-- `_BaseDataLoaderIter`: the iterator of a loader that is read.
+- `_BaseDataLoaderIter`: the base class of DataLoader's iterators. Without it, `is_loader_iterator` fails.
 - `_utils.worker._worker_info` and `WorkerInfo`: give a filler of a rolling cache its part of a stream. Without them,
   the filler draws the whole stream.
 - `distributed_c10d._get_default_store`: without it, ranks send messages over a store that this package makes.
@@ -90,7 +90,7 @@ class WorkerIterator:
         self._iterator._data_queue = _Mailbox(self._iterator._data_queue, self._iterator._workers)
 
     def begin_epoch(self) -> None:
-        """Wait for the answers of the last epoch and drop them. The first worker gets the next request."""
+        """Wait for the replies of the last epoch and drop them. The first worker gets the next request."""
         self._iterator = iter(self._loader)
 
     def push(self) -> None:
@@ -98,17 +98,17 @@ class WorkerIterator:
         self._iterator._try_put_index()
 
     def receive(self) -> Any:
-        """The next answer. Raises the error of the worker, if it had one."""
+        """The next reply. Raises the worker's error, if there was one."""
         return next(self._iterator)
 
     @property
     def outstanding(self) -> int:
-        """Number of requests without an answer."""
+        """Number of requests without a reply."""
         return int(self._iterator._tasks_outstanding)
 
     @property
     def answered(self) -> int:
-        """Number of answers in this epoch."""
+        """Number of replies in this epoch."""
         return int(self._iterator._rcvd_idx)
 
     @property
@@ -141,7 +141,7 @@ class _IdleQueue(Queue):  # type: ignore[type-arg]
 
 
 def do_when_idle(work: Iterator[None]) -> None:
-    """In a worker: take a step of this whenever no request waits, until it ends."""
+    """In a worker: take a step of `work` whenever no request waits, until the work ends."""
     _IdleQueue.work = work
 
 
@@ -158,15 +158,15 @@ def idling_context(given: str | BaseContext | None) -> BaseContext:
 
 
 class _Mailbox:
-    """The queue of the workers' answers."""
+    """The queue of the workers' replies."""
 
-    def __init__(self, answers: Any, workers: list[BaseProcess]) -> None:
-        self._answers, self._workers = answers, workers
+    def __init__(self, replies: Any, workers: list[BaseProcess]) -> None:
+        self._replies, self._workers = replies, workers
 
     def get(self, timeout: float | None = None) -> Any:
-        """The next answer. Raises `queue.Empty` if there is none within the timeout, in seconds."""
+        """The next reply. Raises `queue.Empty` if none comes within the timeout, in seconds."""
         try:
-            return self._answers.get(timeout=timeout)
+            return self._replies.get(timeout=timeout)
         except (EOFError, ConnectionError, FileNotFoundError):
             # A killed worker closes its sockets before it has ended. DataLoader raises its own error after the end.
             ended = connection.wait([worker.sentinel for worker in self._workers], _ENDING_SECONDS)

@@ -86,7 +86,8 @@ def draw_lines(axes: Axes, lines: Sequence[Line], unit: Unit, x: str = "epoch") 
 def draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str], unit: Unit, x: str = "epoch") -> None:
     """Draw stacked bars, group by group, and a legend of their parts.
 
-    Above each bar stands the share of its first part; of many bars, the share of each group's last bar below its name.
+    Above each bar stands the share of its first part. With many bars only the last bar of each group has its
+    share, below the name of the group.
     """
     groups = list(dict.fromkeys(bar.group for bar in bars))
     places = [number + 0.6 * groups.index(bar.group) for number, bar in enumerate(bars)]
@@ -143,7 +144,7 @@ def save(charts: Sequence[Chart], table: Mapping[str, Sequence[str]], path: Path
 
 
 def _scale(axes: Axes, unit: Unit) -> None:
-    """Let the y axis start at 0, of a rate end at 100 %, and write its ticks in a unit. Bytes have powers of 2."""
+    """Let the y axis start at 0, and for a rate end at 100 %. Write its ticks in a unit; bytes step by a power of 2."""
     axes.set_ylim(bottom=0)
     if unit == "%":
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1])

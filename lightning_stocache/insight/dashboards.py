@@ -5,7 +5,7 @@ TensorBoard matches the beginning of a tag, so each pattern ends with `$`. Tenso
 hit rate of 0.70 in epoch two reads 0.43. The address `/#custom_scalars&_smoothingWeight=0` shows them unsmoothed.
 
 `axes` are the arguments of W&B's `run.define_metric`: epoch values are drawn over `epoch`, live values over
-`trainer/global_step`. Hyperparameters are nested under `stocache`, and of validation under its name below that.
+`trainer/global_step`. Hyperparameters are nested under `stocache`, those of validation under `stocache/val`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def hyperparameters(stages: Mapping[str, Any]) -> dict[str, Any]:
-    """The options and decisions of the caches behind loaders, as plain values; empty where no dataset is cached.
+    """The options and decisions of the caches behind loaders, as plain values; empty if no dataset is cached.
 
     Args:
         stages: the loaders of each stage, nested as Lightning takes them.

@@ -132,7 +132,7 @@ def _memory(root: Path) -> Iterator[Finding]:
     room = f"limit {_size(free.cgroup_limit)}, of which {_size(free.cgroup)} may still be taken"
     short = free.available is not None and free.cgroup < free.available // 10
     fix = "docker run --memory=...; Kubernetes: resources.limits.memory; Slurm: --mem=..." if short else ""
-    yield Finding("cgroup", f"{room}; above it the kernel kills.", fix)
+    yield Finding("cgroup", f"{room}; above it the kernel kills processes.", fix)
 
 
 def _named() -> Finding:

@@ -1,9 +1,9 @@
-"""The measurements of `plan`: seconds a sample that a loader takes uncached, with misses and with hits.
+"""The measurements of `plan`: a loader's seconds per sample uncached, with misses and with hits.
 
 The user's kind of loader runs over a few batches without a cache, over a few in which every sample is a miss that is
-stored, and over hits in a full cache. They take turns in three rounds. The differences between rounds are the noise of
-the machine. A loader delivers in waves of one batch per worker, and counting starts after the first wave. Samples are
-drawn at random: the page cache holds the files of an earlier round, but of a large dataset hardly any is drawn again.
+stored, and over hits in a full cache. The three take turns in three rounds, which differ by the noise of the machine. A
+loader delivers in waves of one batch per worker, and counting starts after the first wave. Samples are drawn at random:
+the page cache holds the files of an earlier round, but of a large dataset hardly any is drawn again.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Paces:
-    """Seconds a sample that the loader of one rank takes, and the sizes of the cache that a plan needs."""
+    """Seconds per sample of one rank's loader, and the sizes that a plan needs."""
 
     uncached: Spread  # without a cache
     missed: Spread  # every sample is loaded and stored
@@ -240,7 +240,7 @@ class Trial:
                     trial.full.close()
 
     def pace(self, arm: Arm, seconds: float) -> float:
-        """Run a loader for some seconds, and for two waves at least. Returns seconds a sample after the first wave.
+        """Run a loader for some seconds, and for two waves at least. Returns seconds per sample after the first wave.
 
         Misses end with the dataset, because its samples would be hits then.
         """
@@ -301,7 +301,7 @@ def _reading(source: Dataset[Any]) -> Iterator[None]:
         clear_frames(error.__traceback__)  # the frames hold the loader's iterator, which holds its workers
         lines = str(error).strip().splitlines() or [""]  # the last line of a worker's error is the original message
         words = lines[-1].strip() if "Traceback" in str(error) else f"{type(error).__name__}: {lines[0]}"
-        raise PlanError(f"a sample of {type(source).__name__} cannot be had: {words}") from error
+        raise PlanError(f"a sample of {type(source).__name__} cannot be loaded: {words}") from error
 
 
 def _both(tail: Callable[[Any], Any], transform: Callable[[Any], Any], sample: Any) -> Any:

@@ -52,7 +52,7 @@ class Row(NamedTuple):
     first_epoch: Spread  # seconds
     later_epoch: Spread  # seconds
     faster: Spread  # the time of an uncached epoch over the time of a later epoch
-    pays_in: int | None  # the first epoch, from 1, that ends ahead of uncached training; None: never, or cannot tell
+    pays_in: int | None  # the first epoch, from 1, that ends ahead of uncached training; None: never, or unknown
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,7 @@ class _Law:
     def enough(self, safe: float) -> float:
         """The smallest share, in whole percents, that is as good as the largest safe one.
 
-        It is calculated from the highest miss, the lowest hit and the lowest step that were measured, which make it
-        largest.
+        It is calculated from the highest miss, the lowest hit and the lowest step, which give the largest share.
         """
         paces = self.missed[2], self.hit[0], self.step[0]
         goal = self.epoch(self.hit_rate(safe), *paces) * (1 + _NOTHING)

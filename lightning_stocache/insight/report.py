@@ -68,7 +68,7 @@ def report(folders: Sequence[Path], output: Path, png: Path | None = None) -> li
 
 
 def charts(runs: Runs) -> list[Chart]:
-    """The charts of some runs, in reading order; a chart that no run has logged the values of is left out."""
+    """The charts of some runs, in reading order, without those whose values no run has logged."""
     return [
         Chart(title, caption, partial(draw, runs))
         for title, caption, metrics, draw in _CHARTS

@@ -6,10 +6,10 @@ epoch's first samples before `on_train_epoch_start`. Validation may read the dat
 training are taken before each validation starts.
 
 **Exchange.** No rank waits in a collective, because it could cross a collective of another callback. Each rank posts
-its tally (`node.post`) after the last step of the epoch, or first of all at its end. Then it collects the tallies of
-all ranks. No last step depends on what another rank does after its own last step, so every wait ends when the slowest
-rank posts, and all ranks get the same numbers. The numbers are final: what workers serve ahead belongs to the next
-epoch.
+its tally (`node.post`) after the last step of the epoch, or at its end, before anything else. Then it collects the
+tallies of all ranks. A rank's last step never depends on what other ranks do after their last steps, so every wait ends
+when the slowest rank posts, and all ranks get the same numbers. The numbers are final: what workers serve ahead belongs
+to the next epoch.
 
 **Time limit.** Ranks are out of step if one has no monitor, or more batches than the others. Then one warning is given,
 the epoch has no values, and later epochs wait for one second at most.

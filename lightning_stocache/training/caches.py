@@ -59,7 +59,7 @@ class _Open:
     domain: Domain | None = None
     stages: set[str] = field(default_factory=set)
     idle: bool = False  # kept from an earlier call, and not read in this call
-    is_largest: bool = False  # a larger cache could not be had
+    is_largest: bool = False  # a larger cache could not take its place
 
     def serves(self, request: CacheRequest) -> bool:
         """Whether this cache can serve the loader of a request, too."""
@@ -69,7 +69,7 @@ class _Open:
 
     @property
     def codec(self) -> SampleCodec | None:
-        """The codec, if it is of whole samples and the dataset has no other attributes now; else None."""
+        """The codec, if whole samples are cached and the dataset's attributes have not changed; else None."""
         store = self.dataset.cache
         if store is None or not isinstance(self.dataset, CachedDataset):
             return None
@@ -192,7 +192,7 @@ class CallCaches:
                 domain = united([other.domain for other in requests if other.source is request.source])
                 asked = replace(request, pot=pot, budget=self.options.budgets[pot], domain=domain)
                 if (smaller := grown.get(id(request.source))) is not None:
-                    asked = replace(asked, spec=smaller.codec)  # with a codec, set-up has nothing to find out
+                    asked = replace(asked, spec=smaller.codec)  # with a codec, set-up need not examine the source
                 new[id(request.source)] = asked
         datasets = [request for request in new.values() if not isinstance(request.source, IterableDataset)]
         left = {request.pot: self._left(request) for request in datasets}
@@ -265,7 +265,7 @@ class CallCaches:
                 opened.source, opened.dataset = new.source, dataset_over(CachedSource(cache))
 
     def _take_grown(self, requests: Sequence[CacheRequest], stages: Collection[str]) -> dict[int, _Open]:
-        """Take the caches of datasets that have grown out of the open ones, by the id of the dataset. Collective."""
+        """Remove the caches of grown datasets from the open ones; return them by the id of the dataset. Collective."""
         if len(self._group.nodes) > 1:
             return {}
         serving = [self._serving(request) for request in requests]
@@ -299,21 +299,21 @@ class CallCaches:
                 self._open.remove(before)
 
     def _warn_of_another(self, stage: str, before: _Open) -> None:
-        """Warn of a replaced dataset; stop caching its stage when nothing of the second one was hit. Collective."""
+        """Warn of a replaced dataset; after the second one without a hit, stop caching its stage. Collective."""
         counters, kind = before.dataset.counters, type(before.source).__name__
         counts = Counts() if counters is None else counters.totals()
         hit = any(self._group.exchange(counts.hits > counts.setup_fills))  # epoch one hits what set-up stored
         self._fruitless[stage] += not hit
         if before.dataset.cache is not None:
             self._warn_once(
-                f"the {stage} loader came with a new {kind}: the cache of the one before is closed, and this one "
-                "starts empty.\nMake the dataset once, outside of the loader hook (with keep_cache: outside of setup)"
+                f"the {stage} loader came with a new {kind}: the cache of the old one is closed, and a new one starts "
+                "empty.\nMake the dataset once, outside of the loader hook (with keep_cache: outside of setup)"
             )
         if not hit and self._fruitless[stage] == _MOST_FRUITLESS:
             self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
             self._warn_once(
-                f"the {stage} loader is not cached any more: nothing of its last two {kind} was hit before another one "
-                "came.\nMake the dataset once; for one that grows there is RollingCache"
+                f"the {stage} loader is not cached any more: twice it came with a new {kind} before a sample was hit."
+                "\nMake the dataset once; for data that grows there is RollingCache"
             )
 
     def _warn_once(self, message: str) -> None:
@@ -342,7 +342,7 @@ class CallCaches:
             self._open.append(_Open(request.source, stream, request.pot))
 
     def _left(self, request: CacheRequest) -> Budget:
-        """The part of its pot that a new dataset may take: what open caches leave, or half if train opens later."""
+        """The part of its pot that a new dataset may take: what open caches leave, at most half before train."""
         stage, pot, budget = _stage(request), request.pot, request.budget
         if budget.unit != "bytes" or budget.off:
             return budget
@@ -357,7 +357,7 @@ class CallCaches:
         return Budget.parse(left)
 
     def _kept_back(self, pots: Collection[str]) -> int:
-        """Free bytes that new datasets may not take: what the open caches have yet to fill, and half for train."""
+        """Free bytes that new datasets may not take: what open caches have yet to fill, and half before train."""
         caches = [opened.dataset.cache for opened in self._open]
         promised = sum(cache.promised_bytes for cache in caches if cache is not None)
         pot = self.options.pot("train")

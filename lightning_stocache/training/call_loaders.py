@@ -7,8 +7,8 @@ Lightning alone decides when a loader hook runs, and how often. So the budget is
 
 - Loaders that were given to the Trainer, and those of a StocacheDataModule, are known from the start. They share the
   budget by the size of their datasets.
-- Of hooks, Lightning calls that of val first, for its sanity check. Val takes what it needs, but at most half. Train
-  takes the rest.
+- Lightning calls the hook of val first, for its sanity check. Val takes what it needs, but at most half. Train takes
+  the rest.
 - Without a sanity check train takes what it needs, and val takes the rest. `stage_budgets` reserves a share for val.
 
 A loader that cannot be cached stays the user's own object, with one warning; the other loaders are cached. The ranks
@@ -51,8 +51,8 @@ from lightning_stocache.training.sampling import follow_pools, free_pools, loade
 
 __all__ = ["CallLoaders", "DataHooks", "training_bytes"]
 
-# Bytes to come per byte of a parameter that is trained on the CPU: its gradient and Adam's two moments, and all four
-# once more, because workers that are started for a later epoch hold the pages that a step then writes to.
+# Bytes to come per byte of a parameter that is trained on the CPU: 3 for its gradient and Adam's two moments, and 4 for
+# a copy of these and the parameter, because workers that start in a later epoch hold the pages that a step writes to.
 _PER_PARAMETER = 7
 
 
@@ -104,8 +104,8 @@ class CallLoaders:
         self._fits = trainer is not None and trainer.state.fn == "fit"
         self._train_to_come = "train" in getters and self._fits
         self._at_hand = dict(at_hand or {})
-        # By stage and the id of the user's loader. Only the copies of a hook's last run are kept: an older copy would
-        # keep its persistent workers.
+        # By stage and the id of the user's loader. Only the copies of a hook's last run are here: an older copy would
+        # keep its persistent workers alive.
         self._copies: dict[str, dict[int, _Copy]] = {}
         self._sets_reload = False
         self._followed: list[Any] = []  # training loaders, whose rolling caches have a fixed length
@@ -184,7 +184,7 @@ class CallLoaders:
             found = [finding[number] if len(finding) == len(leaves) else None for finding in findings]
             reasons = [reason for reason in found if isinstance(reason, str)]
             if not reasons and len(set(found)) > 1:
-                reasons = [f"the ranks have other lengths of it, {found}. Give every rank the whole dataset"]
+                reasons = [f"its length differs between the ranks, {found}. Give every rank the whole dataset"]
             if reasons:
                 self._caches.pass_by(stage, title(leaf), reasons[0])
             elif found[0] is not None:
@@ -192,7 +192,7 @@ class CallLoaders:
         return cacheable
 
     def _finding(self, stage: str, leaf: Any) -> int | str | None:
-        """The length of a dataset that can be cached, the reason why one cannot, or None where there is none."""
+        """The length of a leaf's dataset, the reason why it cannot be cached, or None if there is nothing to cache."""
         options = self._caches.options
         try:
             return cacheable_length(leaf, stage, options)
@@ -210,11 +210,11 @@ class CallLoaders:
             return loader
         copy = self._copies[stage].get(id(loader), before.get(id(loader)))
         if copy is None or not copy.is_current(loader, dataset):
-            copy = _Copy(loader, dict(vars(loader)), dataset, self._around(stage, loader, dataset))
+            copy = _Copy(loader, dict(vars(loader)), dataset, self._new_copy(stage, loader, dataset))
         self._copies[stage][id(loader)] = copy
         return copy.copy
 
-    def _around(self, stage: str, loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
+    def _new_copy(self, stage: str, loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
         """A new copy of a loader that reads a cached dataset, with the loader's own transform after the cache."""
         if isinstance(loader.dataset, TransformedStream):
             return with_dataset(loader, stream_with(dataset, loader.dataset.transform))
@@ -251,10 +251,10 @@ class DataHooks:
     ) -> None:
         self.datamodule, self.caches, self.at_hand = datamodule, CallCaches(options), at_hand
         self._call: CallLoaders | None = None
-        kind, on_object = type(datamodule), vars(datamodule)  # the latter by from_datasets
+        kind, on_object = type(datamodule), vars(datamodule)  # `from_datasets` sets hooks on the object
         base = next(parent for parent in kind.__mro__ if parent.__name__ == "LightningDataModule")
         hooks = {stage: f"{stage}_dataloader" for stage in STAGES}
-        # A bound method is pickled by its name, and by that name the copy would find the hooks of this class.
+        # A bound method is pickled by its name. Under that name an unpickled DataModule has a hook of this class.
         self._users = {
             name: on_object.get(name, partial(getattr(kind, name), datamodule))
             for name in (*hooks.values(), "setup", "teardown", "on_exception")

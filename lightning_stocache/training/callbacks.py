@@ -1,4 +1,4 @@
-"""The second door, and the cache in the progress bar.
+"""The first door, and the cache in the progress bar.
 
 `StochasticCache` caches the loaders of any Trainer call (of a DataModule, of a module's hooks or given to `fit`), and
 monitors them. `FillProgress` shows fill and hit rate in the Trainer's own progress bar, with any door; StochasticCache
@@ -33,9 +33,9 @@ __all__ = ["FillProgress", "StochasticCache"]
 class FillProgress(Callback):
     """Shows the cache in the Trainer's progress bar (tqdm or Rich): `fill 41 %` in the first epoch, later `hit 66 %`.
 
-    The fill is the share of this node's slots that are ready; a cache that is full already has no first epoch. The hit
-    rate is that of this node in the epoch so far. When the cache is full, one line says what is cached and how many
-    seconds of waiting for data will not be repeated.
+    The fill is the share of this node's slots that are ready. The hit rate is of this node in the epoch so far; if all
+    slots are ready when training starts, the first epoch shows it, too. When the cache is full, one line says what is
+    cached and how many seconds of waiting for data will not be repeated.
 
     `StochasticCache` needs no FillProgress beside it: it shows the same.
 
@@ -43,7 +43,7 @@ class FillProgress(Callback):
         name: the name of the value in the bar.
         every_n_steps: steps between two updates. With None the Trainer's logging cadence, but at least ten updates per
             epoch.
-        verbose: print the line.
+        verbose: print the line when the cache is full.
 
     Raises:
         ValueError: the name is empty, the number of steps less than one, or `verbose` neither true nor false.
@@ -67,7 +67,7 @@ class FillProgress(Callback):
         self._first_epoch, self._counts_before = True, _training_counts(trainer)
         self._waited_before, _ = loader_seconds(trainer.train_dataloader)
         self._waited = 0.0
-        tenth = int(min(trainer.num_training_batches, 10**6)) // 10 + 1  # inf: no length
+        tenth = int(min(trainer.num_training_batches, 10**6)) // 10 + 1  # inf if the loader has no length
         # Every training batch counts as a step here, also where gradients are accumulated.
         self._cadence = self.every_n_steps or min(log_every(trainer) or tenth, tenth)
 
@@ -77,7 +77,7 @@ class FillProgress(Callback):
         """Show the fill or the hit rate of this node. A stream is known to be full in a later epoch's first batch."""
         if batch_idx % self._cadence == 0:
             self._show(trainer)
-        if batch_idx == 0 and not self._first_epoch:  # workers may fill a cache during the first batch of all
+        if batch_idx == 0 and not self._first_epoch:  # workers may fill a cache during the very first batch
             self._say_when_full(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -175,7 +175,7 @@ class StochasticCache(CacheMonitor):
         super().__init__(live=live, hyperparameters=hyperparameters, verbose=verbose)
         self.caches = CallCaches(options)
         self._call: CallLoaders | None = None
-        self._progress: FillProgress | None = None  # no callback of the Trainer: each costs a step 30 us
+        self._progress: FillProgress | None = None  # not a callback of the Trainer: each costs 30 us a step
         self._sources: list[Any] = []  # Lightning's data sources, whose loaders are replaced
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -1,4 +1,4 @@
-"""The first door: a DataModule around datasets, or the user's own DataModule.
+"""The second door: a DataModule around datasets, or the user's own DataModule.
 
 Both get their hooks from `DataHooks`, which caches the loaders that the hooks of a DataModule return. The hooks of
 StocacheDataModule return plain loaders. `setup` opens the caches of a call, on every rank, after the process group has
@@ -32,7 +32,7 @@ M = TypeVar("M", bound=LightningDataModule)
 Transform: TypeAlias = Callable[[Any], Any]
 
 _ORDER = ("shuffle", "sampler", "batch_sampler")
-_SAID_BY_BATCH_SAMPLER = ("batch_size", "shuffle", "drop_last", "sampler")
+_SET_BY_BATCH_SAMPLER = ("batch_size", "shuffle", "drop_last", "sampler")
 _STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
@@ -44,8 +44,8 @@ class StocacheDataModule(LightningDataModule):
     creates it again, with new datasets and functions. A subclass saves its own arguments, by `save_hyperparameters`.
 
     Args:
-        train: the training set, or a function without arguments that makes it (called in `setup`, after `prepare`). All
-            ranks share a `RollingCache`, which has its own budget.
+        train: the training set, or a function without arguments that makes it (called in `setup`, after `prepare`). A
+            `RollingCache` is shared by all ranks, and has its own budget.
         val: the validation set, or a list of several (of Dataset objects or functions).
         test: the test set, or a list of several.
         predict: the set to predict on, or a list of several.
@@ -122,7 +122,7 @@ class StocacheDataModule(LightningDataModule):
         if train is val is test is predict is None and type(self) is StocacheDataModule:
             raise ValueError("StocacheDataModule needs a dataset: give train, val, test or predict")
         if type(self) is StocacheDataModule:  # a subclass saves its own arguments
-            # For checkpoints. Not by `save_hyperparameters`, which would keep the datasets, too.
+            # For checkpoints. Not by `save_hyperparameters`, which would save the datasets, too.
             plain = {name: value for name, value in self.loader.items() if isinstance(value, bool | int | float | str)}
             self.hparams.update(batch_size=batch_size, num_workers=num_workers, loader=plain, **options.plain())
         self._datasets: dict[str, list[Dataset[Any]]] = {}
@@ -193,10 +193,10 @@ class StocacheDataModule(LightningDataModule):
         if stage != "train":
             arguments |= {"shuffle": False, "drop_last": False, "sampler": None, "batch_sampler": None}
         elif "batch_sampler" in self.loader:  # which determines the others
-            arguments = {name: value for name, value in arguments.items() if name not in _SAID_BY_BATCH_SAMPLER}
+            arguments = {name: value for name, value in arguments.items() if name not in _SET_BY_BATCH_SAMPLER}
         if isinstance(source, RollingCache):  # its loader makes the sampler
             return arguments
-        if isinstance(source, IterableDataset) or not len(source):  # it has no other order
+        if isinstance(source, IterableDataset) or not len(source):  # a stream or an empty set has one order
             return {name: value for name, value in arguments.items() if name not in _ORDER}
         if stage == "train" and not {"sampler", "batch_sampler"} & set(self.loader):
             count, rank = replicas(self.trainer, always=True)
@@ -299,7 +299,7 @@ def cache_datamodule(  # noqa: D417  `with_options` describes the options
     return datamodule
 
 
-# LightningCLI accepts this function in place of a class if its annotations are classes, not type variables.
+# LightningCLI accepts a function in place of a class if the annotations are classes, not type variables.
 cache_datamodule.__annotations__.update({"datamodule": LightningDataModule, "return": LightningDataModule})
 
 

@@ -47,7 +47,7 @@ def say(text: str) -> None:
 
 @rank_zero_only
 def warn(text: str) -> None:
-    """Log a warning on rank zero, above the progress bar."""
+    """Log a warning on rank zero."""
     log.warning(text)
 
 
@@ -72,7 +72,7 @@ def logged_step(trainer: Any) -> int:
 
 
 def step_calls(trainer: Any) -> list[tuple[Any, str, str, bool, bool]]:
-    """The methods that make up a training step. Only the methods of waiting are private.
+    """The methods that make up a training step. Only the two of the loop are private.
 
     Returns:
         For each method its object, its name, the part of the step, and whether the call begins and ends that part.

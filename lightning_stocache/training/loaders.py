@@ -48,7 +48,8 @@ __all__ = [
     "with_dataset",
 ]
 
-_IN_MEMORY = (torch.Tensor, np.ndarray, str, bytes, range, set, frozenset)  # a list of batches, given as a loader
+# The batches in a list that is given as a loader.
+_IN_MEMORY = (torch.Tensor, np.ndarray, str, bytes, range, set, frozenset)
 
 
 class TrainerLoader(CachedLoader):
@@ -165,7 +166,7 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None
     cached = "CachedStream" if is_stream else "CachedDataset"
     process = getattr(leaf.multiprocessing_context, "Process", None)
     if is_stream and (not options.streams or options.is_off(stage)):
-        raise TypeError("it is iterable-style. streams=True keeps it as it passes, if all of it fits")
+        raise TypeError("it is iterable-style. streams=True keeps its samples in epoch one, if all of it fits")
     if isinstance(process, type) and issubclass(process, Thread):  # MONAI's ThreadDataLoader
         raise TypeError(f"the workers of {kind} are threads, and a cache is shared by processes")
     if any(is_loader_iterator(value) for name, value in vars(leaf).items() if name != "_iterator"):

@@ -2,14 +2,14 @@
 
 `Tallies` counts and computes; `insight.tallies` describes the protocol between ranks, and why it cannot hang. Each rank
 posts its counts of training after the last step of an epoch, because a validation may keep a rank busy before the
-epoch's end. If a hook ends an epoch, the last step is unknown. Then counts are posted at the epoch's end, as those of
-the other stages are, before the hook of any other callback: the monitor moves to the front of the callbacks.
+epoch's end. If a hook ends an epoch, the last step is unknown. Then counts are posted at the epoch's end, as in the
+other stages, before the hook of any other callback runs: the monitor moves to the front of the callbacks.
 
-The sanity check moves the baseline and is not logged. Outside of `fit` only the loggers get values, so that
-`trainer.validate`, `trainer.test` and `trainer.predict` return the same as without a monitor.
+Samples of the sanity check count in no epoch. Outside of `fit` only the loggers get values, so that `trainer.validate`,
+`trainer.test` and `trainer.predict` return the same as without a monitor.
 
-No key is logged twice for a step: live values have their own keys, and of several monitors one logs. Live values have
-the step numbers of Lightning, and one row for each: with accumulated gradients several batches are one step. All values
+No key is logged twice for a step: live values have their own keys, and only one of several monitors logs. Live values
+have Lightning's step numbers, and one row per step: with accumulated gradients several batches are one step. All values
 go to the loggers by `log_metrics`, which takes 6 us; `self.log` takes a millisecond per value.
 """
 
@@ -105,13 +105,13 @@ class CacheMonitor(Callback):
         self._monitors = True
         self._tallies = Tallies()
         self._epochs: list[dict[str, float]] = []
-        self._looped_at = self._step_began = 0.0  # moments
+        self._looped_at = self._step_began = 0.0  # moments, in seconds
         self._computed = self._looped = self._waited_before = 0.0  # seconds, in the epoch so far
         self._live_every, self._live_step = 0, -1  # steps between two live values; 0: none are logged
 
     @property
     def monitors(self) -> bool:
-        """Whether this callback logs. Of several monitors the first logs that does not give way."""
+        """Whether this callback logs. Of several monitors only one logs: the first that does not give way."""
         return self._monitors
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -125,7 +125,7 @@ class CacheMonitor(Callback):
         """Start the clock, lay out dashboards, and log what was granted."""
         self._epochs.clear()
         self.on_train_epoch_start(trainer, pl_module)  # which Lightning does not call in a resumed epoch
-        self._tallies.pools.metrics(trainer.train_dataloader)  # its rates begin here
+        self._tallies.pools.metrics(trainer.train_dataloader)  # the rates of a rolling cache begin here
         loggers = trainer.loggers if self.monitors and trainer.is_global_zero else []
         self._live_every = log_every(trainer) if self.live and loggers else 0
         loaders = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders}
@@ -184,12 +184,12 @@ class CacheMonitor(Callback):
                 )
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count what training was served, because validation may read the same dataset."""
+        """Count the samples of training so far, because validation may read the same dataset."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._tallies.count("train", running_loaders(trainer, "train"))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave validation out of the seconds of training's loop."""
+        """Leave validation out of the seconds of the training loop."""
         self._looped_at = time.perf_counter()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

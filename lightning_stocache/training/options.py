@@ -32,8 +32,8 @@ Door = TypeVar("Door")
 if TYPE_CHECKING:
     Source: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
 else:
-    # Of a class with a parameter, jsonargparse makes the class itself: LightningCLI's --data.train=my.Photos would be a
-    # bare Dataset. Nor may this stand beside the class: jsonargparse reads its module's TYPE_CHECKING.
+    # With Dataset[Any], jsonargparse makes a bare Dataset of --data.train=my.Photos. This alias is not in the
+    # module of StocacheDataModule, because jsonargparse reads the TYPE_CHECKING block of that module.
     Source = Dataset | Callable[[], Dataset]
 
 STAGES = ("train", "val", "test", "predict")
@@ -52,7 +52,7 @@ class CacheOptions:
         stage_budgets: separate budgets for some stages, for instance {"val": "1GiB"} or {"test": 0}.
         allow_random: cache a random source as it is, with its first draw frozen.
         keep_cache: keep the caches when the Trainer call ends, for the next call with the same door and datasets, until
-            `close` of the door or `datamodule.caches.close()`. Then all samples of a dataset can have slots.
+            `close` of the door or `datamodule.caches.close()`. Their slots are for all samples, drawn now or later.
         sampling: how the indices of a training loader are dealt to several nodes: "locality" (samples go to nodes that
             have them), "global" or "sticky"; see `LocalitySampler`.
         name: caches with a name stay in memory when the job ends, so that the next job starts warm. Jobs that run at
@@ -69,8 +69,8 @@ class CacheOptions:
             bytes on that disk. With a `name` they outlive machine and job. Needs the package xxhash: `pip install
             lightning-stocache[disk]`.
         streams: cache iterable-style datasets, too, as `CachedStream` does: epoch one reads the stream, later epochs
-            come from memory; training epochs are shuffled. Without it they pass through. `name`, `store` and
-            `prefill` do not apply to them.
+            come from memory; training epochs are shuffled. `name`, `store` and `prefill` do not apply to them. Without
+            this option they pass through.
 
     Raises:
         ValueError: an option cannot have this value.

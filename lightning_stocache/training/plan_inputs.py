@@ -33,7 +33,7 @@ ARGUMENTS: dict[str, Any] = {
     **{"devices": 1, "num_nodes": 1, "strategy": "auto", "callbacks": None, "logger": False},
     **{"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
 }
-_ROUNDS = 4  # stretches of steps; their means differ by the noise of the machine
+_ROUNDS = 4  # stretches of steps, whose means differ by the noise of the machine
 _PATIENCE = 10.0  # seconds, after which six batches are enough
 
 

@@ -14,9 +14,9 @@ Lightning's count of batches is set accordingly.
 
 Two counts of Lightning are corrected here, too (seen in 2.5.0 and 2.6; none of these names is private):
 
-- A checkpoint of an epoch's last batch (`on_train_batch_end`). Lightning regards the epoch as over, but believes that
-  it is in the middle of the next epoch, and does not count that. So later checkpoints are one epoch behind, and a
-  second resume runs their batches again.
+- A checkpoint of an epoch's last batch (`on_train_batch_end`). Lightning regards the epoch as over, but resumes in the
+  middle of the next epoch, and does not count it. So later checkpoints are one epoch behind, and a second resume runs
+  their batches again.
 - The end of a fit that `max_steps`, a Timer or an early stop has cut in the middle of an epoch. Lightning counts the
   epoch as over. After a resume it runs a new epoch, or with `max_steps` the rest of the cut epoch under another number.
 """
@@ -96,7 +96,7 @@ class ResumePoint(Callback):
                     _warn_of_unknown(state)
 
     def _is_of_rank_zero(self, loader: TrainerLoader) -> bool:
-        """Whether each of several ranks draws for itself: then the saved state is valid for rank zero alone."""
+        """Whether each of several ranks draws for itself, so that the saved state is valid for rank zero alone."""
         dealt = isinstance(index_sampler(loader), DistributedSampler) or not leaves_samplers_alone(self._trainer)
         return not dealt and replicas(self._trainer, always=True)[0] > 1
 
@@ -197,8 +197,8 @@ class ResumePoint(Callback):
 
 def _warn_of_unknown(state: Any) -> None:
     warn(
-        "the checkpoint does not say where in an epoch it was saved: in the middle of one, its first samples come "
-        f"again instead of its last ones. Its state is {', '.join(map(str, state))}"
+        "the checkpoint does not say where in an epoch it was saved: if in the middle, the first samples of the epoch "
+        f"come again instead of the last. Its state has the keys {', '.join(map(str, state))}"
     )
 
 

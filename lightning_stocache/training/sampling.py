@@ -1,9 +1,9 @@
 """The samplers of a Trainer call: how training loaders draw, and which indices a loader can draw.
 
-A training loader with a default sampler gets a LocalitySampler: the global batches of DistributedSampler, dealt so that
-samples go to nodes that have them. Lightning keeps it, because it is a DistributedSampler, and calls its `set_epoch`.
-On several nodes a LocalitySampler also deals the indices of any other sampler, in the order of Lightning's own wrapper.
-A sampler that deals to ranks itself is kept.
+On several ranks, a training loader with a default sampler gets a LocalitySampler: the global batches of
+DistributedSampler, dealt so that samples go to nodes that have them. Lightning keeps it, because it is a
+DistributedSampler, and calls its `set_epoch`. On several nodes a LocalitySampler also deals the indices of any other
+sampler, in the order of Lightning's own wrapper. A sampler that deals to ranks itself is kept.
 
 An index that a loader cannot draw needs no slot. The domain of a loader follows from its sampler
 (`sampling.sampler_domain`), and from the Trainer's limits where samples come in order. With `overfit_batches` Lightning

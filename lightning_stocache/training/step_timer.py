@@ -94,12 +94,12 @@ class StepTimer(Callback):
             log_epoch(trainer, {f"stocache/step/{part}_seconds": mean for part, mean in self.epochs[-1].items()})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say the shares of the last epoch's steps."""
+        """Print the shares of the last epoch's steps."""
         self._stop()
         self._say()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Say the shares also after Ctrl-C: then Lightning calls neither `on_train_end` nor `teardown`."""
+        """Print the shares after Ctrl-C, too: then Lightning calls neither `on_train_end` nor `teardown`."""
         if self._timed:
             self._end_epoch()
             self._stop()

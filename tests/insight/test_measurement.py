@@ -59,7 +59,7 @@ def test_a_source_that_raises_is_one_line(workers, words):
             return torch.tensor([index])
         raise ValueError(f"no file\nfor {index}")
 
-    with pytest.raises(PlanError, match=f"a sample of Made cannot be had: {words}") as caught:
+    with pytest.raises(PlanError, match=f"a sample of Made cannot be loaded: {words}") as caught:
         measure(Data(Made(load, 40), 4, workers), seconds=QUICK)
     assert "\n" not in str(caught.value)
 
