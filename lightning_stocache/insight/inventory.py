@@ -81,8 +81,8 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
         elif file.contents.manifest is None:
             kind = "counters or batches of a cache"
         else:
-            kind = f"{_what(file.contents)}{where}"
-        sizes[f"{kind}: {_who(file.processes)}"] += file.allocated_bytes
+            kind = f"{_dataset_and_fill(file.contents)}{where}"
+        sizes[f"{kind}: {_pids_by_command(file.processes)}"] += file.allocated_bytes
     for words, size in sizes.items():
         yield f"{format_bytes(size)} of {words}"
     if not files:
@@ -95,12 +95,12 @@ def describe(segment: NamedSegment, processes: Sequence[Process] = ()) -> str:
     """A named cache: its name, dataset, fill, memory, time of creation, and the processes that use it."""
     manifest = segment.contents.manifest
     since = "" if manifest is None else f", since {datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M}"
-    user = "nobody" if not segment.in_use else _who(processes) or "a process that cannot be seen from here"
+    user = "nobody" if not segment.in_use else _pids_by_command(processes) or "a process that cannot be seen from here"
     size = format_bytes(segment.allocated_bytes)
-    return f"{segment.name}: {_what(segment.contents)}, {size}{since}, used by {user}"
+    return f"{segment.name}: {_dataset_and_fill(segment.contents)}, {size}{since}, used by {user}"
 
 
-def _what(contents: Contents) -> str:
+def _dataset_and_fill(contents: Contents) -> str:
     """The dataset of a cache, and the share of its slots that are filled."""
     manifest = contents.manifest
     if manifest is None:
@@ -110,7 +110,7 @@ def _what(contents: Contents) -> str:
     return f"{manifest.dataset or 'a dataset without a name'}, {slots}{node}"
 
 
-def _who(processes: Sequence[Process]) -> str:
+def _pids_by_command(processes: Sequence[Process]) -> str:
     """The ids of processes, grouped by their command line."""
     pids: dict[str, list[str]] = {}
     for process in processes:

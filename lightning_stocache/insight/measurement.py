@@ -144,7 +144,7 @@ def measure(data: Data, *, seconds: float = 3.0) -> Paces:
             found[arm].append(trial.pace(arm, seconds / _ROUNDS))
     uncached, *cached = map(Spread.of, found.values())
     missed, hit = cached or (uncached, uncached)
-    return Paces(uncached, missed, hit, trial.codec, trial.reason, trial.room, torch.get_num_threads())
+    return Paces(uncached, missed, hit, trial.codec, trial.reason, trial.safe_bytes, torch.get_num_threads())
 
 
 def measure_curves(
@@ -219,7 +219,7 @@ class Trial:
             if time.perf_counter() - begin > _READING:
                 break
         self.read_seconds = (time.perf_counter() - begin) / len(read)
-        self.room = data.safe_bytes(self.codec)
+        self.safe_bytes = data.safe_bytes(self.codec)
         self.full = None if self.codec is None else self._full(read, self.codec.slot_bytes)
 
     @classmethod
@@ -248,7 +248,7 @@ class Trial:
         if kind == "hit":
             dataset = cast(CachedDataset, self.full)
         else:
-            budget = self.room if kind == "missed" else 0
+            budget = self.safe_bytes if kind == "missed" else 0
             dataset = CachedDataset(self.source, budget, spec=self.codec, transform=self.transform)
         of_workers = () if num_workers else ("multiprocessing_context", "prefetch_factor", "timeout")
         settings = {name: value for name, value in self.data.settings.items() if name not in of_workers}
@@ -273,12 +273,12 @@ class Trial:
 
     def _full(self, samples: Sequence[Any], slot_bytes: int) -> CachedDataset:
         """A full cache of these samples, repeated up to the length of the dataset or up to `_LARGE` bytes."""
-        if self.room < slot_bytes:
+        if self.safe_bytes < slot_bytes:
             raise PlanError(
-                f"there is no memory for one sample of {format_bytes(slot_bytes)}: {format_bytes(self.room)} may "
+                f"there is no memory for one sample of {format_bytes(slot_bytes)}: {format_bytes(self.safe_bytes)} may "
                 "safely be taken here; what limits it: python -m lightning_stocache doctor"
             )
-        length = min(self.data.samples, max(self.data.batch_size, _LARGE // slot_bytes), self.room // slot_bytes)
+        length = min(self.data.samples, max(self.data.batch_size, _LARGE // slot_bytes), self.safe_bytes // slot_bytes)
         repeated = Subset(cast(Any, samples), [number % len(samples) for number in range(length)])
         dataset = CachedDataset(repeated, spec=self.codec, transform=self.transform)
         for index in range(length):

@@ -8,12 +8,12 @@ uses the cache of the old one. If samples differ, the old cache is closed, and t
 happened twice without a hit, the stage is not cached any more.
 
 The new object may be longer, and a dataset may grow in place. When its loaders are made again, a larger cache opens,
-and takes over the samples of the smaller one, if the compared ones are equal; both take memory meanwhile. New samples
-pass through, with one warning, if not all samples have room, on several nodes, with store="auto", for a cache with a
-name, a directory or a domain, and for a loader whose persistent workers go on.
+and takes over the samples of the smaller one, if the compared ones are equal; both take memory meanwhile. There is no
+larger cache, and new samples pass through with one warning, if not all samples have room; on several nodes; with
+store="auto"; if the cache has a name, a directory or a domain; or if the loader's persistent workers go on.
 
-Caches that other ranks opened (by hand, before the Trainer started its processes) are closed and opened again for all
-ranks. A copy in another process (pickled for ddp_spawn) has the options and no open caches.
+Caches that were opened for other ranks (by hand, before the Trainer started its processes) are closed, and opened again
+for all ranks. A copy in another process (pickled for ddp_spawn) has the options and no open caches.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class CallCaches:
         self._open: list[_Open] = []
         self._group = NodeGroup()
         self._train_to_come = False
-        self._said: set[str] = set()
+        self._warnings: set[str] = set()
         self._fruitless = Counter[str]()  # datasets of a stage that were replaced before a sample was hit
 
     def of(self, stage: str, source: Dataset[Any]) -> Any:
@@ -167,7 +167,7 @@ class CallCaches:
             requests: one for each dataset or stream that can be cached in the loaders of these stages.
             stages: the stages whose loaders are known; their other caches are closed.
             group: which ranks share memory.
-            later_bytes: memory that the training will take later.
+            later_bytes: memory that the training of each rank will take later.
             train_to_come: whether the training set opens later; then half of its pot is reserved for it.
 
         Raises:
@@ -318,9 +318,9 @@ class CallCaches:
 
     def _warn_once(self, message: str) -> None:
         """Give a warning, once and on one rank."""
-        if message not in self._said and NodeGroup.discover().rank == 0:
+        if message not in self._warnings and NodeGroup.discover().rank == 0:
             log.warning(message)
-        self._said.add(message)
+        self._warnings.add(message)
 
     def _open_streams(self, requests: Sequence[CacheRequest]) -> None:
         """Open the memory of streams, which divide the rest of their pot evenly."""

@@ -57,7 +57,7 @@ _PER_PARAMETER = 7
 
 
 def training_bytes(trainer: Any) -> int:
-    """Memory of this machine that a fit will take after its caches open: gradients, and the optimiser's state.
+    """Memory that a fit of one rank will take after its caches open: gradients, and the optimiser's state. In bytes.
 
     0 on another device, and without a trainer.
     """

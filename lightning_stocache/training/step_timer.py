@@ -52,7 +52,7 @@ class StepTimer(Callback):
         self.epochs: list[dict[str, float]] = []
         """Mean seconds of each part, for each epoch of the last `fit`."""
         self._clock = StepClock()
-        self._timed: list[tuple[Any, str, Any]] = []  # objects, names of methods, and the attributes before
+        self._methods: list[tuple[Any, str, Any]] = []  # replaced methods: object, name, former attribute
 
     def clock(self, device: torch.device) -> StepClock:
         """The clock for a model on a device. Override it for a device with its own events."""
@@ -64,14 +64,14 @@ class StepTimer(Callback):
         self.epochs = []
         for owner, name, part, begins, ends in step_calls(trainer):
             method = getattr(owner, name)
-            timed = partial(_timed, clock, part, begins, ends, method)
-            self._timed.append((owner, name, vars(owner).get(name)))
+            timed = partial(_call_timed, clock, part, begins, ends, method)
+            self._methods.append((owner, name, vars(owner).get(name)))
             setattr(owner, name, update_wrapper(timed, method))  # Lightning looks for overrides in the inner one
         self.on_train_epoch_start(trainer, pl_module)  # which Lightning does not call in a resumed epoch
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the epoch with waiting, because its workers start."""
-        if self._timed:
+        if self._methods:
             self._clock.pause()
             self._clock.resume("wait")
 
@@ -85,7 +85,7 @@ class StepTimer(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count again from the next step on."""
-        if self._timed:
+        if self._methods:
             self._clock.resume()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -100,7 +100,7 @@ class StepTimer(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Print the shares after Ctrl-C, too: then Lightning calls neither `on_train_end` nor `teardown`."""
-        if self._timed:
+        if self._methods:
             self._end_epoch()
             self._stop()
             if isinstance(exception, KeyboardInterrupt):
@@ -119,8 +119,8 @@ class StepTimer(Callback):
 
     def _stop(self) -> None:
         self._clock.pause()
-        while self._timed:
-            owner, name, before = self._timed.pop()
+        while self._methods:
+            owner, name, before = self._methods.pop()
             delattr(owner, name)
             if before is not None:
                 setattr(owner, name, before)
@@ -133,7 +133,7 @@ class StepTimer(Callback):
             say(f"a training step took {1000 * step:.2f} ms in the last epoch: {shares}")
 
 
-def _timed(
+def _call_timed(
     clock: StepClock, part: str, begins: bool, ends: bool, method: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call a method that begins or ends a part of the step."""
