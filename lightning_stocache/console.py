@@ -31,8 +31,11 @@ class Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record, unless another handler prints it."""
-        if not is_heard():
-            _AboveBars("stderr").write(f"{self.format(record)}\n")
+        try:
+            if not is_heard():
+                _AboveBars("stderr").write(f"{self.format(record)}\n")
+        except Exception:  # as every handler of logging: a line that cannot be printed stops no training
+            self.handleError(record)
 
 
 def is_heard() -> bool:
@@ -53,13 +56,13 @@ def above_bars(name: str) -> Iterator[None]:
     try:
         for handler, stream in before:
             if stream in (sys.stdout, sys.__stdout__):
-                handler.setStream(_AboveBars("stdout"))
+                handler.stream = _AboveBars("stdout")  # not by `setStream`, which flushes: a full disk would raise
             elif stream in (sys.stderr, sys.__stderr__):
-                handler.setStream(_AboveBars("stderr"))
+                handler.stream = _AboveBars("stderr")
         yield
     finally:
         for handler, stream in before:
-            handler.setStream(stream)
+            handler.stream = stream
 
 
 class _AboveBars:

@@ -1,5 +1,6 @@
 """How the lines of the package reach a console: with their prefix, and above a progress bar."""
 
+import errno
 import io
 import logging
 import sys
@@ -61,6 +62,26 @@ def test_a_log_file_keeps_its_lines(tmp_path: Path, kind: Callable[[Path], FileH
     LOGGER.removeHandler(handler)
     handler.close()
     assert sorted("".join(file.read_text() for file in tmp_path.iterdir()).split()) == ["one", "three", "two"]
+
+
+class FullDisk(io.StringIO):
+    """A stream that takes nothing."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("stderr", [None, FullDisk()])
+def test_a_line_that_cannot_be_printed_stops_nothing(monkeypatch: pytest.MonkeyPatch, stderr: Any) -> None:
+    """It is lost, as with every handler of logging."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(sys, "stderr", stderr)
+    logging.getLogger("lightning_stocache").warning("lost")
+    with handled(stderr), above_bars(LOGGER.name):
+        LOGGER.warning("lost")
 
 
 def test_warnings_say_whose_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
