@@ -184,7 +184,8 @@ def _overrides(home: Path) -> list[str]:
     import yaml  # type: ignore[import-untyped]  # comes with hydra-core
 
     path = home / ".hydra" / "overrides.yaml"
-    return list(map(str, yaml.safe_load(path.read_text(encoding="utf-8")))) if path.is_file() else []
+    listed = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return list(map(str, listed or []))  # a killed job may leave an empty file
 
 
 def _read(folder: Path) -> list[Row]:

@@ -78,12 +78,15 @@ def multirun(tmp_path):
 
 def test_runs_are_named_by_what_differs(multirun, tmp_path):
     """Overrides that all runs have are left out of their names; the order is that of the job numbers. version_N are
-    runs by that name, and version_10 comes after version_9. A run that is given twice is one run."""
+    runs by that name, and version_10 comes after version_9. A run that is given twice is one run. Without overrides
+    (a killed job has none) it has the name of its folder."""
     runs, left_out = find_runs([multirun])
     assert [run.name for run in runs] == [f"cache.{name}" for name in BUDGETS]
     assert left_out == []
     folders = [write_csv(tmp_path / "logs" / f"version_{number}", rows_of_a_run()) for number in (10, 9)]
     assert [run.name for run in find_runs([folders[0], tmp_path / "logs"])[0]] == ["version_9", "version_10"]
+    (multirun / "0" / ".hydra" / "overrides.yaml").write_text("")
+    assert find_runs([multirun])[0][0].name == "0"
 
 
 def test_tensorboard_says_the_same_as_csv(tmp_path):
