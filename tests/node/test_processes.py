@@ -2,10 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,30 +12,16 @@ from tests.proc import is_alive
 from tests.processes import context, hanging, wait_until
 
 
-class LongImport:
-    """An argument that a spawned process has received when its parent is killed already."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Callable[[Path], Path], tuple[Path]]:
-        return received, (self.folder,)
-
-
-def received(folder: Path) -> Path:
+def outlive(folder: Path) -> None:
     (folder / "new").write_text(str(os.getpid()))
     (folder / "new").rename(folder / "pid")
-    wait_until((folder / "killed").exists)
-    return folder
-
-
-def outlive(folder: Any) -> None:
+    wait_until((folder / "killed").exists)  # as if it imported for so long
     end_with_parent()
     (folder / "outlived").touch()
 
 
 def start(folder: Path) -> None:
-    context("spawn").Process(target=outlive, args=(LongImport(folder),)).start()
+    context("spawn").Process(target=outlive, args=(folder,)).start()
 
 
 @pytest.mark.processes
