@@ -33,7 +33,7 @@ __all__ = ["Child", "NoProcessError", "Subject", "start_method"]
 
 log = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 120.0  # for one answer: to learn what samples are takes at least four reads
+PATIENCE_SECONDS = 120.0  # for one answer: a look at a source takes at least four reads
 
 
 class NoProcessError(Exception):
@@ -196,6 +196,7 @@ def _put_back(source: Any) -> Iterator[None]:
             yield
     finally:
         for names, before in attributes:
-            if names != before:
+            # By identity: two arrays that are compared have no single truth value.
+            if names.keys() != before.keys() or any(names[name] is not value for name, value in before.items()):
                 names.clear()
                 names.update(before)

@@ -289,7 +289,7 @@ def _cut(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut 
 
     Args:
         source: the dataset, or one inside it.
-        pairs: two reads of each probed index, as indices of `source`.
+        pairs: two reads of each probed index. Only the first of two has the index in `source`.
         probe: reads the source.
         named: whether a transform is only what has such a name.
 
@@ -303,8 +303,8 @@ def _cut(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut 
         return FormatCut() if format_of(source) is not None else _cut_transforms(source, pairs, probe, named)
     cuts: list[Cut | None] = []
     for part, end in zip(cast(Any, source.datasets), source.cumulative_sizes, strict=True):
-        moved = ((replace(pair[0], index=pair[0].index % len(source) - end + len(part)), pair[1]) for pair in pairs)
-        inside = [pair for pair in moved if 0 <= pair[0].index < len(part)] or [probe.read_twice(part, 0)]
+        shifted = ((replace(first, index=first.index % len(source) - end + len(part)), again) for first, again in pairs)
+        inside = [pair for pair in shifted if 0 <= pair[0].index < len(part)] or [probe.read_twice(part, 0)]
         cut = _cut(part, inside, probe, named) if any(sign(*pair) for pair in inside) else None
         if cut is not None:
             _proven(*cut.apply(part), inside[0][0], probe)
@@ -333,7 +333,7 @@ def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bo
         once, calls = _recorded(source, ends, first, probe)
         if ends != length:
             cuts.add(TransformCut(tuple(ends.items()), _places(chain, calls, once.sample)))
-        elif found := sign(once, _recorded(source, ends, again, probe)[0]):
+        elif found := sign(once, _recorded(source, ends, replace(again, index=first.index), probe)[0]):
             raise UncuttableError(f"its dataset is random outside the transform ({found})")
         elif once.bits != first.bits:
             raise UncuttableError("its steps do not give its samples again, run one by one")

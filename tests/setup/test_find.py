@@ -29,10 +29,10 @@ pytestmark = pytest.mark.processes
 
 
 class Lazy(Dataset[Any]):
-    """Opens a file when it is first read, without a buffer, counts its reads, and remembers the last."""
+    """Opens an unbuffered file at its first read, counts its reads, and remembers the last in a list and an array."""
 
     def __init__(self) -> None:
-        self.file, self.reads, self.seen = None, 0, list[int]()
+        self.file, self.reads, self.seen, self.last = None, 0, list[int](), np.zeros(2)
 
     def __len__(self) -> int:
         return 300
@@ -41,13 +41,13 @@ class Lazy(Dataset[Any]):
         if self.file is None:
             self.file = open(__file__, "rb", buffering=0)  # noqa: SIM115
         self.reads += 1
-        self.seen = [*self.seen, index][-3:]
+        self.seen, self.last = [*self.seen, index][-3:], np.full(2, index + 1.0)
         self.file.seek(index)
         return torch.frombuffer(bytearray(self.file.read(512)), dtype=torch.uint8), index
 
     @property
     def is_as_before(self) -> bool:
-        return (self.file, self.reads, self.seen) == (None, 0, [])
+        return (self.file, self.reads, self.seen, self.last.any()) == (None, 0, [], False)
 
 
 def look(source: Any, workers: int = 0, method: str | None = None, **options: Any) -> Finding:

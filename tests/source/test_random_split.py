@@ -51,6 +51,10 @@ def plain(photos: Photos, index: int) -> Any:
     return (photos.transform(image) if photos.transform else image), index
 
 
+def by_name(photos: Photos, index: int) -> Any:
+    return photos.transform(image=photos.images[index].numpy())["image"], index
+
+
 def as_pair(photos: Photos, index: int) -> Any:
     return Pair(*plain(photos, index))
 
@@ -216,6 +220,13 @@ def test_a_deterministic_source_is_left_alone() -> None:
         assert (parts.source is source, parts.tail, parts.cut, parts.reason) == (True, None, None, None)
         assert len(parts.samples) == min(4, len(source))
         assert parts.reads == 2 * len(parts.samples)
+
+
+def test_a_compose_that_only_draws_whether_to_run_is_cut_in_a_part_too() -> None:
+    """A Compose of albumentations without steps, in a Subset or a ConcatDataset, changes no sample."""
+    photos = Photos(pytest.importorskip("albumentations").Compose([]), by_name)
+    for source in (photos, Subset(photos, [5, 0, 3]), ConcatDataset([photos, photos])):
+        assert split(source).reason is None
 
 
 def test_a_source_that_is_random_in_itself_stays_whole() -> None:
