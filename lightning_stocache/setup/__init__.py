@@ -1,1 +1,1 @@
-"""HOW a cache opens on a job."""
+"""How a cache opens in a job."""

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 _MIB = 2**20
 _READERS = 4  # processes per rank that map the memory of a stream
 _PAGE = 4096  # disks give whole blocks
-_TABLES_SHARE = 1024  # this part of a file is left for the filesystem's own tables of its blocks
-_ROOMY = 2  # two records do not show how large all are: the pool holds all where there is room for twice as much
+_TABLES_SHARE = 1024  # 1/1024 of a file is left for the filesystem's own tables of its blocks
+_ROOMY = 2  # two records do not show the size of all: a pool with room for twice as much holds all
 
 
 @dataclass(frozen=True)

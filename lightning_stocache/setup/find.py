@@ -47,7 +47,7 @@ class Finding:
         codec: the codec of the samples; None: nothing is cached.
         cut: where the transform is cut; None if nothing is random.
         reason: why the source passes through uncached.
-        reads: number of samples that were read.
+        reads: number of reads of the source.
         encoded: the costs of samples as their files, if they may be stored in this form.
         as_files: whether samples are stored as their files.
         note: why an option cannot be followed.
@@ -129,14 +129,14 @@ class SourceReader:
         Args:
             found: the result of `look`, with the codec that was chosen since.
             indices: indices of the samples. Samples that `look` has read are not read again.
-            again: whether to read all samples again, under other seeds.
+            again: whether to read all these samples again, under other seeds.
         """
         if not indices or self._failed:
             return {}
         try:
             answer = self._child.ask("encoded", found, indices, again, number=self._number)
             return cast("dict[int, list[bytes]]", answer)
-        except Exception as error:  # likewise
+        except Exception as error:  # as in `look`
             log.debug("%s cannot be read: %s", self.request.title, error)
             self._failed = True
             return {}

@@ -127,10 +127,10 @@ class EncodedForm:
     """The costs of samples as their files.
 
     Args:
-        codec: between files and records.
+        codec: stores the files as records.
         read_seconds: time of the first read of a file.
         decode_seconds: time to decode a file.
-        reads: number of samples and files that were read to measure this.
+        reads: number of reads of samples and files that the comparison and the measurement took.
     """
 
     codec: RecordCodec

@@ -122,7 +122,7 @@ def open_caches(
         SampleMismatchError: (`strict`) the samples read at set-up differ in shape, dtype or structure.
         ValueError: the ranks have sources of different lengths; (`strict`) a source is random and cannot be split.
         CacheMemoryError: (`strict`) a segment could not be made or reached, not even by name; on all ranks alike.
-        FingerprintError: a named cache has other data; a RuntimeError on the other ranks.
+        FingerprintError: a named cache has another fingerprint or (`strict`) other data; a RuntimeError on other ranks.
         Exception: (`strict`) an error of a source; on the other ranks a RuntimeError that names it.
     """
     if sys.platform == "win32":
@@ -139,7 +139,7 @@ def open_caches(
     except (OSError, ImportError, RuntimeError) as error:
         return _without(requests, group, error, strict=strict)
     is_named = any(request.name is not None for request in requests)
-    backend = "tmpfile" if is_named else backend  # where names are
+    backend = "tmpfile" if is_named else backend  # named caches lie in the same filesystem
     with ExitStack() as stack:
         openings = [
             stack.enter_context(closing(_Opening(request, budgets[request.pot], reader)))
@@ -351,7 +351,7 @@ def _store_or_refuse(openings: Sequence[_Opening], caches: Sequence[OpenCache], 
     """Store the samples that set-up has read, and close named caches with other data. Collective.
 
     Raises:
-        FingerprintError: a named cache has other data and is strict; on the other ranks a RuntimeError. All caches are
+        FingerprintError: (`strict`) a named cache has other data; on the other ranks a RuntimeError. All caches are
             closed then.
     """
     try:

@@ -42,7 +42,7 @@ class OpenCache:
         group: the ranks that share the cache.
         budget_bytes: memory that was granted on this node.
         borrowed: whether this is a copy, which does not close the memory.
-        expected_ring: the arcs, with the slots for which there will be room. Records may have fewer of these.
+        expected_ring: the arcs, with only the slots for which there will be room. With records these may be fewer.
     """
 
     request: CacheRequest

@@ -152,7 +152,7 @@ class CacheRequest:
         for name in ("allow_random", "strict", "prefill"):
             check_flag(name, getattr(self, name))
         if self.store == "encoded" and self.layout == "rows":
-            raise ValueError("store='encoded' keeps records: layout='rows' cannot be had with it")
+            raise ValueError("store='encoded' keeps records, so layout='rows' is not possible")
         if self.spec is not None and not isinstance(self.spec, SampleSpec | RecordCodec):
             raise TypeError(f"spec must be a SampleSpec, as SampleSpec.infer(sample) makes it; got {self.spec!r}")
         if not isinstance(self.fingerprint, str):

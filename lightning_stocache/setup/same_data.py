@@ -128,7 +128,7 @@ def _compare(
     """Compare samples of a cache, given by index and place, with those of a source: all of `contents`, or four.
 
     Returns:
-        The index of a sample that is another one in the source, or None; and the number of equal samples.
+        The index of a sample that differs from the source's, or None; and the number of equal samples.
     """
     equal = 0
     for index, place in places:
@@ -157,14 +157,14 @@ def _refusal(request: CacheRequest, other: int | None, equal: int) -> str | None
             f"{way_out(str(request.name), request.dir)}"
         )
     if not equal:
-        _warn_of_trust(request, "no sample that lies there could be compared with this job's")
+        _warn_of_trust(request, "no stored sample could be compared with this job's")
     return None
 
 
 def is_continued(opened: OpenCache, dataset: Any) -> bool:
     """Whether another dataset has the samples of a cache. It may have more samples after these.
 
-    Returns False if this cannot be known: nothing is stored, the transform of the source was split, or allow_random is
+    Returns False if this is unknown: nothing is stored, the transform of the source was split, or allow_random is
     set.
     """
     cache, request, length = opened.live_cache, opened.request, len(dataset)
@@ -233,8 +233,8 @@ def _warn_of_trust(request: CacheRequest, why: str) -> None:
     """Warn that samples of a named cache were not compared, unless the user has given a fingerprint."""
     if not request.fingerprint:
         log.warning(
-            "the samples under the name %r are taken for those of %s without being compared: %s.\nSay what the data is "
-            "by fingerprint=, so that no other dataset of this class and length is served them",
+            "the samples under the name %r are taken for those of %s without being compared: %s.\nDescribe the data by "
+            "fingerprint=, so that another dataset of this class and length is refused",
             request.name,
             request.title,
             why,

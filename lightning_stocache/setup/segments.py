@@ -20,7 +20,7 @@ __all__ = ["CacheMemoryError", "make_and_attach"]
 
 
 class CacheMemoryError(OSError):
-    """The memory for a cache cannot be had, or not be reached by all ranks of a node."""
+    """The memory for a cache could not be made, or not be reached by all ranks of a node."""
 
 
 def make_and_attach(
@@ -57,7 +57,7 @@ def make_and_attach(
             for kind_of_store, store, counted in () if group.is_leader else addresses:
                 stores.append(None if store is None else kind_of_store.attach(store))
                 counters.append(Counters(Segment.attach(counted), group.rank))
-        except Exception as error:  # likewise
+        except Exception as error:  # whatever it is, the others are waiting for `troubles`
             failure = error
         troubles = group.exchange(repr(failure) if failure else None)  # by now everybody has attached, or will not
         names = [store for cache, store in zip(caches, stores, strict=False) if cache.request.name is None]

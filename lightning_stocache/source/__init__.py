@@ -1,1 +1,1 @@
-"""WHAT is cached: the dataset as its user has it, and the random part of it."""
+"""What is cached: the user's dataset, its deterministic part and its random part."""

@@ -41,7 +41,7 @@ def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
     """Refuse what cannot be cached, without a read.
 
     Args:
-        source: what the user gave.
+        source: the user's argument.
         cached: the class of cached datasets; one inside a Subset or ConcatDataset is found too.
         strict: whether an empty source is an error, not only a warning.
 
@@ -90,10 +90,10 @@ def batch_reader(source: Any) -> Callable[[list[int]], Any] | None:
 
 
 def one_per_index(samples: Any, count: int, source: Any) -> list[Any]:
-    """What a source's `__getitems__` has returned, as a list.
+    """The result of a source's `__getitems__`, as a list.
 
     Raises:
-        TypeError: it is no sequence of that many samples.
+        TypeError: the result is no sequence of `count` samples.
     """
     if isinstance(samples, Sequence) and len(samples) == count:
         return list(samples)
@@ -155,7 +155,7 @@ def check_stream(source: Any, cached: type) -> None:
     """Refuse what is no stream, without a read.
 
     Args:
-        source: what the user gave.
+        source: the user's argument.
         cached: the class of cached streams.
 
     Raises:
@@ -176,6 +176,6 @@ def iterate(source: Any) -> Iterator[Any]:
 
 
 def draws_shards(source: Any) -> bool:
-    """Whether a stream draws what it reads next and never ends, as WebDataset's `resampled=True` does."""
+    """Whether a stream draws its next shard at random and never ends, as WebDataset's `resampled=True` does."""
     kinds = (type(node) for _, node in reachable(source))
     return any(kind.__module__.startswith("webdataset") and "Resampled" in kind.__name__ for kind in kinds)

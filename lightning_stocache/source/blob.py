@@ -7,7 +7,7 @@ themselves in `sample`. Everything else is an object whose first key is its kind
 `float` (bits of an infinity or a NaN), `image` (mode, size, palette, transparency and pixels of a PIL image), and, with
 the number of its leaf, `bytes`, `tensor`, `array`, `scalar` (of NumPy) and `file` (an encoded image).
 
-A damaged blob is an error, never a sample. The index tells a blob that lies under another sample's key.
+A damaged blob is an error, never a sample. The index reveals a blob that lies under another sample's key.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class EncodedFile(NamedTuple):
     """An image as its file.
 
     Args:
-        content: of the file.
-        form: what `image_of` makes of it.
+        content: the bytes of the file.
+        form: how `image_of` opens it, "rgb" or "tensor".
     """
 
     content: bytes

@@ -5,9 +5,9 @@ the last one has drawn. The draws are:
 
 - of a map-style source, permutation after permutation of its indices;
 - of a stream of indices, the next index, until it ends;
-- of a stream of samples, its next sample, again and again from the beginning. Nobody can jump in a stream: what is left
-  out is read, and dropped. An IterableDataset finds its filler in `get_worker_info`, as in a DataLoader's worker, and
-  divides itself; of other iterables each filler takes every n-th sample.
+- of a stream of samples, its next sample, again and again from the beginning. A stream cannot jump: samples that are
+  left out are read, and dropped. An IterableDataset finds its filler in `get_worker_info`, as in a DataLoader's worker,
+  and divides itself; of other iterables each filler takes every n-th sample.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Draw", "Draws", "EndOfStreamError", "is_stream"]
 
 
 class EndOfStreamError(Exception):
-    """A stream has given all that it has, for this time."""
+    """One pass over a stream has ended."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Draws:
         return len(self.source) if is_known and not is_stream(self.source) else None
 
     def share(self, filler: int, fillers: int, done: int = 0) -> Iterator[Draw]:
-        """The draws of one filler of so many, but the first `done`; of a stream, those of its first pass."""
+        """The draws of one of `fillers` fillers, without its first `done`; of a stream, of its first pass."""
         if self.as_stream or (self.indices is None and is_stream(self.source)):
             yield from self._of_stream(filler, fillers, done)
             return

@@ -3,7 +3,7 @@
 A state consists of plain values: `==` compares it (`states_of`, `restore`), and JSON writes it, with bytes and arrays
 as hexadecimal digits, so a checkpoint holds text, which is never unpickled (`as_text`, `put_back`).
 
-`Generators` says which generators draw while something happens (`watch`), seeds them, and puts them back.
+`Generators` says which generators draw inside a `with` (`watch`), seeds them, and puts them back.
 
 `reachable` walks from a source to the objects that its code can reach: attributes, containers, closures and defaults of
 functions, and the globals that those functions name. `owned_generators` picks the generators among them: NumPy's
@@ -44,7 +44,7 @@ __all__ = [
 State: TypeAlias = dict[str, Any]
 
 PROCESS_WIDE: Mapping[str, Any] = {"torch": torch.default_generator, "numpy.random": np.random, "random": random}
-"""The generators that all code of a process draws from; modules stand for those that are theirs."""
+"""The generators that all code of a process draws from; a module stands for its own generator."""
 
 KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 """The classes of generators."""
@@ -54,7 +54,7 @@ KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Genera
 
 
 def states_of(generators: Mapping[str, Any]) -> State:
-    """The state of each generator, by its name; None for one that has none, as the system's.
+    """The state of each generator, by its name; None for `random.SystemRandom`, which has none.
 
     Args:
         generators: objects of `KINDS`, or the modules of `PROCESS_WIDE`.
@@ -63,10 +63,10 @@ def states_of(generators: Mapping[str, Any]) -> State:
 
 
 def restore(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Put generators into states that `states_of` gave; names that only one side has are passed over.
+    """Put generators into states that `states_of` gave. A name that only one side has is skipped.
 
     Raises:
-        ValueError, TypeError, KeyError: a state that is none, or of another kind of generator.
+        ValueError, TypeError, KeyError: a value is not a state, or is the state of another kind of generator.
     """
     for name in generators.keys() & states.keys():
         _restore(generators[name], states[name])
@@ -100,7 +100,7 @@ def _state_of(generator: Any) -> Any:
         return _plain(generator.get_state(legacy=False))
     try:
         return generator.getstate()
-    except NotImplementedError:  # random.SystemRandom, and what is made after it
+    except NotImplementedError:  # random.SystemRandom and its subclasses
         return None
 
 
@@ -148,7 +148,7 @@ class Generators:
 
     def __init__(self, source: Any = None) -> None:
         cuda = cast(Any, torch.cuda)
-        # Looked at once: a generator that is born later has no state to return to.
+        # Looked at once: a later generator has no state to return to.
         self._cuda = cuda.default_generators if cuda.is_initialized() else ()
         named = {f"torch.cuda:{device}": generator for device, generator in enumerate(self._cuda)}
         self._process_wide = {**PROCESS_WIDE, **named}
@@ -179,7 +179,7 @@ class Generators:
 
     @contextmanager
     def watch(self) -> Iterator[list[str]]:
-        """Give a list that gets the names of the generators which draw inside the `with`, at its end."""
+        """Give a list. At the end of the `with` it gets the names of the generators that drew inside."""
         moved: list[str] = []
         before = self.state()
         try:
@@ -188,7 +188,7 @@ class Generators:
             moved += self.moved(before)
 
     def seed(self, seed: int) -> None:
-        """Seed the process-wide generators. Those of the source go on, but start a seed again where they started it."""
+        """Seed the process-wide generators. The source's go on; a repeated seed restarts them as at its first use."""
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue the seed for a CUDA that starts later
         np.random.seed(seed)
         random.seed(seed)

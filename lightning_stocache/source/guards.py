@@ -2,7 +2,7 @@
 
 `SourceState` sees changes: a curriculum sets `dataset.strength`, a callback swaps `dataset.transform` late in training.
 
-A source that is random in few samples only, and draws from what no look can find, passes the look at set-up, and its
+A source that is random in few samples only, and draws from a hidden generator, passes the look at set-up, and its
 first draw would be frozen. `Recheck` reads samples of a map-style source again; `StreamReader` watches the generators
 while a stream is read.
 """
@@ -66,15 +66,15 @@ class SourceState:
     Compared are the source, the datasets inside it (Subset, ConcatDataset, wrappers) and their transforms, down to the
     lists of steps. An attribute has changed if it holds another object that is not equal to the one before. Not counted
     are files and databases, generators, the length of a source that grows, and attributes that move when the source is
-    read (a counter, a memo): every read of this process stands in a `with`, which learns them. Not seen is what changes
-    inside any other object: a list of files that is sorted, a tensor that is written to.
+    read (a counter, a memo): every read of this process stands in a `with`, which learns them. Changes inside any other
+    object are not seen: a list of files that is sorted, a tensor that is written to.
 
     A copy, in this or another process, is compared with its state when it was made. In a loader's worker a new name is
     no change: `worker_init_fn` tells the worker's copy who it is.
 
     Args:
         source: the user's dataset.
-        tail: transforms that run after the cache, where what changes inside them takes effect at once.
+        tail: transforms that run after the cache, where changes inside them take effect at once.
 
     Example:
         >>> class Noise(Dataset):
@@ -110,21 +110,21 @@ class SourceState:
         self._moves.update(self._differences())
 
     def _differences(self) -> list[str]:
-        """Where attributes hold something else than at the last look."""
+        """The paths of attributes that have changed since the last look."""
         found: list[str] = []
         for part in self._parts:
-            if _same(part.live, part.seen):  # of identical objects a glance is enough
+            if _same(part.live, part.seen):  # fast if the objects are identical
                 continue
             live, seen = _entries(part.live), _entries(part.seen)
             for name in {**seen, **live}:
                 default = _MISSING if part.kind is None else getattr(part.kind, name, _MISSING)
-                if self._counts(seen.get(name, default), live.get(name, default)):
+                if self._is_change(seen.get(name, default), live.get(name, default)):
                     found.append(_inside(part.path, name, part.kind))
             part.seen = part.live.copy()
         return [path for path in found if path not in self._moves]
 
-    def _counts(self, old: Any, new: Any) -> bool:
-        """Whether an attribute that holds something else has changed the source."""
+    def _is_change(self, old: Any, new: Any) -> bool:
+        """Whether a new value of an attribute changes the source."""
         if _same(old, new) or (_is_handle(old) and _is_handle(new)):
             return False
         if old is _MISSING and get_worker_info() is not None:
@@ -262,7 +262,7 @@ class StreamReader:
         """Nanoseconds that the last sample took."""
 
     def __next__(self) -> Any:
-        """The next sample; what the stream raises comes through."""
+        """The next sample. Errors of the stream are raised as they are."""
         is_watched = self._samples > 0 and (self._samples < _WATCHED or self.source_ns > _SLOW_NS)
         generators = self._generators if is_watched else None
         before = None if generators is None else generators.state()

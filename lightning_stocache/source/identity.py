@@ -1,4 +1,4 @@
-"""What a source is, in words and digests that other processes and other jobs can compare."""
+"""The identity of a source, in words and digests that other processes and other jobs can compare."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def class_name(source: Any) -> str:
 
 
 def identity(source: Dataset[Any]) -> str:
-    """The class of a source, and of a Subset a digest of its indices, in which two random splits differ.
+    """The class of a source; for a Subset also a digest of its indices, which tells two random splits apart.
 
     Example:
         >>> identity(Subset("abc", [2, 0]))

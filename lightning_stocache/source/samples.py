@@ -45,7 +45,7 @@ Path: TypeAlias = tuple[Any, ...]
 """Where an object lies in a sample: one key or position per level, () for the sample itself."""
 
 Bits: TypeAlias = dict[Path, Any]
-"""What `bits` gives."""
+"""The result of `bits`: a comparable value by path."""
 
 _PLAIN = (str, bytes, int, bool, type(None))
 _DICTS = (dict, UserDict)  # other mappings may not be iterated, or make their values anew
@@ -70,7 +70,7 @@ def walk(node: Any, path: Path = (), above: tuple[int, ...] = ()) -> Iterator[tu
 
 
 def part_at(sample: Any, path: Path) -> Any:
-    """What lies at a path."""
+    """The object at a path."""
     return reduce(getitem, path, sample)
 
 
@@ -100,7 +100,7 @@ def is_plain(node: Any) -> bool:
 
 
 def rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A sample or batch with what `leaf` makes of each of its leaves, in containers of the same types."""
+    """A sample or batch with each leaf replaced by `leaf(value)`, in containers of the same types."""
     if type(node) in (dict, OrderedDict):
         return type(node)((key, rebuilt(value, leaf)) for key, value in node.items())
     if type(node) is list or isinstance(node, tuple):
@@ -135,20 +135,20 @@ def _leaf_bits(node: Any) -> Any:
     if isinstance(node, list | tuple):
         return kind, len(node)
     if (array := _array_of(node)) is not None:  # by bits: NaN equals itself, 0.0 is not -0.0
-        what, content = array
-        return kind, what, content.tobytes(), _attribute_bits(node) if isinstance(node, torch.Tensor) else None
+        form, content = array
+        return kind, form, content.tobytes(), _attribute_bits(node) if isinstance(node, torch.Tensor) else None
     if is_image(type(node)):
         return kind, node.mode, node.size, node.getpalette(), node.tobytes()
     if kind in _PLAIN:
         return kind, node
-    if isinstance(node, set | frozenset):  # in no order: that of strings is another one in each process
-        with suppress(TypeError):  # of what has no hash
+    if isinstance(node, set | frozenset):  # without order: that of strings differs between processes
+        with suppress(TypeError):  # an item's bits may have no hash
             return kind, frozenset(tuple(bits(item).items()) for item in node)
-    return kind, canonical_bytes(node)  # of what cannot be pickled, only the type counts
+    return kind, canonical_bytes(node)  # if it cannot be pickled, only its type counts
 
 
 def _array_of(node: Any) -> tuple[tuple[Any, ...], npt.NDArray[np.uint8]] | None:
-    """What a tensor, array or floating-point number is, and its bytes in row order, uint8 `[nbytes]`."""
+    """Dtype and shape of a tensor, array or floating-point number, and its bytes in row order, uint8 `[nbytes]`."""
     if isinstance(node, torch.Tensor):
         if node.layout is not torch.strided or node.is_meta or node.is_nested or node.is_quantized:
             return (node.dtype, node.layout), np.empty(0, np.uint8)
@@ -163,7 +163,7 @@ def _array_of(node: Any) -> tuple[tuple[Any, ...], npt.NDArray[np.uint8]] | None
 
 
 def _attribute_bits(tensor: torch.Tensor) -> Bits:
-    """Those of a tensor's attributes. MONAI notes the addresses of its transforms there, some of which live shortly."""
+    """The bits of a tensor's attributes, without the ids of transforms that MONAI notes there: they differ per read."""
     return {
         path: content
         for path, content in bits(vars(tensor)).items()
@@ -172,7 +172,7 @@ def _attribute_bits(tensor: torch.Tensor) -> Bits:
 
 
 def difference(left: Bits, right: Bits) -> str | None:
-    """Where the bits of two samples differ, as one would write it in Python; None if they are equal."""
+    """Where the bits of two samples differ, written as in Python; None if they are equal."""
     for path in {**left, **right}:
         if path not in left or path not in right or left[path] != right[path]:
             return written(path)
@@ -261,7 +261,7 @@ def _feed(digest: Any, node: Any, deep: int) -> None:
 
 
 def _digested(content: npt.NDArray[np.uint8]) -> bytes:
-    """Some bytes as few: their number, their ends, and the sum of their words, which costs 0.1 us per KB."""
+    """A short digest of bytes: their number, their sum as 64-bit words (0.1 us per KB), and their ends."""
     words = content[: len(content) // 8 * 8].view(np.uint64)
     ends = content[:_ENDS].tobytes() + content[-_ENDS:].tobytes()
     return len(content).to_bytes(8, "little") + int(words.sum(dtype=np.uint64)).to_bytes(8, "little") + ends

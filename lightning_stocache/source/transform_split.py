@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 Values: TypeAlias = dict[int | str, Any]
-"""What a transform is called with, and what it returns: by position, or by keyword."""
+"""The arguments of a transform, or its results: by position, or by keyword."""
 
 Places: TypeAlias = tuple[tuple[int | str, Path], ...]
 """Where the values of one call lie in a sample."""
@@ -99,8 +99,8 @@ class Cut(ABC):
 class Tail(ABC):
     """The random rest of a source, with its `steps`. The given samples keep their containers.
 
-    The copy of the source has the `heads` of the transforms. It calls them `calls(sample)` times for a sample that is
-    like those which `split` has read; any other sample cannot be finished.
+    The copy of the source has the `heads` of the transforms. It calls them `calls(sample)` times for a sample like
+    those that `split` has read; any other sample cannot be finished.
     """
 
     steps: Sequence[Callable[..., Any]]
@@ -211,7 +211,7 @@ def _called(step: Callable[..., Any], values: Values) -> Values:
 
 
 def packed(result: Any, values: Values) -> Values:
-    """What a transform has returned for values.
+    """The result of a transform for these values, by position or keyword.
 
     Raises:
         UncuttableError: it was called by keywords, and has returned no dict.
@@ -296,7 +296,7 @@ class FormatCut(Cut):
 
 
 class FormatTail(Tail):
-    """Calls the transform as `__getitems__` does, and for a sample with a batch of one. It gets these columns only."""
+    """Calls the transform as `__getitems__` does, for one sample with a batch of one. It gets only these columns."""
 
     def __init__(self, transform: Any, columns: Sequence[str]) -> None:
         self.steps, self._columns = [transform], frozenset(columns)
@@ -332,7 +332,7 @@ def format_of(source: Any) -> Any:
 
 
 def sites_of(node: Any, site: Site = ()) -> Iterator[Site]:
-    """Where a dataset, and datasets inside it, hold what they may call: attributes, methods, items of containers."""
+    """Where a dataset, and datasets inside it, hold callables: attributes, methods, items of containers."""
     for key, value in _entries(node).items():
         # A StandardTransform is torchvision's, and holds the transforms of image and target.
         if isinstance(value, Dataset) or type(value).__name__ == "StandardTransform" or _holds_transforms(value):
@@ -369,12 +369,12 @@ def part_of(source: Any, site: Site) -> Any:
 
 
 def with_transforms(source: Any, sites: Iterable[Site], make: Callable[[Site, Any], Any]) -> Any:
-    """A shallow copy of a source, and of what leads to its transforms, with others in their places.
+    """A shallow copy of a source, and of the objects on the way to its transforms, with other transforms.
 
     Args:
         source: the dataset.
         sites: which transforms are replaced.
-        make: called with a site, and with what the copy holds there.
+        make: called with a site and the transform there; returns its replacement.
     """
     copies: dict[Site, Any] = {(): copy.copy(source)}
     for site in sites:
@@ -426,7 +426,7 @@ def _step_name(step: Any) -> str:
 
 
 def draws_by_itself(transform: Any) -> bool:
-    """Whether it is a Compose of albumentations: it draws whether to run at all, even where it always does."""
+    """Whether it is a Compose of albumentations that always runs: it draws whether to run at all, even then."""
     return _is_of(transform, "albumentations") and transform.p >= 1
 
 
