@@ -23,7 +23,7 @@ from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.draws import Draws
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.random_split import Probe, sign, split, spread
+from lightning_stocache.source.random_split import Probe, split, spread, why_random
 from lightning_stocache.source.transform_split import Cut
 
 __all__ = ["Finding", "SourceReader", "parts_of"]
@@ -192,7 +192,7 @@ class _Reading:
                         sample = known[index]
                     else:
                         read = probe.read(source, index, 2 * index + again)
-                        if sign(read, read) is not None:
+                        if why_random(read, read) is not None:
                             continue
                         sample = read.sample
                     encoded[index] = list(map(bytes, found.codec.contents(found.codec.encode(sample, index))))

@@ -35,7 +35,7 @@ from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.same_data import FingerprintError, check_pool
 from lightning_stocache.source.identity import identity
 
-__all__ = ["CacheInUseError", "fingerprint", "found_before", "open_cache", "open_pool"]
+__all__ = ["CacheInUseError", "fingerprint", "found_before", "open_named_cache", "open_pool"]
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def found_before(request: CacheRequest) -> str:
     return "" if manifest is None else manifest.found
 
 
-def open_cache(
+def open_named_cache(
     request: CacheRequest,
     codec: SampleCodec,
     budget: Budget,
@@ -166,13 +166,13 @@ def open_pool(request: CacheRequest, codec: SampleCodec, length: int | None, wri
         FingerprintError: it has other data.
         ValueError: the budget has no room for the least number of samples.
         ImportError: xxhash is not installed.
-        ManifestError, PermissionError, OSError: as `open_cache`.
+        ManifestError, PermissionError, OSError: as `open_named_cache`.
     """
     checksum()
     store: Store | None = None
     for seconds in poll(pause=0.1):  # workers of a job that was killed end after a few seconds
         try:
-            store = open_cache(request, codec, request.budget, kind=RollingStore)
+            store = open_named_cache(request, codec, request.budget, kind=RollingStore)
             break
         except CacheInUseError:
             if seconds:
@@ -180,7 +180,7 @@ def open_pool(request: CacheRequest, codec: SampleCodec, length: int | None, wri
     if store is None:
         given, _ = allocate_pool(request.budget, codec, length, writers, 1, request.dir)
         arc = Arc(given.slots[0], given.slots[0])
-        store = open_cache(request, codec, request.budget, arc, given.granted[0], kind=RollingStore)
+        store = open_named_cache(request, codec, request.budget, arc, given.granted[0], kind=RollingStore)
         assert store is not None
         store.keep_free(given.keep_free[0])
     pool = cast(RollingStore, store)

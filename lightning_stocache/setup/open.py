@@ -41,7 +41,7 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.allocation import allocate
 from lightning_stocache.setup.find import Finding, SourceReader, parts_of
 from lightning_stocache.setup.forms import keeps_files
-from lightning_stocache.setup.named_cache import found_before, open_cache
+from lightning_stocache.setup.named_cache import found_before, open_named_cache
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 from lightning_stocache.setup.same_data import store_or_refuse
@@ -238,7 +238,7 @@ def _plan(
         opening.found = _look(opening, is_apart)
     for opening in openings:
         if opening.request.name is not None and opening.found.codec is not None:
-            opening.joined = open_cache(opening.request, opening.found.codec, opening.budget)
+            opening.joined = open_named_cache(opening.request, opening.found.codec, opening.budget)
             later += Reserve(0 if opening.joined is None else opening.joined.promised_bytes)
     requests = [opening.request for opening in openings]
     codecs = [None if opening.joined is not None else opening.found.codec for opening in openings]
@@ -338,7 +338,7 @@ def _make(opening: _Opening, arc: Arc, group: NodeGroup, kind: Backend | None) -
     if codec is not None and request.as_stream and granted >= _LEAST:
         store = StreamStore.empty(codec, granted, len(group.members), kind)
     elif store is None and codec is not None and request.name is not None:  # another job may have made it since
-        store = open_cache(request, codec, opening.budget, arc, granted, found.digest)
+        store = open_named_cache(request, codec, opening.budget, arc, granted, found.digest)
     elif store is None and codec is not None and arc.slots:
         whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
         store = Store.create(codec, arc, None if request.dir else kind, whose, granted=granted, directory=request.dir)

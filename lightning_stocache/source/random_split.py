@@ -6,8 +6,8 @@ A cache freezes what it stores, and most random augmentation sits inside the use
    the bits are equal and no generator has moved, neither these nor one that can be reached from the source
    (RandomErasing(p=0.1) seldom changes bits, but always draws).
 2. Otherwise a shallow copy of the dataset notes what its `__getitem__` calls, and runs the steps of transforms one by
-   one. Cut are the calls that draw, each at its earliest random step over all probed samples, and those that work on
-   what these return.
+   one. The calls that draw are cut, each at its earliest random step over all probed samples; so are the calls that
+   work on their results.
 3. A second copy runs only the steps before the cuts. Where their output lies in the sample is found by identity; the
    tail applies the other steps there, in the order of the calls.
 4. The cut is proved: under one seed, `tail(copy[i])` must give the bits of `source[i]` and leave the generators in the
@@ -15,7 +15,7 @@ A cache freezes what it stores, and most random augmentation sits inside the use
    batches.
 
 The user's objects are not modified, and the generators end where they began, also when the source raises. A source that
-is random in few samples only, and draws from what no look can find, is not found out.
+is random in few samples only, and draws from a hidden generator, is not recognised.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from lightning_stocache.source.transform_split import (
     with_transforms,
 )
 
-__all__ = ["Probe", "Read", "Split", "sign", "split", "spread"]
+__all__ = ["Probe", "Read", "Split", "split", "spread", "why_random"]
 
 _PROBED = 4  # indices, spread evenly from the first to the last
 QUICK_SECONDS = 0.2
-_SLOW_SECONDS = 20.0  # after which two indices have to do
+_SLOW_SECONDS = 20.0  # after which two indices are enough
 _NOT_HELD = "the sample does not hold what its transform returns, but something made of it"
 _NAMES = ("transform", "transforms")
 _NOT_ALIKE = "its transform is not called in the same way for every sample"
@@ -109,8 +109,8 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
     """Split a source into what is the same on every read and the random rest.
 
     Args:
-        source: a map-style dataset with at least one sample. Four indices are probed, two where these take 20 s. A
-            deterministic source is read twice per index, a random one up to ten times. What it raises comes through.
+        source: a map-style dataset with at least one sample. Four indices are probed, two if these take 20 s. A
+            deterministic source is read twice per index, a random one up to ten times. If all raise, so does this.
         quick: how many more indices to probe within 0.2 s.
         domain: which indices may be read; by default all.
 
@@ -136,7 +136,7 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
     with Probe(source) as probe, watch_entropy():
         pairs = list(_pairs(source, probe, indices, more))
         originals, again = zip(*pairs, strict=True)
-        moved = next(filter(None, map(sign, originals, again)), None)
+        moved = next(filter(None, map(why_random, originals, again)), None)
         if moved is None:
             return Split(source, again, probe.reads)
         reasons = []
@@ -160,7 +160,7 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
 
 
 def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, ...]:
-    """So many indices of a dataset, or of its domain, evenly from the first to the last."""
+    """`count` indices of a dataset, or of its domain, spread evenly from the first to the last."""
     among = range(length) if domain is None else domain.indices
     count = min(count, len(among))
     return tuple(int(among[k * (len(among) - 1) // max(count - 1, 1)]) for k in range(count))
@@ -171,7 +171,7 @@ def _pairs(
 ) -> Iterator[tuple[Read, Read]]:
     """Two reads of each index, and of more as long as that is quick and nothing is random.
 
-    An index that raises is passed over, unless all do: it may be one that no sampler asks for.
+    An index that raises is skipped, unless all raise: no sampler may ever ask for it.
     """
     begin, seen, failure = time.perf_counter(), 0, None
     for index in dict.fromkeys((*indices, *more)):
@@ -187,7 +187,7 @@ def _pairs(
             continue
         seen += 1
         yield pair
-        if not first and sign(*pair) is not None:
+        if not first and why_random(*pair) is not None:
             break
     if failure is not None and not seen:
         raise failure
@@ -201,12 +201,12 @@ class Read:
     """One read of an index.
 
     Args:
-        index: that was read, or a list of them.
-        sample: what came.
-        seed: under which it was read.
-        bits: of the sample.
-        moved: names of the generators that it drew from.
-        after: the state of all generators after it.
+        index: the index that was read, or a list of indices.
+        sample: the sample, or the list of samples.
+        seed: seed of the read.
+        bits: bits of the sample.
+        moved: names of the generators that the read drew from.
+        after: the state of all generators after the read.
     """
 
     index: Any
@@ -221,7 +221,7 @@ class Probe:
     """Reads of one source under given seeds, counted. At the end of a `with` all generators are where they were.
 
     Args:
-        source: its own generators are watched, too.
+        source: the source, whose own generators are watched, too.
     """
 
     def __init__(self, source: Dataset[Any]) -> None:
@@ -235,7 +235,7 @@ class Probe:
         self.generators.__exit__()
 
     def read(self, source: Any, index: Any, seed: int) -> Read:
-        """Read an index of the source, or of a copy with another transform, under a seed; what it raises comes through.
+        """Read an index of the source, or of a copy with another transform, under a seed. Its errors are raised.
 
         Of a list of indices, the source reads all in one call. A generator that the first read has made is watched from
         then on.
@@ -270,8 +270,8 @@ def _worker_of(seed: int) -> Iterator[None]:
             object.__setattr__(info, name, value)
 
 
-def sign(first: Read, second: Read) -> str | None:
-    """What shows that two reads of an index are random, in words; None if nothing does."""
+def why_random(first: Read, second: Read) -> str | None:
+    """The evidence in words that two reads of an index are random; None if there is none."""
     for read in (first, second):
         if read.moved:
             return f"reading index {read.index} moves the generator of {' and '.join(read.moved)}"
@@ -291,7 +291,7 @@ def _cut(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut 
         source: the dataset, or one inside it.
         pairs: two reads of each probed index. Only the first of two has the index in `source`.
         probe: reads the source.
-        named: whether a transform is only what has such a name.
+        named: whether only attributes named `transform` or `transforms` are transforms.
 
     Raises:
         UncuttableError: the cut would not be sound.
@@ -305,7 +305,7 @@ def _cut(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut 
     for part, end in zip(cast(Any, source.datasets), source.cumulative_sizes, strict=True):
         shifted = ((replace(first, index=first.index % len(source) - end + len(part)), again) for first, again in pairs)
         inside = [pair for pair in shifted if 0 <= pair[0].index < len(part)] or [probe.read_twice(part, 0)]
-        cut = _cut(part, inside, probe, named) if any(sign(*pair) for pair in inside) else None
+        cut = _cut(part, inside, probe, named) if any(why_random(*pair) for pair in inside) else None
         if cut is not None:
             _proven(*cut.apply(part), inside[0][0], probe)
         cuts.append(cut)
@@ -333,7 +333,7 @@ def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bo
         once, calls = _recorded(source, ends, first, probe)
         if ends != length:
             cuts.add(TransformCut(tuple(ends.items()), _places(chain, calls, once.sample)))
-        elif found := sign(once, _recorded(source, ends, replace(again, index=first.index), probe)[0]):
+        elif found := why_random(once, _recorded(source, ends, replace(again, index=first.index), probe)[0]):
             raise UncuttableError(f"its dataset is random outside the transform ({found})")
         elif once.bits != first.bits:
             raise UncuttableError("its steps do not give its samples again, run one by one")
@@ -344,9 +344,9 @@ def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bo
 
 def _proven(head: Any, tail: Callable[[Any], Any], original: Read, probe: Probe) -> Read:
     """Prove that head and tail together make a sample of the source. Returns a read of the head."""
-    kept = probe.read(head, original.index, original.seed + 1)  # the tail may work on the other one in place
+    again = probe.read(head, original.index, original.seed + 1)  # the tail may change the sample of `once` in place
     once = probe.read(head, original.index, original.seed)
-    if found := sign(once, kept):
+    if found := why_random(once, again):
         raise UncuttableError(f"its dataset is random outside the transform ({found})")
     whole = tail(once.sample)
     if probe.generators.moved(original.after) or bits(whole) != original.bits:
@@ -354,7 +354,7 @@ def _proven(head: Any, tail: Callable[[Any], Any], original: Read, probe: Probe)
             "its random steps, run after the dataset, do not give its sample again under the same seed (does a sample "
             "need their result?)"
         )
-    return kept
+    return again
 
 
 # ---- the calls of transforms ----
@@ -362,13 +362,13 @@ def _proven(head: Any, tail: Callable[[Any], Any], original: Read, probe: Probe)
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of what may be a transform, noted at its end.
+    """A call of a possible transform, noted at its end.
 
     Args:
         site: where the dataset holds it.
         function: the transform.
-        values: what it was called with.
-        result: what it returned.
+        values: the arguments.
+        result: the result.
         moved: whether each of its steps drew.
         before: number of calls that had ended when it began.
     """
@@ -382,7 +382,7 @@ class _Call:
 
 
 class _Recorder(Head):
-    """Stands for what a dataset may call: runs it whole, or its first steps if `ends` has their number."""
+    """Stands for a callable of a dataset: runs it whole, or its first steps if `ends` has their number."""
 
     def __init__(
         self, site: Site, function: Any, *, ends: Mapping[Site, int | None], calls: list[_Call], generators: Generators
@@ -416,14 +416,14 @@ class _Recorder(Head):
 
 
 def _recorded(source: Any, ends: Mapping[Site, int | None], original: Read, probe: Probe) -> tuple[Read, list[_Call]]:
-    """Read a source with the first steps of its transforms alone. Returns their calls, too."""
+    """Read a source with only the first steps of its transforms. Returns the read and the calls of the transforms."""
     calls = list[_Call]()
     make = partial(_Recorder, ends=ends, calls=calls, generators=probe.generators)
     return probe.read(with_transforms(source, ends, make), original.index, original.seed), calls
 
 
 def _random(calls: list[_Call]) -> Iterator[Site]:
-    """The transforms that draw; of calls inside each other the innermost."""
+    """The sites of transforms that draw; of nested calls only the innermost."""
     last = -1
     for number, call in enumerate(calls):
         draws = any(call.moved) or draws_by_itself(call.function)
@@ -433,10 +433,10 @@ def _random(calls: list[_Call]) -> Iterator[Site]:
 
 
 def _chain(calls: list[_Call], random: set[Site], named: bool) -> Iterator[tuple[Site, bool]]:
-    """The calls of random transforms, and of those that follow: they work on what an earlier one has returned."""
+    """The sites of random calls, and of calls that follow: these work only on results of earlier ones."""
     last, made = -1, list[Any]()
     for number, call in enumerate(calls):
-        # A method, or what gets other values too, may make the sample.
+        # A method, or a callable that gets other values too, may make the sample.
         follows = bool(made and call.values) and not (named or isinstance(call.function, MethodType))
         follows = follows and all(any(value is node for node in made) for value in call.values.values())
         if call.site in random or (follows and last < call.before):
@@ -446,7 +446,7 @@ def _chain(calls: list[_Call], random: set[Site], named: bool) -> Iterator[tuple
 
 
 def _places(chain: Sequence[tuple[Site, bool]], calls: Sequence[_Call], sample: Any) -> tuple[tuple[Site, Places], ...]:
-    """Where in the sample the results of each call lie, by identity. An object that two calls returned lies twice."""
+    """The places in the sample of the results of each call, by identity. Two calls may return the same object."""
     if [site for site, _ in chain] != [call.site for call in calls]:
         raise UncuttableError(_NOT_ALIKE)
     free, used, found = list(walk(sample)), list[tuple[Path, Any]](), []
@@ -467,5 +467,5 @@ def _places(chain: Sequence[tuple[Site, bool]], calls: Sequence[_Call], sample: 
 
 
 def _has_data(values: Iterable[Any]) -> bool:
-    """Whether there is more than numbers, names and paths, of which a cache would save nothing."""
+    """Whether there is more than numbers, names and paths. Caching only these would save nothing."""
     return any(not isinstance(node, _SMALL) for value in values for _, node in walk(value))
