@@ -34,7 +34,7 @@ class EncodedAccess(NamedTuple):
 
     Args:
         read: gives the file of an index: bytes, or a tuple or dict that holds them.
-        decode: makes of a file and its index the sample that the source would have returned.
+        decode: makes the sample that the source would have returned, given a file and its index.
         packed: gives what `pack` writes for an index; None if such a source cannot be packed as files.
     """
 
@@ -78,7 +78,7 @@ class EncodedSource(Dataset[Any]):
 
 
 def packed_reader(source: Any) -> Callable[[int], Any]:
-    """The function that reads samples with files in place of images, for `pack`: of a folder (file, label).
+    """The function that reads samples with files in place of images, for `pack`; for a folder (file, label).
 
     Raises:
         ValueError: the files are not known.
@@ -150,7 +150,7 @@ def _of_timm(source: Any) -> EncodedAccess:
 
 
 class _OneFile:
-    """A reader of timm's that has the content of one file. Where that is broken, timm goes on to the next file."""
+    """A reader of timm's that has the content of one file. If that is broken, timm goes on to the next file."""
 
     def __init__(self, reader: Any, index: int, content: tuple[Any, ...]) -> None:
         self._reader, self._index, self._content = reader, index, content

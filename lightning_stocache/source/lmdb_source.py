@@ -1,4 +1,4 @@
-"""LMDBSource: a dataset over an LMDB, as `pack` or anybody else has written it.
+"""LMDBSource: a dataset over an LMDB that `pack` or another program has written.
 
 In a packed LMDB a sample is a blob (`blob`) under its index in twelve digits; a manifest in JSON has a key of its own.
 Every commit has the manifest, with `complete: false` until the last sample is there. The number of the other keys is
@@ -9,9 +9,9 @@ may keep either. Nothing is unpickled. There is no `__getitems__`: a transaction
 into their batch as they come.
 
 LMDB forbids using an environment across a fork and opening a file twice in a process. So each process opens a file on
-first use, shares it among all who read it, and opens it anew after a fork. It is opened without locks, which shared or
-read-only filesystems lack: nobody may write to it meanwhile. A page that is missing from the file is a SIGBUS, so its
-length is checked when it is opened.
+first use, shares it among its readers, and opens it anew after a fork. It is opened without locks, which shared or
+read-only filesystems lack: nobody may write to it meanwhile. Reading a page beyond the file's end is a SIGBUS, so the
+length is checked when the file is opened.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class LMDBFile:
             ) from error
         status = os.stat(file)
         self.version = status.st_size, status.st_mtime_ns
-        """What changes when the file is written to or replaced."""
+        """Size and time of the file, which change when it is written to or replaced."""
         if status.st_size < (needed := bytes_needed(self._environment)):
             raise LMDBError(
                 f"{file} is truncated: it has {status.st_size:,} bytes, and its last commit needs {needed:,}. Copy or "
@@ -107,7 +107,7 @@ class LMDBFile:
             return list(cursor.iternext(keys=True, values=False))
 
     def manifest(self) -> tuple[dict[str, Any] | None, int]:
-        """What `pack` has noted of the source, None if another program wrote the file; and the number of samples."""
+        """The manifest of `pack`, None if another program wrote the file; and the number of samples."""
         entries = int(self._environment.stat()["entries"])
         if (content := self.get(MANIFEST_KEY)) is None:
             return None, entries
@@ -125,31 +125,31 @@ _files: weakref.WeakValueDictionary[tuple[int, int], LMDBFile] = weakref.WeakVal
 class LMDBSource(Dataset[Any]):
     """A map-style dataset over an LMDB.
 
-    One that `pack` has written needs no argument but its path: samples come back as they were, in types, structure and
-    bits. Of any other, all keys are samples, in the order of their bytes (as numbers, where all are), but those that
-    look like `__len__`; `keys` gives some keys, or another order. Their values are images, unless `kind`, `dtype` or
-    `decode` says otherwise. Several LMDBSources may read the same file: `torch.utils.data.StackDataset` puts an image
-    and a label that lie under two keys together.
+    An LMDB that `pack` has written needs only its path: samples come back as they were, in types, structure and bits.
+    In any other LMDB each key is a sample, except keys like `__len__`. They are sorted by their bytes, or as numbers if
+    all are numbers; `keys` chooses keys and their order. Values are images unless `kind`, `dtype` or `decode` says
+    otherwise. Several LMDBSources may read one file: `torch.utils.data.StackDataset` joins an image and a label that
+    lie under two keys.
 
-    It may be sent to other processes by fork and by spawn; each opens the file for itself.
+    It works in forked and in spawned processes; each opens the file itself.
 
     Args:
-        path: of the file, or of a folder with a `data.mdb`.
-        kind: what the values are: `image` (encoded, opened by PIL as RGB), `bytes`, `text` (UTF-8), `json` (which
-            numbers written as text are, too), `tensor` (as `dtype` and `shape` say), `safetensors` (a dict of tensors;
-            needs the package).
-        dtype: of the values, as in torch: `"uint8"`.
-        shape: of the values; None: one dimension, as long as each value is.
-        keys: of the samples, as bytes or strings.
+        path: path of the file, or of a folder with a `data.mdb`.
+        kind: the kind of the values: `image` (encoded, opened by PIL as RGB), `bytes`, `text` (UTF-8), `json` (also
+            for numbers written as text), `tensor` (of `dtype` and `shape`), `safetensors` (a dict of tensors; needs
+            the package).
+        dtype: dtype of the values, named as in torch: `"uint8"`.
+        shape: shape of the values; None: one dimension, as long as each value is.
+        keys: keys of the samples, as bytes or strings.
         decode: makes a sample of the bytes of a value, in place of `kind`.
-        transform: of the sample; of a sample that is a tuple or list of two, of its first.
-        target_transform: of the second of two.
+        transform: applied to the sample, or to the first item of a tuple or list of two.
+        target_transform: applied to the second item of a tuple or list of two.
 
     Raises:
         FileNotFoundError: there is no such LMDB.
-        LMDBError: it is none, truncated, of another version, packed only in part, or (a sample) a value is missing or
-            damaged, or no `kind`.
-        ValueError: arguments that do not go together.
+        LMDBError: the file is no LMDB, is truncated, of another version, or packed only in part; when a sample is
+            read: its value is missing, damaged, or not of this `kind`.
+        ValueError: the arguments do not go together.
 
     Example:
         >>> import tempfile
@@ -177,7 +177,7 @@ class LMDBSource(Dataset[Any]):
     ) -> None:
         self.transform, self.target_transform = transform, target_transform
         self.path = os.fspath(path)
-        """As it was given."""
+        """The path as it was given."""
         self._location = os.path.abspath(self.path)
         self._opened: LMDBFile | None = None
         file = LMDBFile.of(self._location)
@@ -213,11 +213,11 @@ class LMDBSource(Dataset[Any]):
         return self.decode(self.read(index), index)
 
     def read(self, index: SupportsIndex) -> bytes:
-        """The bytes of an index.
+        """The bytes of the sample of an index.
 
         Raises:
             IndexError: it is outside of the dataset.
-            LMDBError: there are none.
+            LMDBError: its key is missing, or the file has changed since another process opened it.
         """
         position = self._position(index)
         if (opened := self._opened) is None or opened.pid != os.getpid():
@@ -234,12 +234,12 @@ class LMDBSource(Dataset[Any]):
         """The sample of the bytes that `read` gave for this index.
 
         Raises:
-            LMDBError: they are damaged, or not what the values are said to be.
+            LMDBError: the bytes are damaged, or not of this `kind`.
         """
         position = self._position(index)
         try:
             sample = decode_blob(content, position) if self._keys is None else self._decode(content)
-        except Exception as error:  # of PIL, JSON, or a function of the user's: they may raise anything
+        except Exception as error:  # PIL, JSON and the user's function may raise anything
             advice = "copy or pack it again"
             if self._keys is not None:
                 advice = "give kind=, dtype= or decode= that fits; nothing is unpickled here, unless by your function"

@@ -4,8 +4,8 @@ Workers load samples and encode them (`blob`). The main process takes the blobs 
 commits 64 MiB, or those of two seconds, while the next ones are loaded (without it, packing has 0.5 to 0.9 of its
 speed). The file is locked by `flock`, which the kernel frees when the process and its workers have ended.
 
-Each index is read once. A pack that was stopped goes on after the last committed sample, whose index is the number of
-keys; up to four samples that lie there are read again and compared, so that no other source goes on with it.
+Each index is read once. A pack that was stopped goes on after the last committed sample: the number of keys says which.
+Up to four committed samples are read again and compared, so that no other source goes on with it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _WATCHED = 8  # reads of each process that are watched for draws
 
 
 class PackError(RuntimeError):
-    """A sample cannot be packed; the message says which one, and why. What came before it is kept."""
+    """A sample cannot be packed; the message says which one, and why. The samples before it are kept."""
 
 
 def pack(
@@ -68,28 +68,29 @@ def pack(
     allow_random: bool = False,
     progress: bool = False,
 ) -> int:
-    """Write all samples of a source into an LMDB. Stopped at any moment, the same call goes on where it was.
+    """Write all samples of a source into an LMDB. After a stop at any moment, the same call goes on from there.
 
     Args:
         source: a map-style dataset. Its samples are tensors, arrays, numbers, strings, bytes, None and images of PIL
             (which are kept as their pixels), by themselves or in dicts, lists and tuples.
-        path: of a file that does not exist yet, or that this call has begun.
-        encoded: keep images as their files: of torchvision's ImageFolder and its kin, whose transforms are left out and
-            can be given to LMDBSource, or of a source with a method `read(index)`, of which what that returns is
-            packed.
-        workers: processes that load; 0: this one, which is faster where a sample loads within 0.2 ms.
-        fingerprint: a word of yours for whatever decides what the samples are, besides class and length of the source:
-            a pack with another one is refused.
+        path: a file that does not exist yet, or that the same call has begun.
+        encoded: pack files instead of samples: the image files of torchvision's ImageFolder and its kin, without their
+            transforms, which can be given to LMDBSource; or the results of `read(index)`, if the source has methods
+            `read` and `decode`.
+        workers: processes that load; 0: this one, which is faster if a sample loads within 0.2 ms.
+        fingerprint: your version of the data, where class and length of the source do not tell it. A pack with another
+            fingerprint is refused.
         allow_random: pack a source that draws random numbers when it is read, with its first draw frozen.
         progress: show a progress bar.
 
     Returns:
-        How many samples were written by this call; 0 if all were there.
+        The number of samples that this call has written; 0 if all were there.
 
     Raises:
         LMDBError: the path holds something else or a pack of another source, another process packs into it, or it
             cannot be written.
         PackError: a sample cannot be packed, or its source draws random numbers.
+        TypeError, ValueError: the source is no map-style dataset, or empty; (`encoded`) its files are not known.
 
     Example:
         >>> import tempfile
@@ -142,7 +143,7 @@ def _begin(worker: int) -> None:
 
 
 class _Blobs(Dataset[Any]):
-    """The samples of a source as blobs with their indices; in place of one that cannot be packed, a PackError."""
+    """The samples of a source as indices with blobs; a PackError in place of a sample that cannot be packed."""
 
     def __init__(self, source: Any, encoded: bool, allow_random: bool) -> None:
         self._source = source
@@ -155,7 +156,7 @@ class _Blobs(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[int, bytes | PackError]:
         try:
             return index, encode_blob(self._load(index), index)
-        except Exception as error:  # the source is the user's, and may raise anything, also what cannot be sent
+        except Exception as error:  # the source is the user's, and may raise anything, also unpicklable errors
             name = "" if isinstance(error, PackError | UnsupportedSampleError) else f"{type(error).__name__}: "
             failure = PackError(f"sample {index} of {type(self._source).__name__}: {name}{error}")
             failure.add_note(traceback.format_exc())
@@ -180,8 +181,8 @@ class _Writer:
     """Writes one LMDB, from its first sample or from where another process has stopped.
 
     Args:
-        path: of the file.
-        manifest: of what is packed.
+        path: path of the file.
+        manifest: the manifest of the pack.
 
     Raises:
         LMDBError: the path holds something else, another process packs into it, or it cannot be written.
@@ -192,7 +193,7 @@ class _Writer:
 
         self.path, self.manifest, self._lmdb = path, manifest, lmdb
         self.done, self.known = 0, dict[int, bytes]()
-        """The number of samples that lie there, and the blobs of those that are compared."""
+        """The number of committed samples, and the blobs of those that are compared."""
         self._items: list[tuple[bytes, bytes]] = []
         self._bytes, self._last = 0, time.monotonic()
         self._committed: Future[None] | None = None
@@ -213,7 +214,7 @@ class _Writer:
         self._thread = ThreadPoolExecutor(1, "lmdb-writer")
 
     def compare(self, index: int, blob: bytes) -> None:
-        """Refuse to go on if the source gives another sample than lies there."""
+        """Refuse to go on if the source gives another sample than the committed one."""
         known = self.known[index]
         if blob != known and not same_sample(decode_blob(blob, index), decode_blob(known, index)):
             raise LMDBError(
@@ -222,7 +223,7 @@ class _Writer:
             )
 
     def put(self, index: int, blob: bytes) -> None:
-        """Write the next sample, soon. Waits while too many wait to be written."""
+        """Add the next sample to the next commit. Waits while the last commit runs if this one is due."""
         self._items.append((key_of(index), blob))
         self._bytes += len(blob)
         if self._bytes >= BATCH_BYTES or time.monotonic() - self._last >= BATCH_SECONDS:
@@ -232,7 +233,7 @@ class _Writer:
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        """Write what waits, and without an error that all is there; let the file go."""
+        """Commit the waiting samples, marked as complete if there was no error; release the file."""
         try:
             if self._items or (kind is None and not self._is_complete):
                 self._flush(complete=kind is None)
@@ -247,29 +248,29 @@ class _Writer:
             os.close(self._lock_file)
 
     def _examine(self) -> None:
-        """Find out how many samples are there; refuse a file that this call has not begun."""
+        """Count the committed samples; refuse a file that the same call has not begun."""
         try:
             file = LMDBFile.of(str(self.path))
-            there, self.done = file.manifest()
-            if there is None and self.done:
+            stored, self.done = file.manifest()
+            if stored is None and self.done:
                 raise LMDBError("an LMDB that this package has not packed")
             names = ("source", "samples", "encoded", "fingerprint")
-            pairs = [(name, there[name], self.manifest[name]) for name in names] if there is not None else []
+            pairs = [(name, stored[name], self.manifest[name]) for name in names] if stored is not None else []
             if differing := ", ".join(f"{name} {old!r}, here {new!r}" for name, old, new in pairs if old != new):
                 raise LMDBError(f"a pack of another source: {differing}")
         except LMDBError as error:
             raise LMDBError(
                 f"{self.path} is not overwritten: {error}. Give another path, or remove it first"
             ) from error
-        self._is_complete = there is not None and there["complete"]
+        self._is_complete = stored is not None and stored["complete"]
         compared = {number * (self.done - 1) // (_COMPARED - 1) for number in range(_COMPARED)} if self.done else ()
         self.known = {index: file.get(key_of(index)) or b"" for index in sorted(compared)}
 
     def _flush(self, complete: bool) -> None:
-        """Give what waits to the thread, once it has committed what it had; its errors come here."""
+        """Give the waiting samples to the thread after its last commit, whose error is raised here."""
         if self._committed is not None:
             self._committed.result()
-        if self._environment is None:  # late: who has a whole pack open may call `pack` again
+        if self._environment is None:  # late: a process that has a whole pack open may call `pack` again
             self._environment = self._lmdb.open(
                 str(self.path), subdir=False, lock=False, readahead=False, map_size=_MAP_BYTES
             )
