@@ -1,4 +1,4 @@
-"""Check that the built documentation is whole: `python check_site.py SITE`.
+"""Check that the built documentation is complete: `python check_site.py SITE`.
 
 It loads nothing from elsewhere (no script, style, font or picture), has every public name with all of its options, and
 can be searched.
@@ -42,7 +42,7 @@ def _is_elsewhere(address: str) -> bool:
 
 
 def loads_in_page(text: str) -> list[str]:
-    """The addresses elsewhere that are loaded with an HTML page; links that a reader may follow are none."""
+    """The addresses elsewhere that are loaded with an HTML page; links that a reader may follow do not count."""
     parser = _Loads()
     parser.feed(text)
     styles = re.findall(r"<style[^>]*>(.*?)</style>", text, re.DOTALL)

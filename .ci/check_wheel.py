@@ -1,4 +1,4 @@
-"""Check that an installed wheel is whole: `python check_wheel.py CHECKOUT ENVIRONMENT`, run outside the checkout."""
+"""Check that an installed wheel is complete: `python check_wheel.py CHECKOUT ENVIRONMENT`, run outside the checkout."""
 
 import sys
 from importlib.metadata import files

@@ -2,7 +2,7 @@
 
 `mutations.toml` beside this file has the table: each entry names a behaviour, a place in the code that is changed so
 that the behaviour is lost, and the tests that must notice. A mutation that survives is a behaviour that no test
-protects. The code moves; the behaviours stay: an entry whose place is not found any more (`--list`) is given its new
+protects. Code moves, and behaviours stay: if the place of an entry is no longer found (`--list`), give it the new
 place.
 
 The tests run in copies of the checkout. Each run is forked from this process, which has imported torch and Lightning,
@@ -47,8 +47,8 @@ class Mutation:
         old: the text of the place, which occurs once in the file.
         new: the text that replaces it.
         tests: their ids for pytest, `file::test` or `file::test[parameters]`.
-        hangs: whether tests that do not end are a kill, too.
-        survives: why no test can notice; None where one must.
+        hangs: whether the mutation counts as killed if the tests do not end.
+        survives: why no test can notice; None if one must.
     """
 
     area: str
@@ -61,7 +61,7 @@ class Mutation:
     survives: str | None = None
 
     def lost(self) -> str:
-        """What of it is not where the table says, in words; empty if all is."""
+        """The part of the entry that is not found, in words; "" if all is found."""
         path = ROOT / self.file
         times = path.read_text().count(self.old) if path.exists() else 0
         if times != 1:
@@ -92,7 +92,7 @@ def read_table() -> list[Mutation]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a module. Its time is a new one each time, or Python would take the code that was compiled before."""
+    """Write a module with a new time each time, or Python would use the code that it compiled before."""
     path.write_text(text)
     seconds = next(_times)
     os.utime(path, (seconds, seconds))
@@ -130,7 +130,7 @@ def killer(log: Path) -> str:
 
 
 def end(run: Run, *, reap: bool) -> None:
-    """End tests that take too long, and all that tests have started and left."""
+    """End tests that take too long, and processes that tests have left behind."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(run.pid, signal.SIGKILL)
     if reap:
@@ -138,7 +138,7 @@ def end(run: Run, *, reap: bool) -> None:
 
 
 def outcome(run: Run, status: int | None) -> str:
-    """What became of a mutation, from the exit status of its tests; None: they did not end in time."""
+    """The outcome of a mutation, from the exit status of its tests; None: they did not end in time."""
     assert run.mutation is not None
     if status is None:
         return "killed (hangs)" if run.mutation.hangs else "timed out"
@@ -174,7 +174,7 @@ def pass_unchanged(mutations: Sequence[Mutation], copy: Path, log: Path, seconds
 
 
 def run_all(mutations: Sequence[Mutation], copies: list[Path], logs: Path, seconds: float) -> Counter[str]:
-    """Run each mutation's tests, as many at a time as there are copies, and print what became of it."""
+    """Run each mutation's tests, as many at a time as there are copies, and print the outcomes."""
     counts: Counter[str] = Counter()
     waiting, runs, before, number = list(mutations), list[Run](), dict[Path, str](), 0
     while waiting or runs:
@@ -208,7 +208,7 @@ def main() -> int:
     parser.add_argument("--unchecked", action="store_true", help="leave out the run without any mutation")
     options = parser.parse_args()
     wanted = options.only or [""]
-    table = [one for one in read_table() if any(text in f"{one.area}: {one.name}" for text in wanted)]
+    table = [entry for entry in read_table() if any(text in f"{entry.area}: {entry.name}" for text in wanted)]
     lost = [mutation for mutation in table if mutation.lost()]
     for mutation in table if options.list else lost:
         print(f"{mutation.lost() or 'found':10} {mutation.area}: {mutation.name} ({mutation.file})")

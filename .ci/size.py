@@ -111,7 +111,7 @@ def size(files: Iterator[Path]) -> Size:
 
 
 def rooms(root: Path) -> dict[str, Size]:
-    """The size of each room of a tree, of the whole package, and of what lies beside it."""
+    """The size of each room of a tree, of the whole package, and of tests, examples and configs."""
     package = root / PACKAGE
     folders = sorted(path for path in package.iterdir() if path.is_dir() and any(path.glob("*.py")))
     sizes = {folder.name: size(folder.rglob("*")) for folder in folders}
