@@ -225,7 +225,7 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
             form = files
             reads += files.reads
         elif request.store == "encoded":
-            note = f"store='encoded' cannot be had: {files}"
+            note = f"store='encoded' is not possible: {files}"
             if request.strict:
                 raise ValueError(note)
     if form is not None and (request.store == "encoded" or parts.reason is not None):

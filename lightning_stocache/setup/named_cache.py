@@ -218,7 +218,7 @@ def _check_budget(request: CacheRequest, cache: Store, made: str, budget: Budget
         return
     words = (
         f"the cache {request.name!r} was made with budget={made!r} and keeps its {cache.capacity:,} slots; "
-        f"budget={str(budget)!r} is not looked at"
+        f"budget={str(budget)!r} is ignored"
     )
     ways = way_out(str(request.name), request.dir)
     if request.strict:

@@ -135,7 +135,7 @@ def test_what_is_not_known_by_its_files_is_kept_decoded(caplog: pytest.LogCaptur
             assert dataset.cache is not None
         [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert re.search(words, warning)
-        with pytest.raises(ValueError, match=f"store=.encoded. cannot be had: {words}"):
+        with pytest.raises(ValueError, match=f"store=.encoded. is not possible: {words}"):
             CachedDataset(source, store="encoded", strict=True)
 
 

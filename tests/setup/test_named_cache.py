@@ -222,7 +222,7 @@ def test_geometry_wins_over_another_budget(name: str, caplog: pytest.LogCaptureF
     assert f"the cache {name!r} was made with budget='50%' and keeps its 20 slots; budget='10%' is not" in said
     assert f"another name, or remove it: python -m lightning_stocache clean {name}" in said
     assert said.count("\n") == 1
-    with pytest.raises(FingerprintError, match="budget='auto' is not looked at"):
+    with pytest.raises(FingerprintError, match="budget='auto' is ignored"):
         cached(WHOLE, name, strict=True)
 
 
