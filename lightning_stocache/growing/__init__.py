@@ -1,1 +1,1 @@
-"""WHAT GROWS: streams that are stored as they pass, and rolling caches."""
+"""What grows: streams that are stored as they pass, and rolling caches."""

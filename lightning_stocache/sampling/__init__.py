@@ -1,1 +1,1 @@
-"""WHO trains on what."""
+"""Who trains on what."""

@@ -312,9 +312,9 @@ def _decoder_of(
 ) -> Callable[[bytes], Any]:
     """The function that makes a sample of the bytes of a value."""
     if dtype is not None or shape is not None or kind == "tensor":
-        if kind not in (None, "tensor") or dtype is None:
+        named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if kind not in (None, "tensor") or not isinstance(named, torch.dtype):
             raise ValueError(f"a tensor needs dtype= (and shape=, if it has one), got {kind=}, {dtype=}, {shape=}")
-        named = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         return partial(tensor_of, dtype=named, shape=shape)
     if kind not in (None, *_DECODERS):
         raise ValueError(f"kind must be one of {', '.join((*_DECODERS, 'tensor'))}, got {kind!r}")

@@ -104,7 +104,7 @@ def test_plain_values_are_read_as_they_are_said_to_be(tmp_path: Path) -> None:
     assert LMDBSource(write_lmdb(tmp_path / "j", {"a": b'{"x": [1]}'}), kind="json")[0] == {"x": [1]}
     with pytest.raises(ValueError, match="kind must be one of image, bytes"):
         LMDBSource(path, kind="jpeg")
-    for arguments in ({"kind": "tensor"}, {"shape": [3]}, {"dtype": "uint8", "kind": "text"}):
+    for arguments in ({"kind": "tensor"}, {"shape": [3]}, {"dtype": "uint8", "kind": "text"}, {"dtype": "uint9"}):
         with pytest.raises(ValueError, match="needs dtype="):
             LMDBSource(path, **arguments)
     save = pytest.importorskip("safetensors.torch").save
