@@ -312,7 +312,7 @@ class CallCaches:
         if not hit and self._fruitless[stage] == _MOST_FRUITLESS:
             self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
             self._warn_once(
-                f"the {stage} loader is not cached any more: twice it came with a new {kind} before a sample was hit."
+                f"the {stage} loader is not cached any more: its {kind} was replaced twice before a sample was hit."
                 "\nMake the dataset once; for data that grows there is RollingCache"
             )
 

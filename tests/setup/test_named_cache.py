@@ -219,7 +219,7 @@ def test_geometry_wins_over_another_budget(name: str, caplog: pytest.LogCaptureF
         assert later.budget_bytes == LENGTH // 2 * later.cache.codec.slot_bytes
         check(later)
     [said] = warnings(caplog)
-    assert f"the cache {name!r} was made with budget='50%' and keeps its 20 slots; budget='10%' is not" in said
+    assert f"the cache {name!r} was made with budget='50%' and keeps its 20 slots; budget='10%' is ignored" in said
     assert f"another name, or remove it: python -m lightning_stocache clean {name}" in said
     assert said.count("\n") == 1
     with pytest.raises(FingerprintError, match="budget='auto' is ignored"):
