@@ -64,8 +64,7 @@ def targets(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_keys_are_the_constructors():
-    """Every argument has a key, and no other key is there. What the wheel carries names public names of this package
-    alone; the example names of Lightning's classes the arguments that matter, and its DataModule inherits ours."""
+    """Every argument has a key, and there is no other; the example names only the arguments that matter."""
     for path in [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples" / "configs").rglob("*.yaml")]:
         for node in targets(OmegaConf.to_container(OmegaConf.load(path))):
             keys = {key for key in node if not (key.startswith("_") and key.endswith("_"))}

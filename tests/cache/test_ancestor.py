@@ -27,8 +27,7 @@ def image(value: int) -> torch.Tensor:
 
 
 def test_the_limit_holds_samples_and_one_byte_per_index() -> None:
-    """There are (limit - dataset_len) // slot_bytes slots, no more than indices and no fewer than none. The size of
-    /dev/shm, by which users choose the limit, is rounded down to GiB."""
+    """There are (limit - dataset_len) // slot_bytes slots, and the size of /dev/shm is rounded down to GiB."""
     for limit, length, dims, dtype, slots in (
         (5000, 60, (2, 3), torch.float32, 60),
         (59, 60, (2, 3), torch.float32, 0),
@@ -46,8 +45,7 @@ def test_the_limit_holds_samples_and_one_byte_per_index() -> None:
 
 
 def test_errors_of_every_flag(cache: SharedCache) -> None:
-    """Each flag refuses what it says, with the ancestor's type of error; nothing is broadcast or cast into a slot.
-    Arguments that make no cache are named."""
+    """Each flag refuses what it says, with the ancestor's type of error, and impossible arguments are named."""
     cache.set_slot(0, image(9))
     uses: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: cache.get_slot(10), IndexError, "index 10 is outside the dataset of 10 samples"),
@@ -83,9 +81,7 @@ def store_directly(cache: SharedCache) -> None:
 
 @pytest.mark.processes
 def test_items_are_slots_and_array_is_their_live_view(cache: SharedCache) -> None:
-    """The first indices have a slot; the others are ignored and give None. `cache[i]` is slot i, zeroes while it is
-    empty; setting it marks it as set, and overwrites. What any process stores is seen in `array` at once, and what is
-    written to it lies in the slots, which nothing has marked as set."""
+    """`cache[i]` is slot i, zeroes while it is empty; `array` is a view of all slots, which marks none as set."""
     array = cache.array
     assert array.shape == (6, 2, 3)
     assert cache[0].tolist() == [[0, 0, 0]] * 2

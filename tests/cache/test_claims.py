@@ -34,8 +34,7 @@ def wait_for_claim(segment: Segment) -> None:
 
 @pytest.mark.processes
 def test_a_claim_excludes_other_threads(segment: Segment) -> None:
-    """POSIX locks do not tell threads apart; claims do. A thread that failed to claim a slot can claim it later, and
-    a thread that waits gets it then. So does a child that was forked meanwhile, where the claiming thread is not."""
+    """POSIX locks do not tell threads apart; claims do, also in a child that was forked meanwhile."""
     seen: list[Any] = []
 
     def wait() -> None:
@@ -62,8 +61,7 @@ def test_a_claim_excludes_other_threads(segment: Segment) -> None:
 
 
 def test_what_is_no_deadlock_is_waited_for(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread waits for a process that waits for another thread: the kernel refuses, and the thread tries again. Any
-    other error is raised, and the slot is free."""
+    """A thread tries again if the kernel takes its wait for a deadlock; any other error is raised."""
     refusals = [errno.EDEADLK, errno.EDEADLK, errno.ENOLCK]
     lock = segment.lock
 

@@ -43,9 +43,8 @@ def test_no_count_is_lost(counters: Counters) -> None:
 
 @pytest.mark.processes
 def test_what_a_killed_process_counted_stays(counters: Counters) -> None:
-    """A forked child has a row of its own. SIGKILL takes no count away, and the next process of that rank goes on in
-    the same row. A process that dies between its row's lock and its mark leaves a gap, behind which rows are summed.
-    When living processes have all rows, the others go on uncounted; after close, nothing is counted."""
+    """The next process of that rank goes on in the same row, behind a gap that another one has left. When living
+    processes have all rows, the others go on uncounted; after close, nothing is counted."""
     assert counters.segment.lock(0)  # as a process does that is about to mark row 0
     with hanging(count, counters, 7):
         count(counters, 1)

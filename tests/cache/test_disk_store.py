@@ -48,8 +48,7 @@ def disk(request: Any, tmp_path: Path) -> Disk:
 
 
 def test_nothing_is_read_before_it_was_found_sound(disk: Disk) -> None:
-    """A stored sample is found only after a lookup with `verify`; what was verified is forgotten when the store is
-    cleared. A copy in this process is open until it is closed itself."""
+    """A sample is found only after a lookup with `verify`, which each copy and each `clear` begins anew."""
     disk.fill()
     store = disk.open()
     assert (store.filled, store.full, store.get(3)) == (LENGTH, False, None)
@@ -188,9 +187,8 @@ def test_a_block_that_cannot_be_read_is_loaded_again(disk: Disk, monkeypatch: An
 
 
 def test_only_a_directory_on_a_disk_of_this_machine_is_taken(tmp_path: Path, monkeypatch: Any) -> None:
-    """A missing directory is made for this user alone, if its parent exists. The error tells the cause and the way out.
-    On a network filesystem a mapping does not show what other machines write. Without xxhash, the error says what to
-    install."""
+    """A missing directory is made for this user alone, if its parent exists. The error for a network filesystem, on
+    which a mapping does not show what other machines write, or without xxhash, tells the cause and the way out."""
     path = check_directory(str(tmp_path / "caches"))
     assert (os.stat(path).st_mode & 0o777, os.listdir(path)) == (0o700, [])
     for bad, words in (

@@ -91,8 +91,7 @@ def test_what_was_stored_is_served_in_every_process(layout: str, method: str, ba
 
 
 def test_indices_outside_of_the_dataset_have_no_place(store: Any, layout: str) -> None:
-    """The ring would wrap outside indices around. Negative indices count from the end. Neither the given sample nor a
-    served sample shares memory with the store, or with another read."""
+    """Negative indices count from the end, and a served sample shares memory with nothing else."""
     given = sample(layout, 3)
     store.fill(3, given)
     scribble(given)
@@ -161,8 +160,7 @@ def test_a_slot_is_free_after_a_store_that_failed(store: Any, monkeypatch: pytes
 
 
 def test_copies_in_one_process_are_closed_apart(store: Any) -> None:
-    """A copy that was unpickled here serves the same, and the memory goes with the views of both. Who has begun to read
-    goes on after `close`."""
+    """A copy that was unpickled here serves the same, and views keep the memory after `close`."""
     filled(store)
     copy = pickle.loads(pickle.dumps(store))
     assert served(copy) == ALL
@@ -254,8 +252,7 @@ def test_what_is_stored_is_counted_to_the_byte() -> None:
 
 
 def test_a_full_store_holds_records_and_little_else(rng: random.Random) -> None:
-    """With as many slots as set-up gives it, 95 % of the bytes granted are records, of any sizes. Of many small records
-    some have no slot, and never fewer have one than would find room."""
+    """95 % of the granted bytes are records of any sizes; of many small records some have no slot."""
     granted = 4 * MIB
     lengths = [int(300 * (MIB / 4 / 300) ** rng.random()) for _ in range(500)] + [300] * 5000
     rng.shuffle(lengths)

@@ -77,8 +77,7 @@ def test_a_class_sorted_dataset_is_cached_evenly(size: int, share: float) -> Non
 
 @pytest.mark.parametrize("size", [10**9, 3 * 10**9 + 17, 3_800_000_000])
 def test_billions_of_indices_do_not_overflow(size: int) -> None:
-    """In 64 bits the slots of many indices are those of exact arithmetic. The placement is fixed: another process, and
-    another version, find the samples of a cache."""
+    """In 64 bits the slots of many indices are those of exact arithmetic, and they are the same for ever."""
     ring = Ring.cut(1000, (0.25, 0.75), (100, 900))
     assert [(arc.start, arc.slots, arc.step) for arc in ring.arcs] == [(0, 100, 633), (250, 900, 633)]
     arc = Ring.cut(size, (0.5, 0.5), (size // 3, size)).arcs[1]
@@ -95,9 +94,7 @@ domains = st.lists(st.integers(-100, 99), max_size=60).map(lambda indices: Domai
 
 @given(domain=domains, right=domains)
 def test_domains_are_sets_in_the_order_of_the_dataset(domain: Domain, right: Domain) -> None:
-    """The indices of a domain have the ranks 0, 1, 2 ..., all others have none, one by one or many at once. An
-    unpickled domain is equal, has the same digest and hash, and is read-only. `|` and `covers` do what they do with
-    sets."""
+    """The indices of a domain have the ranks 0, 1, 2 ..., all others have none; `|` and `covers` are those of sets."""
     order = {index: rank for rank, index in enumerate(sorted(domain.indices.tolist()))}
     expected = [order.get(index, NO_RANK) for index in range(100)]
     assert [domain.rank(index) for index in range(100)] == expected
@@ -114,8 +111,7 @@ def test_domains_are_sets_in_the_order_of_the_dataset(domain: Domain, right: Dom
 
 
 def test_impossible_arcs_and_domains_are_refused() -> None:
-    """Sizes for which 64-bit arithmetic would be wrong, masks, fractions, and indices of another dataset. The error
-    tells the rule and the numbers."""
+    """The error for wrong sizes, masks, fractions and foreign indices tells the rule and the numbers."""
     wrong: list[dict[str, Any]] = [{"slots": 11}, {"slots": -1}, {"start": 10}, {"step": 4}, {"step": 2**61 + 1}]
     for arguments in (*wrong, {"domain": Domain([1, 2], 15)}):
         with pytest.raises(ValueError, match=r"an arc needs slots of 0 to size.*got Arc\(size=10, slots="):

@@ -140,8 +140,7 @@ def test_leaves_of_every_sort_come_back_bit_for_bit() -> None:
 
 
 def test_arrays_over_files_and_of_other_classes_come_back(tmp_path: Path) -> None:
-    """A memmap comes out as the array that it is; masked arrays and records keep their class, and an array of another
-    library's dtype (as of ml_dtypes' bfloat16) its dtype."""
+    """A memmap is an array afterwards; masked arrays, records and foreign dtypes stay what they are."""
     mapped = np.memmap(tmp_path / "file", dtype=np.int32, mode="w+", shape=(2000,))
     mapped[:] = np.arange(2000)
     for array in (mapped, np.memmap(tmp_path / "file", dtype=np.int32, mode="r")):
@@ -170,9 +169,8 @@ def picture(mode: str, size: tuple[int, int]) -> Image.Image:
 
 
 def test_images_of_every_mode_come_back() -> None:
-    """With size, palette and info, small, large and empty, packed or not; and can be drawn into. A palette of four
-    channels, or in another order, keeps its transparency. Images that were only opened keep class and format. A plain
-    record has four bytes for a pixel of RGB, as PIL has in memory, a packed record three."""
+    """With size, palette, transparency, info, class and format, packed or not; and can be drawn into. A plain record
+    has four bytes for a pixel of RGB, as PIL has in memory, a packed record three."""
     for mode, size, packed in itertools.product(MODES, [(3, 2), (101, 67), (0, 5)], [False, True]):
         image = picture(mode, size)
         came = through(image, RecordCodec(0, packed=packed))
@@ -199,8 +197,7 @@ def test_images_of_every_mode_come_back() -> None:
 
 
 def test_what_a_sample_has_twice_it_has_twice_afterwards() -> None:
-    """One object is kept once: a tensor, an array, an image or a list, also in cycles. Other tensors over its memory
-    are apart."""
+    """An object is kept once, also in cycles; other tensors over its memory are apart."""
     tensor = torch.randn(5000)
     parts = [tensor, np.arange(5000), picture("RGB", (90, 90)), ["a"]]
     came = through([parts, [*parts]])
@@ -284,8 +281,7 @@ def test_any_sample_comes_back_and_is_as_large_as_was_said(sample: Any) -> None:
 
 
 def test_sizes_are_known_before_and_on_average() -> None:
-    """`least_bytes` ends for cycles, and counts one tensor once, and large parts whole. A codec knows the mean size of
-    its records, and an upper estimate of it, with the bytes of a slot."""
+    """`least_bytes` is a lower bound of a record's size, and a codec knows the mean size and an upper one."""
     tensor = torch.zeros(10_000)
     loop: list[Any] = ["a" * 100]
     loop += [loop] * 1000

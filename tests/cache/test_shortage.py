@@ -76,8 +76,7 @@ def test_without_a_word_64_mib_stay_free(memory: Memory, monkeypatch: pytest.Mon
 
 @pytest.mark.processes
 def test_a_peak_of_the_training_is_remembered(memory: Memory) -> None:
-    """A step that takes 50 MiB and gives them back will take them again: they are not filled in between, by no process
-    of the node, until the cache opens anew."""
+    """What a step takes and gives back is not filled in between, by no process, until the cache opens anew."""
     memory.cache.keep_free(20 * MIB)
     memory.others = 50 * MIB
     assert call(memory.fill, range(10)) == 10

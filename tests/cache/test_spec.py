@@ -145,8 +145,7 @@ def test_samples_let_go_of_their_memory_when_the_last_of_them_goes() -> None:
 
 
 def test_many_samples_land_as_single_ones_do() -> None:
-    """Leaves of every sort come out bit for bit, of any value; many lie as bytes where single ones lie, and what is
-    between them stays as it was."""
+    """Leaves of every sort come out bit for bit, at the places of single ones, and nothing between changes."""
     samples = [{"a": leaves_of(number), "b": [number]} for number in range(4)]
     assert_round_trip(*samples)
     spec = SampleSpec.infer(samples[0])

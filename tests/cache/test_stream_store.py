@@ -77,8 +77,7 @@ def test_a_decision_is_taken_once() -> None:
 
 
 def test_a_stream_promises_what_it_was_granted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files are as much longer than their memory, for other jobs to see. Few samples take little memory, and
-    `clear` gives it back: the next samples begin with number zero, in columns that were released, too."""
+    """Its files are as long as its grant, its memory is what samples take, and `clear` gives that back."""
     create, made = Segment.create, list[Segment]()
     monkeypatch.setattr(Segment, "create", lambda *given, **more: made.append(create(*given, **more)) or made[-1])
     shard, granted = Shard(), 64 << 20

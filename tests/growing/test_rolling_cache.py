@@ -267,8 +267,7 @@ def test_fillers_end_with_their_parent(opened, tmp_path):
 
 
 def test_a_pool_that_is_not_closed_ends_with_its_process():
-    """A view keeps the fillers at work, although no other object refers to the pool. They are daemons, so the process
-    ends at once."""
+    """A view keeps the fillers at work, and the process does not wait for them at its end."""
     numbers = call(lambda: epoch(RollingCache(Numbers(), "100%", fillers=1, minimum=LENGTH).view(None)))
     assert numbers == list(range(LENGTH))
 
@@ -320,9 +319,8 @@ def train(rank: int, folder: str) -> tuple[Any, ...]:
 
 
 def test_ranks_run_the_same_number_of_batches(tmp_path):
-    """Ranks of a node divide the resident samples, also of a pool on a disk, in this job and in the next one. Of two
-    nodes the smaller pool decides the number, and more samples of the larger pool are drawn some time. Without `share`,
-    each rank trains on all of its own pool, and one warning on rank zero says so."""
+    """Ranks of a node divide the resident samples, of which the smaller of two nodes decides the number, in this job
+    and in the next one. Without `share` each rank has all of its own pool, and one warning says so."""
     first, second = run_ranks(train, 2, str(tmp_path / "pools"))
     for alone, *_ in (first, second):
         assert [sorted(numbers) for numbers in alone] == [list(range(LENGTH))] * 3

@@ -112,8 +112,7 @@ def negative(sample: Any) -> Any:
     ],
 )
 def test_epoch_one_is_the_stream_and_later_ones_come_from_memory(kind: Any, loader_kind: Any, options: Any) -> None:
-    """The first epoch has the batches of the plain stream. Later epochs have each sample once, shuffled, in batches of
-    the same kind, all whole but the last."""
+    """Epoch one has the batches of the plain stream, later ones each sample once, shuffled, in such batches."""
     options = {"batch_size": 4} | options
     random.seed(0)
     plain = list(DataLoader(kind(), **options))
@@ -150,8 +149,7 @@ def test_epoch_one_is_the_stream_and_later_ones_come_from_memory(kind: Any, load
     ],
 )
 def test_unshuffled_epochs_are_the_first_one(make: Any, loader_kind: Any, workers: int, transform: Any) -> None:
-    """With shuffle=False, later epochs have the batches of the plain stream, in their order. Of a CachedLoader, too,
-    drop_last, a collate_fn and a transform work in every epoch."""
+    """With shuffle=False, all epochs have the batches of the plain stream, with all arguments of a loader."""
     collate = None if transform is None else listed
     arguments: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "drop_last": True, "collate_fn": collate}
     expected = make if transform is None else lambda number: transform(make(number))
@@ -224,8 +222,7 @@ MAKERS: list[Any] = [row, text, partial(turning, 40), partial(row, values=3000),
 
 @pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(12, 60))])
 def test_every_whole_epoch_has_every_sample_as_often_as_the_stream(seed: int) -> None:
-    """Random lives, against a plain list: epochs before it may be broken off, raise, or run at the same time, and
-    samples may repeat."""
+    """Random lives, against a plain list, with epochs that are broken off, raise, or run at the same time."""
     dice = random.Random(seed)
     make, different = dice.choice(MAKERS), dice.choice([3, 1000, 1000])
     length, shuffles = dice.choice([0, 1, 7, 63, 64, 65, 200]), dice.random() < 0.5
@@ -410,8 +407,7 @@ def test_streams_of_hugging_face_are_cached() -> None:
     ],
 )
 def test_what_is_drawn_anew_is_not_frozen(shards: Any, caplog: Any, options: Any, length: int, words: str) -> None:
-    """Batches that the stream makes of shuffled samples, and shards that it draws anew for ever, pass through, with
-    one warning."""
+    """Batches of shuffled samples, and shards that are drawn anew, pass through, with one warning."""
     pipeline = pytest.importorskip("webdataset").WebDataset(shards, **options).shuffle(50)
     pipeline = pipeline.decode().to_tuple("npy", "cls").batched(10).with_epoch(length)
     with caplog.at_level(logging.WARNING), closing(CachedStream(pipeline, "16MiB")) as stream:
@@ -489,9 +485,8 @@ def lives(rank: int) -> Any:
 
 @pytest.mark.processes
 def test_every_sample_comes_once_over_all_ranks() -> None:
-    """Epoch one is each rank's own stream. Later epochs are dealt to both ranks, in equally many batches. A killed
-    worker costs an epoch: the samples that it has stored do not come twice, and the next whole epoch is stored. If the
-    ranks are out of step, the stream passes through after a wait."""
+    """Later epochs are dealt to both ranks, in equally many batches. A killed worker costs an epoch and no sample comes
+    twice; if the ranks are out of step, the stream passes through after a wait."""
     first, second = run_ranks(lives, 2)
     # The batches of a plain DataLoader are not known: as by DistributedSampler, a sample comes twice.
     for twice, (epochs, counts), (of_second, _) in zip((1, 0), first[:2], second[:2], strict=True):

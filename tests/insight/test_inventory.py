@@ -27,8 +27,7 @@ def test_a_job_is_known_by_the_name_that_it_was_given() -> None:
 
 
 def test_a_line_names_the_users_and_the_damage() -> None:
-    """Of processes with one command line, the ids of the first eight are listed. The line says that a process is of
-    another pid namespace, that a header is damaged, and the node of a cache of several nodes."""
+    """It has the first eight ids of users with one command line, a damaged header, and the node of a cache."""
     processes = [Process(pid, "python train.py") for pid in range(1, 12)] + [Process(99, "python other.py")]
     told = describe(segment("photos", in_use=True), processes)
     assert told.endswith("used by 1, 2, 3, 4, 5, 6, 7, 8 and 3 more (python train.py); 99 (python other.py)")

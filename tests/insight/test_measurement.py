@@ -17,8 +17,7 @@ NOISE = Made(lambda index: torch.rand(3), 40)
 @pytest.mark.processes
 @pytest.mark.parametrize(("samples", "batch_size", "workers"), [(64, 4, 2), (5, 8, 0), (1, 8, 2)])
 def test_all_paces_are_measured(samples, batch_size, workers):
-    """Uncached samples, misses and hits take time in each round, also with workers, and of datasets with fewer samples
-    than a batch, or than workers."""
+    """Each round measures uncached samples, misses and hits, also of fewer samples than a batch or than workers."""
     source = [torch.full((500,), index) for index in range(samples)]
     paces = measure(Data(source, batch_size, workers), seconds=QUICK)
     assert paces.codec is not None
@@ -29,8 +28,7 @@ def test_all_paces_are_measured(samples, batch_size, workers):
 
 
 def test_paces_are_what_the_clock_says(tmp_path, monkeypatch):
-    """A read takes a quarter of a second, a transform an eighth; a hit takes the transform alone. A slow source is read
-    for a few batches only: the time is limited, and more than two waves are not needed."""
+    """A miss takes read and transform, a hit the transform alone; of a slow source few batches are read."""
     now = 0.0
 
     def takes(seconds, value=None):
@@ -66,8 +64,7 @@ def test_a_source_that_raises_is_one_line(workers, words):
 
 @pytest.mark.parametrize(("source", "words"), [(WITH_GRADIENTS, "requires grad"), (NOISE, "random")])
 def test_what_cannot_be_cached_has_a_reason(source, words):
-    """Samples that cannot be cached, and random samples without a split, are measured uncached, with the reason. With
-    allow_random, a random source is cached in the plan, too."""
+    """It is measured uncached, with the reason; with allow_random a random source is cached in the plan, too."""
     paces = measure(Data(source, 4), seconds=QUICK)
     assert paces.codec is None
     assert words in str(paces.reason)
@@ -87,8 +84,7 @@ def test_no_memory_is_one_sentence(monkeypatch):
 
 @pytest.mark.processes
 def test_every_arm_is_measured_in_every_round():
-    """Each loader is measured once per round, from the source and from the cache, and each measurement is reported.
-    Measurements after the time limit are left out, and a sentence gives the number of measurements before it."""
+    """Each loader is measured once per round, of source and cache; the limit leaves out the rest, in a sentence."""
     source, told = [torch.full((50,), index) for index in range(64)], list[str]()
     found = measure_curves(Data(source, 4), [0, 2], [4, 60], seconds=0.05, limit=1e9, progress=told.append)
     for kind in ("uncached", "hit"):

@@ -59,9 +59,7 @@ def counts(metrics: dict[str, float], stage: str = "") -> dict[str, float]:
 
 @pytest.mark.processes
 def test_a_plain_loop_has_the_monitors_values(tmp_path, dataset):
-    """Each epoch has the keys and counts that a Trainer logs for the same dataset, with the expected hit rate. Live
-    values are those of the epoch so far, under different keys; validation has none. `fabric.log_dict` accepts the
-    metrics of a loader that Fabric has set up."""
+    """Each epoch has the keys and counts that a Trainer logs, and between its steps there are live values."""
     loader = CachedLoader(dataset, batch_size=4)
     trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2)
     trainer.fit(Model(), loader)
@@ -96,8 +94,7 @@ def test_a_plain_loop_has_the_monitors_values(tmp_path, dataset):
 
 @pytest.mark.processes
 def test_loaders_of_other_classes_have_no_seconds(dataset):
-    """A meter of plain DataLoaders, which are read without it, has counts without seconds, also over a Subset and for a
-    list of loaders. An unknown stage, and a loader without a cache, raise errors that say what to do."""
+    """A meter of plain DataLoaders, one or several, has counts alone; wrong arguments are named."""
     half = DataLoader(Subset(dataset, range(8)), batch_size=4)
     meter = CacheMeter([half, half], stage="val")
     for _ in half:
@@ -145,8 +142,7 @@ def test_a_stream_is_counted():
 
 
 def test_a_pool_has_rates_of_the_time_between_two_epochs(monkeypatch):
-    """What came and went per second; levels are those of the moment. Of two pools there are no numbers, which would be
-    those of nobody knows which."""
+    """What came and went is per second, levels are those of the moment, and of two pools there is nothing."""
     clock = iter([50.0, 54.0])
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     pool = RollingCache(budget=200, spec=SampleSpec.infer(torch.zeros(3)), minimum=1)
@@ -182,8 +178,7 @@ def on_two_nodes(rank: int) -> Any:
 
 @pytest.mark.processes
 def test_ranks_and_nodes_sum_up():
-    """Two ranks get the same metrics, over both. Each of two nodes is expected to hit the smaller of its share of the
-    batches and its slots; for a random deal nothing is expected."""
+    """Ranks get the same metrics, over all; a node is expected to hit the smaller of its share and its slots."""
     first, second = run_ranks(on_two_nodes, 2)
     assert first == second
     epochs, *counts = first
@@ -240,8 +235,7 @@ def test_every_sample_is_in_one_tally(steps):
 
 
 def test_an_epoch_is_posted_once():
-    """Samples after the post belong to the next epoch, also after a second post. A stage has no metrics if it did not
-    post, or if it reads no cached dataset. A Trainer call does not count the samples of the call before."""
+    """What comes after the post belongs to the next epoch; a stage without a post or a cache has no metrics."""
     with numbers(3) as dataset:
         tallies, loader = Tallies(), DataLoader(dataset)
         assert tallies.metrics("val", loader, patience=1) == {}

@@ -21,8 +21,7 @@ def test_rates_of_one_tally():
 
 
 def test_seconds_of_the_loop_are_the_mean_over_ranks():
-    """Ranks run at the same time: each waits and computes its mean, and all together serve more in a second. Unknown
-    waiting of one rank, a missing loop, and bytes of samples of unknown size have no metrics."""
+    """Ranks wait and compute at the same time, and what one of them does not know has no metric."""
     loops = [
         Tally(0, Counts(hits=30), wait_seconds=1, compute_seconds=2, loop_seconds=4, ranks=1),
         Tally(0, Counts(hits=10), wait_seconds=3, compute_seconds=4, loop_seconds=6, ranks=1),
@@ -55,8 +54,7 @@ CHARTS = {(category, chart): tags for category, charts in LAYOUT.items() for cha
 
 
 def test_every_tag_is_shown_in_its_category_alone():
-    """Tags of training, live values, other stages and nodes have different categories, even if they begin alike, as
-    TensorBoard matches them. Each pattern of the layout matches a tag that is logged."""
+    """Training, live values, other stages and nodes have a category each, whose patterns match what is logged."""
     names = [*summarise([Tally(node, ranks=1) for node in (0, 1)]), "coverage", "hit_rate_expected"]
     tags = [f"stocache/{prefix}{name}" for prefix in ("", "val/", "predict/", "live/") for name in names]
     shown = {tag: {name for (name, _), of in CHARTS.items() if any(re.match(one, tag) for one in of)} for tag in tags}

@@ -60,9 +60,7 @@ def test_the_law_is_linear(budget, options, first, later):
 
 
 def test_hit_rates_gains_and_bytes():
-    """The hit rate is the share that is cached: of all nodes, unless samples are dealt at random. Seconds and gains
-    reach from the lowest to the highest of what was measured. A slow first epoch pays in the first epoch that ends
-    ahead of uncached training."""
+    """Hits are those of all nodes, gains reach from the lowest to the highest, and a slow first epoch pays later."""
     without, quarter = row(planned(), "0%"), row(planned(), "25%")
     assert (without.hit_rate, without.faster.median, without.pays_in) == (0, 1, None)
     assert (quarter.hit_rate, quarter.budget_bytes) == (0.25, 25_000)
@@ -111,8 +109,7 @@ def test_the_advice_is_the_budget_that_is_enough(measured, step, budget, sentenc
 
 
 def test_the_advice_is_what_is_free_or_can_be_cached():
-    """Rows beyond the free memory are not safe, and a sentence has the share that is free. Without a codec there is one
-    row, uncached, and the reason."""
+    """Rows beyond the free memory are not safe; without a codec there is one row, uncached, and the reason."""
     short = planned(paces(safe_bytes=60_000))
     assert short.budget == "auto"
     assert [row.budget for row in short.rows if row.safe] == ["0%", "25%", "50%", "60%"]
@@ -165,8 +162,7 @@ def test_the_picture_is_a_png(tmp_path, measured, curves):
 
 
 def test_curves_have_a_table_and_sentences():
-    """A row for each loader, with the spread of the rounds, in columns; ranges that overlap with the best are as
-    good."""
+    """A row for each loader, with the spread of the rounds; what overlaps with the best is as good."""
     text = curves_as_text(CURVES)
     assert text.splitlines()[:7] == [
         "batch_size  num_workers  from the source  from the cache",

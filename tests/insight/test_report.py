@@ -77,9 +77,7 @@ def multirun(tmp_path):
 
 
 def test_runs_are_named_by_what_differs(multirun, tmp_path):
-    """Overrides that all runs have are left out of their names; the order is that of the job numbers. version_N are
-    runs by that name, and version_10 comes after version_9. A run that is given twice is one run. Without overrides
-    (a killed job has none) it has the name of its folder."""
+    """Overrides that all runs have are left out; numbers decide the order, and a run given twice is one run."""
     runs, left_out = find_runs([multirun])
     assert [run.name for run in runs] == [f"cache.{name}" for name in BUDGETS]
     assert left_out == []
@@ -90,8 +88,7 @@ def test_runs_are_named_by_what_differs(multirun, tmp_path):
 
 
 def test_tensorboard_says_the_same_as_csv(tmp_path):
-    """Event files, in which each tag lies by itself, give the values that the CSV gives. Of a live value and an epoch's
-    value under one step, the epoch's counts."""
+    """Of a live value and an epoch's value under one step, the epoch's counts, in event files as in the CSV."""
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     writer = tensorboard.SummaryWriter(str(tmp_path / "events"))
     rows = list(rows_of_a_run(0.5, nodes=2, steps=True))
@@ -164,8 +161,7 @@ def heights(axes) -> list[float]:
 
 
 def test_page_and_picture_have_the_charts_and_the_table(multirun, tmp_path, monkeypatch):
-    """The page stands by itself: no script, no link to elsewhere, and a policy that forbids both. Every title and
-    legend of its charts, and every cell of its table, stands in the PNG, too."""
+    """The page stands by itself, without scripts or links, and the PNG has all that is written in it."""
     figures, write = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **how: (figures.append(self), write(self, *a, **how)))
     page = Page(multirun, html := tmp_path / "report.html", png := tmp_path / "report.png")
@@ -190,8 +186,7 @@ def test_page_and_picture_have_the_charts_and_the_table(multirun, tmp_path, monk
 
 
 def test_epoch_values_and_live_values_are_told_apart(tmp_path):
-    """The chart over epochs shows the values of epochs only, of a single run also those of stages and nodes. Its axis
-    reaches 100 %; ticks of bytes are powers of 1024."""
+    """Charts over epochs show epochs only, up to 100 %, of a single run also stages and nodes."""
     folder = write_csv(tmp_path / "run", rows_of_a_run(0.5, nodes=2))
     axes = drawn(folder, "Hit rate")
     hit_rate, ceiling, expected, *_ = lines(axes)
@@ -211,8 +206,7 @@ def test_epoch_values_and_live_values_are_told_apart(tmp_path):
 
 
 def test_runs_of_a_multirun_stand_side_by_side(multirun):
-    """Each run has its line, its bars and its row of the table: seconds per epoch, and the gain over epoch one and over
-    the run of the sweep with budget 0."""
+    """Each run has its line, its bars and its row, with the gain over epoch one and over the run with budget 0."""
     hit_rate = drawn(multirun, "Hit rate")
     assert sorted(words(hit_rate)) == sorted(f"{share} {name}" for share, name in zip(SHARES, BUDGETS, strict=True))
     assert len({line.get_color() for line in hit_rate.get_lines()}) == 3
@@ -252,8 +246,7 @@ def test_parts_of_a_step_are_bars(tmp_path):
 
 
 def test_more_runs_than_colours_are_all_in_the_table(tmp_path):
-    """Of many runs the first are drawn, the page says so, and the table has the number and the name of each. Names that
-    do not fit into a legend are numbers there."""
+    """The first are drawn, the page says so, and the table has the number and the name of each run."""
     for number in range(len(COLOURS) + 2):
         write_csv(tmp_path / f"version_{number}", [(9, 0, {"stocache/samples_per_second": 100.0})])
     page = Page(tmp_path, tmp_path / "report.html")

@@ -96,8 +96,7 @@ def test_a_step_lasts_until_the_next_one() -> None:
 
 
 def test_a_step_that_has_not_ended_is_dropped() -> None:
-    """After a break or an exception the steps before it count, and the next epoch is sound. An end of a part that has
-    not begun, as for a clock that starts in the middle of a step, does not count."""
+    """Before a break or an exception steps count, and an end of a part that has not begun does not."""
     time = Device()
     clock = started(time)
     clock.stop("backward")
@@ -129,8 +128,7 @@ def train(clock: StepClock, device: Device, load: float = 0.0) -> None:
 
 @pytest.mark.parametrize(("load", "waits"), [(0, {}), (10, {"wait": (10 + 3 * 2) / 4})])
 def test_waiting_is_the_time_in_which_the_device_stands_still(load, waits) -> None:
-    """The parts have the time of the device, although the host is far ahead. Of loading for 10 s, the work of the step
-    before hides 8 s, except in the first step. The host waits for the last step alone."""
+    """Parts have the time of the device, behind which loading hides; only the last step is waited for."""
     device = Device()
     clock = started(device)
     for _ in range(4):

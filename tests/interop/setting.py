@@ -18,8 +18,7 @@ SAMPLES = 24
 
 @dataclasses.dataclass
 class Setting:
-    """What a way makes its loader with: a folder for the files of all runs, a file that grows by a byte for every
-    sample that is read from the source, and the loader's workers."""
+    """A folder for all files, a file that grows by a byte for every sample read, and the loader's workers."""
 
     folder: Path
     loads: Path

@@ -65,8 +65,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def row(request: pytest.FixtureRequest) -> tuple[Callable[[Setting], Any], bool, bool]:
-    """A way of the table, whether it is cached, and whether idle workers load ahead. Of the session: what libraries
-    leave when imported is no test's."""
+    """A way, whether it is cached, and whether idle workers load ahead; libraries leave things when imported."""
     library, way = request.param
     ways = getattr(importlib.import_module(MODULES[library]), library.upper())
     return ways[way], TABLE[library][way], request.param in FIRST_ROWS[1::2]
@@ -108,6 +107,5 @@ def test_training_is_the_same_and_ends_as_the_table_says(row, files, tmp_path):
 @pytest.mark.epoch_one_reads_all  # so that workers load samples
 @rows([*FIRST_ROWS, ONCE_A_PROCESS, ("storage", "plain_file_opened_on_first_use")])
 def test_training_with_workers_is_the_same(row, files, tmp_path):
-    """What workers read is the same and ends the same: the first way of a library, and files that each worker opens.
-    For every other library, idle workers load ahead."""
+    """With the first way of each library, of which every other one has workers that load ahead."""
     check(row, files, tmp_path, workers=2)

@@ -78,8 +78,7 @@ def test_a_larger_batch_gets_larger_memory_and_smaller_memory_is_dropped():
 
 @pytest.mark.parametrize("promised", [0, 400])
 def test_memory_that_is_not_there_or_promised_to_a_cache_is_not_tried(monkeypatch, promised):
-    """Above a cgroup's limit the kernel would kill: so it is asked before. All of it is reserved, in a memfd, because
-    what is left of /dev/shm belongs to the cache and to torch."""
+    """All of it is reserved before, in a memfd: above a cgroup's limit the kernel would kill."""
     monkeypatch.setattr(batch_pool.FreeMemory, "now", lambda *_: FreeMemory(None, 2**40, 65536 + promised))
     pool = BatchPool(shared=3, promised=lambda: promised)
     shared = pool.take_shared([65536])

@@ -125,8 +125,7 @@ ODD: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("samples", ODD.values(), ids=ODD)
 def test_samples_that_differ_are_left_to_default_collate(monkeypatch, samples):
-    """In shared memory too, whose rows they do not fit: whatever it makes of them, or its error, in its words. So are
-    those with a type for which the user has registered a function."""
+    """In shared memory too; and so are those with a type for which the user has registered a function."""
     monkeypatch.setitem(default_collate_fn_map, Fraction, lambda numbers, *, collate_fn_map: sum(numbers))
 
     def outcome(make: Callable[..., Any], *args: Any) -> Any:

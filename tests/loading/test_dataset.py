@@ -116,8 +116,7 @@ def record(index: int) -> Any:
     ],
 )
 def test_any_index_gives_the_sources_sample(make: Any, budget: Any, indices: Any, count: int, tmp_path: Path) -> None:
-    """One by one, in batches and by loaders, from the front and the end, drawn or not; each with a slot is loaded once,
-    and of an index outside the source says what is wrong with it."""
+    """One by one, in batches and by loaders, from both ends; each with a slot is loaded once."""
     source, chance, served = Made(make, LENGTH, tmp_path / "loads"), random.Random(0), 0
     with closing(CachedDataset(source, budget, indices=indices or None)) as dataset:
         at_setup, kinds = source.loads, [int, np.int64, np.array, torch.tensor]
@@ -175,8 +174,7 @@ def fill_in_small_shm(kind: Any, transform: Any) -> tuple[int, int, str, list[st
 
 @pytest.mark.parametrize(("kind", "transform"), [(DataLoader, None), (CachedLoader, torch.Tensor.float)])
 def test_a_small_dev_shm_is_never_overdrawn(kind: Any, transform: Any) -> None:
-    """In 32 MiB, with backend="tmpfile" there are fewer slots and one warning, and no SIGBUS; nor do batches of
-    workers, which would not fit beside them."""
+    """In 32 MiB there are fewer slots, one warning and no SIGBUS; batches of workers stay outside."""
     count, hits, where, heard = without_room(fill_in_small_shm, kind, transform, mib=32)
     assert 12 <= count < 32
     assert hits == count

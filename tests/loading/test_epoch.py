@@ -139,8 +139,7 @@ def test_an_error_of_the_source_takes_the_place_of_its_batch(kind, arguments, bu
     [WAYS["alone"], WAYS["workers"], WAYS["workers, made"], WAYS["persistent, made"], ({}, "auto", None)],
 )
 def test_a_cache_may_end_in_the_middle_of_an_epoch(monkeypatch, arguments, budget, transform, event):
-    """Closed or shared anew, warm or while it fills: that epoch and the next have the right batches, and a new cache is
-    filled. Of a warm one, some batches are gathered, others are planned, and some are not drawn yet."""
+    """Closed or shared anew, warm or while it fills, the right batches come, and a new cache is filled."""
     monkeypatch.setattr(epoch, "BLOCK_BYTES", 2 * 4 * SAMPLE_BYTES)
     monkeypatch.setattr(epoch, "DRAWN", 24)
 
@@ -292,8 +291,7 @@ CASES = pairwise(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
-    """Bit for bit, wherever blocks (of so many samples) and drawn stretches end. Hits are counted when a batch is
-    handed out, not when it is gathered."""
+    """Bit for bit, wherever blocks and drawn stretches end; hits count when a batch is handed out."""
     order, block, size, drop_last = (case[name] for name in ("order", "block", "size", "drop_last"))
     monkeypatch.setattr(epoch, "BLOCK_BYTES", block * SAMPLE_BYTES)
     monkeypatch.setattr(epoch, "DRAWN", 60)

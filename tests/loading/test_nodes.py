@@ -159,8 +159,7 @@ def in_fabric(rank: int, folder: str, world: int, sampling: Any) -> Any:
 
 @pytest.mark.parametrize("sampling", ["locality", None])
 def test_fabric_saves_and_loads_a_loader(tmp_path: Path, sampling: str | None) -> None:
-    """Made anew with a DistributedSampler or not: the rest of the epoch comes, and then the next one, though Fabric
-    counts epochs from zero again."""
+    """The rest of the epoch comes, and then the next one, though Fabric counts epochs from zero again."""
     ranks = run_ranks(in_fabric, 2, str(tmp_path), 2, sampling)
     for whole, broken in ranks:
         assert whole == broken
@@ -171,9 +170,7 @@ def test_fabric_saves_and_loads_a_loader(tmp_path: Path, sampling: str | None) -
 
 
 def test_the_sampler_of_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are told to work on the same samples, as in a mesh, get the same ones. A sampler that deals to ranks
-    stays. The seed is that of seed_everything. A source that has grown has no ring, which would lack the new samples.
-    """
+    """Ranks of one replica get the same samples, a sampler that deals stays, and a grown source has no ring."""
     source: Any = list(range(LENGTH))
     dataset = CachedDataset(source, spec=SampleSpec.infer(0))
     parts = [

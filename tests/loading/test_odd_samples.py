@@ -198,8 +198,7 @@ def from_the_system(index: int) -> torch.Tensor:
     ids=["samples", "batches", "workers"],
 )
 def test_random_samples_are_not_frozen(way: Any, wrap: Any, bypasses: int, request: Any, caplog: Any) -> None:
-    """A rare draw is another one in each epoch, with one warning; all but the batches that hold such is cached. What
-    draws from the system cannot be seen to draw; a second read tells."""
+    """A rare draw is another one in each epoch, with one warning, and all other batches are cached."""
     with closing(CachedDataset(wrap(Made(rare, 400)), spec=SampleSpec.infer(rare(0)))) as dataset:
         epochs = [torch.cat([part.view(-1, 2) for part in way(dataset)]) for _ in range(3)]
         counts = totals(dataset)

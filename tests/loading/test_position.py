@@ -233,9 +233,7 @@ WITH_WORKERS = [
     [*((name, {}) for name in WAYS), *(pytest.param(*way, marks=pytest.mark.processes) for way in WITH_WORKERS)],
 )
 def test_the_rest_comes_from_any_moment(dataset, name, options):
-    """From the state at any batch of an epoch, or at its end, a loader in a process with other random states gives what
-    is left of that epoch, and the next ones, whether or not its caller counts epochs from zero again, as Fabric does.
-    """
+    """From the state at any batch a loader in another process gives what is left of that epoch, and the next ones."""
     first = made(name, 3, dataset, options)
     first.set_epoch(1)
     batches, whole = iter(first), list[Any]()

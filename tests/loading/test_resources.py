@@ -60,8 +60,7 @@ def worker_pids() -> set[int | None]:
 @in_every_way
 def test_nothing_outlives_its_loader(arguments, budget, transform):
     """Thread and workers end with a broken-off iterator, unless they are persistent, with `close`, and with a deleted
-    loader, without the garbage collector. What was handed out stays, and an iterator goes on without its loader. Two
-    iterators at once have a place each; with persistent workers the first one ends, as DataLoader has but one."""
+    loader. What was handed out stays, an iterator goes on without its loader, and two at once have a place each."""
     expected = plain_batches(Numbers(LENGTH), transform)
     with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
         loader, pids = CachedLoader(dataset, 4, **arguments), set[int | None]()
@@ -170,8 +169,7 @@ def with_a_broken_one(index: int) -> Any:
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) -> None:
-    """After one batch all of it is filled but a broken sample, whose error is for who asks for it; hardly a sample is
-    loaded twice. A cache of a part fills that part, and workers go on waiting for requests."""
+    """After one batch all that has a slot is filled but a broken sample, whose error is for who asks for it."""
     source = Made(with_a_broken_one, LENGTH, tmp_path / "loads")
     with closing(CachedDataset(source, prefill=True)) as dataset:
         Path(source.log_path).unlink()

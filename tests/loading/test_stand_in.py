@@ -59,8 +59,7 @@ def dataset() -> Iterator[Any]:
 
 
 def test_a_stand_in_has_no_name_of_its_own() -> None:
-    """All but dunder names are read, written and deleted in the user's dataset, and shown by `dir`. A CachedDataset
-    keeps those that it documents."""
+    """All names but dunder names, and those that CachedDataset documents, are the user's dataset's."""
     source = Plain()
     for name in NAMES:
         setattr(source, name, f"the user's {name}")
@@ -122,8 +121,7 @@ def test_a_change_takes_effect(dataset: Any, wrap: Any, way: str, caplog: Any) -
     ],
 )
 def test_workers_that_change_their_copy_say_so_once(tmp_path: Path, kind: Any, wrap: Any, found: Any) -> None:
-    """`worker_init_fn` finds the worker and the dataset, behind a stand-in the user's. Workers let go of the cache and
-    serve whole batches, counted once: what the main process had planned as hits, too."""
+    """`worker_init_fn` finds the user's dataset; workers let go of the cache and count what they serve once."""
 
     def set_strength_of_the_worker(worker: int) -> None:
         info: Any = get_worker_info()

@@ -40,8 +40,7 @@ def bytes_of(value):
     gap=st.sampled_from(["", " ", "  "]),
 )
 def test_amount_with_unit(number, unit, recase, gap):
-    """A number and a unit are that many bytes, rounded down, in any case and with or without a space. Ints, digits,
-    NumPy's integers, and integral floats above 1 (as Hydra reads 8e9) are bytes."""
+    """A number and a unit are that many bytes, rounded down, in any spelling; numbers of any type are bytes."""
     assert bytes_of(f" {number}{gap}{recase(unit)} ") == math.floor(Fraction(number) * UNITS[unit])
     n = int(number) + 2
     assert bytes_of(n) == bytes_of(str(n)) == bytes_of(np.int64(n)) == bytes_of(float(n)) == bytes_of(f"{n}.0") == n
@@ -62,8 +61,7 @@ def test_percent(percent, dataset, free, spelling):
 
 
 def test_auto_and_off():
-    """Auto is the whole dataset, however much is free. Every way to write zero is off, and all of them are equal. Of
-    less than nothing, as of an impossible dataset, nothing is wanted."""
+    """Auto is the whole dataset, however much is free, and every way to write zero is off."""
     assert Budget.parse("auto").wanted(123, 5) == Budget.parse(" AUTO ").wanted(123, 5) == 123
     assert Budget.parse("auto") == Budget.parse("100%")
     assert [Budget.parse(value).wanted(-100, -100) for value in ("60%", "60% of free", "auto")] == [0] * 3
@@ -74,8 +72,7 @@ def test_auto_and_off():
 
 
 def test_texts_are_readable():
-    """A budget's text uses the largest unit that divides it, and is read back. Bytes are written with the unit that
-    keeps the number below 1024, and one decimal where it says something."""
+    """A budget's text has the largest unit that divides it, and bytes the unit that keeps them below 1024."""
     sizes = {0: "0 B", 1536: "1.5 KiB", MIB - 1: "1 MiB", 2**51: "2048 TiB", -1536: "-1.5 KiB"}
     assert {size: format_bytes(size) for size in sizes} == sizes
     for value, text in [
@@ -153,8 +150,7 @@ def machine(tmp_path: Path, request: pytest.FixtureRequest) -> Machine:
 
 
 def test_memory_of_the_machine(machine, monkeypatch):
-    """MemAvailable is read in KiB, not MemFree; `own` is the process's anonymous memory. On macOS half of the memory
-    counts as free. Without its size the free memory is unknown, and nothing is safe."""
+    """MemAvailable is free; on macOS half of the memory; where nothing is known, nothing is safe."""
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 100, "SC_PAGE_SIZE": 4096}.__getitem__)
     assert FreeMemory.measure(None, machine.root).available == 204800
     monkeypatch.delattr(os, "sysconf")
@@ -222,11 +218,8 @@ def test_the_smallest_limit_is_free_and_named(tmp_path, monkeypatch):
 
 
 def test_grant():
-    """With enough memory a budget gets what it asks for, and no more than the dataset, which is no shortage. Below a
-    cgroup's limit two percent are kept back; where the training needs all that is left there is no cache. A share of
-    free memory is one of what is left after reserve and margin, so nothing limits it. In Docker's 64 MiB /dev/shm
-    batches and 16 MiB are kept back, not what lies elsewhere. In memory batches, processes, and as much again as the
-    trainers hold already are kept back; the words name the limit and say how much that is."""
+    """A budget gets what it asks for, no more than the dataset, and no more than what is left of the tightest limit
+    when batches, processes and the training have theirs: then the words name the limit and say how much was kept."""
     ample = FreeMemory(32 * GIB, 32 * GIB, None, "/dev/shm")
     tight = FreeMemory(12 * GIB, 20 * GIB, 220 * MIB, "/dev/shm", own=480 * MIB)
     half, unknown = Budget.parse("50% of free"), FreeMemory(None, None, None)
@@ -270,8 +263,7 @@ def test_grant_is_within_every_bound(budget, dataset, limits, own, reserve):
 
 
 def test_batches_of_a_loader():
-    """Files hold the batches that workers make ahead and five more, per rank. Every process reads the cache. A forked
-    worker shares most pages with the trainer; any other worker takes as much memory as the trainer."""
+    """Files hold the batches made ahead and five more per rank; a forked worker shares the trainer's pages."""
     loaders = [(0, None, 4, 20), (4, None, 1, 13), (4, 5, 2, 50), (4, 2, 0, 0)]
     methods = [("fork", GIB, 32 * MIB), ("spawn", GIB, GIB), ("forkserver", 0, 32 * MIB)]
     for (num_workers, prefetch, ranks, batches), (method, own, worker) in itertools.product(loaders, methods):
@@ -294,9 +286,8 @@ def open_with_worker(backend):
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["tmpfile", "memfd"])
 def test_what_living_jobs_may_still_take_is_counted_once(backend, tmp_path):
-    """A segment is as long as what it was granted. Two processes that have it open count once, and for the cgroup's
-    limit if one of them is in it. A memfd takes no room of /dev/shm. Segments of this process are not counted. Without
-    /proc, as on macOS, no promises are known."""
+    """A segment promises its length, once for all its users, also to the cgroup of any of them, but not to this
+    process. A memfd takes no room of /dev/shm, and without /proc no promises are known."""
     assert promised_to_others("/dev/shm", tmp_path) == (0, 0, 0)
     own = Segment.create(64 * MIB)
     with hanging(open_with_worker, backend) as job:

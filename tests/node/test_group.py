@@ -63,9 +63,7 @@ def of_four(rank: int) -> None:
 
 @pytest.mark.processes
 def test_four_ranks_agree() -> None:
-    """Values reach every rank, a node's leader serves its node, errors are everybody's and name the rank. A rank that
-    has ended ends the wait: its message does not come, and an exchange is an error that names it, even if a second
-    rank has ended because of it."""
+    """Values and errors reach every rank, and a rank that has ended ends every wait, with an error that names it."""
     run_ranks(of_four, 4)
 
 
@@ -102,15 +100,13 @@ def of_three(rank: int) -> None:
 
 @pytest.mark.processes
 def test_messages_pass_by_other_collectives_and_by_other_turns() -> None:
-    """A rank in somebody else's barrier keeps nobody from its message; a message that does not come ends the wait, and
-    is there when it has come. No rank gets a value of another turn: where some ranks leave posts out, all are in step
-    again after the next exchange. A rank that shares no memory is a node of its own, and rank 0 warns once."""
+    """No rank waits for a barrier of others or gets a value of another turn, and a message that is late can be had
+    later. A rank that shares no memory is a node of its own, and rank 0 warns once."""
     run_ranks(of_three, 3)
 
 
 def test_a_group_reads_nothing_of_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store may outlive its group: a script can make its group anew, with any number of ranks, and torchrun starts
-    processes again, also where some of them had not joined yet. The store does not grow with a job's epochs."""
+    """A store outlives groups of any size that are made anew or restarted, and does not grow with the epochs."""
     store = dist.HashStore()
     for attempt in range(2):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))

@@ -65,8 +65,7 @@ def opened(name: str, dataset: str = "") -> Segment:
 
 
 def test_a_name_leads_to_the_same_memory_after_its_maker_has_gone(name: str) -> None:
-    """The next job finds the bytes and the manifest of the first, not its own. In one process, two lock descriptors
-    would drop each other's locks, so the segment is one object, which is closed as often as it was opened."""
+    """The next job finds the bytes and the manifest of the first; in one process it is one object."""
     assert join_named(name) is None  # nobody has made it
     segment = opened(name, "the first")
     segment.store(0, memoryview(b"a"))
@@ -210,8 +209,7 @@ def make_notes(path: Path) -> None:
 
 @pytest.mark.timeout(20)
 def test_what_is_strange_is_refused_without_waiting(tmp_path: Path) -> None:
-    """The error is printable, and tells the way out. No link is followed, no file made, no pipe waited for. A missing
-    file is made for this user alone. Opened again, it is the same file."""
+    """No link is followed and no pipe waited for; a missing file is made for this user alone."""
     path = tmp_path / "file\x1b[2J"
     before = set(os.listdir("/proc/self/fd"))
     for make in (make_link, os.mkfifo, os.mkdir, make_socket, make_open_to_all, make_foreign):
@@ -248,9 +246,8 @@ def test_what_is_no_segment_of_this_user_is_left_alone(name: str) -> None:
 
 
 def test_no_lock_file_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is removed before its segment, so a kill in between leaves a segment for the next `clean`. A lock file whose
-    segment was removed by hand is that of the next segment of this name. A link is not followed, a pipe is not waited
-    for; neither keeps the segment from being cleaned."""
+    """It is removed before its segment, so a kill in between leaves a segment for the next `clean`. A strange lock file
+    is neither followed nor waited for, and keeps no segment from being cleaned."""
     unlink, removed = os.unlink, list[str]()
     locks = path_of(name + ".locks")
     locks.touch(0o600)
@@ -282,8 +279,7 @@ def header(text: bytes, *, version: int = FORMAT) -> bytes:
 
 
 def test_what_cannot_be_read_is_told_apart() -> None:
-    """Every value comes back as it was written; a manifest that has no room in a header is an error. Each fault has its
-    words: broken text, a missing value, too many slots, a cut file, another version."""
+    """Values come back as written, and each fault of a manifest has its words."""
     file, _ = make_file("memfd")
     write_header(file, SIZE, GOOD)
     assert read_manifest(os.pread(file, HEADER_BYTES, 0), SIZE) == GOOD

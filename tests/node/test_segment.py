@@ -53,8 +53,7 @@ def answer(segment: Segment | SegmentHandle) -> int:
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_other_processes_attach_by_the_handle(backend: Backend) -> None:
-    """What is stored there is seen here, and the other way round. A named file whose name was removed early is as
-    anonymous as the others. Closing in a child closes nothing here."""
+    """What is stored there is seen here, and the other way round; closing in a child closes nothing here."""
     segment = stored(Segment.create(4096, backend), 6)
     assert call(answer, segment.handle, method="forkserver") == 6
     names = [f"{segment.path}{end}" for end in ("", ".locks")]
@@ -80,8 +79,7 @@ def cannot_attach(*handles: SegmentHandle) -> None:
 
 @pytest.mark.processes
 def test_a_handle_that_leads_elsewhere_is_refused(segment: Segment, tmp_path: Path) -> None:
-    """Another inode (a recycled pid), another token or another file behind a handle is an error, not foreign memory,
-    and its descriptors are closed. So is the handle of a process that has ended."""
+    """Another inode (a recycled pid), token, file or an ended process is an error, and leaves no descriptor."""
     another_inode = dataclasses.replace(segment.handle, inode=1)
     another_token = dataclasses.replace(segment.handle, token=b"x" * 16)
     call(cannot_attach, another_inode, another_token, method="forkserver")
@@ -119,9 +117,8 @@ def test_a_create_that_fails_leaves_nothing(
 
 
 def test_a_closed_segment_says_so(segment: Segment) -> None:
-    """Attached twice in one process it is one segment, as two lock descriptors would drop each other's locks, and takes
-    one more close; a pickle is an address. After the last close every use is an error in words, never an access to a
-    descriptor that now means something else. A view that lives on keeps its memory."""
+    """Attached twice it is one segment, which takes one more close, and views keep its memory. After the last close
+    every use is an error in words, never an access to a descriptor that now means something else."""
     assert Segment.attach(segment.handle) is segment
     segment.close()
     assert not segment.closed
@@ -195,8 +192,7 @@ def test_nothing_is_left_when_everybody_is_killed(backend: Backend) -> None:
 
 
 def test_ranges_are_stored_through_the_file_and_discarded(segment: Segment) -> None:
-    """Exactly the bytes of the range change, in the mapping that exists already; reserving again changes nothing. What
-    is discarded reads as zeroes, and the whole pages among it are free."""
+    """Exactly the bytes of the range change; what is discarded reads as zeroes, and its whole pages are free."""
     stored(segment, 8)
     segment.store(4095, memoryview(b"abc"))
     segment.reserve(0, 4096)
@@ -232,8 +228,7 @@ def test_a_lock_is_kept_until_its_process_ends(segment: Segment) -> None:
 
 @pytest.mark.parametrize(("machine", "sections"), [("aarch64", 2), ("x86_64", 0), ("AMD64", 0)])
 def test_where_processors_reorder_two_sections_of_a_lock_lie_between(machine: str, sections: int) -> None:
-    """Nothing can pass both the release of the first and the acquire of the second, in either direction. Where
-    processors keep the order, no lock is touched."""
+    """Nothing can pass both, in either direction; where processors keep the order, no lock is touched."""
     lock = MagicMock()
     fence_of(machine, lock)()
     assert [name for name, *_ in lock.mock_calls] == ["__enter__", "__exit__"] * sections

@@ -186,8 +186,7 @@ def test_misses_are_even_within_a_node(job):
 @settings(max_examples=60)
 @given(jobs, st.none() | folds, st.lists(st.integers(0, LENGTH - 1), min_size=1))
 def test_no_deal_hits_more(job, fold, batch):
-    """As many indices of a batch go to a node that has them as in a maximum matching of indices and places; others, and
-    those from outside of a fold, are misses wherever they go."""
+    """A deal of a batch has as many hits as a maximum matching of its indices and the nodes' places."""
     nodes = job["nodes"]
     batch = np.resize(np.array(batch), sum(map(len, nodes)) * job["batch_size"])
     ring = ring_of(LENGTH, nodes, job["fractions"], None if fold is None else Domain(fold, LENGTH))

@@ -102,8 +102,7 @@ def docker(directory: str | None) -> FreeMemory:
 
 
 def test_a_memfd_is_taken_where_dev_shm_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under "auto" only, and only if more samples fit. A system that has no memfd gets what fits into /dev/shm; the
-    warning names what limits it, or one sample."""
+    """Under "auto" only, and only if more samples fit; else the warning names what limits it."""
     table: list[tuple[str, int | str, str | None, int, bool]] = [
         ("auto", "40MiB", None, 40, False),  # /dev/shm is large enough
         ("auto", "100MiB", "memfd", 100, False),

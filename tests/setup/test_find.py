@@ -76,9 +76,8 @@ def test_nothing_is_opened_counted_or_remembered(num_workers: int, wrapped: bool
 
 
 def test_where_no_process_is_started_all_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemonic process can start none, and without fork a spawned one would run the user's script once more: the
-    source is read here, as is one whose samples cannot be sent; attributes and generators are then as before. A source
-    of a notebook, whose class workers that are not forked cannot import, passes through with the way out."""
+    """In a daemonic process, without fork, and for samples that cannot be sent, the source is read here, and attributes
+    and generators are put back. A source that workers cannot import passes through, with the way out."""
     cell: Any = types.ModuleType("a_cell")
     cell.Made = type("Made", (Made,), {"__module__": "a_cell"})
     monkeypatch.setitem(sys.modules, "a_cell", cell)

@@ -83,8 +83,7 @@ def test_changes_are_seen_where_they_are(change: Callable[[Images], Any], path: 
 
 
 def test_what_reading_moves_is_no_change() -> None:
-    """What moved in a read of this process may move from then on, as may attributes of steps after the cache. Other
-    names, and other steps in their places, may not."""
+    """What moved in a read may move from then on, as may attributes of steps after the cache, and nothing else."""
     images = Images()
     steps = images.transform.transforms
     state = SourceState(images)

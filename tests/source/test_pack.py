@@ -214,8 +214,7 @@ def test_what_cannot_be_packed_is_said_before_anything_is_written(tmp_path: Path
 
 @pytest.mark.parametrize("loader", [None, read_image], ids=["PIL", "tensor"])
 def test_files_are_kept_as_they_are(tmp_path: Path, loader: Any) -> None:
-    """Without the source's transform, which LMDBSource takes; with the names of the classes. Also those of a Subset,
-    and what a source of the user's reads, whose decoding is a transform then."""
+    """Without the transform, with the classes' names; also of a Subset, and of what a user's source reads."""
     folder, flip = write_photos(tmp_path / "photos"), v2.RandomHorizontalFlip(1.0)
     arguments = {} if loader is None else {"loader": loader}
     pack(ImageFolder(str(folder), v2.RandomCrop(8), **arguments), tmp_path / "x", encoded=True)

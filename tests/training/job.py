@@ -45,8 +45,7 @@ def words(folder: Path, *, runs: Mapping[str, Any] | None = None, **options: Any
 
 
 def start_nodes(folder: Path, told: Sequence[Sequence[Mapping[str, str]]], **options: Any) -> list[BaseProcess]:
-    """This job, as a process for each node; several nodes have a /dev/shm each. The launcher of a node tells each rank
-    what `told` has for it."""
+    """This job, as a process for each node with a /dev/shm of its own, whose launcher tells each rank `told`."""
     base, job, shm_mib = job_environment(), words(folder, **options), 64 if len(told) > 1 else 0
     return [start_module(job, [base | rank for rank in node], folder / "said", shm_mib=shm_mib) for node in told]
 

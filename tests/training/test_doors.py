@@ -281,8 +281,7 @@ MIB = 2**20
     ],
 )
 def test_stages_divide_the_budget(tmp_path, caplog, door, budget, sanity, slots):
-    """Of hooks, val takes at most half before train; without a sanity check train goes first. Known loaders divide
-    bytes by their sizes. Where nothing is left, one warning for all reloads names `stage_budgets`."""
+    """Of hooks, val takes at most half before train; known loaders divide bytes by their sizes."""
     train, val, looking = source(tmp_path), source(tmp_path, "val", 8), Looking()
     callbacks, dm = behind("callback" if door == "loaders" else door, Data(train, val), budget=budget)
     given = (plain_loader(train), plain_loader(val)) if door == "loaders" else (dm,)

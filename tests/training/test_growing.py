@@ -41,8 +41,7 @@ def append(pool: RollingCache, samples: int, size: int = 4) -> None:
 
 
 def test_epochs_grow_with_the_resident_samples(tmp_path, caplog, door):
-    """New loaders are made before each epoch, by a setting that is restored. Metrics count samples that came, left and
-    were seen. A StocacheDataModule closes its pool; a pool of the user's is left as it is, and not cached again."""
+    """Loaders are made before each epoch, metrics count what came and left, and a user's pool stays open."""
     model, pool = Remembers(), pool_of(60)
     append(pool, 8)
     callbacks, data = behind(door, Data(pool, **({} if door == "ours" else {"sampler": pool.sampler()})))

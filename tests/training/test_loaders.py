@@ -79,9 +79,8 @@ class Drawing(DataLoader[Any]):
 
 
 def test_a_copy_has_what_the_loader_has():
-    """A copy reads the same batches in the same order, with all arguments and all that a user has added or changed,
-    also on the batch sampler. No constructor runs; a method of the loader becomes a method of the copy. The loader
-    keeps its own."""
+    """It reads the same batches, with all that a user has added or changed, and without running a constructor. The
+    loader keeps its own, and a method of the loader becomes a method of the copy."""
     unbatched = DataLoader(NUMBERS, batch_size=None, sampler=[2, 7], collate_fn=lambda sample: sample[None])
     assert read(tens(unbatched)) == [[20], [70]]
     assert read(tens(DataLoader(NUMBERS, batch_sampler=[[0, 1], [5]]))) == [[0, 10], [50]]
@@ -176,9 +175,8 @@ ODD = {
 
 @pytest.mark.processes
 def test_odd_loaders_pass_as_they_are(tmp_path, caplog):
-    """Loaders that cannot be cached are the user's own objects, those beside them are cached, batches in memory pass in
-    silence. The batches are the same as without a cache. One warning for each loader, in two epochs, names stage,
-    dataset and reason. With strict=True the reason is an error, unless the stage is off."""
+    """Loaders that cannot be cached are the user's own objects, each with one warning in two epochs, and those beside
+    them are cached. With strict=True the reason is an error, unless the stage is off."""
     odd, train, val = DataLoader(stream(), 2), source(tmp_path), source(tmp_path, "val", 8)
     made: list[Any] = []
 
@@ -280,8 +278,7 @@ def test_two_doors_cache_once(tmp_path, caplog, other):
 
 
 def test_without_private_names_of_lightning_a_feature_is_off(caplog):
-    """Without the setting of samplers the default is assumed, without data sources StochasticCache caches nothing, and
-    without hooks of waiting StepTimer times nothing, each with one warning."""
+    """Without them a default is assumed, nothing is cached, or nothing timed, each with one warning."""
     importlib.reload(lightning_internals)  # each warning comes once in a process
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace()))
     loops = {f"{name}_loop": loop for name in ("fit", "validate", "test", "predict")}

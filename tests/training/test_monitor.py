@@ -74,8 +74,7 @@ def test_values_are_the_sources_own(tmp_path, caplog, workers, budget, slots):
 
 
 def test_each_key_is_logged_once_per_epoch_and_can_be_watched(tmp_path):
-    """Exactly the documented keys are logged, live values every `log_every_n_steps`; others see them. The fills
-    of the sanity check are hits of the first validation, and its misses are not logged."""
+    """Exactly the documented keys are logged; fills of the sanity check are hits of the first validation."""
     saver = ModelCheckpoint(tmp_path / "kept", monitor="stocache/hit_rate", mode="max")
     stopper = EarlyStopping("stocache/hit_rate", mode="max", patience=2)
     options = {"num_sanity_val_steps": 1, "log_every_n_steps": 2, "enable_checkpointing": True}

@@ -105,8 +105,7 @@ def test_factories_are_called_once_and_batch_transforms_on_whole_batches(tmp_pat
 @pytest.mark.processes
 @pytest.mark.parametrize(("option", "factor"), [({}, 2), ({"eval_transform": None}, 1)])
 def test_transforms_run_after_the_cache(tmp_path, option, factor):
-    """`transform` gets the source's samples in every epoch. Val has `eval_transform`, by default the same. One object
-    as train and val has one cache, from the budget of train, and the transform of each stage."""
+    """Val has `eval_transform`, by default the same; one object as train and val has one cache."""
     both = source(tmp_path)
     image, doubled = both.expected(3)[0], {"transform": lambda sample: (sample[0] * 2, sample[1])}
     with ready(both, both, stage_budgets={"val": 0}, **doubled | option) as dm:

@@ -235,9 +235,8 @@ def under_torchrun(folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["rows", "fold", "records", pytest.param("torchrun", marks=pytest.mark.soak)])
 def test_the_memory_of_two_nodes_adds_up(tmp_path, request, name):
-    """Two nodes that can each cache half of what is drawn cache all of it, also if samples are ten times as small as
-    those of set-up. The metrics of all ranks are the same, per node too, and agree with the source. Samples beside a
-    fold are never loaded."""
+    """Two nodes that can each cache half of what is drawn cache all of it, also if samples are smaller than those of
+    set-up. All ranks have the same metrics, which agree with the source, and nothing beside a fold is loaded."""
     folder = under_torchrun(tmp_path) if name == "torchrun" else request.getfixturevalue("job")[0] / name
     drawn = range(0, MANY, 2 if name == "fold" else 1)
     epochs, *others = (fit["epochs"] for [fit] in read_ranks(folder, 4))
@@ -264,9 +263,8 @@ def test_the_memory_of_two_nodes_adds_up(tmp_path, request, name):
 
 
 def test_no_collective_of_others_is_crossed(job):
-    """Every fit ends, with each bar, order of callbacks and kind of reduction. The values that a checkpoint can watch
-    are the same on all ranks, though one rank is late, and agree with the source. If one rank alone has a monitor, it
-    warns and logs nothing, and training continues; the next fit logs again."""
+    """Every fit ends, with each bar, order of callbacks and kind of reduction, and all ranks can watch the same values.
+    If one rank alone has a monitor, it warns and logs nothing until the next fit."""
     folder = job[0] / "crossing"
     (first, alone, last), *others = ([fit["epochs"] for fit in rank] for rank in read_ranks(folder, 4))
     assert others == [[first, alone, last]] * 3

@@ -160,8 +160,7 @@ def saved(tmp_path_factory) -> Callable[[str], tuple[Path, Seen]]:
     ],
 )
 def test_what_remains_is_what_would_have_come(tmp_path, name, sampler, workers):
-    """All batches after a resume are those of a run without a break: with a checkpoint after any batch, at an epoch's
-    end or on an exception, in every door, with and without workers, with each sampler, and with a scheduler."""
+    """After a checkpoint at any moment, in every door, the batches are those of a run without a break."""
 
     def run(seen: Seen, *callbacks: Callback, ckpt: Any = None) -> Seen:
         fit(tmp_path, name, seen, *callbacks, ckpt=ckpt, model=Scheduled, data=Users(sampler, num_workers=workers))
@@ -243,9 +242,8 @@ def test_a_foreign_state_is_no_error(tmp_path, caplog, saved, state):
     ],
 )
 def test_doors_understand_each_other(tmp_path, caplog, saved, begun, other, same):
-    """A fit resumes with another door, without a cache, or with a cache for the first time; the user's own state is
-    restored. The callback, which draws otherwise on one rank, keeps the order of seed and epoch of StocacheDataModule.
-    If the order of a cached fit does not follow from its checkpoint, a warning says so."""
+    """A fit resumes with another door, without a cache, or with one for the first time, with the user's own state. If
+    the order of a cached fit does not follow from its checkpoint, a warning says so."""
     folder, whole = saved(begun)
     seen, users = Seen(), Users()
     with warnings.catch_warnings():
@@ -283,8 +281,7 @@ def test_an_epoch_that_begins_with_a_resume_is_counted(tmp_path, saved, door, op
     [("ours", True, {}, WHOLE), ("cache_datamodule", False, {"max_steps": 9}, WHOLE), ("callback", False, {}, {})],
 )
 def test_an_epoch_that_was_cut_short_goes_on(tmp_path, saved, door, at_the_end, stops, options):
-    """A fit that `max_steps` or a Timer ended in the middle of an epoch resumes with the other batches of that epoch,
-    from a checkpoint at the epoch's end or after the fit. Later epochs are those of a fit without such an end. If
+    """A fit that `max_steps` or a Timer ended resumes with the other batches of that epoch, then with whole epochs. If
     `max_steps` is still the same, nothing runs and the counts stay."""
     first, second, none = Seen(stops_after=None if stops else 9), Seen(), Seen()
     trainer = fit(tmp_path, door, first, save(tmp_path, "end-{step:02d}", every_n_epochs=1), **stops)
