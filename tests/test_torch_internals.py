@@ -1,6 +1,5 @@
 """What is private of torch's may go away: a loader is then DataLoader's, with one warning, and nothing breaks."""
 
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -13,17 +12,12 @@ from lightning_stocache.torch_internals import draws_all_once, knows_workers
 from tests.loading.twins import Numbers, copied, same
 
 
-@pytest.fixture
-def forgets() -> Iterator[None]:
-    yield
-    knows_workers.cache_clear()
-
-
 @pytest.mark.processes
-def test_without_the_names_a_loader_with_workers_is_a_plain_one(forgets, monkeypatch, caplog):
+def test_without_the_names_a_loader_with_workers_is_a_plain_one(request, monkeypatch, caplog):
     """This torch has them. Without, batches are the same, samples are cached all the same, and it is said once."""
     assert knows_workers()
     knows_workers.cache_clear()
+    request.addfinalizer(knows_workers.cache_clear)
     expected = [copied(batch) for batch in DataLoader(Numbers(20), 4)]
     with monkeypatch.context() as patch:
         patch.setattr(dataloaders, "_MultiProcessingDataLoaderIter", type("Iter", (), {}))

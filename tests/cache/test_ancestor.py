@@ -75,10 +75,6 @@ def test_errors_of_every_flag(cache: SharedCache) -> None:
             use()
 
 
-def store_directly(cache: SharedCache) -> None:
-    cache.array[3] = 7
-
-
 @pytest.mark.processes
 def test_items_are_slots_and_array_is_their_live_view(cache: SharedCache) -> None:
     """`cache[i]` is slot i, zeroes while it is empty; `array` is a view of all slots, which marks none as set."""
@@ -89,7 +85,7 @@ def test_items_are_slots_and_array_is_their_live_view(cache: SharedCache) -> Non
     cache[1] = image(4)
     cache[1] = image(5)
     cache[-1] = image(6)
-    call(store_directly, cache)
+    call(cache.array[3].fill_, 7)
     assert array[:, 0, 0].tolist() == [5, 5, 0, 7, 0, 6]
     assert [int(cache[slot].max()) for slot in (*range(6), -1)] == [5, 5, 0, 7, 0, 6, 6]
     got = [cache.get_slot(index) for index in range(10)]

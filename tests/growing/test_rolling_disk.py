@@ -45,8 +45,7 @@ def fill(pool: RollingCache) -> None:
 
 
 def test_the_next_job_loads_nothing_that_is_resident(on_disk, tmp_path):
-    """If the whole source has room, the first job loads each sample once, and the next one only what is compared. The
-    commands list the pool with the number of its samples, and remove it when no process uses it."""
+    """The next job loads only what is compared, and the commands list the pool and remove it when it is unused."""
     first, second = Numbers(log_path=tmp_path / "first"), Numbers(log_path=tmp_path / "second")
     pool = on_disk(first)
     all_resident(pool)
@@ -133,11 +132,10 @@ def test_other_data_is_refused(on_disk):
     assert len(on_disk(Numbers())) == LENGTH
 
 
-def random_row(index: int) -> Any:
-    return torch.randint(0, 256, row(index)[0].shape), index
+NOISE = partial(Numbers, make=lambda index: (torch.randint(0, 256, row(index)[0].shape), index))
 
 
-@pytest.mark.parametrize("make", [partial(Numbers, make=random_row), partial(CountedStream, LENGTH, row)])
+@pytest.mark.parametrize("make", [NOISE, partial(CountedStream, LENGTH, row)])
 def test_samples_that_cannot_be_compared_are_trusted_with_a_warning(on_disk, caplog, make):
     """Random samples differ from themselves, and those of a stream have no index. Another fingerprint is refused."""
     for _ in range(2):
@@ -167,8 +165,7 @@ def test_the_file_never_takes_more_than_the_budget(on_disk, tmp_path, source):
 
 
 def test_writers_in_other_processes_append(on_disk, monkeypatch, caplog):
-    """A full disk stops the growth of a pool without a source, with one warning, and the pool rolls within what it has.
-    What RollingWriters have appended is there for the next job, which grows again."""
+    """A full disk stops the growth, with one warning; what RollingWriters have appended is there for the next job."""
     budget = 20 * EACH + 2**14
     pool = on_disk(None, budget=budget)
     call(write, pool.handle, range(10), method="forkserver")

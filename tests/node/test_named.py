@@ -7,11 +7,9 @@ import fcntl
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +31,7 @@ from lightning_stocache.node.files import (
 )
 from lightning_stocache.node.named import check_name, clean, join_named, named_segments, open_named
 from lightning_stocache.node.segment import Segment
-from tests.names import folder, path_of
+from tests.names import path_of
 from tests.proc import descendants
 from tests.processes import Child, hanging, idle_worker, wait_until
 
@@ -48,13 +46,6 @@ GOOD = Manifest(
     budget="8 GiB",
     fingerprint={"dataset": "photos.Photos", "length": 1000, "fingerprint": "é"},
 )
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    yield "test"
-    for path in Path(folder()).glob("lsc-*"):  # what is no segment, too
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def opened(name: str, dataset: str = "") -> Segment:

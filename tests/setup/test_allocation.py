@@ -25,10 +25,6 @@ WORKER = 32 * MIB
 PLENTY = FreeMemory(2**44, 2**44, None, "/dev/shm")
 
 
-def spec_of(slot_bytes: int) -> SampleSpec:
-    return SampleSpec.infer(torch.empty(slot_bytes - 1, dtype=torch.uint8))  # and one byte of state
-
-
 def divided(
     requests: Sequence[CacheRequest],
     slot_bytes: Sequence[int | None],
@@ -40,7 +36,8 @@ def divided(
     **more: Any,
 ) -> Allocation:
     measure = free if callable(free) else lambda directory: free
-    specs = [None if size is None else spec_of(size) for size in slot_bytes]
+    samples = [None if size is None else torch.empty(size - 1, dtype=torch.uint8) for size in slot_bytes]
+    specs = [None if sample is None else SampleSpec.infer(sample) for sample in samples]  # with one byte of state
     with mock.patch.object(allocation.FreeMemory, "measure", measure):
         parsed = {pot: Budget.parse(one) for pot, one in budgets.items()}
         return allocate(requests, specs, parsed, ranks, choice, **more)

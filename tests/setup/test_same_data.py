@@ -109,13 +109,7 @@ def test_what_four_samples_do_not_show_is_looked_for_again(name: str, tmp_path: 
 
 @pytest.mark.parametrize(
     ("kind", "served", "on_disk"),
-    [
-        ("rows", 9, True),
-        ("files", 0, True),
-        ("split", 9, False),
-        ("spec", 0, False),
-        ("a tenth", 0, False),
-    ],
+    [("rows", 9, True), ("files", 0, True), ("split", 9, False), ("spec", 0, False), ("a tenth", 0, False)],
 )
 def test_other_data_passes_through_and_the_same_is_joined(name, kind, served, on_disk, tmp_path, caplog) -> None:
     """By four samples: of another folder none is served from the cache, however few lie there, or it is refused."""

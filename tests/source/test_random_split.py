@@ -131,19 +131,13 @@ CUT: dict[str, tuple[Dataset[Any], str]] = {
     # by its steps
     "nested": (Photos(v2.Compose([v2.Compose(HEAD), v1.Compose([v2.Resize(8), v2.RandomCrop(6)])])), "RandomCrop"),
     "Sequential": (Photos(nn.Sequential(*HEAD, ERASING)), "RandomErasing"),
-    "generators": (
-        Photos(v2.Compose([*HEAD, ERASING, by_three])),
-        "RandomErasing, by_three",
-    ),
+    "generators": (Photos(v2.Compose([*HEAD, ERASING, by_three])), "RandomErasing, by_three"),
     "some images": (Photos(v2.Compose([rarely, v2.RandomCrop(6)])), "rarely, RandomCrop"),
     # by where its result lies
     "deep": (Photos(CROP, lambda photos, i: [i, {"views": (plain(photos, i)[0],)}]), "RandomCrop"),
     "two views": (Subset(Subset(Photos(CROP, two_views), [5, 3, 1, 7]), [2, 0]), "RandomCrop"),
     # by what is called, whatever it is called like
-    "then a method": (
-        Photos(None, lambda held, i: held.packed(held.aug(held.images[i]), i), aug=CROP),
-        "RandomCrop",
-    ),
+    "then a method": (Photos(None, lambda held, i: held.packed(held.aug(held.images[i]), i), aug=CROP), "RandomCrop"),
     "by keyword": (
         Photos(None, lambda held, i: held.aug(x=held.images[i])["x"], aug=lambda x: {"x": noisy(x)}),
         "<lambda>",

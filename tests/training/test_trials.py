@@ -54,11 +54,6 @@ def image(index: int) -> torch.Tensor:
     return torch.full((3, 256, 256), index, dtype=torch.uint8)
 
 
-def captioned(index: int) -> Any:
-    """A sample of any size, which lies as a record."""
-    return image(index), "word " * index
-
-
 class Trial(Watcher):
     """Takes any batch, and keeps none."""
 
@@ -73,7 +68,7 @@ def fit(folder: Path, door: str, error: type[Exception] | None, **options: Any) 
         if error is not None and trainer.current_epoch == 1 and batch_idx == 2:
             raise error
 
-    make = captioned if door == "records" else image
+    make = (lambda index: (image(index), "word " * index)) if door == "records" else image
     data: Any = Data(Made(make, 24), Made(make, 8), num_workers=2 * (door == "workers"))
     if door == "rolling":
         pool = RollingCache(Made(image, 24), budget="10MiB", fillers=1, minimum=8)
