@@ -59,11 +59,7 @@ _LAUNCH_VARIABLES = re.compile(
 
 class _Audit:
     """Notes what this process starts, with the line of a test that has led to it, and how many files it has mapped, or
-    opened in /dev/shm. Its children's doings, and torch's own shared tensors, are not among them.
-
-    Python tells audit hooks of forks, subprocesses, files and mappings. What multiprocessing starts by other calls (a
-    spawned child, a child of the fork server, its servants) is noted where it does.
-    """
+    opened in /dev/shm, apart from torch's. Python does not tell of what multiprocessing spawns: that is wrapped."""
 
     starts = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
 
@@ -126,9 +122,8 @@ def has_names_and_variables_to_itself(request: pytest.FixtureRequest) -> Iterato
 @pytest.fixture(autouse=True)
 def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Children have ended, and no process has a file in memory open that it did not have before: anonymous ones, too.
-
-    Fixtures are set up by name: this one after the first guard, so that names are left last, and before `monkeypatch`.
-    """
+    Fixtures are set up by name: this one after the first guard, so that names are left last, and before
+    `monkeypatch`."""
     if not os.path.isdir("/proc/self/fd"):
         yield
         return

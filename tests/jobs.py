@@ -59,11 +59,9 @@ def start(command: Sequence[str], environment: Mapping[str, str], said: Path) ->
 def start_module(
     words: Sequence[str], environments: Sequence[Mapping[str, str]], said: Path, *, shm_mib: int = 0
 ) -> BaseProcess:
-    """Run what `python -m WORDS` would, in a session of its own; what it says is appended to a file.
-
-    The job has a process for each environment, which have imported torch already, and ends when all have, with the
-    first code that is not 0. With a `shm_mib` they have a /dev/shm of that size to themselves, as on a node.
-    """
+    """Run what `python -m WORDS` would, in a session of its own; what it says is appended to a file. The job has a
+    process for each environment, which have imported torch already, and ends when all have, with the first code that is
+    not 0. With a `shm_mib` they have a /dev/shm of that size to themselves, as on a node."""
     ranks = [dict(environment) for environment in environments]
     return _started(_run_ranks, list(words), ranks, shm_mib, multiprocessing.get_start_method(), said=said)
 

@@ -78,10 +78,8 @@ def is_alive(pid: int) -> bool:
 
 
 def collapse() -> None:
-    """Make huge pages of this process's heap and anonymous memory, which takes a second; Linux 6.1 and later.
-
-    A fork copies the page tables: 150 tests that fork much took 55 s instead of 72 s.
-    """
+    """Make huge pages of this process's heap and anonymous memory, which takes a second; Linux 6.1 and later. A fork
+    copies the page tables: 150 tests that fork much took 55 s instead of 72 s."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for line in _read("/proc/self/maps").splitlines():  # elsewhere than on Linux there are none

@@ -45,9 +45,7 @@ def room_of(module: str) -> str | None:
 
 def test_rooms_import_only_from_rooms_above():
     """A module imports from its own room and from those before it; setup and sampling do not know each other.
-
-    torch_internals knows nobody, and imports have no cycle. Only training knows Lightning, only __main__ Hydra.
-    """
+    torch_internals knows nobody, and imports have no cycle. Only training knows Lightning, only __main__ Hydra."""
     wrong = []
     for module, imported in IMPORTS.items():
         room = room_of(module)

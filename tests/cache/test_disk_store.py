@@ -48,7 +48,7 @@ def disk(request: Any, tmp_path: Path) -> Disk:
 
 
 def test_nothing_is_read_before_it_was_found_sound(disk: Disk) -> None:
-    """A sample is found only after a lookup with `verify`, which each copy and each `clear` begins anew."""
+    """A sample is found only after a lookup with `verify`, which `clear` forgets; a copy is open until it is closed."""
     disk.fill()
     store = disk.open()
     assert (store.filled, store.full, store.get(3)) == (LENGTH, False, None)

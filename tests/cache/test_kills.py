@@ -74,9 +74,7 @@ def fill_the_rest(job: Job) -> None:
 
 def moments(store: Any, *, every_line: bool) -> Callable[[], bool]:
     """Tells of a line whether it is to be killed at: all lines, or the first and each before which the file changed.
-
-    Who is killed at another line leaves the same file as who is killed at the line before.
-    """
+    Who is killed at another line leaves the same file as who is killed at the line before."""
     seen = [b""]
 
     def counts() -> bool:

@@ -178,8 +178,7 @@ def test_copies_in_one_process_are_closed_apart(store: Any) -> None:
 
 @pytest.mark.processes
 def test_clear_empties_the_store_for_everybody(store: Any) -> None:
-    """After clear all slots are EMPTY in every process, and can be filled again. Samples give their memory back; the
-    columns keep theirs, through which a slot is written."""
+    """Afterwards all slots are EMPTY in every process and can be filled again; samples give their memory back."""
     filled(store)
     before = store.memory_bytes
     call(store.clear)

@@ -269,8 +269,7 @@ def test_every_whole_epoch_has_every_sample_as_often_as_the_stream(seed: int) ->
     ids=["another shape", "random", "random in secret", "large"],
 )
 def test_what_cannot_be_kept_passes_through(source: Any, words: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A stream that is random, does not fit, or has another shape after the first sixteen samples is the stream in
-    every epoch. One warning tells why, and its memory is released."""
+    """What is random, does not fit, or changes its shape is the stream in every epoch; one warning tells why."""
     with caplog.at_level(logging.WARNING), closing(CachedStream(source, "1MiB")) as stream:
         epochs = [list(stream) for _ in range(3)]
         counts = stream.counters.totals()

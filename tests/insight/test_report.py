@@ -29,8 +29,7 @@ SHARES, BUDGETS = ["0 %", "50 %", "100 %"], ["budget=0%", "budget=50%", "budget=
 
 
 def rows_of_a_run(share: float = 0.5, epochs: int = 3, *, nodes: int = 1, steps: bool = False):
-    """The rows of CacheMonitor for 100 samples in 10 steps per epoch: (step, epoch or None, metrics) in its order; with
-    those of StepTimer: waiting of 0.03 s a step in the first epoch, and 0.01 s less in each later epoch."""
+    """The rows of 100 samples in 10 steps per epoch, (step, epoch or None, metrics), with a wait that gets shorter."""
     for epoch in range(epochs):
         hits = round(100 * share) if epoch else 0
         for step, fill in ((5, 0.5), (10, 0.9)):

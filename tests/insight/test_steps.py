@@ -96,7 +96,7 @@ def test_a_step_lasts_until_the_next_one() -> None:
 
 
 def test_a_step_that_has_not_ended_is_dropped() -> None:
-    """Before a break or an exception steps count, and an end of a part that has not begun does not."""
+    """Steps before a break or an exception count, and the end of a part that has not begun does not."""
     time = Device()
     clock = started(time)
     clock.stop("backward")

@@ -35,10 +35,8 @@ class Setting:
         return kind(self.counted(dataset), **self.options | options)
 
     def counted(self, dataset: Any) -> Any:
-        """The same object; every sample that it loads, in any process, is noted.
-
-        The object gets a class of its own that only adds the note. Where Python does not let it, nothing is counted.
-        """
+        """The same object; every sample that it loads, in any process, is noted. The object gets a class of its own
+        that only adds the note. Where Python does not let it, nothing is counted."""
         plain, path = type(dataset), self.loads
 
         def __getitem__(self: Any, index: Any) -> Any:

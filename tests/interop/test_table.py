@@ -65,7 +65,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def row(request: pytest.FixtureRequest) -> tuple[Callable[[Setting], Any], bool, bool]:
-    """A way, whether it is cached, and whether idle workers load ahead; libraries leave things when imported."""
+    """A way, whether it is cached, and whether idle workers load ahead; of the session, because it imports."""
     library, way = request.param
     ways = getattr(importlib.import_module(MODULES[library]), library.upper())
     return ways[way], TABLE[library][way], request.param in FIRST_ROWS[1::2]

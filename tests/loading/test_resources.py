@@ -350,10 +350,8 @@ def feeders() -> int:
 
 
 def waits_for_a_request(worker: BaseProcess) -> bool:
-    """Whether a worker is idle, as far as the kernel shows.
-
-    In CPython 3.11 a signal in the `put` of its reply may lose a wake-up of the queue's thread, and the worker hangs.
-    """
+    """Whether a worker is idle, as far as the kernel shows. In CPython 3.11 a signal in the `put` of its reply may lose
+    a wake-up of the queue's thread, and the worker hangs."""
     place = Path(f"/proc/{worker.pid}/wchan").read_text()  # of one that runs "0", as where the kernel does not tell
     state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
     return state == "S" and (place == "0" or "poll" in place)

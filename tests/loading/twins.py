@@ -171,10 +171,8 @@ def outcomes(loader: Any) -> Iterator[Any]:
 
 
 def comparable(outcome: Any) -> Any:
-    """A batch as it is; of an error its type, its last words, and whether it has the user's traceback.
-
-    An error that is kept would keep the batches of its epoch.
-    """
+    """A batch as it is; of an error its type, its last words, and whether it has the user's traceback. An error that is
+    kept would keep the batches of its epoch."""
     if not isinstance(outcome, Exception):
         return outcome
     lines = "".join(traceback.format_exception(outcome))
@@ -188,10 +186,8 @@ def assert_as_plain(
     *,
     transform: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Three epochs of a cached dataset, the second broken off, equal DataLoader's in batches and generators.
-
-    `runs` are the classes of loaders, one after the other over the same cache, and what makes their arguments.
-    """
+    """Three epochs of a cached dataset, the second broken off, equal DataLoader's in batches and generators. `runs` are
+    the classes of loaders, one after the other over the same cache, and what makes their arguments."""
     expected = [_run(DataLoader, uncached(source, transform), arguments()) for _, arguments in runs]
     for share in shares:
         with closing(CachedDataset(source, SHARES[share], transform=transform)) as dataset:
@@ -206,10 +202,8 @@ def assert_as_plain(
 
 
 def _run(kind: Any, dataset: Any, arguments: dict[str, Any]) -> list[Any]:
-    """The batches of three epochs, the second broken off, each with the states of all generators after it.
-
-    The consumer draws between batches.
-    """
+    """The batches of three epochs, the second broken off, each with the states of all generators after it. The consumer
+    draws between batches."""
     seed_all()
     loader, seen = kind(dataset, **arguments), list[Any]()
     for epoch, stop in enumerate((None, 2, None)):

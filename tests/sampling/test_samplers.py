@@ -219,8 +219,7 @@ def test_memory_of_the_nodes_adds_up(nodes, fractions, batch_size, second, third
 
 
 def test_overlapping_memory_ends_at_ninety_nine_percent():
-    """Once the nodes have filled the edges of each other's parts. A node with more memory than it needs for its share
-    keeps to the same indices, so that its hits are there in epoch two."""
+    """Nodes fill the edges of each other's parts; one with more memory than its share keeps to the same indices."""
     rates = hit_rates(samplers_of(24576, nodes_of(1, 1, 1), [0.5] * 3, 256), 6)
     assert rates[:4] == sorted(rates[:4])
     assert min(rates[4:]) >= 0.99

@@ -79,10 +79,8 @@ def write(folder: Path, name: str, saw: Any) -> None:
 
 
 class Witness(Epochs, Checkpoint):
-    """Records batches, metrics, segments and weights of a rank, and its processes when epoch two begins.
-
-    It stands where ModelCheckpoint does, so the metrics are those that this could watch.
-    """
+    """Records batches, metrics, segments and weights of a rank, and its processes when epoch two begins. It stands
+    where ModelCheckpoint does, so the metrics are those that this could watch."""
 
     def __init__(self, folder: Path, signals: Sequence[tuple[str, int, int]]) -> None:
         super().__init__()

@@ -21,11 +21,9 @@ def image(index: int) -> tuple[torch.Tensor, int]:
 
 
 class Classifier(Model):
-    """Two million parameters: 9 MB, and three times that besides once Adam has stepped.
-
-    Every tenth batch is turned into floats as a whole, 38 MB: memory that comes and goes. With 16 to 32 MB this would
-    be a test of glibc, whose heap then grows by up to a GB within two epochs, by chance.
-    """
+    """Two million parameters: 9 MB, and three times that besides once Adam has stepped. Every tenth batch is turned
+    into floats as a whole, 38 MB: memory that comes and goes. With 16 to 32 MB this would be a test of glibc, whose
+    heap then grows by up to a GB within two epochs, by chance."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -73,10 +73,8 @@ def test_epochs_grow_with_the_resident_samples(tmp_path, caplog, door):
 
 
 class Replaces(Callback):
-    """When the Trainer has counted an epoch's batches, a large sample replaces many; after each epoch more come.
-
-    Every rank has the batches that its Trainer and rank zero's have counted, and its bar shows that number.
-    """
+    """When the Trainer has counted an epoch's batches, a large sample replaces many; after each epoch more come. Every
+    rank has the batches that its Trainer and rank zero's have counted, and its bar shows that number."""
 
     def __init__(self, pool: RollingCache) -> None:
         self.pool = pool

@@ -188,10 +188,8 @@ def data_hooks(**loaders: Callable[[], Any]) -> Any:
 
 
 def behind(door: str, data: Any, **options: Any) -> tuple[list[Callback], Any]:
-    """The callbacks and the DataModule of a door with these options; of "none" the DataModule as it is.
-
-    "ours" is a StocacheDataModule around the sets of a `Data`, with its options for loaders.
-    """
+    """The callbacks and the DataModule of a door with these options; of "none" the DataModule as it is. "ours" is a
+    StocacheDataModule around the sets of a `Data`, with its options for loaders."""
     if door == "none":
         return [], data
     if door == "callback":
