@@ -57,8 +57,7 @@ def test_the_oldest_leave_first(store: RollingStore) -> None:
 
 
 def test_what_does_not_fit_is_refused(store: RollingStore) -> None:
-    """A sample that does not match the codec, or has no room even alone, is an error, and replaces no sample. So is
-    reading before the first append, and after `close`. If samples are smaller than expected, slots end before bytes."""
+    """A sample of another kind or without room replaces none, and reading before or after the store's life fails."""
     with pytest.raises(RuntimeError, match="no sample has been appended yet"):
         store.read(np.array([0]))
     append(store, range(1, 2))

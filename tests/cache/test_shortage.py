@@ -185,8 +185,7 @@ def look_without_room() -> None:
 
 @pytest.mark.processes
 def test_looking_needs_no_room() -> None:
-    """In a full /dev/shm empty slots are looked at without SIGBUS, what is stored can be overwritten, and all processes
-    together warn once. Where there is no memory for the states, making a store raises ENOSPC."""
+    """In a full /dev/shm nothing ends in SIGBUS, what is stored can be overwritten, and all processes warn once."""
     without_room(look_without_room, mib=4)
 
 

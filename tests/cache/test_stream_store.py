@@ -28,8 +28,7 @@ def in_another_process(content: bytes) -> Any:
 
 @pytest.mark.processes
 def test_samples_of_all_processes_are_sorted_by_shard() -> None:
-    """Whichever shard was faster, samples are in the order of shards and positions, and each process finds those of the
-    others. A late process writes nothing into the memory of the next epoch."""
+    """They are in the order of shards and positions, and a late process writes nothing into the next epoch."""
     shard = Shard(0, 0, 2, key=1)
     with closing(StreamStore.empty(SampleSpec.infer(1), 1 << 20)) as store:
         epoch = store.ledger.begin(shard)
@@ -48,8 +47,7 @@ def test_samples_of_all_processes_are_sorted_by_shard() -> None:
 
 
 def test_a_ledger_counts_what_all_shards_have_passed() -> None:
-    """Shards join the epoch that a rank has announced, or begin it. The number of samples is known when each shard has
-    ended; of an epoch that was broken off it is not."""
+    """Shards join an epoch or begin it, and the number of its samples is known when each of them has ended."""
     with closing(StreamLedger.create(ranks=2)) as ledger:
         for epoch, ended, passed in ((1, 4, None), (2, 3, 5), (3, 4, None), (4, 4, 5)):
             shards = [Shard(rank, worker, 2, key=epoch) for rank in range(2) for worker in range(2)]

@@ -232,8 +232,7 @@ def test_a_filler_that_dies_is_started_anew_behind_that_sample(opened, caplog):
 
 
 def test_a_filler_that_hangs_is_logged_while_training_waits(opened, caplog, monkeypatch, tmp_path):
-    """The log tells which filler loads which sample, and for how long. With the minimum, training goes on. `close` ends
-    the filler, also if the dataset behind the pool was closed before, and with it the memory."""
+    """The log tells which filler loads which sample, and for how long; `close` ends it, and with it the memory."""
     monkeypatch.setattr(processes, "REPORT_SECONDS", 0.3)
     hangs = Allowance(tmp_path / "allowed", 6)
     pool = opened(Numbers(trouble=hangs), "100%", spec=SPEC, fillers=1, minimum=8, shuffle=False)

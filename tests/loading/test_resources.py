@@ -415,8 +415,7 @@ def test_workers_that_are_being_started_are_somebodys(monkeypatch: pytest.Monkey
 
 
 def test_who_wants_a_job_that_is_under_way_waits_for_it() -> None:
-    """The thread has begun it, and nobody else does; its result stays, but the thread keeps no batch alive. An error is
-    the consumer's, and the thread goes on. It may be stopped from anywhere, itself included, and more than once."""
+    """Nobody else does it, its error is the consumer's, and the thread may be stopped from anywhere, twice."""
     thread = Prefetcher()
     thread.stop()
     begun, go_on, done_by = threading.Event(), threading.Event(), list[int]()

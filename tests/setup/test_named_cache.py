@@ -129,8 +129,7 @@ WHOLE = CountedSource(LENGTH)
 
 
 def test_what_is_another_dataset_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides are shown, with the two ways out; what was there stays as it is. A rank that is spawned calls the
-    script `__mp_main__`, and joins what the script itself has made."""
+    """Both sides are shown, with the two ways out; a spawned rank joins what the script itself has made."""
     table: list[tuple[Any, Any, dict[str, Any], str]] = [
         (WHOLE, WHOLE, {"fingerprint": "v2"}, "fingerprint"),
         (WHOLE, CountedSource(LENGTH + 1), {}, "length"),

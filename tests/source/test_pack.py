@@ -85,8 +85,7 @@ def test_an_error_of_the_source_loses_nothing(tmp_path: Path, workers: int, at: 
 
 @pytest.mark.processes
 def test_a_pack_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Killed again and again after a commit, it ends as one that was never stopped. Where just the manifest does not
-    say that all is there, four samples are read."""
+    """Killed again and again after a commit, it ends as one that was never stopped, and reads hardly any again."""
     path, chance, found = tmp_path / "x.lmdb", random.Random(2), [0]
     allowance = Allowance(tmp_path / "allowed", 6)  # for each of two workers, so that no run comes to its end
 
