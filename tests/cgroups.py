@@ -6,6 +6,7 @@ It is made below the mount's root, because in v2 a cgroup with processes has no 
 import contextlib
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,9 @@ def cgroup(limit: int) -> Iterator[Path]:
 
 
 def _is_removed(folder: Path) -> bool:
+    """Remove a cgroup. A DataLoader's worker whose trainer was killed while it started would stay in it for ever."""
     with contextlib.suppress(OSError):
+        for pid in (folder / "cgroup.procs").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
         folder.rmdir()
     return not folder.exists()
