@@ -44,7 +44,7 @@ LIBRARIES = {
     ),
     "timm.data": (
         """{"color_jitter": None}  {"vflip": p, "hflip": 0.0, "color_jitter": 0.4, "color_jitter_prob": p}
-        {"auto_augment": "rand-m9-mstd0.5-inc1"}  {"re_prob": p, "hflip": 0.0, "color_jitter": None}
+        {"auto_augment": "rand-m7-mstd0.5-inc1"}  {"re_prob": p, "hflip": 0.0, "color_jitter": None}
         {"grayscale_prob": p, "gaussian_blur_prob": p}""",
         "create_transform(16, is_training=True, no_aug=False, **{'hflip': p} | steps[0])",
     ),
