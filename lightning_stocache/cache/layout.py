@@ -43,6 +43,7 @@ from lightning_stocache.node.segment import Segment
 
 __all__ = [
     "EMPTY",
+    "KNOWN",
     "LARGEST",
     "ONCE",
     "READY",
@@ -71,7 +72,7 @@ LARGEST = 2**32
 _END = ""
 _SMALL = 8  # alignment of records with one part
 _GAP = memoryview(bytes(64))  # lies between two records
-_KNOWN = 32  # with so many records, their mean size replaces the estimate of set-up
+KNOWN = 32  # with so many records, their mean size replaces the estimate of set-up
 _TRIES, _PAUSE = 200, 50e-6  # 10 ms: a process that keeps the lock of the run for longer was stopped
 
 
@@ -327,7 +328,7 @@ class Records(_Slots):
 
     def capacity(self, filled: int) -> int:
         """Number of samples for which there is room, if the next samples are as large as those before."""
-        mean = (self.free - self.begin) / filled if filled >= _KNOWN else self._expected
+        mean = (self.free - self.begin) / filled if filled >= KNOWN else self._expected
         return min(filled + int((self.end - self.free) / max(mean, 1)), self.count)
 
     @property

@@ -52,7 +52,7 @@ import numpy.typing as npt
 
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.codec import Lend, Memory, aligned
-from lightning_stocache.cache.layout import LARGEST, READY, ROLLING, Head, Layout, Records, Rows, is_complete
+from lightning_stocache.cache.layout import KNOWN, LARGEST, READY, ROLLING, Head, Layout, Records, Rows, is_complete
 from lightning_stocache.cache.placement import Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import refused
@@ -78,7 +78,6 @@ _LATEST = 1 << 60  # generations above are damaged
 
 _MOST_TRIES = 1000  # then the writers are faster than any copy
 _SMALLER = 4  # there are slots enough for records that are this much smaller than expected
-_KNOWN = 32  # with so many records, their mean size replaces the estimate of set-up
 _TOO_FAST = "a rolling cache is overwritten faster than it can be read: give it a larger budget, or fewer fillers"
 
 
@@ -568,7 +567,7 @@ class RollingStore(Store):
         live = self._live
         if live and self._words[_LAPPED]:
             return live
-        mean = int(self._words[_END]) / live if live >= _KNOWN else aligned(max(self.codec.nbytes, 1))
+        mean = int(self._words[_END]) / live if live >= KNOWN else aligned(max(self.codec.nbytes, 1))
         return max(min(int(self._words[_MOST] / max(mean, 1)), self.count), 1)
 
     def close(self) -> None:
