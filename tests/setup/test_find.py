@@ -32,7 +32,7 @@ class Lazy(Dataset[Any]):
     """Opens an unbuffered file at its first read, counts its reads, and remembers the last in a list and an array."""
 
     def __init__(self) -> None:
-        self.file, self.reads, self.seen, self.last = None, 0, list[int](), np.zeros(2)
+        self.last, self.file, self.reads, self.seen = np.zeros(2), None, 0, list[int]()
 
     def __len__(self) -> int:
         return 300
