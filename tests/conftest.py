@@ -6,7 +6,6 @@ Only tests that are marked `processes` start any; the others, `-m "not processes
 import functools
 import gc
 import importlib.metadata
-import math
 import multiprocessing
 import os
 import random
@@ -30,12 +29,18 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
-from lightning_stocache.node import free
-from lightning_stocache.node.open_files import Promised
-from lightning_stocache.setup import child, find, first_samples
-from lightning_stocache.source import random_split
-from tests import names
-from tests.proc import collapse, command_of, descendants, memory_files, unused_names
+from lightning_stocache.setup import find, first_samples
+from tests.processes import (
+    collapse,
+    command_of,
+    descendants,
+    leave_names,
+    memory_files,
+    names_folder,
+    remove_names,
+    unused_names,
+    use_names,
+)
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # an example is not wrong because others are busy
 hypothesis.settings.load_profile("any machine")
@@ -101,10 +106,10 @@ def has_names_and_variables_to_itself(request: pytest.FixtureRequest) -> Iterato
     """Named caches lie in a folder of this process of pytest. Variables are as before; those that Lightning itself sets
     are put back without a word. A test that starts processes is marked: the loop of the others stays fast."""
     if request.node.get_closest_marker("named"):
-        names.use()
+        use_names()
     before = dict(os.environ)
     yield
-    names.leave()
+    leave_names()
     after = dict(os.environ)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     changed -= {"PYTEST_CURRENT_TEST"}
@@ -153,23 +158,13 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
 
 
 @pytest.fixture(autouse=True)
-def sets_up_as_on_a_quiet_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set-up reads as many samples, and gives as much memory, as where nobody else is. It forks no process for each
-    cache in the rooms that build on an open one, but where a test is marked `looks_apart`, and in a job. What other
-    test processes may still take counts where that is the subject (`node`)."""
-    folders = request.path.relative_to(request.config.rootpath).parts  # one above may be called like a room
-    marker = request.node.get_closest_marker
-    rooms = {"growing", "insight", "loading", "training"}.intersection(folders)
-    if rooms and not marker("looks_apart"):
+def set_up_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set-up reads samples in a process of its own, as it does for users; with `--in-process` in that of the test."""
+    if request.config.getoption("in_process"):
         monkeypatch.setattr(find, "start_method", lambda chosen: None)
-    if rooms - {"training"}:  # streams are read again here, too; `tests/training/test_growing.py` has that process
-        monkeypatch.setattr(first_samples, "start_method", lambda chosen: chosen)
-    monkeypatch.setattr(random_split, "QUICK_SECONDS", math.inf)
-    monkeypatch.setattr(child, "REPORT_SECONDS", 90.0)  # nor does it warn that reading takes its time
-    if marker("epoch_one_reads_all"):
+        monkeypatch.setattr(first_samples, "start_method", lambda chosen: None)
+    if request.node.get_closest_marker("epoch_one_reads_all"):
         monkeypatch.setattr(find, "MOST_BYTES", -1)
-    if "node" not in folders:
-        monkeypatch.setattr(free, "promised_to_others", lambda *_: Promised())
 
 
 @pytest.fixture
@@ -177,7 +172,7 @@ def name() -> Iterator[str]:
     """A name for caches; what lies under it, or under longer ones, is removed after the test."""
     name = f"test-{os.getpid()}-{random.getrandbits(32)}"
     yield name
-    for path in Path(names.folder()).glob(f"lsc-*-{name}*"):  # what is no segment, too
+    for path in Path(names_folder()).glob(f"lsc-*-{name}*"):  # what is no segment, too
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
@@ -223,6 +218,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "interop" in item.path.parts)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--in-process", action="store_true", help="set-up reads samples in the process of the test")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(item.get_closest_marker("processes") for item in session.items):
         collapse()
@@ -247,7 +246,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_unconfigure() -> None:
-    names.remove()
+    remove_names()
     gc.unfreeze()  # libraries complain of what is not collected at the end
 
 

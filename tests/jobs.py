@@ -1,10 +1,13 @@
-"""Jobs of several processes: how they start, where they meet, how they end, and where they hang."""
+"""Jobs of several processes: how they start, where they meet, how they end, and where they hang; what they log; memory
+cgroups, above whose limit the kernel kills; and commands, with what they print."""
 
 import atexit
 import contextlib
 import faulthandler
+import logging
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import socket
@@ -12,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,8 +24,8 @@ import pytest
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from tests.proc import descendants, is_alive
-from tests.processes import context, mount_own_shm
+from lightning_stocache.__main__ import main
+from tests.processes import context, descendants, is_alive, mount_own_shm, wait_until
 
 ROOT = Path(__file__).parents[1]
 OWN_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
@@ -140,3 +143,106 @@ def _end_all() -> None:
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         while any(map(is_alive, pids)) and time.monotonic() < deadline:
             time.sleep(0.1)
+
+
+# ---- what processes log ----
+
+
+class Log(logging.Handler):
+    """Collects what the package logs in this process, from a level on, from now on or, as a context, to its end."""
+
+    def __init__(self, level: int = logging.NOTSET) -> None:
+        super().__init__(level)
+        self.lines: list[str] = []
+        self.package = logging.getLogger("lightning_stocache")
+        self.package.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.package.removeHandler(self)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings that pytest has heard."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# ---- memory cgroups ----
+
+_V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+_ROOT = _V1 if _V1.is_dir() else _V2
+_LIMIT, _EVENTS, _PEAK = {
+    _V1: ("memory.limit_in_bytes", "memory.oom_control", "memory.max_usage_in_bytes"),
+    _V2: ("memory.max", "memory.events", "memory.peak"),
+}[_ROOT]
+
+
+def has_killed(folder: Path) -> bool:
+    """Whether the kernel has killed a process of the cgroup with this folder."""
+    return re.search("^oom_kill [1-9]", (folder / _EVENTS).read_text(), re.MULTILINE) is not None
+
+
+def peak_of(folder: Path) -> int:
+    """The most bytes that were charged at once, droppable page cache included; 0 where the kernel does not say."""
+    peak = folder / _PEAK
+    return int(peak.read_text()) if peak.exists() else 0
+
+
+@contextlib.contextmanager
+def cgroup(limit: int) -> Iterator[Path]:
+    """The folder of a cgroup with that many bytes of memory, which a process enters by its file `cgroup.procs`."""
+    folder = _ROOT / f"stocache-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / _LIMIT).write_text(str(limit))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    try:
+        yield folder
+    finally:
+        wait_until(lambda: _is_removed(folder))  # a process that was killed is charged for a moment longer
+
+
+def _is_removed(folder: Path) -> bool:
+    """Remove a cgroup. A DataLoader's worker whose trainer was killed while it started would stay in it for ever."""
+    with contextlib.suppress(OSError):
+        for pid in (folder / "cgroup.procs").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+        folder.rmdir()
+    return not folder.exists()
+
+
+# ---- the command line ----
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write texts under their paths below a folder."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """What a command prints on stdout; nothing stands on stderr."""
+    main([*map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What stands on stderr where a command ends with code 2, without a traceback, and prints nothing else."""
+    with pytest.raises(SystemExit) as end:
+        main([*arguments])
+    out, err = capsys.readouterr()
+    assert (end.value.code, out) == (2, "")
+    assert "Traceback" not in err
+    return err

@@ -1,4 +1,5 @@
-"""Functions run in processes of their own, under every start method, with results, readable failures and a time-out.
+"""Functions run in processes of their own, under every start method, with results, readable failures and a time-out;
+what /proc says of these processes; and the folder in memory in which their caches have names.
 
 A child writes what it returns into a file: a pipe would be held open by the children of a child that was killed.
 """
@@ -6,9 +7,12 @@ A child writes what it returns into a file: a pipe would be held open by the chi
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import glob
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -16,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -26,9 +31,9 @@ import torch
 import torch.distributed as dist
 
 import lightning_stocache
+from lightning_stocache.node import files, named
 from lightning_stocache.setup import find
 from lightning_stocache.source import random_split
-from tests import names
 
 _SECONDS = 400
 _NEW_USERS, _NEW_MOUNTS, _PRIVATE = 0x10000000, 0x00020000, (1 << 18) | (1 << 14)
@@ -50,7 +55,7 @@ class Child:
         self._answer = Path(self._folder.name) / "answer"
         # A child that was not forked would start its own children as it was started itself, with all imports anew.
         default = multiprocessing.get_start_method()
-        settings = lightning_stocache.__file__, names.folder(), default, _bounds()
+        settings = lightning_stocache.__file__, names_folder(), default, _bounds()
         arguments = (str(self._answer), *settings, function, args)
         self.process: BaseProcess = context(method).Process(target=_run, args=arguments)
         self.process.start()
@@ -186,7 +191,7 @@ def mount_own_shm(mib: int) -> None:
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     _check(libc.mount(b"none", b"/", None, _PRIVATE, None))
     _check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=%dm" % mib))
-    names.leave()  # the folder for names is not there
+    leave_names()  # the folder for names is not there
 
 
 def _check(status: int) -> None:
@@ -209,7 +214,7 @@ def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    names.use(folder_of_names)
+    use_names(folder_of_names)
     multiprocessing.set_start_method(method, force=True)
     _bounds(*bounds)
     try:
@@ -256,3 +261,136 @@ def killed_at_line(number: int, room: str, counts: Callable[[], bool]) -> Iterat
     sys.settrace(trace)
     yield
     sys.settrace(None)
+
+
+# ---- named caches of these tests ----
+
+_plain = files.memory_directory
+_made: list[str] = []
+
+
+def names_folder() -> str:
+    """Where named segments lie now."""
+    return files.memory_directory()
+
+
+def path_of(name: str) -> Path:
+    """The file of a name."""
+    return Path(names_folder(), f"lsc-{os.getuid()}-{name}")
+
+
+def use_names(path: str | None = None) -> None:
+    """Have named segments lie in a folder from now on, by default the one of this process."""
+    if path is None:
+        if not _made:
+            _made.append(tempfile.mkdtemp(prefix="stocache-tests-", dir=_plain()))
+            os.chmod(_made[0], 0o1777)  # as /dev/shm is: other users may put files there
+        path = _made[0]
+    for module in (files, named):
+        module.memory_directory = _plain if path == _plain() else lambda: path  # type: ignore[attr-defined]
+
+
+def leave_names() -> None:
+    """Have named segments lie where users have them."""
+    use_names(_plain())
+
+
+def remove_names() -> None:
+    """Remove the folder of this process."""
+    while _made:
+        shutil.rmtree(_made.pop())
+
+
+# ---- what /proc says ----
+
+_MEMORY_FILES = ("/dev/shm/", "/memfd:lightning_stocache", "/lsc-")
+_COLLAPSE, _HUGE = 25, 2 << 20  # MADV_COLLAPSE
+
+
+def descendants() -> set[int]:
+    """The children of this process and theirs, without the servants that multiprocessing keeps until the end."""
+    parents: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (stat := _read(f"/proc/{entry}/stat")):
+            parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
+    found, generation = set[int](), {os.getpid()}
+    while generation:
+        generation = {pid for pid, parent in parents.items() if parent in generation}
+        found |= generation
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    return found - {getattr(server, "_forkserver_pid", None), getattr(tracker, "_pid", None)}
+
+
+def memory_files(pids: set[int]) -> set[tuple[str, str]]:
+    """Files in memory that one of these processes has open or mapped. 2 to 8 ms for a process that knows torch."""
+    found: set[tuple[str, str]] = set()
+    for pid in pids:
+        maps = _read(f"/proc/{pid}/maps")
+        for line in maps.splitlines() if _is_memory(maps) else ():
+            if _is_memory(line):
+                inode, _, path = line.split(None, 4)[4].partition(" ")
+                found.add((path.strip(), inode))
+        for descriptor in glob.iglob(f"/proc/{pid}/fd/*"):
+            try:
+                target = os.readlink(descriptor)
+                if _is_memory(target):
+                    found.add((target, str(os.stat(descriptor).st_ino)))
+            except OSError:
+                continue
+    return found
+
+
+def unused_names() -> set[tuple[str, str]]:
+    """Named files in memory that nobody uses, in the folder of this process of tests."""
+    return {("unused", path) for path in glob.glob(f"{names_folder()}/lsc-*") if not _in_use(path)}
+
+
+def _in_use(path: str) -> bool:
+    """Whether somebody holds the lock that says so."""
+    try:
+        descriptor = os.open(path.removesuffix(".locks"), os.O_RDONLY)
+    except FileNotFoundError:
+        return not os.path.exists(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def command_of(pid: int) -> str:
+    """What a process was started as."""
+    return f"{pid}: " + _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+
+
+def is_alive(pid: int) -> bool:
+    stat = _read(f"/proc/{pid}/stat")
+    return bool(stat) and stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def collapse() -> None:
+    """Make huge pages of this process's heap and anonymous memory, which takes a second; Linux 6.1 and later. A fork
+    copies the page tables: 150 tests that fork much took 55 s instead of 72 s."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for line in _read("/proc/self/maps").splitlines():  # elsewhere than on Linux there are none
+        bounds, access, _, _, _, *path = line.split(None, 5)
+        if access == "rw-p" and path in ([], ["[heap]"]):
+            first, last = (int(bound, 16) for bound in bounds.split("-"))
+            for begin in range(-(-first // _HUGE) * _HUGE, last // _HUGE * _HUGE, _HUGE):
+                madvise(begin, _HUGE, _COLLAPSE)  # where it is refused, the pages stay as they are
+
+
+def _is_memory(text: str) -> bool:
+    return any(word in text for word in _MEMORY_FILES)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:  # the process has ended
+        return ""

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import lightning_stocache
 from lightning_stocache.training.options import CacheOptions
-from tests.commands import write_files
+from tests.jobs import write_files
 from tests.training.tiny import Watcher, make_trainer
 
 ROOT = Path(__file__).parents[1]

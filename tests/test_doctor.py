@@ -18,7 +18,7 @@ from lightning_stocache.insight.doctor import Finding, as_text, examine, shared_
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.open_files import open_files
 from lightning_stocache.node.segment import Segment
-from tests.commands import refused, said, write_files
+from tests.jobs import refused, said, write_files
 from tests.processes import without_room
 from tests.sources import CountedSource
 

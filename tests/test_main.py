@@ -23,8 +23,8 @@ from lightning_stocache.cache.layout import READY
 from lightning_stocache.insight import measurement
 from lightning_stocache.node.files import Geometry, Manifest
 from lightning_stocache.node.named import clean, named_segments, open_named
-from tests.commands import refused, said, write_files
-from tests.names import path_of
+from tests.jobs import refused, said, write_files
+from tests.processes import path_of
 
 pytestmark = pytest.mark.named
 

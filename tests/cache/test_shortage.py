@@ -18,8 +18,7 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.node.free import FreeMemory
 from tests.cache.stores import LAYOUTS, infer_codec, memory_store
-from tests.cgroups import cgroup, has_killed, peak_of
-from tests.logs import Log
+from tests.jobs import Log, cgroup, has_killed, peak_of
 from tests.processes import call, call_many, take_all_of_dev_shm, without_room
 
 MIB = 2**20

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.proc import descendants, memory_files
+from tests.processes import descendants, memory_files
 
 pytest.importorskip("ipykernel", reason="ipykernel is not installed")
 jupyter_client = pytest.importorskip("jupyter_client.manager", reason="jupyter_client is not installed")

@@ -16,10 +16,9 @@ from lightning_stocache.node import processes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.first_samples import FirstSampleError
 from tests.growing.pools import LENGTH, SPEC, Numbers, all_resident, epoch, fillers_end, labels, row, write
+from tests.jobs import Log
 from tests.loading.twins import same
-from tests.logs import Log
-from tests.proc import descendants, is_alive
-from tests.processes import call, hanging, run_ranks, wait_until
+from tests.processes import call, descendants, hanging, is_alive, run_ranks, wait_until
 from tests.sources import Allowance, CountedStream
 
 EACH = SPEC.nbytes + 24  # bytes of a slot

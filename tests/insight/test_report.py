@@ -17,7 +17,7 @@ from lightning_stocache.insight.charts import COLOURS
 from lightning_stocache.insight.report import charts, report
 from lightning_stocache.insight.runs import LogError, find_runs, labels, table
 from lightning_stocache.insight.steps import PARTS
-from tests.commands import refused
+from tests.jobs import refused
 
 OF_STEPS = "What a step is made of"  # for runs with a StepTimer
 EVERY_RUN = ["Hit rate", "Fill in the first epoch", "Where the bytes came from"]

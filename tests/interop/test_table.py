@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning_stocache import StochasticCache
 from tests.interop.setting import Setting, fingerprint
 from tests.interop.table import MODULES, TABLE
-from tests.logs import Log
+from tests.jobs import Log
 from tests.training.tiny import Watcher, make_trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]

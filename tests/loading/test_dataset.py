@@ -24,10 +24,9 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup import allocation
+from tests.jobs import Log, warnings
 from tests.loading.twins import Augmented, InBatches, same, totals
-from tests.logs import Log, warnings
-from tests.proc import memory_files
-from tests.processes import without_room
+from tests.processes import memory_files, without_room
 from tests.sources import CountedSource, CountedStream, Made
 
 pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]

@@ -20,8 +20,7 @@ from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Grant, Reserve, grant, loader_reserve
 from lightning_stocache.node.open_files import Promised, promised_to_others
 from lightning_stocache.node.segment import Segment
-from tests.proc import descendants
-from tests.processes import hanging, idle_worker
+from tests.processes import descendants, hanging, idle_worker
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 AUTO = Budget.parse("auto")

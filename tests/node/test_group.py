@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_stocache.node import group as group_module
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.post import Mailbox
-from tests.logs import Log
+from tests.jobs import Log
 from tests.processes import run_ranks
 
 

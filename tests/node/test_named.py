@@ -31,9 +31,7 @@ from lightning_stocache.node.files import (
 )
 from lightning_stocache.node.named import check_name, clean, join_named, named_segments, open_named
 from lightning_stocache.node.segment import Segment
-from tests.names import path_of
-from tests.proc import descendants
-from tests.processes import Child, hanging, idle_worker, wait_until
+from tests.processes import Child, descendants, hanging, idle_worker, path_of, wait_until
 
 pytestmark = pytest.mark.named
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_stocache.node.processes import end_with_parent
-from tests.proc import is_alive
-from tests.processes import context, hanging, wait_until
+from tests.processes import context, hanging, is_alive, wait_until
 
 
 def outlive(folder: Path) -> None:

@@ -16,8 +16,7 @@ import pytest
 
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence_of
-from tests.proc import descendants
-from tests.processes import call, context, hanging, idle_worker, wait_until, without_room
+from tests.processes import call, context, descendants, hanging, idle_worker, wait_until, without_room
 
 BACKENDS: tuple[Backend, ...] = ("tmpfile", "memfd", "file")
 MIB = 2**20

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.logs import Log
+from tests.jobs import Log
 from tests.sources import CountedSource
 
 SAMPLES = 24

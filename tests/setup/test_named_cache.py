@@ -26,10 +26,9 @@ from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.same_data import FingerprintError
 from lightning_stocache.source.samples import bits
 from lightning_stocache.training.datamodule import StocacheDataModule
+from tests.jobs import warnings
 from tests.loading.twins import same
-from tests.logs import warnings
-from tests.names import path_of
-from tests.processes import call, call_many, hanging, run_ranks
+from tests.processes import call, call_many, hanging, path_of, run_ranks
 from tests.sources import CountedSource
 
 pytestmark = pytest.mark.named

@@ -30,7 +30,7 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.segments import CacheMemoryError
 from lightning_stocache.source import random_split
-from tests.logs import warnings
+from tests.jobs import warnings
 from tests.processes import run_ranks
 from tests.sources import CountedSource, Made, TransformedSource
 

@@ -19,7 +19,7 @@ from lightning_stocache.setup import find
 from lightning_stocache.setup.same_data import FingerprintError
 from lightning_stocache.source.random_split import spread
 from lightning_stocache.source.samples import same_sample
-from tests.logs import warnings
+from tests.jobs import warnings
 from tests.processes import call, call_many
 from tests.sources import CountedFiles, CountedSource, Made, TransformedSource
 

@@ -28,7 +28,7 @@ from lightning_stocache import (
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.setup import allocation
-from tests.cgroups import cgroup, has_killed, peak_of
+from tests.jobs import cgroup, has_killed, peak_of
 from tests.sources import Made, TransformedSource
 from tests.training.tiny import (
     SAMPLES,

@@ -22,7 +22,7 @@ from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.loaders import rewrap, with_dataset
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import replicas
-from tests.logs import Log
+from tests.jobs import Log
 from tests.processes import run_ranks
 from tests.sources import CountedStream, Made
 from tests.training.tiny import (

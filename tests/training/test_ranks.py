@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from tests.jobs import OWN_SHM, exit_codes, job_environment, skip_without, start
-from tests.proc import is_alive, memory_files
-from tests.processes import wait_until
+from tests.processes import is_alive, memory_files, wait_until
 from tests.training.job import logs, printed, read_at_setup, read_ranks, start_nodes, words
 from tests.training.tiny import DOORS, SAMPLES, source
 

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, StocacheDataModule
 from lightning_stocache.node.named import clean
-from tests.proc import descendants, memory_files
+from tests.processes import descendants, memory_files
 from tests.sources import Made
 from tests.training.tiny import DOORS, SAMPLES, Data, Epochs, Model, Watcher, behind, make_trainer, source
 
