@@ -42,6 +42,7 @@ from tests.processes import (
     use_names,
 )
 
+pytest_plugins = ["tests.odds"]
 hypothesis.settings.register_profile("any machine", deadline=None)  # an example is not wrong because others are busy
 hypothesis.settings.load_profile("any machine")
 # Each Trainer would look for callbacks in all installed distributions. Lightning is imported later, and takes this one.

@@ -26,7 +26,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -37,6 +36,7 @@ from lightning_stocache.source import random_split
 
 _SECONDS = 400
 _NEW_USERS, _NEW_MOUNTS, _PRIVATE = 0x10000000, 0x00020000, (1 << 18) | (1 << 14)
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 class ChildError(AssertionError):
@@ -62,7 +62,11 @@ class Child:
 
     def result(self) -> Any:
         """What the function returned; a ChildError if it raised, died, or did not end in time (and is killed)."""
-        self.process.join(_SECONDS)
+        try:
+            self.process.join(_SECONDS)
+        except BaseException:  # Ctrl-C, or the end of pytest's patience
+            self.kill()
+            raise
         code = self.process.exitcode
         if code is None:
             self.kill()
@@ -92,24 +96,36 @@ def call(function: Callable[..., Any], *args: Any, method: str = "fork") -> Any:
 
 
 @contextmanager
-def hanging(function: Callable[..., Any], *args: Any) -> Iterator[Child]:
+def hanging(
+    function: Callable[..., Any], *args: Any, method: str = "fork", own_session: bool = False
+) -> Iterator[Child]:
     """A process in which a function has returned, and which does nothing from then on until it is killed."""
-    ready, tell = os.pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        returned = Path(folder, "returned")
+        child = Child(_hang, returned, own_session, function, args, method=method)
+        try:
+            wait_until(lambda: returned.exists() or child.process.exitcode is not None)
+            if not returned.exists():
+                child.result()
+            yield child
+        finally:
+            child.kill()
 
-    def hang() -> None:
-        held = [function(*args)]
-        os.write(tell, b"!")
-        while held:  # a pause ends with each signal that has a handler, such as torch's for children that end
-            signal.pause()
 
-    child = Child(hang)
-    os.close(tell)
-    try:
-        assert os.read(ready, 1), "the process has ended"
-        yield child
-    finally:
-        os.close(ready)
-        child.kill()
+def _hang(returned: Path, own_session: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if own_session:
+        os.setsid()
+        die_with_parent()
+    held = [function(*args)]
+    returned.touch()
+    while held:  # a pause ends with each signal that has a handler, such as torch's for children that end
+        signal.pause()
+
+
+def die_with_parent() -> None:
+    """Have Linux kill this process when its parent has ended: also when pytest itself is killed."""
+    with suppress(AttributeError):  # elsewhere
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
 
 def idle_worker() -> int:
@@ -121,10 +137,18 @@ def idle_worker() -> int:
 
 
 def call_many(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, method: str = "fork") -> list[Any]:
-    """What a function returns in several processes at the same time, one per tuple of arguments."""
-    children = [Child(function, *args, method=method) for args in arguments]
+    """What a function returns in several processes at the same time, one per tuple of arguments; or the first error."""
+    children = list[Child]()
+    results = dict[int, Any]()
     try:
-        return [child.result() for child in children]
+        for args in arguments:
+            children.append(Child(function, *args, method=method))
+        while len(results) < len(children):
+            time.sleep(0.002)
+            for number, child in enumerate(children):
+                if number not in results and child.process.exitcode is not None:
+                    results[number] = child.result()  # the first error is raised while others still wait for that one
+        return [results[number] for number in range(len(children))]
     finally:
         for child in children:
             child.kill()
@@ -147,25 +171,9 @@ def _rank(meeting: str, rank: int, world: int, function: Callable[..., Any], arg
         dist.destroy_process_group()  # without it a gloo rank aborts at exit, in one run of six
 
 
-def without_room(function: Callable[..., Any], *args: Any, mib: int = 64) -> Any:
-    """What a function returns in a process with a /dev/shm of its own, of 64 MiB as Docker makes it. It may skip."""
-
-    def with_own_shm() -> tuple[str, Any]:
-        try:
-            mount_own_shm(mib)
-        except OSError as error:
-            return str(error), None
-        return "", function(*args)
-
-    refusal, value = call(with_own_shm)
-    if refusal:
-        pytest.skip(f"no private /dev/shm here: {refusal}")
-    return value
-
-
-def take_all_of_dev_shm() -> None:
-    """Have a file in /dev/shm take what is left of it."""
-    with open("/dev/shm/other", "wb", buffering=0) as other, suppress(OSError):
+def take_all_of(directory: str | Path) -> None:
+    """Have a file named `other` take what is left of a filesystem."""
+    with open(Path(directory, "other"), "ab", buffering=0) as other, suppress(OSError):
         while True:
             other.write(bytes(65536))
 
@@ -180,6 +188,13 @@ def wait_until(happens: Callable[[], bool], seconds: float = 300) -> None:
 
 def mount_own_shm(mib: int) -> None:
     """Give this process a /dev/shm of its own; an OSError where the system does not let it have that."""
+    have_own_mounts()
+    mount_tmpfs("/dev/shm", mib)
+    leave_names()  # the folder for names is not there
+
+
+def have_own_mounts() -> None:
+    """Let nobody else see what this process and its children mount, and have it end with them; or an OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     uid, gid = os.getuid(), os.getgid()
     if uid == 0:
@@ -190,8 +205,12 @@ def mount_own_shm(mib: int) -> None:
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     _check(libc.mount(b"none", b"/", None, _PRIVATE, None))
-    _check(libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=%dm" % mib))
-    leave_names()  # the folder for names is not there
+
+
+def mount_tmpfs(directory: str, mib: int) -> None:
+    """Mount a filesystem in memory, of this size."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.mount(b"tmpfs", os.fsencode(directory), b"tmpfs", 0, b"size=%dm" % mib))
 
 
 def _check(status: int) -> None:
@@ -245,17 +264,21 @@ def ends_alive(function: Callable[..., Any], *args: Any) -> bool:
 
 
 @contextmanager
-def killed_at_line(number: int, room: str, counts: Callable[[], bool]) -> Iterator[None]:
-    """Kill this process at the given line that it runs of a room of the package, of those before which one counts."""
+def signal_at_line(
+    number: int, room: str, counts: Callable[[], bool], *, sent: signal.Signals = signal.SIGKILL
+) -> Iterator[None]:
+    """Kill or stop this process at the given line that it runs of a room of the package, of those before which one
+    counts."""
     directory, lines = str(Path(lightning_stocache.__file__).parent / room), 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         nonlocal lines
         if not frame.f_code.co_filename.startswith(directory):
             return None
-        lines += event == "line" and counts()
-        if lines == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if event == "line" and counts():
+            lines += 1
+            if lines == number:
+                os.kill(os.getpid(), sent)
         return trace
 
     sys.settrace(trace)

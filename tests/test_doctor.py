@@ -19,7 +19,6 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.node.open_files import open_files
 from lightning_stocache.node.segment import Segment
 from tests.jobs import refused, said, write_files
-from tests.processes import without_room
 from tests.sources import CountedSource
 
 pytestmark = pytest.mark.named
@@ -142,9 +141,9 @@ def test_the_node_of_each_cache_is_told():
 
 
 @pytest.mark.processes
-def test_the_verdict_is_what_a_cache_gets():
+def test_the_verdict_is_what_a_cache_gets(small_shm):
     """With Docker's 64 MiB of /dev/shm a cache takes a memfd, and the doctor says so; one with a name does not."""
-    words, slots, named_slots = without_room(verdict_and_caches)
+    words, slots, named_slots = small_shm(verdict_and_caches)
     assert "It lies in a memfd, because /dev/shm has less room" in words
     granted, named = re.fullmatch(r"may take (.*?) here, limited by (?!/dev/shm).* may take (.*)\.", words).groups()
     assert slots * MIB == 140 * MIB < bytes_of(granted)

@@ -1,11 +1,12 @@
 """Every process counts on a row of its own; sums are exact whatever is forked or killed."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from lightning_stocache.cache.counters import Counters, Counts
-from tests.processes import Child, call, call_many, hanging, take_all_of_dev_shm, without_room
+from tests.processes import Child, call, call_many, hanging, take_all_of
 
 ROWS = 1024
 
@@ -62,13 +63,13 @@ def test_what_a_killed_process_counted_stays(counters: Counters) -> None:
 
 def count_without_room() -> int:
     counters = Counters.create()
-    take_all_of_dev_shm()
+    take_all_of("/dev/shm")
     count(counters, 5)
     call_many(count, [(counters, 5)] * 3)
     return counters.totals().hits
 
 
 @pytest.mark.processes
-def test_counting_needs_no_more_memory() -> None:
+def test_counting_needs_no_more_memory(small_shm: Any) -> None:
     """Where /dev/shm is full, processes go on counting: their rows were promised when the counters were made."""
-    assert without_room(count_without_room, mib=2) == 20
+    assert small_shm(count_without_room, mib=2) == 20

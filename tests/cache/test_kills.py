@@ -35,7 +35,7 @@ from tests.cache.stores import (
     rolling_store,
     served,
 )
-from tests.processes import Child, call_many, ends_alive, killed_at_line, wait_until
+from tests.processes import Child, call_many, ends_alive, signal_at_line, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -87,7 +87,7 @@ def moments(store: Any, *, every_line: bool) -> Callable[[], bool]:
 def put_killed(job: Job, index: int, moment: int, every_line: bool) -> None:
     with job() as store:
         contents = encoded(store, index)
-        with killed_at_line(moment, "cache", moments(store, every_line=every_line)):
+        with signal_at_line(moment, "cache", moments(store, every_line=every_line)):
             assert store.put([index], [contents]) == [True]
 
 
@@ -117,7 +117,7 @@ def test_who_is_killed_at_any_line_does_no_harm(job: Job, every_line: bool) -> N
 
 def append_killed(disk: RollingDisk, number: int, moment: int, every_line: bool) -> None:
     store = disk.open()
-    with killed_at_line(moment, "cache", moments(store, every_line=every_line)):
+    with signal_at_line(moment, "cache", moments(store, every_line=every_line)):
         append(store, [number])
 
 

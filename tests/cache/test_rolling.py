@@ -36,7 +36,7 @@ from tests.cache.stores import (
     resident,
     sample,
 )
-from tests.processes import Child, ChildError, call, wait_until, without_room
+from tests.processes import Child, ChildError, call, wait_until
 
 
 @pytest.fixture
@@ -152,9 +152,9 @@ def grow_without_memory(layout: str) -> tuple[Any, ...]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_where_memory_ends_the_store_rolls_within_what_it_has(layout: str) -> None:
+def test_where_memory_ends_the_store_rolls_within_what_it_has(layout: str, small_shm: Any) -> None:
     """A full /dev/shm is no error: the store stops growing, and the oldest samples leave from then on."""
-    capacity, filled, left = without_room(grow_without_memory, layout, mib=1)
+    capacity, filled, left = small_shm(grow_without_memory, layout, mib=1)
     assert 20 < filled < (160 if layout == "rows" else 200)
     assert layout == "records" or filled == capacity
     assert left == list(range(300 - filled, 300))

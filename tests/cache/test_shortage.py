@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.node.free import FreeMemory
 from tests.cache.stores import LAYOUTS, infer_codec, memory_store
 from tests.jobs import Log, cgroup, has_killed, peak_of
-from tests.processes import call, call_many, take_all_of_dev_shm, without_room
+from tests.processes import call, call_many, take_all_of
 
 MIB = 2**20
 SLOTS = 200
@@ -148,9 +149,9 @@ def fill_without_room(layout: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_without_room_the_store_stops_growing_and_goes_on(layout: str) -> None:
+def test_without_room_the_store_stops_growing_and_goes_on(layout: str, small_shm: Any) -> None:
     """At ENOSPC a slot stays empty, with one warning; what is stored is served, and the store grows later."""
-    without_room(fill_without_room, layout)
+    small_shm(fill_without_room, layout)
 
 
 def warn_elsewhere(store: Store) -> list[str]:
@@ -163,7 +164,7 @@ def look_without_room() -> None:
     shared = SharedCache(100, 100_000, (MIB,))
     store = shared.store
     shared.set_slot(1, sample(1))
-    take_all_of_dev_shm()
+    take_all_of("/dev/shm")
     with pytest.raises(OSError, match="No space left on device"):
         Store.create(SampleSpec.infer(sample(0)), Arc(100_000, 100_000))
     log = Log()
@@ -183,9 +184,9 @@ def look_without_room() -> None:
 
 
 @pytest.mark.processes
-def test_looking_needs_no_room() -> None:
+def test_looking_needs_no_room(small_shm: Any) -> None:
     """In a full /dev/shm nothing ends in SIGBUS, what is stored can be overwritten, and all processes warn once."""
-    without_room(look_without_room, mib=4)
+    small_shm(look_without_room, mib=4)
 
 
 def fill_up() -> None:
@@ -199,6 +200,6 @@ def fill_up() -> None:
 
 
 @pytest.mark.processes
-def test_the_last_bytes_of_dev_shm_are_for_batches() -> None:
+def test_the_last_bytes_of_dev_shm_are_for_batches(small_shm: Any) -> None:
     """During training, 8 MiB of /dev/shm stay free for the batches of workers."""
-    without_room(fill_up)
+    small_shm(fill_up)

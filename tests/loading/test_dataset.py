@@ -26,7 +26,7 @@ from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup import allocation
 from tests.jobs import Log, warnings
 from tests.loading.twins import Augmented, InBatches, same, totals
-from tests.processes import memory_files, without_room
+from tests.processes import memory_files
 from tests.sources import CountedSource, CountedStream, Made
 
 pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
@@ -168,9 +168,9 @@ def fill_in_small_shm(kind: Any, transform: Any) -> tuple[int, int, str, list[st
 
 
 @pytest.mark.parametrize(("kind", "transform"), [(DataLoader, None), (CachedLoader, torch.Tensor.float)])
-def test_a_small_dev_shm_is_never_overdrawn(kind: Any, transform: Any) -> None:
+def test_a_small_dev_shm_is_never_overdrawn(kind: Any, transform: Any, small_shm: Any) -> None:
     """In 32 MiB there are fewer slots, one warning and no SIGBUS; batches of workers stay outside."""
-    count, hits, where, heard = without_room(fill_in_small_shm, kind, transform, mib=32)
+    count, hits, where, heard = small_shm(fill_in_small_shm, kind, transform, mib=32)
     assert 12 <= count < 32
     assert hits == count
     assert where.startswith("/dev/shm/")

@@ -16,7 +16,7 @@ import pytest
 
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence_of
-from tests.processes import call, context, descendants, hanging, idle_worker, wait_until, without_room
+from tests.processes import call, context, descendants, hanging, idle_worker, wait_until
 
 BACKENDS: tuple[Backend, ...] = ("tmpfile", "memfd", "file")
 MIB = 2**20
@@ -182,9 +182,9 @@ def kill_one_after_the_other(backend: Backend) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["tmpfile", "file"])
-def test_nothing_is_left_when_everybody_is_killed(backend: Backend) -> None:
+def test_nothing_is_left_when_everybody_is_killed(backend: Backend, small_shm: Any) -> None:
     """SIGKILL of the creator and of one worker keeps the memory of those that live; the last one's frees it."""
-    without_room(kill_one_after_the_other, backend)
+    small_shm(kill_one_after_the_other, backend)
 
 
 # --- ranges and locks

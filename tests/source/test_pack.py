@@ -21,7 +21,8 @@ from lightning_stocache.source import pack as packing
 from lightning_stocache.source.lmdb_source import MANIFEST_KEY, LMDBError
 from lightning_stocache.source.pack import PackError, pack
 from lightning_stocache.source.samples import bits
-from tests.processes import Child, wait_until, without_room
+from tests.odds import Disk
+from tests.processes import Child, wait_until
 from tests.sources import Allowance, CountedFiles, CountedSource, Made, lmdb_values, write_lmdb, write_photos
 
 pytest.importorskip("lmdb")
@@ -128,25 +129,25 @@ def _version(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() and path.stat().st_size > 8192 else 0
 
 
-def fill_the_disk() -> Any:
-    path, ballast = Path("/dev/shm/x.lmdb"), Path("/dev/shm/ballast")
+def fill_the_disk(disk: Disk) -> Any:
+    path = disk.directory / "x.lmdb"
     packing.BATCH_BYTES = 1 << 20
-    ballast.write_bytes(bytes(60 << 20))
+    (disk.directory / "other").write_bytes(bytes(60 << 20))
     try:
         pack(source(size=10**6), path)
     except LMDBError as error:
         said = str(error)
     kept = len(lmdb_values(path)) - 1
-    ballast.unlink()
+    disk.make_room()
     written = pack(source(size=10**6), path)
     return said, kept, written, samples_of(LMDBSource(path)) == samples_of(source(size=10**6))
 
 
 @pytest.mark.processes
-def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_loses_nothing(full_disk: Any) -> None:
     """It says how much is free, and once there is room the same call goes on."""
-    said, kept, written, same = without_room(fill_the_disk, mib=150)
-    assert "/dev/shm/x.lmdb cannot be written" in said
+    said, kept, written, same = full_disk(fill_the_disk, mib=150)
+    assert "/disk/x.lmdb cannot be written" in said
     assert "make room, and run the same command again" in said
     assert 0 < kept < LENGTH
     assert written == LENGTH - kept
