@@ -1,10 +1,8 @@
-"""Rates from counts: sums first, then the division. The layout of TensorBoard's Custom Scalars tab."""
+"""Rates from counts: sums first, then the division."""
 
 import math
-import re
 
 from lightning_stocache.cache.counters import Counts
-from lightning_stocache.insight.dashboards import LAYOUT
 from lightning_stocache.insight.metrics import Tally, rates, summarise
 
 OF_LOOPS = {"data_wait_seconds", "compute_seconds", "samples_per_second"}
@@ -48,20 +46,3 @@ def test_several_nodes_have_three_keys_each():
     assert (job["node1/hit_rate"], job["node1/fill_fraction"], job["node1/memory_bytes"]) == (0.75, 1, 30)
     assert (job["hit_rate"], job["fill_fraction"], job["memory_bytes"]) == (4 / 6, 0.75, 40)
     assert (job["hits"], job["misses"], job["bypasses"], job["fills"]) == (4, 2, 0, 0)
-
-
-CHARTS = {(category, chart): tags for category, charts in LAYOUT.items() for chart, (_, tags) in charts.items()}
-
-
-def test_every_tag_is_shown_in_its_category_alone():
-    """Training, live values, other stages and nodes have a category each, whose patterns match what is logged."""
-    names = [*summarise([Tally(node, ranks=1) for node in (0, 1)]), "coverage", "hit_rate_expected"]
-    tags = [f"stocache/{prefix}{name}" for prefix in ("", "val/", "predict/", "live/") for name in names]
-    shown = {tag: {name for (name, _), of in CHARTS.items() if any(re.match(one, tag) for one in of)} for tag in tags}
-    of_stages = {"Stochastic cache: validation, test and prediction"}
-    assert shown["stocache/hit_rate"] == shown["stocache/samples_per_second"] == {"Stochastic cache"}
-    assert shown["stocache/hit_rate_expected"] == set()
-    assert shown["stocache/live/hit_rate"] == {"Stochastic cache: in the epoch so far"}
-    assert shown["stocache/val/hit_rate"] == shown["stocache/predict/hit_rate"] == of_stages
-    assert shown["stocache/node1/memory_bytes"] == {"Stochastic cache: nodes"}
-    assert [one for of in CHARTS.values() for one in of if not any(re.match(one, tag) for tag in tags)] == []

