@@ -262,7 +262,7 @@ def full_disk(tmp_path: Path) -> Callable[..., Any]:
     """What `function(disk, *args)` returns in a process for which a `Disk` of `mib` is mounted, by default a tmpfs. The
     function says when the disk is full. Other filesystems, by the name that `mkfs` knows, need root."""
 
-    def run(function: Callable[..., Any], *args: Any, mib: int = 32, filesystem: str = "tmpfs") -> Any:
+    def run(function: Callable[..., Any], *args: Any, mib: int = 96, filesystem: str = "tmpfs") -> Any:
         disk, image = Disk(tmp_path / "disk"), tmp_path / "image"
         disk.directory.mkdir(exist_ok=True)
 

@@ -38,7 +38,8 @@ from tests.cache.stores import (
     sample,
     served,
 )
-from tests.processes import hanging
+from tests.jobs import Log
+from tests.odds import stop
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -173,6 +174,32 @@ def test_what_the_disk_refuses_is_not_stored(disk: Disk, monkeypatch: Any, caplo
     assert disk.served() == ALL
 
 
+def fill_until_full(disk: Any, layout: str) -> Any:
+    """What is served from a disk that becomes full after ten samples, later, and after others have made room."""
+    store, log = Disk(disk.directory, layout).open(), Log(logging.WARNING)
+    filled(store, ALL[:10])
+    disk.take_all()
+    stored = [*ALL[:10], *filled(store, ALL[10:])]
+    assert served(store) == stored
+    store.close()
+    disk.make_room()
+    store = Disk(disk.directory, layout).open()
+    assert served(store) == stored
+    filled(store)
+    return len(stored), served(store), log.lines
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("filesystem", ["tmpfs", "ext4"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_has_no_room_on_the_disk_is_not_stored(layout: str, filesystem: str, full_disk: Any) -> None:
+    """A full disk is one warning; what was stored is served, and the next job stores the rest where it has room."""
+    count, served_later, [warning] = full_disk(fill_until_full, layout, filesystem=filesystem)
+    assert 10 <= count < LENGTH
+    assert served_later == ALL
+    assert "the cache stops" in warning
+
+
 def test_a_block_that_cannot_be_read_is_loaded_again(disk: Disk, monkeypatch: Any, caplog: Any) -> None:
     """An error of the disk is no error of the training; its slot is empty, and the disk is left alone for a while."""
     disk.fill()
@@ -236,19 +263,22 @@ def test_another_index_or_file_is_no_proof(tmp_path: Path) -> None:
 def load(disk: Disk) -> Any:
     store = disk.open()
     assert store.divide([3, 4]) == ([3, 4], [])
+    stop()
     return store
 
 
 @pytest.mark.processes
 def test_what_another_process_loads_is_waited_for_but_not_for_ever(
-    tmp_path: Path, monkeypatch: Any, caplog: Any
+    tmp_path: Path, monkeypatch: Any, caplog: Any, stopped: Any
 ) -> None:
     """A stopped process is waited for once. When it has ended, its samples are free."""
     monkeypatch.setattr(store_module, "PATIENCE", 0.2)
     disk = Disk(tmp_path, "rows")
-    with hanging(load, disk), caplog.at_level(logging.WARNING), closing(disk.open()) as store:
+    loading = stopped(load, disk)
+    with caplog.at_level(logging.WARNING), closing(disk.open()) as store:
         assert store.divide([2, 3, 4, 5]) == ([2, 5], [3, 4])
         assert [store.wait(3), store.wait(4)] == [False, False]
+    loading.kill()
     assert len(caplog.records) == 1, "who has waited in vain does not wait again"
     with closing(disk.open()) as store:
         assert store.divide([3, 4]) == ([3, 4], [])

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -144,6 +145,28 @@ def test_who_is_killed_at_any_line_of_rolling_does_no_harm(layout: str, tmp_path
         append(store, range(number, number + disk.samples))
     with closing(disk.open()) as store:
         assert resident(store)[-len(last) :] == last
+
+
+def put_stopped(job: Job, index: int, moment: int) -> Any:
+    with job() as store:
+        contents = encoded(store, index)
+        with signal_at_line(moment, "cache", moments(store, every_line=False), sent=signal.SIGSTOP):
+            return store.put([index], [contents])
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3])
+def test_who_is_stopped_while_it_stores_does_no_harm(job: Job, moment: int, stopped: Any) -> None:
+    """Wherever a writer is stopped, others are served what there is, and no sample is stored twice. It may go on."""
+    with job() as store:
+        filled(store, ALL[:5])
+    writer = stopped(put_stopped, job, 7, moment)
+    with job() as store:
+        assert served(store) == ALL[:5]
+        stored = filled(store, ALL[5:])  # no record, while the writer has the right to take room
+        assert served(store) == ALL[:5] + stored
+        writer.go_on()
+        assert writer.result() == [7 not in stored]
+    fill_the_rest(job)
 
 
 def fill_for_ever(job: Job, begun: Path) -> None:

@@ -30,7 +30,8 @@ from tests.cache.stores import (
     sample,
     served,
 )
-from tests.processes import call, call_many, hanging
+from tests.odds import CROWD
+from tests.processes import call, hanging
 
 GRANTED = 2**23
 MIB = 1 << 20
@@ -193,7 +194,7 @@ def test_clear_empties_the_store_for_everybody(store: Any) -> None:
     columns.close()
 
 
-def fill_in_disorder(store: Any, seed: int) -> list[int]:
+def fill_in_disorder(seed: int, store: Any) -> list[int]:
     stored = filled(store, random.Random(seed).sample(ALL, LENGTH))
     assert set(stored) <= set(served(store))  # more may come while this process looks
     return stored
@@ -201,34 +202,42 @@ def fill_in_disorder(store: Any, seed: int) -> list[int]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("layout", "share"), [("rows", 0.5), ("records", 1.0), ("records", 0.5)])
-def test_processes_that_fill_at_once_store_each_sample_once(layout: str, share: float) -> None:
+def test_processes_that_fill_at_once_store_each_sample_once(layout: str, share: float, crowd: Any) -> None:
     """All processes together store each sample once, even without room for all."""
     codec = codec_of("records")
     nbytes = sum(part.nbytes for index in ALL for part in codec.encode(sample("records", index)))
     slots = round(LENGTH * share) if layout == "rows" else LENGTH
     store = opened(layout, slots, granted=int(nbytes * share * 1.2) + 4096)
-    stored = sum(call_many(fill_in_disorder, [(store, seed) for seed in range(3)]), list[int]())
+    stored = sum(crowd(fill_in_disorder, store), list[int]())
     assert len(stored) == len(set(stored)) == store.filled
     assert served(store) == sorted(stored)
     assert (store.filled == LENGTH) == (share == 1.0)
     store.close()
 
 
-def fill_some(store: Any, first: int) -> None:
-    for index in range(first, 10_000, 6):
+def fill_some(first: int, store: Any) -> None:
+    for index in range(first, 10_000, CROWD):
         store.fill(index, f"{index:4} " * (4 + index % 14))
 
 
 @pytest.mark.processes
-def test_records_of_many_processes_never_overlap() -> None:
-    """Thousands of records from six processes at once: each lies inside, whole, and the store is full."""
+def test_records_of_many_processes_never_overlap(crowd: Any) -> None:
+    """Thousands of records from 32 processes at once: each lies inside, whole, and the store is full."""
     with closing(Store.create(RecordCodec(100), Arc(10_000, 10_000), granted=2**19)) as store:
-        call_many(fill_some, [(store, first) for first in range(6)])
+        crowd(fill_some, store)
         places = store.lookup(np.arange(10_000))
         found = np.flatnonzero(places != NO_PLACE)
         assert list(store.read(places[found])) == [f"{index:4} " * (4 + index % 14) for index in found]
         assert len(found) > 2000
         assert store.fill_fraction > 0.999
+
+
+def test_a_thread_that_reads_meanwhile_is_served_whole_samples(store: Any, second_thread: Any) -> None:
+    """A store that fills and is emptied serves another thread each sample whole, or misses it."""
+    second_thread(lambda: [number_of(read) for read in map(store.get, ALL) if read is not None])
+    for _ in range(20):
+        assert filled(store) == served(store) == ALL
+        store.clear()
 
 
 # ---- how much there is ----

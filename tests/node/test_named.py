@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,7 @@ from lightning_stocache.node.files import (
 )
 from lightning_stocache.node.named import check_name, clean, join_named, named_segments, open_named
 from lightning_stocache.node.segment import Segment
+from tests.odds import stop
 from tests.processes import Child, descendants, hanging, idle_worker, path_of, wait_until
 
 pytestmark = pytest.mark.named
@@ -117,6 +119,28 @@ def test_a_forked_worker_keeps_what_its_dead_rank_used(name: str) -> None:
     finally:
         os.kill(worker, signal.SIGKILL)
     wait_until(lambda: bool(clean(name)))
+
+
+@pytest.mark.processes
+def test_a_job_that_is_stopped_keeps_its_segment(name: str, stopped: Any) -> None:
+    """The segment of a stopped job is in use. Once that job is killed, `clean` removes it."""
+    job = stopped(lambda: (opened(name), stop()))
+    assert clean(name) == []
+    job.kill()
+    assert [gone.name for gone in clean(name)] == [name]
+
+
+@pytest.mark.processes
+def test_many_jobs_that_open_a_name_at_once_have_one_segment(name: str, crowd: Any) -> None:
+    """One of them makes it, and all others join it, also while another job comes and goes."""
+    assert len(set(crowd(inode_of, name))) == 1
+
+
+def inode_of(number: int, name: str) -> int:
+    segment = opened(name, f"of job {number}")
+    inode = segment.handle.inode
+    segment.close()
+    return inode
 
 
 def open_with_worker(name: str) -> Segment:

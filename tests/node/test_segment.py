@@ -16,6 +16,7 @@ import pytest
 
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence_of
+from tests.odds import CROWD
 from tests.processes import call, context, descendants, hanging, idle_worker, wait_until
 
 BACKENDS: tuple[Backend, ...] = ("tmpfile", "memfd", "file")
@@ -223,6 +224,22 @@ def test_a_lock_is_kept_until_its_process_ends(segment: Segment) -> None:
     with hanging(segment.lock, 4):
         assert not segment.lock(4)
     assert segment.lock(4)
+
+
+def lock_and_wait(number: int, segment: Segment) -> list[int]:
+    """Try to lock eight bytes, and keep what was got until all of a crowd have tried."""
+    got = [byte for byte in range(8) if segment.lock(byte)]
+    tried = segment.tensor(0, CROWD)
+    tried[number] = 1
+    wait_until(lambda: bool(tried.all()))
+    return got
+
+
+@pytest.mark.processes
+def test_one_of_many_processes_gets_a_lock(segment: Segment, crowd: Any) -> None:
+    """Each lock goes to one of 32 processes that try at once, whose parent has attached the segment."""
+    segment.reserve(0, segment.size)
+    assert sorted(sum(crowd(lock_and_wait, segment), list[int]())) == list(range(8))
 
 
 @pytest.mark.parametrize(("machine", "sections"), [("aarch64", 2), ("x86_64", 0), ("AMD64", 0)])

@@ -25,7 +25,8 @@ from lightning_stocache.source.lmdb_source import MANIFEST_KEY, LMDBError, key_o
 from lightning_stocache.source.pack import pack
 from lightning_stocache.source.samples import bits
 from tests.cache.leaves import Pair, leaves_of
-from tests.processes import call, call_many
+from tests.odds import CROWD
+from tests.processes import call
 from tests.sources import Made, lmdb_values, write_lmdb
 
 pytest.importorskip("lmdb")
@@ -112,19 +113,20 @@ def test_plain_values_are_read_as_they_are_said_to_be(tmp_path: Path) -> None:
     assert torch.equal(LMDBSource(blob, kind="safetensors")[0]["x"], torch.ones(2, dtype=torch.bfloat16))
 
 
-def read_all(source: LMDBSource) -> list[Any]:
+def read_all(_: int, source: LMDBSource) -> list[Any]:
     return [bits(source[index]) for index in range(len(source))]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_two_processes_read_at_the_same_time(photos: Path, method: str) -> None:
-    """Forked or sent to them, whether the parent has read from it or not; the parent reads on."""
+def test_many_processes_read_at_the_same_time(photos: Path, method: str, crowd: Any, second_thread: Any) -> None:
+    """Forked or sent to them, whether the parent has read from it or not; the parent reads on, in two threads."""
     source, expected = LMDBSource(photos), [bits(photo(index)) for index in range(LENGTH)]
-    assert call_many(read_all, [(source,), (source,)], method=method) == [expected, expected]
+    assert crowd(read_all, source, method=method) == [expected] * CROWD
     assert bits(source[0]) == expected[0]
-    assert call(read_all, source, method=method) == expected
-    assert read_all(source) == expected
+    assert call(read_all, 0, source, method=method) == expected
+    second_thread(lambda: source[3])
+    assert read_all(0, source) == expected
 
 
 @pytest.mark.processes
