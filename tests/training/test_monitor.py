@@ -97,6 +97,16 @@ def test_a_trainer_that_logs_no_steps_gets_no_live_values(tmp_path):
     assert logged(trainer, "stocache/hit_rate") == [0, 1]
 
 
+def test_an_epoch_with_a_limit_counts_the_batches_of_the_limit(tmp_path):
+    """Two batches of training and one of validation are counted, however many are in the dataset."""
+    limits = {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=3, **limits)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), source(tmp_path, "val", 16), batch_size=4, budget="50%"))
+    for stage, samples in (("", 8), ("val/", 4)):
+        counts = [logged(trainer, f"stocache/{stage}{name}") for name in ("hits", "misses", "bypasses")]
+        assert [sum(epoch) for epoch in zip(*counts, strict=True)] == [samples] * 3
+
+
 def test_wait_and_compute_are_the_epoch(tmp_path):
     """Waiting for a slow source and computing in a slow step are separate; validation is in neither."""
 
