@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Grant, Reserve, grant, loader_reserve
-from lightning_stocache.node.open_files import Promised, promised_to_others
+from lightning_stocache.node.open_files import Promised, open_files, promised_to_others
 from lightning_stocache.node.segment import Segment
 from tests.processes import descendants, hanging, idle_worker
 
@@ -309,6 +309,21 @@ def test_what_living_jobs_may_still_take_is_counted_once(backend, tmp_path):
     in_directory = apart.memory if backend == "tmpfile" else 0
     assert apart == (apart.memory, 0, in_directory)
     assert free.promised == (apart.memory, apart.memory, in_directory)
+
+
+@pytest.mark.processes
+def test_what_another_job_may_still_take_is_promised_while_it_lives(other_job):
+    """Its segment is listed with its process, and the rest of its length is promised, until the job has ended."""
+    job = other_job()
+    pid = job.process.pid
+    assert pid in users()
+    assert promised_to_others("/dev/shm").memory >= 62 * MIB
+    job.kill()
+    assert pid not in users()
+
+
+def users():
+    return {process.pid for file in open_files()[0] for process in file.processes}
 
 
 def test_a_filesystem_is_not_promised_twice_and_memory_is_shared():
