@@ -1,6 +1,7 @@
 """What holds for every test: it leaves no memory, no child process and no environment variable behind.
 
-Only tests that are marked `processes` start any; the others, `-m "not processes"`, are the loop to keep running.
+Set-up's reader is a process of its own, as it is for users. Tests that start others are marked `processes`. With
+`--in-process` there are neither: the loop to keep running.
 """
 
 import functools
@@ -64,8 +65,9 @@ _LAUNCH_VARIABLES = re.compile(
 
 
 class _Audit:
-    """Notes what this process starts, with the line of a test that has led to it, and how many files it has mapped, or
-    opened in /dev/shm, apart from torch's. Python does not tell of what multiprocessing spawns: that is wrapped."""
+    """Notes what this process starts apart from set-up's reader, with the line of a test that has led to it, and how
+    many files it has mapped, or opened in /dev/shm, apart from torch's. Python does not tell of what multiprocessing
+    spawns: that is wrapped."""
 
     starts = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
 
@@ -73,6 +75,7 @@ class _Audit:
         self.started: list[str] = []
         self.memory = 0
         self._pid, self._folder = os.getpid(), str(Path(__file__).parent)
+        self._setup = str(Path(find.__file__).parent)
         sys.addaudithook(self._hear)
         self._wrap(process.BaseProcess, "start")
         self._wrap(util, "spawnv_passfds")
@@ -94,7 +97,9 @@ class _Audit:
 
     def _note(self, event: str) -> None:
         if os.getpid() == self._pid:
-            places = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+            places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+            if any(path.startswith(self._setup) for path, _ in places):
+                return  # set-up's reader
             ours = (f" from {path}:{line}" for path, line in places if path.startswith(self._folder))
             self.started.append(event + next((place for place in ours if __file__ not in place), ""))
 
@@ -133,10 +138,12 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
     if not os.path.isdir("/proc/self/fd"):
         yield
         return
-    look = descendants if request.node.get_closest_marker("processes") else set[int]
+    is_quick = request.config.getoption("in_process")  # no process is started: nobody looks for any
+    look = set[int] if is_quick else descendants
     unused = unused_names if request.node.get_closest_marker("named") else set[tuple[str, str]]
     children = look()
     memory = _memory_here() | memory_files(children) | unused()
+    anew = not is_quick  # torch's files are not counted
     yield
     if _has_failed(request):
         return  # the traceback holds on to the test's objects
@@ -144,7 +151,7 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
     while True:
         multiprocessing.active_children()  # reaps those that have ended
         left_children = look() - children
-        left_memory = (_memory_here(anew=look is descendants) | memory_files(left_children) | unused()) - memory
+        left_memory = (_memory_here(anew=anew) | memory_files(left_children) | unused()) - memory
         if not left_children and not left_memory:
             return
         if time.monotonic() > deadline:
@@ -152,6 +159,7 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
         if left_children:
             _end_plain_loaders()
         gc.collect()  # only where something is left: it takes a while
+        anew = True
         time.sleep(0.02)
     if left_children:
         pytest.fail(f"the test left child processes behind: {[command_of(pid) for pid in left_children]}")
@@ -161,7 +169,7 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
 @pytest.fixture(autouse=True)
 def set_up_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set-up reads samples in a process of its own, as it does for users; with `--in-process` in that of the test."""
-    if request.config.getoption("in_process"):
+    if request.config.getoption("in_process") or request.node.get_closest_marker("gpu"):
         monkeypatch.setattr(find, "start_method", lambda chosen: None)
         monkeypatch.setattr(first_samples, "start_method", lambda chosen: None)
     if request.node.get_closest_marker("epoch_one_reads_all"):
@@ -207,20 +215,43 @@ def leaves_modules_out_of_collections() -> None:
     gc.freeze()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    words = "the loop while writing: set-up reads in the process of the test, and tests that start others are left out"
+    parser.addoption("--in-process", action="store_true", help=words)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave soak tests out, unless the expression of `-m` names them: `-m "not processes"` alone would run them."""
+    """Leave soak tests out, unless the expression of `-m` names them: `-m "not slow"` alone would run them. Hide
+    CUDA, which no forked process can use; with `-m gpu` nothing is forked."""
     chosen = config.option.markexpr
     if "soak" not in chosen:
         config.option.markexpr = f"({chosen}) and not soak" if chosen else "not soak"
+    if "gpu" in chosen:
+        multiprocessing.set_start_method("forkserver", force=True)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Other people's libraries come last: a process that has imported them all takes twice as long to fork."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Other people's libraries come last: a process that has imported them all takes twice as long to fork. A case with
+    workers starts processes."""
     items.sort(key=lambda item: "interop" in item.path.parts)
+    for item in filter(_has_workers, items):
+        item.add_marker(pytest.mark.processes)
+    left_out = [item for item in items if config.getoption("in_process") and item.get_closest_marker("processes")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and -m gpu"))
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--in-process", action="store_true", help="set-up reads samples in the process of the test")
+def _has_workers(item: pytest.Item) -> bool:
+    """Whether a case is given a number of workers, by itself or among the arguments of a loader."""
+    values: dict[str, Any] = getattr(item, "callspec", None).params if hasattr(item, "callspec") else {}
+    named = [value for name, value in values.items() if name in ("num_workers", "workers")]
+    options = [value.get("num_workers") for value in values.values() if isinstance(value, dict)]
+    return any(named) or any(options)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -25,6 +25,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_stocache.__main__ import main
+from lightning_stocache.node.budget import Budget
 from tests.processes import context, descendants, is_alive, mount_own_shm, wait_until
 
 ROOT = Path(__file__).parents[1]
@@ -246,3 +247,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert (end.value.code, out) == (2, "")
     assert "Traceback" not in err
     return err
+
+
+if __name__ == "__main__":  # a command in a cgroup: `python -m tests.jobs 4GiB pytest -n 3`
+    with cgroup(int(Budget.parse(sys.argv[1]).amount)) as _folder:
+        (_folder / "cgroup.procs").write_text(str(os.getpid()))
+        _code = subprocess.run(sys.argv[2:], check=False).returncode
+        (_folder.parent / "cgroup.procs").write_text(str(os.getpid()))
+    sys.exit(_code)

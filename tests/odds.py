@@ -111,6 +111,11 @@ class Stopped(Child):
         os.kill(self.process.pid, signal.SIGCONT)
 
 
+def _run_mortal(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    die_with_parent()
+    return function(*args)
+
+
 def stop() -> None:
     """Stop this process, until `go_on`."""
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -123,7 +128,7 @@ def stopped() -> Iterator[Callable[..., Stopped]]:
     with ExitStack() as processes:
 
         def start(function: Callable[..., Any], *args: Any) -> Stopped:
-            process = Stopped(function, *args)
+            process = Stopped(_run_mortal, function, args)
             processes.callback(process.kill)
             return process.wait_for_stop()
 
@@ -287,6 +292,7 @@ def _with_mounts(mount: Callable[[], None], function: Callable[..., Any], args: 
     """What a function returns in a forked process with mounts of its own, which end with it. It may skip."""
 
     def run() -> tuple[str, Any]:
+        die_with_parent()
         try:
             mount()
         except OSError as error:

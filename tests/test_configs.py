@@ -148,7 +148,6 @@ def test_the_model_is_asked_for_and_experiments_compose(plain):
         assert composed("train", "model=boring", f"experiment={path.stem}") != plain
 
 
-@pytest.mark.processes
 def test_shipped_groups_instantiate(tmp_path):
     """Loggers, callbacks and Trainer write into the run's own folder; a dataset is made around a source of YAML."""
     groups = ("logger=[csv,tensorboard]", "callbacks=[stocache,step_timer]")

@@ -31,7 +31,6 @@ def blocks(page: str) -> Iterator[tuple[str, bool, str | None]]:
         yield in_place, before.endswith(RUNS), printed and printed[1]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("page", [page for page in sorted(TEXT) if RUNS in TEXT[page]])
 def test_what_is_marked_runs(page, tmp_path, monkeypatch, capfd):
     """The blocks after `<!-- runs -->` run, in one namespace, and print what stands after `<!-- prints -->`."""

@@ -23,8 +23,6 @@ from tests.sources import Allowance, CountedStream
 
 EACH = SPEC.nbytes + 24  # bytes of a slot
 
-pytestmark = pytest.mark.processes
-
 
 # ---- epochs ----
 
@@ -36,6 +34,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", LOADERS)
 def test_an_epoch_has_the_samples_that_are_resident_when_it_begins(opened, kind):
     """Each resident sample comes once, as a hit. Samples that come later are in the next epoch."""
@@ -116,6 +115,7 @@ def dies(index: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("make", "budget", "options", "expected"),
     [
@@ -135,12 +135,14 @@ def test_fillers_load_each_sample_once_where_all_have_room(opened, make, budget,
     assert (pool.stats().appended, pool.stats().evicted) == (len(expected), 0)
 
 
+@pytest.mark.processes
 def test_a_stream_is_divided_among_the_fillers(opened):
     """An IterableDataset sees its filler as it sees a worker. When it has ended, it begins again."""
     pool, seen = opened(CountedStream(20, row), 60 * EACH, fillers=2, minimum=60), set()
     wait_until(lambda: seen.update(epoch(pool)) or seen == set(range(20)))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("source", "budget", "workers"),
     [(Numbers(length=60), "25%", 0), ([text(number) for number in range(60)], 70_000, 1)],
@@ -164,6 +166,7 @@ def test_fillers_roll_where_it_does_not_fit(opened, source, budget, workers):
     loader.close()
 
 
+@pytest.mark.processes
 def test_an_epoch_does_not_wait_for_records_that_have_no_room(opened):
     """If later records are larger than the first, fewer than the minimum may fit. Training goes on with these."""
     pool = opened([text(number // 5) for number in range(300)], 60_000, fillers=1, minimum=256, shuffle=False)
@@ -174,6 +177,7 @@ def test_an_epoch_does_not_wait_for_records_that_have_no_room(opened):
 # ---- faults ----
 
 
+@pytest.mark.processes
 def test_samples_that_cannot_be_loaded_are_left_out(opened, caplog):
     """The first error is logged with its traceback; the others are counted."""
     pool = opened(Numbers(trouble=lambda index: index % 2 and fails(index)), "100%", fillers=1, shuffle=False)
@@ -186,6 +190,7 @@ def test_samples_that_cannot_be_loaded_are_left_out(opened, caplog):
     assert "filler 0 could not load sample 1" in caplog.text
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("trouble", "words", "restarts"),
     [
@@ -215,6 +220,7 @@ def test_samples_that_cannot_be_stored_are_refused(opened, source, layout, words
         len(opened(source, 60 * EACH, layout=layout))
 
 
+@pytest.mark.processes
 def test_a_filler_that_dies_is_started_anew_behind_that_sample(opened, caplog):
     """The log names filler, signal and sample. All other samples come, with other random numbers than before."""
     drawn = Numbers(
@@ -230,6 +236,7 @@ def test_a_filler_that_dies_is_started_anew_behind_that_sample(opened, caplog):
     assert "loading sample 3; it is started again" in caplog.text
 
 
+@pytest.mark.processes
 def test_a_filler_that_hangs_is_logged_while_training_waits(opened, caplog, monkeypatch, tmp_path):
     """The log tells which filler loads which sample, and for how long; `close` ends it, and with it the memory."""
     monkeypatch.setattr(processes, "REPORT_SECONDS", 0.3)
@@ -255,6 +262,7 @@ def test_a_filler_that_hangs_is_logged_while_training_waits(opened, caplog, monk
     fillers_end()
 
 
+@pytest.mark.processes
 def test_fillers_end_with_their_parent(opened, tmp_path):
     """Even if the parent is killed, and in the middle of a load."""
     source, before = Numbers(trouble=Allowance(tmp_path / "allowed", 2)), descendants()
@@ -264,6 +272,7 @@ def test_fillers_end_with_their_parent(opened, tmp_path):
     wait_until(lambda: not any(map(is_alive, fillers)), seconds=60)
 
 
+@pytest.mark.processes
 def test_a_pool_that_is_not_closed_ends_with_its_process():
     """A view keeps the fillers at work, and the process does not wait for them at its end."""
     numbers = call(lambda: epoch(RollingCache(Numbers(), "100%", fillers=1, minimum=LENGTH).view(None)))
@@ -316,6 +325,7 @@ def train(rank: int, folder: str) -> tuple[Any, ...]:
     return alone, apart, jobs, shared, sum("call share() of the dataset" in line for line in log.lines)
 
 
+@pytest.mark.processes
 def test_ranks_run_the_same_number_of_batches(tmp_path):
     """Ranks of a node divide the resident samples, of which the smaller of two nodes decides the number, in this job
     and in the next one. Without `share` each rank has all of its own pool, and one warning says so."""

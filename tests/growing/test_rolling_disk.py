@@ -24,8 +24,6 @@ from tests.sources import Allowance, CountedSource, CountedStream, Made
 EACH = SPEC.nbytes + 8 + 8 + 8 + 8  # state, time, checksum, index
 COMPARED = 4  # samples that a job reads to compare them
 
-pytestmark = pytest.mark.processes
-
 
 @pytest.fixture
 def on_disk(opened: Any, tmp_path: Path) -> Callable[..., RollingCache]:
@@ -44,6 +42,7 @@ def fill(pool: RollingCache) -> None:
     pool.close()
 
 
+@pytest.mark.processes
 def test_the_next_job_loads_nothing_that_is_resident(on_disk, tmp_path):
     """The next job loads only what is compared, and the commands list the pool and remove it when it is unused."""
     first, second = Numbers(log_path=tmp_path / "first"), Numbers(log_path=tmp_path / "second")
@@ -68,6 +67,7 @@ def test_the_next_job_loads_nothing_that_is_resident(on_disk, tmp_path):
     assert os.listdir(folder) == []
 
 
+@pytest.mark.processes
 def test_a_damaged_sample_is_loaded_again(on_disk, tmp_path):
     """The fillers verify what is resident, and load what is not sound, alone."""
     fill(on_disk(Numbers()))
@@ -84,6 +84,7 @@ def test_a_damaged_sample_is_loaded_again(on_disk, tmp_path):
     assert source.loads <= COMPARED + 2
 
 
+@pytest.mark.processes
 def test_fillers_go_on_behind_what_the_last_job_drew(on_disk, tmp_path, caplog):
     """Over some jobs each sample of the source is drawn once per permutation. Other draws begin anew, and say so."""
 
@@ -104,6 +105,7 @@ def test_fillers_go_on_behind_what_the_last_job_drew(on_disk, tmp_path, caplog):
     assert caplog.text.count("the fillers draw from the beginning again") == 1
 
 
+@pytest.mark.processes
 def test_a_second_live_job_is_refused(on_disk, monkeypatch):
     """In this process and in another one. When the first job has ended, even if it was killed, the next one opens."""
     monkeypatch.setattr(processes, "REPORT_SECONDS", 0.2)
@@ -120,6 +122,7 @@ def test_a_second_live_job_is_refused(on_disk, monkeypatch):
     assert epoch(pool)
 
 
+@pytest.mark.processes
 def test_other_data_is_refused(on_disk):
     """A source of another length or fingerprint, or with other samples. The error has the command that removes it."""
     fill(on_disk(Numbers()))
@@ -135,6 +138,7 @@ def test_other_data_is_refused(on_disk):
 NOISE = partial(Numbers, make=lambda index: (torch.randint(0, 256, row(index)[0].shape), index))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("make", [NOISE, partial(CountedStream, LENGTH, row)])
 def test_samples_that_cannot_be_compared_are_trusted_with_a_warning(on_disk, caplog, make):
     """Random samples differ from themselves, and those of a stream have no index. Another fingerprint is refused."""
@@ -152,6 +156,7 @@ def record(index: int) -> Any:
     return f"{index}," * (index % 17), torch.full((3, 64, 64), index % 256, dtype=torch.uint8)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("source", [CountedSource(10**4, (3, 64, 64)), Made(record, 10**4)], ids=["rows", "records"])
 def test_the_file_never_takes_more_than_the_budget(on_disk, tmp_path, source):
     """A budget in bytes is that of the file's blocks, with header, columns and checksums; it is used."""
@@ -164,6 +169,7 @@ def test_the_file_never_takes_more_than_the_budget(on_disk, tmp_path, source):
     assert 0.97 * budget < path_of(tmp_path).stat().st_blocks * 512 <= budget
 
 
+@pytest.mark.processes
 def test_writers_in_other_processes_append(on_disk, monkeypatch, caplog):
     """A full disk stops the growth, with one warning; what RollingWriters have appended is there for the next job."""
     budget = 20 * EACH + 2**14

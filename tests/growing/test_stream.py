@@ -99,7 +99,6 @@ def negative(sample: Any) -> Any:
 # ---- epochs ----
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "loader_kind", "options"),
     [
@@ -137,7 +136,6 @@ def test_epoch_one_is_the_stream_and_later_ones_come_from_memory(kind: Any, load
     assert LENGTH < reads <= (3 * LENGTH if kind is Shuffled else LENGTH + 34)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("make", "loader_kind", "workers", "transform"),
     [
@@ -302,7 +300,6 @@ def test_a_stream_that_is_always_broken_off_is_not_stored(caplog: pytest.LogCapt
     assert "broken off" in caplog.text
 
 
-@pytest.mark.processes
 def test_a_stream_whose_first_samples_do_not_come_passes_through(monkeypatch: Any, caplog: Any) -> None:
     """Set-up gives it up after a while, and every epoch is the stream."""
     here = os.getpid()

@@ -14,7 +14,6 @@ WITH_GRADIENTS = Made(lambda index: torch.ones(2, requires_grad=True), 40)
 NOISE = Made(lambda index: torch.rand(3), 40)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("samples", "batch_size", "workers"), [(64, 4, 2), (5, 8, 0), (1, 8, 2)])
 def test_all_paces_are_measured(samples, batch_size, workers):
     """Each round measures uncached samples, misses and hits, also of fewer samples than a batch or than workers."""
@@ -46,7 +45,6 @@ def test_paces_are_what_the_clock_says(tmp_path, monkeypatch):
     assert 0 < source.loads < 100
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("workers", "words"), [(0, "ValueError: no file$"), (2, r"for \d+$")])
 def test_a_source_that_raises_is_one_line(workers, words):
     """The error is told without a traceback: by its first line, and if it comes from a worker by its last line."""

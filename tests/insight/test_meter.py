@@ -55,7 +55,6 @@ def counts(metrics: dict[str, float], stage: str = "") -> dict[str, float]:
     return {name: value for name, value in named.items() if not name.endswith("_seconds") and "per_second" not in name}
 
 
-@pytest.mark.processes
 def test_a_plain_loop_has_the_monitors_values(tmp_path, dataset):
     """Each epoch has the keys and counts that a Trainer logs, and between its steps there are live values."""
     loader = CachedLoader(dataset, batch_size=4)
@@ -90,7 +89,6 @@ def test_a_plain_loop_has_the_monitors_values(tmp_path, dataset):
     assert CacheMeter(loader, "val").live() == {}
 
 
-@pytest.mark.processes
 def test_loaders_of_other_classes_have_no_seconds(dataset):
     """A meter of plain DataLoaders, one or several, has counts alone; wrong arguments are named."""
     half = DataLoader(Subset(dataset, range(8)), batch_size=4)
@@ -110,7 +108,6 @@ def test_loaders_of_other_classes_have_no_seconds(dataset):
         CacheMeter(DataLoader([1.0]))
 
 
-@pytest.mark.processes
 def test_an_epoch_that_is_left_counts_what_was_served(dataset, monkeypatch):
     """After `break`, time before the next epoch is not computing, and the next epoch starts from zero."""
     meter, clock, hours = CacheMeter(CachedLoader(dataset, batch_size=4)), time.perf_counter_ns, 0

@@ -9,8 +9,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.training.tiny import fit, through
 
-pytestmark = pytest.mark.processes
-
 NUMBERS = TensorDataset(torch.arange(48.0).reshape(24, 2))
 
 

@@ -29,7 +29,7 @@ from tests.loading.twins import Augmented, InBatches, same, totals
 from tests.processes import memory_files
 from tests.sources import CountedSource, CountedStream, Made
 
-pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
+pytestmark = pytest.mark.epoch_one_reads_all
 
 LENGTH = 24
 SLOT_BYTES = 3 * 8 * 8 + 8 + 1  # the image, the label, the state
@@ -54,6 +54,7 @@ WAYS: dict[str, tuple[Any, str | int, int, dict[str, Any]]] = {
 """Loaders, budgets, the slots that these pay for, and arguments of the loaders."""
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)
 def test_what_has_a_slot_is_loaded_once(source: CountedSource, caplog: pytest.LogCaptureFixture, way: str) -> None:
     """Each of three epochs has each sample once and counts it once, as the source counts; nothing is warned of."""
@@ -167,6 +168,7 @@ def fill_in_small_shm(kind: Any, transform: Any) -> tuple[int, int, str, list[st
         return len(dataset.cache), totals(dataset).hits, where, log.lines
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("kind", "transform"), [(DataLoader, None), (CachedLoader, torch.Tensor.float)])
 def test_a_small_dev_shm_is_never_overdrawn(kind: Any, transform: Any, small_shm: Any) -> None:
     """In 32 MiB there are fewer slots, one warning and no SIGBUS; batches of workers stay outside."""
@@ -245,6 +247,7 @@ def test_what_cannot_be_cached_is_refused(source: Any, options: dict[str, Any], 
 # --- opening and closing
 
 
+@pytest.mark.processes
 def test_a_dataset_that_is_not_open_passes_through(source: CountedSource) -> None:
     """With `defer=True` nothing is read before `share()`; after `close`, once or twice, nothing is kept."""
     dataset = CachedDataset(source, defer=True)
@@ -284,6 +287,7 @@ def test_sharing_anew_takes_the_memory_of_one(source: CountedSource, monkeypatch
     assert all(files == before for files in when_measured)
 
 
+@pytest.mark.processes
 def test_nothing_is_refused_where_nothing_was_asked_for(source: CountedSource, monkeypatch: Any, caplog: Any) -> None:
     """Without any memory, samples pass through, with one warning."""
     monkeypatch.setattr(Segment, "create", Mock(side_effect=OSError(28, "No space left on device")))

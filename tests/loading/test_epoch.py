@@ -45,13 +45,14 @@ SAMPLE_BYTES = 3 * 5 * 7 + 8
 BLOCK = (3, 300, 300)  # over 1 MiB in a batch of 4: gathered alone
 BIG = (3, 64, 64)  # 48 KiB in a batch of 4: recycled, not too small
 
-pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes, pytest.mark.epoch_one_reads_all]
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.epoch_one_reads_all]
 
 
 def fill(dataset: CachedDataset, indices: Any) -> None:
     dataset.__getitems__(list(indices))
 
 
+@pytest.mark.processes
 def test_a_batch_without_a_miss_wakes_no_worker(monkeypatch):
     """Only what is not READY is sent, and where nothing is missing nothing is."""
     requests: list[list[int]] = []
@@ -165,6 +166,7 @@ def test_a_cache_may_end_in_the_middle_of_an_epoch(monkeypatch, arguments, budge
         loader.close()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("transform", "reachable"), [(None, True), (to_float, True), (None, False)])
 def test_without_memory_that_workers_can_write_to_batches_are_sent(monkeypatch, transform, reachable):
     """What is free is promised to the cache, which has not filled it yet, or workers may not open it."""
@@ -250,6 +252,7 @@ def killed_in_vain(victim: BaseProcess) -> None:
         pytest.fail("torch has said nothing")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kill", "transform", "within"),
     [(killed_unheard, None, False), (killed_in_vain, to_float, False), (killed_unheard, to_float, True)],

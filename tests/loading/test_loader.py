@@ -21,7 +21,7 @@ from tests.sources import Made
 
 LENGTH, RECORDS = 50, 26
 
-pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes, pytest.mark.epoch_one_reads_all]
+pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.epoch_one_reads_all]
 
 
 NUMBERS = Numbers(LENGTH)
@@ -123,6 +123,7 @@ def test_what_only_the_source_understands_passes_through(make, arguments, transf
             assert same([copied(batch) for batch in loader], list(DataLoader(AnyKey(make, 6), **arguments)))
 
 
+@pytest.mark.processes
 def test_a_sampler_may_change_the_batch_that_it_gave():
     """Indices are copied when they are drawn: a sampler that reuses its array does not change batches to come."""
 
@@ -138,7 +139,6 @@ def test_a_sampler_may_change_the_batch_that_it_gave():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("transform", [None, copy.copy], ids=["gathered", "made"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_pinned_batches_may_be_copied_while_nobody_holds_them(transform, num_workers):
@@ -193,6 +193,7 @@ def test_arguments_that_cannot_be_are_refused_in_words(arguments, message):
         CachedLoader(Numbers(4), **arguments)
 
 
+@pytest.mark.processes
 def test_a_loader_that_is_running_can_be_copied_and_sent():
     """A copy, or a loader that comes out of a pickle, iterates for itself."""
     with closing(CachedDataset(Numbers(10))) as dataset:

@@ -21,8 +21,6 @@ from tests.loading.twins import Numbers, logged_to
 from tests.processes import ChildError, run_ranks
 from tests.sources import CountedSource
 
-pytestmark = pytest.mark.processes
-
 LENGTH, EPOCHS, BATCH = 1200, 3, 20
 
 
@@ -73,6 +71,7 @@ def train_on_fold(rank: int) -> Any:
     return drawn, hits
 
 
+@pytest.mark.processes
 @pytest.mark.epoch_one_reads_all
 def test_a_fold_is_dealt_to_nodes_that_are_not_alike() -> None:
     """By `indices` and a sampler of the user's: each epoch has the fold once, and hits all that the nodes hold."""
@@ -108,6 +107,7 @@ def one_dies(rank: int, folder: str, when: str) -> None:
         Path(folder, str(rank)).write_text(f"{type(error).__name__}: {error}")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("when", ["before", "leader", "guest"])
 def test_a_rank_that_dies_while_caches_open_keeps_nobody_waiting(tmp_path, when) -> None:
     """All others, on both nodes, get an error: it dies before ranks have met, as a leader that reads, or as a guest."""
@@ -157,6 +157,7 @@ def in_fabric(rank: int, folder: str, world: int, sampling: Any) -> Any:
     return runs
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("sampling", ["locality", None])
 def test_fabric_saves_and_loads_a_loader(tmp_path: Path, sampling: str | None) -> None:
     """The rest of the epoch comes, and then the next one, though Fabric counts epochs from zero again."""

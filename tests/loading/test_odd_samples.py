@@ -26,7 +26,7 @@ LENGTH = 40
 ODD = 10
 SHAPE = (3, 5, 7)
 
-pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.processes]
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def image(index: int, *shape: int) -> torch.Tensor:
@@ -187,6 +187,7 @@ def from_the_system(index: int) -> torch.Tensor:
     return torch.tensor([float(index), *os.urandom(8)])
 
 
+@pytest.mark.processes
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
     ("way", "wrap", "bypasses"),

@@ -155,7 +155,6 @@ class Failing(Sampler[int]):
         raise OSError("the list of files is gone")
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("batches", [BatchSampler(Failing(), size, False) for size in (1, 2, 3)] + [[[0], [], [2]]])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_comes_where_dataloader_raises_it(cached, num_workers, batches):
@@ -165,7 +164,6 @@ def test_an_error_comes_where_dataloader_raises_it(cached, num_workers, batches)
     assert same(list(got), list(expected))
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_a_sampler_is_told_after_iter_counts_as_in_dataloader(cached, num_workers):
     """Before the first batch, as far as it counts there; an epoch that nobody reads, or without a batch, is alike."""

@@ -50,7 +50,7 @@ from tests.sources import Made
 
 LENGTH = 38
 
-pytestmark = [pytest.mark.usefixtures("seeded", "interruptible"), pytest.mark.processes]
+pytestmark = [pytest.mark.usefixtures("seeded", "interruptible")]
 
 
 def worker_pids() -> set[int | None]:
@@ -109,6 +109,7 @@ def test_nothing_outlives_its_loader(arguments, budget, transform):
 FOLD = list(range(1, LENGTH, 4))
 
 
+@pytest.mark.processes
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("indices", [FOLD, None], ids=["slots for a fold", "slots for all"])
 def test_workers_end_when_all_that_is_drawn_is_cached(indices):
@@ -127,6 +128,7 @@ def test_workers_end_when_all_that_is_drawn_is_cached(indices):
         assert active_children() == []
 
 
+@pytest.mark.processes
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("transform", [None, to_float])
 def test_a_batch_that_came_too_late_is_the_next_one_again(transform, tmp_path):
@@ -166,6 +168,7 @@ def with_a_broken_one(index: int) -> Any:
     return torch.full((3,), index), str(index)
 
 
+@pytest.mark.processes
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) -> None:
@@ -216,6 +219,7 @@ for transform in (None, torch.neg):
 """
 
 
+@pytest.mark.processes
 def test_the_interpreter_ends_in_silence_with_iterators_alive():
     """All kinds of them, in the middle of an epoch: exit code 0, and not a word."""
     done = subprocess.run(
@@ -307,6 +311,7 @@ def test_ctrl_c_ends_the_epoch_and_the_next_one_is_whole(
 ENDS = ["break", "Ctrl-C", "error of a worker"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("transform", [None, jitter])
 def test_persistent_workers_begin_again_any_number_of_times(transform: Any) -> None:
     """Epochs broken off in every way, with two workers and nothing left of each; then a whole one."""
@@ -357,6 +362,7 @@ def waits_for_a_request(worker: BaseProcess) -> bool:
     return state == "S" and (place == "0" or "poll" in place)
 
 
+@pytest.mark.processes
 def test_workers_that_ctrl_c_has_ended_are_replaced() -> None:
     """A terminal sends Ctrl-C to workers, too. They were not killed: the next epoch has new ones, without an error."""
     with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
@@ -393,6 +399,7 @@ def test_shared_memory_that_is_being_taken_belongs_to_the_pool(monkeypatch: pyte
     assert presses > 20
 
 
+@pytest.mark.processes
 def test_workers_that_are_being_started_are_somebodys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while they start is raised when they are known, and ends them; the next epoch is whole."""
     start = BaseProcess.start

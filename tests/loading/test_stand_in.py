@@ -18,8 +18,6 @@ from lightning_stocache.loading.dataset import StandIn, cached_in
 from lightning_stocache.loading.loader_tree import cached_in_leaves, leaves_in, loaders_in, wrapped_loader
 from tests.loading.twins import logged_to, same, totals
 
-pytestmark = pytest.mark.processes
-
 NAMES = [
     *("transform", "transforms", "target_transform", "classes", "targets", "data", "epoch", "_image_files", "_opened"),
     *("source", "cache", "counters", "ring", "group", "budget_bytes", "share", "close", "describe", "opened", "finish"),
@@ -111,6 +109,7 @@ def test_a_change_takes_effect(dataset: Any, wrap: Any, way: str, caplog: Any) -
     assert totals(dataset).served == 17
 
 
+@pytest.mark.processes
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
     ("kind", "wrap", "found"),

@@ -103,7 +103,6 @@ def assert_epochs_are_those_of(source: Any, dataset: CachedDataset) -> None:
         assert [bits(dataset[index]) for index in range(len(source))] == expected
 
 
-@pytest.mark.processes
 def test_encoded_takes_the_bytes_of_the_files_and_gives_the_same(tmp_path: Path) -> None:
     """Each file is read once."""
     folder = write_photos(tmp_path / "photos")
@@ -119,7 +118,6 @@ def test_encoded_takes_the_bytes_of_the_files_and_gives_the_same(tmp_path: Path)
         assert [dataset[index][1] for index in range(6)] == [0] * 3 + [1] * 3
 
 
-@pytest.mark.processes
 def test_what_is_not_known_by_its_files_is_kept_decoded(caplog: pytest.LogCaptureFixture) -> None:
     """What was asked for cannot be had: a warning says why, and how; with `strict` it is an error."""
     lying: Any = Made("sample {}".format, 3)  # its file is not all that a sample is made of
@@ -157,7 +155,6 @@ def slow(read: float = 0.0, decode: float = 0.0) -> CountedFiles:
     return CountedFiles(content, decoded, 100)
 
 
-@pytest.mark.processes
 def test_auto_takes_the_better_form_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the seconds and bytes of both, and what is granted."""
     monkeypatch.setattr(forms, "time", clock)

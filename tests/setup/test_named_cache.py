@@ -257,7 +257,6 @@ def half(rank: int, folder: str, name: str) -> tuple[int, int]:
     return answer
 
 
-@pytest.mark.processes
 def test_each_set_of_a_datamodule_has_a_name(name: str) -> None:
     """By its stage, and its place among the sets of that stage. A bad name is refused before anything is opened."""
     for make in (cached, lambda source, name: StocacheDataModule(source, name=name)):

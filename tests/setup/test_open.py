@@ -34,8 +34,6 @@ from tests.jobs import warnings
 from tests.processes import run_ranks
 from tests.sources import CountedSource, Made, TransformedSource
 
-pytestmark = pytest.mark.processes
-
 LENGTH = 20
 
 
@@ -250,6 +248,7 @@ def _do(rank: int, folder: Path) -> list[Any]:
     return results
 
 
+@pytest.mark.processes
 def test_nodes_divide_what_any_rank_draws(on_two_ranks: Any) -> None:
     """Each of two nodes has slots for a part. Of splits that ranks draw for themselves, each sees its own."""
     (first, filled, coverage), (second, *_) = on_two_ranks[folds]
@@ -261,6 +260,7 @@ def test_nodes_divide_what_any_rank_draws(on_two_ranks: Any) -> None:
     assert on_two_ranks[split_for_itself] == ((None, True), (None, True))
 
 
+@pytest.mark.processes
 def test_only_the_leader_reads_and_all_cut_alike(on_two_ranks: Any) -> None:
     """The other rank cuts its own source where the leader has found it, maps the same memory, and serves the same."""
     (at_set_up, first), (at_set_up_of_the_other, second) = on_two_ranks[cut]
@@ -269,6 +269,7 @@ def test_only_the_leader_reads_and_all_cut_alike(on_two_ranks: Any) -> None:
     assert (*first[:2], first[3]) == (True, LENGTH, "Dropout")
 
 
+@pytest.mark.processes
 def test_ranks_that_cannot_attach_meet_by_name(on_two_ranks: Any) -> None:
     """A named file is tried next, whose name is gone as soon as all have it; if that fails too, all raise together."""
     assert on_two_ranks[blind] == ((2, [], 3, None), (0, [], 3, None))
@@ -279,6 +280,7 @@ def test_ranks_that_cannot_attach_meet_by_name(on_two_ranks: Any) -> None:
     assert first[3][1].startswith("rank 1 could not make or reach the shared memory of its node: FileNotFoundError")
 
 
+@pytest.mark.processes
 def test_what_one_source_does_wrong_is_told_to_all(on_two_ranks: Any) -> None:
     """The rank at fault raises its own error, the other one names it; all must want the same sources."""
     by_source, by_number, by_cut = (on_two_ranks[work] for work in (broken, open_some, unlike))

@@ -23,7 +23,7 @@ from tests.jobs import warnings
 from tests.processes import call, call_many
 from tests.sources import CountedFiles, CountedSource, Made, TransformedSource
 
-pytestmark = [pytest.mark.named, pytest.mark.processes]
+pytestmark = pytest.mark.named
 
 LENGTH = 60  # a process reads some samples again once it has loaded 64, to see whether they are random
 FIRST = frozenset(spread(LENGTH, 4))  # the indices that set-up reads of any source, from the first to the last
@@ -140,6 +140,7 @@ def test_other_data_passes_through_and_the_same_is_joined(name, kind, served, on
             CachedDataset(other, strict=True, **options)
 
 
+@pytest.mark.processes
 def test_other_processes_join_their_own_cache(name) -> None:
     """Sets have another order there, generators other seeds, and a decoder may compute other last bits."""
     for seed, method in ((1, "fork"), (2, "forkserver")):
@@ -175,6 +176,7 @@ def test_random_samples_are_no_other_data(name, caplog) -> None:
     assert ["draws random numbers" in words for words in warnings(caplog)] == [True] * 2
 
 
+@pytest.mark.processes
 def test_jobs_that_start_at_once_on_one_name(name) -> None:
     """Who comes first says what lies there; who has other data trains on its own."""
     gains = [1, 3, 1, 3]

@@ -55,7 +55,6 @@ def samples_of(dataset: Any) -> list[Any]:
     return [bits(dataset[index]) for index in range(len(dataset))]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_source_comes_out_and_each_index_is_read_once(tmp_path: Path, workers: int) -> None:
     """With workers and without; a second call writes nothing, and reads four, to compare them. Nothing is drawn."""
@@ -69,7 +68,6 @@ def test_the_source_comes_out_and_each_index_is_read_once(tmp_path: Path, worker
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("workers", "at"), [(0, 1), (2, LENGTH - 1)])
 def test_an_error_of_the_source_loses_nothing(tmp_path: Path, workers: int, at: int) -> None:
     """It is told with the index; what came before is kept, and four of that are read again."""

@@ -320,7 +320,6 @@ def test_every_generator_is_put_back() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_cuda_generator_is_watched_and_put_back() -> None:
     """Once CUDA runs, a source that draws there is random, and its generator is put back too."""
     torch.cuda.init()

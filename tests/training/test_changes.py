@@ -36,8 +36,6 @@ from tests.training.tiny import (
     through,
 )
 
-pytestmark = pytest.mark.processes
-
 RELOADS = {"reload_dataloaders_every_n_epochs": 1}
 
 
@@ -73,6 +71,7 @@ class Unbounded(Made):
         return torch.tensor(index)
 
 
+@pytest.mark.processes
 def test_a_persistent_loader_that_comes_again_is_the_same(tmp_path):
     """It keeps its workers over reloads, and draws no second base seed, also if its dataset grows."""
     data = Unbounded(torch.tensor)
@@ -95,7 +94,7 @@ def test_a_persistent_loader_that_comes_again_is_the_same(tmp_path):
     assert seen[0] is not loader
 
 
-@pytest.mark.looks_apart
+@pytest.mark.processes
 def test_a_reloaded_loader_takes_its_workers_with_it(tmp_path):
     """New loaders in every epoch leave no more worker processes than one epoch has."""
     workers = list[int]()
@@ -172,6 +171,7 @@ def test_a_dataset_goes_on_in_its_cache_while_all_of_it_fits(tmp_path, caplog, n
         assert images.loads == SAMPLES + 2 * (4 + 4) + announced(caplog)
 
 
+@pytest.mark.processes
 def test_ranks_share_the_cache_of_a_dataset_that_grows(tmp_path):
     """In the last of three epochs what came last is loaded once, by one of two ranks."""
     images = source(tmp_path)
@@ -253,6 +253,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[int, Callable[[Any, Any], Any]]
 WARNED = {"split transform": ["Images: its `transform`"], "inside of a subset": ["Subset: its `dataset.strength`"]}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_changes_take_effect_when_they_would_without_a_cache(tmp_path, caplog, name):
     """A changed dataset gives what it gives without a cache; one warning names the change if the reader sees it."""

@@ -49,8 +49,6 @@ from tests.training.tiny import (
     source,
 )
 
-pytestmark = pytest.mark.processes
-
 # ---- what is cached ----
 
 
@@ -127,6 +125,7 @@ def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
     (callbacks[0] if door == "callback" else data).caches.close()
 
 
+@pytest.mark.processes
 @pytest.mark.usefixtures("seeded")
 def test_weights_are_the_same_with_and_without_a_cache(tmp_path):
     """The same seed gives the same weights; StocacheDataModule, which samples itself, is compared with `budget=0`."""

@@ -20,8 +20,6 @@ from lightning_stocache import (
 from tests.sources import CountedStream, Made
 from tests.training.tiny import Data, Remembers, behind, logged, make_trainer, said
 
-pytestmark = pytest.mark.processes
-
 
 def numbered(number: int, size: int = 4) -> torch.Tensor:
     return torch.full((size,), float(number))
@@ -123,6 +121,7 @@ def test_an_epoch_has_the_batches_that_the_trainer_has_counted(tmp_path, door, o
     pool.close()
 
 
+@pytest.mark.processes
 def test_ranks_share_the_pool_and_have_the_batches_that_their_trainers_have_counted(tmp_path):
     """All ranks run the same number of batches, epoch after epoch, all from the pool."""
     pool = pool_of(1000, "60KiB", fillers=1, minimum=20, layout="records")
@@ -133,6 +132,7 @@ def test_ranks_share_the_pool_and_have_the_batches_that_their_trainers_have_coun
     assert trainer.callback_metrics["stocache/hits"] >= 16
 
 
+@pytest.mark.processes
 def test_a_kept_pool_goes_on(tmp_path, caplog):
     """A second call has the samples that came since; with `epoch_samples` all epochs have one length."""
     model, pool = Remembers(), pool_of(60, fillers=1, epoch_samples=20)
@@ -152,6 +152,7 @@ LENGTH = 40
 ALL = [float(number) for number in range(LENGTH)]
 
 
+@pytest.mark.processes
 def test_streams_are_kept(tmp_path, door, caplog):
     """Later epochs come from memory, in another order, before the transform; lines say when a stream is stored."""
     train, val = (CountedStream(length, numbered) for length in (LENGTH, 12))

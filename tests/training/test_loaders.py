@@ -173,7 +173,6 @@ ODD = {
 }
 
 
-@pytest.mark.processes
 def test_odd_loaders_pass_as_they_are(tmp_path, caplog):
     """Loaders that cannot be cached are the user's own objects, each with one warning in two epochs, and those beside
     them are cached. With strict=True the reason is an error, unless the stage is off."""
@@ -205,7 +204,6 @@ def test_odd_loaders_pass_as_they_are(tmp_path, caplog):
     fit("cache_datamodule", tmp_path, loaders, cache={"strict": True, "stage_budgets": {"val": 0}})
 
 
-@pytest.mark.processes
 def test_sets_of_ours_that_cannot_be_cached_pass(tmp_path, caplog):
     """An iterable-style and an empty set of a StocacheDataModule pass through, transformed; train is cached."""
     sets = source(tmp_path), [stream(), Made(float, 0)]
@@ -259,7 +257,6 @@ def test_a_cached_dataset_of_the_users_is_left_alone(tmp_path, caplog, door, wra
     dataset.close()
 
 
-@pytest.mark.processes
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("other", ["callback", "ours"])
 def test_two_doors_cache_once(tmp_path, caplog, other):

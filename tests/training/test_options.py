@@ -80,7 +80,6 @@ def noting(shapes: list[tuple[int, ...]]) -> torch.nn.Module:
     return module
 
 
-@pytest.mark.processes
 def test_factories_are_called_once_and_batch_transforms_on_whole_batches(tmp_path):
     """Functions make sets once for all calls, after `prepare`; validation has `eval_batch_transform`."""
     order: list[str] = []
@@ -102,7 +101,6 @@ def test_factories_are_called_once_and_batch_transforms_on_whole_batches(tmp_pat
     assert order == ["prepare", "train", "val", "prepare"]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("option", "factor"), [({}, 2), ({"eval_transform": None}, 1)])
 def test_transforms_run_after_the_cache(tmp_path, option, factor):
     """Val has `eval_transform`, by default the same; one object as train and val has one cache."""
@@ -117,7 +115,6 @@ def test_transforms_run_after_the_cache(tmp_path, option, factor):
     assert train.cache is None
 
 
-@pytest.mark.processes
 def test_loader_options_reach_the_loaders(tmp_path):
     """`loader` overrides arguments of all loaders; order, `drop_last` and samplers are of the training loader alone."""
     data = source(tmp_path, "train", 10)
@@ -135,7 +132,6 @@ def test_loader_options_reach_the_loaders(tmp_path):
         assert [len(labels) for _, labels in dm.val_dataloader()[0]] == [4, 4, 2]
 
 
-@pytest.mark.processes
 @pytest.mark.epoch_one_reads_all
 def test_setup_twice_opens_once(tmp_path):
     """A second `setup`, before or by the Trainer, keeps the cache; a stage without a set is undefined."""
@@ -164,7 +160,6 @@ CACHED = ["--data.datamodule=tests.training.tiny.Photos", "--data.datamodule.fol
 CACHED += ["--data.stage_budgets={{val: 0}}", MONITOR, "--trainer.callbacks.live=false"]
 
 
-@pytest.mark.processes
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
     ("data", "words", "hits"),

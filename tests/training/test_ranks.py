@@ -62,6 +62,7 @@ def start_node(folder: Path, door: str, strategy: str, **options: Any) -> BasePr
     return job
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("door", "strategy", "fits"),
     [
@@ -93,6 +94,7 @@ def test_ranks_share_one_cache(tmp_path, door, strategy, fits):
     assert "sync_dist" not in printed(tmp_path)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("victim", "strategy"),
     [
@@ -125,6 +127,7 @@ SOAK = [pytest.mark.soak, pytest.mark.timeout(1200)]
 EVERY_DOOR = itertools.product(DOORS, (1, 2), (0, 2))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("door", "ranks", "workers", "count"),
     [("callback", 2, 0, 1), *(pytest.param(*case, 4, marks=SOAK) for case in EVERY_DOOR)],
@@ -232,6 +235,7 @@ def under_torchrun(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["rows", "fold", "records", pytest.param("torchrun", marks=pytest.mark.soak)])
 def test_the_memory_of_two_nodes_adds_up(tmp_path, request, name):
     """Two nodes that can each cache half of what is drawn cache all of it, also if samples are smaller than those of
@@ -285,6 +289,7 @@ def test_what_fails_on_one_rank_fails_on_all(job):
     assert 0 not in codes
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("door", "replicas", "parallel"), [("callback", 1, 2), pytest.param("ours", 2, 2, marks=pytest.mark.soak)]
 )

@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler, Subset
 from tests.sources import Made
 from tests.training.tiny import SAMPLES, Data, Model, Watcher, behind, data_hooks, make_trainer
 
-pytestmark = pytest.mark.processes
-
 EPOCHS, BATCHES = 3, SAMPLES // 4
 LIGHTNING = tuple(map(int, lightning.__version__.split(".")[:2]))
 NUMBERS = Made(lambda index: (torch.full((3, 8, 8), index, dtype=torch.uint8), index % 10), SAMPLES)

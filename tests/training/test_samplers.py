@@ -37,8 +37,6 @@ from tests.training.tiny import (
     source,
 )
 
-pytestmark = pytest.mark.processes
-
 SAMPLES, EPOCHS = 60, 3
 
 
@@ -121,6 +119,7 @@ def draw_together(rank: int, folder: str) -> None:
             assert epoch.get("hit_rate_expected") == expected, name
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_two_ranks_draw_together(tmp_path):
     """With DDP the batches are those of an uncached job, and the samples of all ranks can have slots."""
@@ -168,6 +167,7 @@ def test_a_cache_that_outlives_the_call_has_room_for_all(tmp_path, on_disk, capl
     callback.close()
 
 
+@pytest.mark.processes
 def test_a_sampler_that_changes_goes_on_as_without_a_cache(tmp_path, caplog):
     """Indices that change each epoch pass through, with one warning; the batches are those of an uncached training."""
 

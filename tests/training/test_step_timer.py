@@ -162,7 +162,6 @@ def test_a_line_at_the_end(tmp_path, caplog, error):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_real_device(tmp_path):
     """On a GPU a large backward takes longer than moving a batch, and all parts fit into the fit's time."""
 

@@ -27,8 +27,6 @@ from tests.processes import descendants, memory_files
 from tests.sources import Made
 from tests.training.tiny import DOORS, SAMPLES, Data, Epochs, Model, Watcher, behind, make_trainer, source
 
-pytestmark = pytest.mark.processes
-
 MIB = 2**20
 
 
