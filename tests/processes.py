@@ -16,11 +16,12 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -123,9 +124,18 @@ def _hang(returned: Path, own_session: bool, function: Callable[..., Any], args:
 
 
 def die_with_parent() -> None:
-    """Have Linux kill this process when its parent has ended: also when pytest itself is killed."""
-    with suppress(AttributeError):  # elsewhere
+    """Have this process of multiprocessing killed when its creator has ended: also when pytest itself is killed."""
+    creator = multiprocessing.parent_process()
+    if creator is not None and creator.pid != os.getppid():  # the fork server lives as long as what it has forked
+        threading.Thread(target=_die_after, args=(creator.sentinel,), daemon=True).start()
+        return
+    with suppress(AttributeError):  # elsewhere than on Linux
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+
+
+def _die_after(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def idle_worker() -> int:
@@ -143,7 +153,9 @@ def call_many(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
     try:
         for args in arguments:
             children.append(Child(function, *args, method=method))
+        deadline = time.monotonic() + _SECONDS
         while len(results) < len(children):
+            assert time.monotonic() < deadline, f"not all children have ended in {_SECONDS} s"
             time.sleep(0.002)
             for number, child in enumerate(children):
                 if number not in results and child.process.exitcode is not None:
