@@ -5,6 +5,7 @@ Where the system does not give one of them, the test is skipped, with the reason
 that fails or is interrupted; a mount and a process end with pytest, too, even if that is killed.
 """
 
+import gc
 import logging
 import os
 import random
@@ -59,6 +60,7 @@ def run_crowd(function: Callable[..., Any], *args: Any, size: int = CROWD, metho
 
 def _run_crowd(function: Callable[..., Any], size: int, args: tuple[Any, ...]) -> list[Any]:
     die_with_parent()
+    gc.freeze()  # a collection in a member would copy the memory that it looks through
     barrier = context("fork").Barrier(size)
     return call_many(_begin_at_once, [(barrier, function, number, *args) for number in range(size)])
 

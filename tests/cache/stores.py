@@ -7,7 +7,7 @@ are made or opened in another way. The fences of the whole package, which a chan
 - test_kills.py: a process may be killed at any line, and at any moment, and nobody is served a torn sample
 - ../loading/twins.py: a loader beside the DataLoader that it must equal
 - ../interop/test_freezing.py: no random transform of any library is frozen
-- ../conftest.py, ../proc.py: a test leaves no process, memory or environment variable behind
+- ../conftest.py, ../processes.py: a test leaves no process, memory or environment variable behind
 """
 
 import errno
