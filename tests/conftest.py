@@ -7,6 +7,7 @@ Set-up's reader is a process of its own, as it is for users. Tests that start ot
 import functools
 import gc
 import importlib.metadata
+import math
 import multiprocessing
 import os
 import random
@@ -31,6 +32,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
 from lightning_stocache.setup import find, first_samples
+from lightning_stocache.source import random_split
 from tests.processes import (
     collapse,
     command_of,
@@ -174,6 +176,12 @@ def set_up_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(first_samples, "start_method", lambda chosen: None)
     if request.node.get_closest_marker("epoch_one_reads_all"):
         monkeypatch.setattr(find, "MOST_BYTES", -1)
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set-up reads all that it reads of a quick source, however busy the machine is: its limit is a time."""
+    monkeypatch.setattr(random_split, "QUICK_SECONDS", math.inf)
 
 
 @pytest.fixture

@@ -83,6 +83,12 @@ class Child:
             raise ChildError(f"in the child:\n{value}")
         return value
 
+    def is_running(self) -> bool:
+        """Whether it has not ended; False once it has given its result."""
+        with suppress(ValueError):
+            return self.process.exitcode is None
+        return False
+
     def kill(self) -> None:
         """SIGKILL it, and wait until it is gone."""
         with suppress(ValueError):  # it has given its result
@@ -146,8 +152,11 @@ def idle_worker() -> int:
     return pid
 
 
-def call_many(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, method: str = "fork") -> list[Any]:
-    """What a function returns in several processes at the same time, one per tuple of arguments; or the first error."""
+def call_many(
+    function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, method: str = "fork", all_end: bool = False
+) -> list[Any]:
+    """What a function returns in several processes at the same time, one per tuple of arguments; or the first error,
+    after which the others are killed, unless `all_end` by themselves before it is raised."""
     children = list[Child]()
     results = dict[int, Any]()
     try:
@@ -157,8 +166,10 @@ def call_many(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
         while len(results) < len(children):
             assert time.monotonic() < deadline, f"not all children have ended in {_SECONDS} s"
             time.sleep(0.002)
+            if all_end and any(child.is_running() for child in children):
+                continue
             for number, child in enumerate(children):
-                if number not in results and child.process.exitcode is not None:
+                if number not in results and not child.is_running():
                     results[number] = child.result()  # the first error is raised while others still wait for that one
         return [results[number] for number in range(len(children))]
     finally:
@@ -166,11 +177,11 @@ def call_many(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
             child.kill()
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world: int, *args: Any, all_end: bool = False) -> list[Any]:
     """What `function(rank, *args)`, importable by name, returns on each rank of a job with a process group on gloo."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(f"file://{folder}/meeting", rank, world, function, args) for rank in range(world)]
-        return call_many(_rank, arguments, method="forkserver")
+        return call_many(_rank, arguments, method="forkserver", all_end=all_end)
 
 
 def _rank(meeting: str, rank: int, world: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -112,7 +112,7 @@ def one_dies(rank: int, folder: str, when: str) -> None:
 def test_a_rank_that_dies_while_caches_open_keeps_nobody_waiting(tmp_path, when) -> None:
     """All others, on both nodes, get an error: it dies before ranks have met, as a leader that reads, or as a guest."""
     with pytest.raises(ChildError, match="SIGKILL"):
-        run_ranks(one_dies, 4, str(tmp_path), when)
+        run_ranks(one_dies, 4, str(tmp_path), when, all_end=True)
     victim = "2" if when == "leader" else "3"
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2", "3"} - {victim}
 
