@@ -23,7 +23,7 @@ from tests.jobs import warnings
 from tests.processes import call, call_many
 from tests.sources import CountedFiles, CountedSource, Made, TransformedSource
 
-pytestmark = pytest.mark.named
+pytestmark = [pytest.mark.named, pytest.mark.usefixtures("unhurried")]
 
 LENGTH = 60  # a process reads some samples again once it has loaded 64, to see whether they are random
 FIRST = frozenset(spread(LENGTH, 4))  # the indices that set-up reads of any source, from the first to the last
