@@ -29,11 +29,14 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
+from lightning_stocache.node import isolation
 from lightning_stocache.setup import find, first_samples
+from lightning_stocache.setup.reader import Reader
 from tests.processes import (
     collapse,
     command_of,
     descendants,
+    is_pipe,
     leave_names,
     memory_files,
     names_folder,
@@ -53,6 +56,9 @@ if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's, by whic
 if "forkserver" in multiprocessing.get_all_start_methods():  # a rank or a worker would import them anew, for 3 s
     imported = ["lightning.pytorch", "hypothesis", "lightning_stocache.training.datamodule", "tests.processes"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(imported)
+
+# The pipes of pytest-xdist: they are not the trainer's.
+isolation.STANDARD |= {number for number in isolation.descriptors() if is_pipe(number)}
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # some tests crash a child
 
@@ -163,6 +169,7 @@ def set_up_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.config.getoption("in_process"):
         monkeypatch.setattr(find, "start_method", lambda chosen: None)
         monkeypatch.setattr(first_samples, "start_method", lambda chosen: None)
+    monkeypatch.setattr(Reader, "hung", set())
     if request.node.get_closest_marker("epoch_one_reads_all"):
         monkeypatch.setattr(find, "MOST_BYTES", -1)
 

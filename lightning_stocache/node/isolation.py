@@ -21,7 +21,7 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 if sys.platform != "win32":
     import fcntl
@@ -56,12 +56,13 @@ def isolate(shared: Collection[int], kept: Collection[int] = ()) -> bool:
         kept: those of them that stay shared, beside `STANDARD`.
 
     Returns:
-        Whether reading may fail here and not in the parent: a pipe, a socket or a file could not be opened anew, or this
-        system cannot do so at all.
+        Whether reading may fail here and not in the parent: a pipe, a socket or a file could not be opened anew, or
+        this system cannot do so at all.
     """
     if not os.path.isdir(_DIRECTORY):
         return True
-    return any([_replace(descriptor) for descriptor in sorted(set(shared) - STANDARD - set(kept))])
+    fails = [_replace(descriptor) for descriptor in sorted(set(shared) - STANDARD - set(kept))]
+    return any(fails)
 
 
 def _replace(descriptor: int) -> bool:
@@ -104,7 +105,7 @@ def end_openmp_threads() -> bool:
     return bool(ended) and all(ended)
 
 
-def _pause_of(path: str) -> ctypes._FuncPointer | None:
+def _pause_of(path: str) -> Callable[[int], int] | None:
     try:
         return getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)  # OpenMP 5.0
     except OSError:

@@ -259,9 +259,9 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
 
 
 def _counts_reads(parts: Split, length: int) -> str | None:
-    """Where a source counts its reads, if its samples depend on that: `calls // len(dataset)` is an epoch. Or None."""
+    """Where a source counts its reads, if its samples depend on that, as on `calls // len(dataset)`; else None."""
     source: Any = parts.source
-    index, places = parts.indices[0], list[str]()
+    index, places = parts.indices[-1], list[str]()
     counters = Counters(source)
     with Probe(source) as probe:
         for _ in range(_COUNTED - 1):
@@ -273,8 +273,8 @@ def _counts_reads(parts: Split, length: int) -> str | None:
             with counters.ahead(length):
                 ahead = probe.read(source, index, 2 * index)
         except Exception:  # a list of as many entries as epochs, for instance
-            return places[0]
-    return places[0] if ahead.bits != before.bits else None
+            return " or ".join(places)
+    return " or ".join(places) if ahead.bits != before.bits else None
 
 
 def _look_once(request: CacheRequest) -> Finding:

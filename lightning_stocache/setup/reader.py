@@ -211,6 +211,9 @@ class Reader:
             if threads > 1 and not end_openmp_threads():
                 threads = 1  # a parallel loop would wait for the pool, which the fork does not have
         shared, kept = descriptors(), open_descriptors() | self._pipes
+        parent: Any = multiprocessing.parent_process()
+        if parent is not None:
+            kept.add(parent.sentinel)
         ours, theirs = multiprocessing.Pipe()
         trainer = _Trainer(os.getpid(), ours.fileno(), shared, kept)
         context: Any = multiprocessing.get_context(self._method)
@@ -294,13 +297,13 @@ def _refusal(subject: Subject, error: Exception, is_certain: bool) -> Exception 
 
 def _has_queue(source: Any) -> bool:
     """Whether a source reaches a pipe, a socket or a queue, apart from those of an executor."""
-    nodes = [node for _, node in reachable(source)]
-    asked = {id(value) for node in nodes if issubclass(type(node), _ASKED) for value in vars(node).values()}
-    return any(issubclass(type(node), _QUEUES) and id(node) not in asked for node in nodes)
+    nodes = list(reachable(source))
+    asked = tuple(f"{where}." for where, node in nodes if issubclass(type(node), _ASKED))
+    return any(issubclass(type(node), _QUEUES) and not where.startswith(asked) for where, node in nodes)
 
 
 def _has_remote_queue(source: Any) -> bool:
-    """Whether a source reaches a queue of a `multiprocessing.Manager`, to which each process has a socket of its own."""
+    """Whether a source reaches a queue of a `multiprocessing.Manager`: each process has its own connection to it."""
     managers: Any = sys.modules.get("multiprocessing.managers")
     if managers is None:
         return False

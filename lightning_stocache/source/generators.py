@@ -254,7 +254,19 @@ _FIRST = 256  # items of a container that are: a list of a million paths has no 
 # their code is not followed, which would take a quarter of a second in albumentations alone.
 _KNOWN = sys.stdlib_module_names | {
     *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "kornia", "lightning", "lightning_stocache"),
-    *("lmdb", "monai", "numpy", "omegaconf", "pandas", "polars", "pyarrow", "pydantic", "pytorch_lightning", "scipy", "skimage"),
+    *(
+        "lmdb",
+        "monai",
+        "numpy",
+        "omegaconf",
+        "pandas",
+        "polars",
+        "pyarrow",
+        "pydantic",
+        "pytorch_lightning",
+        "scipy",
+        "skimage",
+    ),
     *("sklearn", "tensordict", "timm", "torch", "torch_geometric", "torchaudio", "torchvision", "transformers"),
     *("webdataset", "zarr"),
 }

@@ -154,7 +154,7 @@ def _leaf_bits(node: Any) -> Any:
     return kind, None if pickled is None else _content(pickled)  # if it cannot be pickled, only its type counts
 
 
-def _content(buffer: bytes | npt.NDArray[np.uint8]) -> bytes:
+def _content(buffer: Any) -> bytes:
     """The bytes of a leaf, or their digest if they are many."""
     if len(buffer) > _LARGE:
         return hashlib.blake2b(buffer, digest_size=16).digest()

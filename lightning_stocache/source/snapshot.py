@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import CellType, FunctionType, ModuleType
@@ -33,7 +33,7 @@ _MOST_RISE = 1_000  # of a counter in one read; a clock rises more
 _EPOCHS_AHEAD = 1_000_003  # a prime, so that no cycle of a few epochs hides a difference
 _MISSING = object()
 _OF_FILES = {"_compression", "_io", "bz2", "compression", "gzip", "io", "lzma"}  # their objects move with a file
-_CONTAINERS = (dict, list, set, deque, bytearray)
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)  # a subclass may do more when it is filled
 _UNSEEKABLE = (AttributeError, OSError, ValueError)  # a pipe, a closed file, a text file in the middle of an iteration
 
 _Place: TypeAlias = tuple[Any, Any]
@@ -159,7 +159,7 @@ def _number_places(source: Any) -> Iterator[tuple[str, _Place]]:
     for where, node in reachable(source):
         places = list(_places_of(node))
         for live in _containers_of(node):
-            if len(live) <= _MOST_ITEMS and not isinstance(live, set | bytearray | deque):
+            if len(live) <= _MOST_ITEMS and not isinstance(live, set | deque):
                 places += ((live, key) for key in _items(live))
         for place in places:
             value = _value_at(place)
@@ -222,7 +222,7 @@ def _items(container: Any) -> dict[Any, Any]:
 
 def _is_same(live: Any, before: Any) -> bool:
     """By identity: two arrays that are compared have no single truth value."""
-    if isinstance(live, set | bytearray):
+    if isinstance(live, set):
         return bool(live == before)
     if len(live) != len(before):
         return False
