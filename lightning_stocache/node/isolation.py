@@ -48,7 +48,7 @@ def descriptors() -> set[int]:
         return set()
 
 
-def isolate(shared: Collection[int], kept: Collection[int] = ()) -> bool:
+def isolate(shared: Collection[int], kept: Collection[int] = ()) -> list[str]:
     """In a forked process: replace inherited descriptors by descriptors of this process.
 
     Args:
@@ -56,28 +56,26 @@ def isolate(shared: Collection[int], kept: Collection[int] = ()) -> bool:
         kept: those of them that stay shared, beside `STANDARD`.
 
     Returns:
-        Whether reading may fail here and not in the parent: a pipe, a socket or a file could not be opened anew, or
-        this system cannot do so at all.
+        What the parent can read and this process cannot: pipes, sockets, and files that could not be opened anew.
     """
     if not os.path.isdir(_DIRECTORY):
-        return True
-    fails = [_replace(descriptor) for descriptor in sorted(set(shared) - STANDARD - set(kept))]
-    return any(fails)
+        return ["any file"]
+    replaced = (_replace(descriptor) for descriptor in sorted(set(shared) - STANDARD - set(kept)))
+    return [name for name in replaced if name is not None]
 
 
-def _replace(descriptor: int) -> bool:
-    """Replace a descriptor. Returns whether a read of it, which the parent can do, fails from now on."""
+def _replace(descriptor: int) -> str | None:
+    """Replace a descriptor. Returns what it was, if the parent can read from it and this process no longer can."""
     try:
         kind = os.fstat(descriptor).st_mode
     except OSError:  # closed since: that of the listing itself
-        return False
+        return None
     if stat.S_ISDIR(kind) or stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
-        return False
+        return None
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if flags & os.O_PATH:
-        return False
-    path, is_file = f"{_DIRECTORY}/{descriptor}", stat.S_ISREG(kind)
-    fails = False
+        return None
+    path, is_file, name = f"{_DIRECTORY}/{descriptor}", stat.S_ISREG(kind), None
     try:
         if not is_file:
             raise OSError
@@ -86,10 +84,11 @@ def _replace(descriptor: int) -> bool:
     except OSError:
         own = os.open(path, os.O_PATH)
         is_read = flags & os.O_ACCMODE != os.O_WRONLY
-        fails = is_read and (is_file or stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind))
+        if is_read and (is_file or stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)):
+            name = os.readlink(path)
     os.dup2(own, descriptor, inheritable=os.get_inheritable(descriptor))
     os.close(own)
-    return fails
+    return name
 
 
 def _all_of(names: Collection[str]) -> int:

@@ -125,7 +125,8 @@ class SourceReader:
             if self.request.strict:
                 raise
             return Finding(reason=_words(error))
-        is_certain = self._reader.is_certain(self._number)
+        # Samples under a name are compared by the next job, so that one is better stored than none.
+        is_certain = self._reader.is_certain(self._number, by_reach=self.request.name is not None)
         return replace(found, seen=found.seen if is_certain else (), is_certain=is_certain)
 
     def read(self, found: Finding, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:

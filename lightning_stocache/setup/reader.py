@@ -36,6 +36,7 @@ import queue
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -65,6 +66,7 @@ _WAY_OUT = 'To cache it, give its loader workers and multiprocessing_context="fo
 _HANGS = "it hangs in a forked process, where it waits for a thread that only this process has"
 _TAKES = "it reads from a pipe, a socket or a queue, and what set-up took there would be missing in training"
 _QUEUES = (queue.Queue, queue.SimpleQueue, queues.Queue, queues.SimpleQueue, connection.Connection, socket.socket)
+_THREADS = (threading.Thread, Executor, pool.Pool)
 _ASKED = (Executor, pool.Pool, logging.Logger)  # their queues carry what a read puts there itself
 
 
@@ -130,7 +132,7 @@ class Reader:
         self._process: Any = None
         self._pipe: Any = None
         self._read_here = set[int]()  # the numbers of subjects
-        self._is_certain = True
+        self._missing = set[str]()  # what this process can use and the forked process cannot
 
     def ask(self, *question: Any, number: int = 0) -> Any:
         """Ask a question about subject `number`. After an error the next question goes to a new process.
@@ -152,20 +154,27 @@ class Reader:
             self.close()
             if self._must or not isinstance(error, Exception):
                 raise
-            refusal = _refusal(subject, error, self._is_certain)
+            refusal = _refusal(subject, error, is_certain=not self._missing)
             if refusal is not None:
                 raise refusal from (None if refusal is error else error)
-            log.debug("%s is read in this process: %s", subject.title, error)
+            log.debug("%s is read in this process: %s", subject.title, str(error))  # a log may keep what it is given
         self._read_here.add(number)
         return _answer_here(subject, question)
 
-    def is_certain(self, number: int = 0) -> bool:
+    def is_certain(self, number: int = 0, *, by_reach: bool = False) -> bool:
         """Whether the samples of subject `number` are certainly those of the training.
 
         They are not if reading may have failed in the process alone, which the source may hide: a pipe or a socket was
         replaced, or this process has another thread.
+
+        Args:
+            number: the number of the subject.
+            by_reach: whether only a pipe, a socket, a queue or a thread counts that can be reached from the source.
+                It may use others by numbers or through libraries in C.
         """
-        return self._is_certain or number in self._read_here
+        if not self._missing or number in self._read_here:
+            return True
+        return by_reach and not _reaches(self._subjects[number].source, (*_QUEUES, *_THREADS))
 
     def close(self) -> None:
         """End the process."""
@@ -199,7 +208,9 @@ class Reader:
         except HungError:
             self.hung.add(subject.has_workers)
             raise
-        self._is_certain &= answer.is_certain
+        self._missing.update(answer.missing)
+        if self._missing:
+            log.debug("no sample of %s is stored at set-up, because of %s", subject.title, sorted(self._missing))
         if answer.error is not None:
             raise answer.error
         return answer.value
@@ -207,7 +218,7 @@ class Reader:
     def _start(self) -> None:
         is_forked, threads = self._method == "fork", torch.get_num_threads()
         if is_forked:
-            self._is_certain &= not other_threads()
+            self._missing.update(thread.name for thread in other_threads())
             if threads > 1 and not end_openmp_threads():
                 threads = 1  # a parallel loop would wait for the pool, which the fork does not have
         shared, kept = descriptors(), open_descriptors() | self._pipes
@@ -297,9 +308,13 @@ def _refusal(subject: Subject, error: Exception, is_certain: bool) -> Exception 
 
 def _has_queue(source: Any) -> bool:
     """Whether a source reaches a pipe, a socket or a queue, apart from those of an executor."""
-    nodes = list(reachable(source))
-    asked = tuple(f"{where}." for where, node in nodes if issubclass(type(node), _ASKED))
-    return any(issubclass(type(node), _QUEUES) and not where.startswith(asked) for where, node in nodes)
+    asked = tuple(f"{where}." for where, node in reachable(source) if issubclass(type(node), _ASKED))
+    return _reaches(source, _QUEUES, outside=asked)
+
+
+def _reaches(source: Any, kinds: tuple[type, ...], outside: tuple[str, ...] = ()) -> bool:
+    nodes = reachable(source)
+    return any(issubclass(type(node), kinds) and not where.startswith(outside) for where, node in nodes)
 
 
 def _has_remote_queue(source: Any) -> bool:
@@ -336,12 +351,12 @@ class _Answer(NamedTuple):
     Args:
         value: the result.
         error: the error, instead of a result.
-        is_certain: whether nothing was replaced that the source may need.
+        missing: what the process cannot read, and the source may need.
     """
 
     value: Any
     error: Exception | None
-    is_certain: bool
+    missing: list[str]
 
 
 def _serve(
@@ -360,13 +375,13 @@ def _serve(
         trainer: of a forked process, the parent.
         threads: threads for parallel loops; a loader's workers have one.
     """
-    is_certain, failure, last = True, None, None
+    missing, failure, last = list[str](), None, None
     claim_threads()
     try:
         if trainer is None:
             end_with_parent()
         else:
-            is_certain = _begin(trainer)
+            missing = _begin(trainer)
     except OSError as error:  # no descriptor is left
         failure = NoProcessError(f"{type(error).__name__}: {error}")
     try:
@@ -377,27 +392,27 @@ def _serve(
                 torch.set_num_threads(1 if subject.has_workers else threads)
                 last = number
             first, init = init, None
-            pipe.send_bytes(_answer(subject, question, first, is_certain, failure))
+            pipe.send_bytes(_answer(subject, question, first, missing, failure))
     except (EOFError, OSError, KeyboardInterrupt):  # the trainer has gone, or ends
         return
 
 
-def _begin(trainer: _Trainer) -> bool:
-    """Prepare a forked process. Returns whether it can read all that its parent can."""
+def _begin(trainer: _Trainer) -> list[str]:
+    """Prepare a forked process. Returns what its parent can read and it cannot."""
     os.close(trainer.pipe)
     if not end_with_creator(trainer.pid):
         end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handlers are the trainer's
-    fails = isolate(trainer.shared, trainer.kept)
+    missing = isolate(trainer.shared, trainer.kept)
     gc.freeze()  # a collection would copy every page of the trainer's objects that the process shares
-    return not fails
+    return missing
 
 
 def _answer(
     subject: Subject,
     question: tuple[Any, ...],
     init: Callable[[int], None] | None,
-    is_certain: bool,
+    missing: list[str],
     failure: Exception | None,
 ) -> bytes:
     value, error = None, failure
@@ -408,16 +423,16 @@ def _answer(
                 init(0)
             value = subject.answer(*question)
     except Exception as raised:  # the source is the user's, and may raise anything
-        error = _sendable(raised, is_certain)
+        error = _sendable(raised, bool(missing))
     try:
-        return pickle.dumps(_Answer(value, error, is_certain))
+        return pickle.dumps(_Answer(value, error, missing))
     except Exception as raised:  # whatever pickle raises of a class that other processes cannot find
-        return pickle.dumps(_Answer(None, NoProcessError(f"{type(raised).__name__}: {raised}"), is_certain))
+        return pickle.dumps(_Answer(None, NoProcessError(f"{type(raised).__name__}: {raised}"), missing))
 
 
-def _sendable(error: Exception, is_certain: bool) -> Exception:
+def _sendable(error: Exception, is_shared: bool) -> Exception:
     """The error with its traceback as a note, or another error if it cannot be pickled."""
-    if not is_certain and _has_bad_descriptor(error):
+    if is_shared and _has_bad_descriptor(error):
         return UnsharedError(f"{_TAKES} ({type(error).__name__}: {error})")
     error.add_note(f"In the process that read it:\n{''.join(traceback.format_exception(error))}")
     try:

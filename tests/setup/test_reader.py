@@ -276,11 +276,16 @@ def test_a_failure_that_a_source_hides_is_not_stored(kind: str) -> None:
             assert served(dataset, 1) == list(range(LENGTH))
 
 
-def test_what_a_failure_hides_is_not_stored_under_a_name(name: str) -> None:
-    """A cache with a name is empty after set-up."""
-    with fed("pipe") as (take, held), closing(CachedDataset(Fed(take, held, hides=True), name=name)) as dataset:
-        assert dataset.cache is not None
-        assert dataset.cache.filled == 0
+@pytest.mark.named
+def test_under_a_name_only_what_a_source_reaches_is_a_doubt(name: str) -> None:
+    """The next job compares its samples with the first ones, so these are stored beside pipes of others."""
+    with fed("connection") as (take, held):
+        with closing(CachedDataset(Fed(take, held, hides=True), name=f"{name}-hidden")) as dataset:
+            assert dataset.cache is not None
+            assert dataset.cache.filled == 0
+        with closing(CachedDataset(Made(_square, LENGTH), name=name)) as dataset:
+            assert dataset.cache is not None
+            assert dataset.cache.filled == LENGTH
 
 
 def test_beside_a_thread_or_a_pipe_samples_decide_and_are_not_stored() -> None:
