@@ -34,7 +34,7 @@ from lightning_stocache import CachedDataset, CachedStream
 from lightning_stocache.setup.find import Finding, SourceReader
 from lightning_stocache.setup.reader import Reader, Subject
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
-from tests.processes import call, wait_until
+from tests.processes import call, is_alive, wait_until
 from tests.sources import Made
 
 pytestmark = pytest.mark.processes
@@ -183,6 +183,16 @@ def test_a_sequential_read_goes_on_where_the_trainer_was(tmp_path: Path) -> None
     with closing(CachedDataset(Opened(cached, lambda file, index: file.read(BYTES)))) as dataset:
         assert all(map(torch.equal, served(dataset, 1), expected))
     plain.close(), cached.close()
+
+
+def test_the_position_in_a_file_is_that_of_the_trainer(tmp_path: Path) -> None:
+    """A source that reads on from there reads the same."""
+    descriptor = _descriptor(tmp_path / "file")
+    with closing(
+        CachedDataset(Opened(descriptor, lambda number, index: bytes([os.lseek(number, 0, os.SEEK_CUR)])))
+    ) as dataset:
+        assert {int(sample) for sample in served(dataset)} == {16}
+    os.close(descriptor)
 
 
 def test_a_log_of_the_trainer_is_not_written_over(tmp_path: Path) -> None:
@@ -559,6 +569,7 @@ def _sums(threads: int) -> tuple[bool, int]:
     expected = [source[index] for index in range(3)]  # by a pool of threads, which runs from here on
     with closing(CachedDataset(source)) as dataset:
         assert dataset.counters.totals().setup_fills == 3
+        assert not Reader.hung
         return all(map(torch.equal, served(dataset), expected * 2)), torch.get_num_threads()
 
 
@@ -605,7 +616,7 @@ def test_the_process_ends_with_the_trainer(tmp_path: Path) -> None:
     pid = int((tmp_path / "pid").read_text())
     trainer.kill()
     trainer.join()
-    wait_until(lambda: not os.path.exists(f"/proc/{pid}") or " Z " in Path(f"/proc/{pid}/stat").read_text())
+    wait_until(lambda: not is_alive(pid), 20)
 
 
 # ---- threads that draw ----
@@ -673,6 +684,26 @@ def test_a_source_that_draws_by_itself_stays_random_beside_a_thread() -> None:
     """The process of set-up has one thread, and decides."""
     with drawing():
         assert "moves the generator of random" in str(look(Made(lambda index: random.random(), LENGTH)).reason)
+
+
+class Lazy(Dataset[Any]):
+    """Draws for samples that do not show it, beside a thread that it has started at its first read."""
+
+    executor: Any = None
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        if self.executor is None:
+            self.executor = ThreadPoolExecutor(1)
+        self.executor.submit(random.random).result()
+        return torch.tensor(index)
+
+
+def test_threads_of_the_source_itself_draw_for_it() -> None:
+    """Only threads of the trainer are none of its business."""
+    assert "moves the generator of random" in str(look(Lazy()).reason)
 
 
 # ---- samples that depend on how often they were read ----
