@@ -57,9 +57,6 @@ if "forkserver" in multiprocessing.get_all_start_methods():  # a rank or a worke
     imported = ["lightning.pytorch", "hypothesis", "lightning_stocache.training.datamodule", "tests.processes"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(imported)
 
-# The pipes of pytest-xdist: they are not the trainer's.
-isolation.STANDARD |= {number for number in isolation.descriptors() if is_pipe(number)}
-
 resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # some tests crash a child
 
 _PATIENCE_SECONDS = 60.0  # for what ends by itself: a killed worker, a thread that holds a batch
@@ -169,6 +166,9 @@ def set_up_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.config.getoption("in_process"):
         monkeypatch.setattr(find, "start_method", lambda chosen: None)
         monkeypatch.setattr(first_samples, "start_method", lambda chosen: None)
+    # Pipes and sockets that are open before the test are none of the trainer's: of pytest-xdist, of a fork server.
+    foreign = {descriptor for descriptor in isolation.descriptors() if is_pipe(descriptor)}
+    monkeypatch.setattr(isolation, "STANDARD", isolation.STANDARD | foreign)
     monkeypatch.setattr(Reader, "hung", set())
     if request.node.get_closest_marker("epoch_one_reads_all"):
         monkeypatch.setattr(find, "MOST_BYTES", -1)

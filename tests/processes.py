@@ -368,9 +368,10 @@ def command_of(pid: int) -> str:
 
 
 def is_pipe(descriptor: int) -> bool:
-    """Whether an open descriptor of this process is a pipe."""
+    """Whether an open descriptor of this process is a pipe or a socket."""
     try:
-        return stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+        mode = os.fstat(descriptor).st_mode
+        return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
     except OSError:
         return False
 

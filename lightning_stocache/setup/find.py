@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import SampleCodec
+from lightning_stocache.node.group import job_ranks
 from lightning_stocache.setup.first_samples import FirstSampleError, codec_of
 from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files
 from lightning_stocache.setup.reader import Reader, Subject, start_method
@@ -125,8 +126,9 @@ class SourceReader:
             if self.request.strict:
                 raise
             return Finding(reason=_words(error))
-        # Samples under a name are compared by the next job, so that one is better stored than none.
-        is_certain = self._reader.is_certain(self._number, by_reach=self.request.name is not None)
+        # Samples under a name are what the next job compares, and each rank of a job has sockets.
+        by_reach = self.request.name is not None or job_ranks()[0] > 1
+        is_certain = self._reader.is_certain(self._number, by_reach=by_reach)
         return replace(found, seen=found.seen if is_certain else (), is_certain=is_certain)
 
     def read(self, found: Finding, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:

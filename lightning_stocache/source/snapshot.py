@@ -1,7 +1,8 @@
 """The state that reading a source moves: attributes, containers, globals, arrays, and positions in files.
 
 `Snapshot` notes it before a read, and puts it back afterwards. Copies are shallow, because each container that can be
-reached is noted by itself. The state of libraries in C is not seen, but for the positions of files.
+reached is noted by itself. Not seen are memory that processes share, and the state of libraries in C, but for the
+positions of files.
 
 `Counters` finds the numbers that grow with each read (`self.calls += 1`), and sets them far ahead.
 """
@@ -15,7 +16,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import CellType, FunctionType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -81,8 +82,7 @@ class Snapshot:
             if _value_at(place) is not value:
                 _put(place, value)
         for array, copy in self._arrays:
-            with suppress(ValueError):  # it is read-only
-                array[...] = copy
+            array[...] = copy
         for _, file, position in self._files:
             if position is not None and _position(file) != position:
                 with suppress(*_UNSEEKABLE):
@@ -257,22 +257,28 @@ def _copies(values: list[Any]) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]
     found, left = dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]](), _MOST_BYTES
     for value in values:
         array = _flat(value)
-        if array is not None and id(value) not in found and array.nbytes <= left and array.flags.writeable:
+        if array is not None and id(value) not in found and array.nbytes <= left:
             found[id(value)] = array, array.copy()
             left -= array.nbytes
     return list(found.values())
 
 
 def _flat(value: Any) -> npt.NDArray[Any] | None:
-    """A live view of an array or a tensor in memory, `[size]`; None for anything else."""
+    """A live view of an array or a tensor of this process, `[size]`; None for anything else.
+
+    Other processes may write to shared memory at any time, so it is left alone.
+    """
     if type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu":
         try:
-            value = value.detach().numpy()
+            value = None if cast(Any, value).is_shared() else value.detach().numpy()
         except (TypeError, RuntimeError):  # bfloat16, a quantised tensor
             return None
-    if type(value) is np.ndarray and value.flags.c_contiguous:
-        return value.reshape(-1)
-    return None
+    if type(value) is not np.ndarray or not value.flags.c_contiguous or not value.flags.writeable:
+        return None
+    owner: Any = value
+    while type(owner) is np.ndarray and owner.base is not None:
+        owner = owner.base
+    return value.reshape(-1) if type(owner) in (np.ndarray, torch.Tensor) else None
 
 
 # ---- files ----

@@ -3,6 +3,7 @@
 import array
 import gzip
 import io
+import mmap
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -149,6 +150,20 @@ def test_a_file_that_cannot_go_back_is_named() -> None:
     source.file.read(3)
     assert snapshot.put_back() == "the position of Source.file"
     os.close(descriptor)
+
+
+def test_memory_that_processes_share_is_left_alone(tmp_path: Path) -> None:
+    """Others write to it at any time: shared tensors, arrays and mapped files."""
+    source: Any = Source()
+    source.counts = np.frombuffer(mmap.mmap(-1, 24), dtype=np.int64)  # as of `multiprocessing.Array`
+    source.weights = torch.zeros(3, dtype=torch.int64).share_memory_()
+    source.mapped = np.memmap(tmp_path / "file", np.int64, "w+", shape=3)
+    counters, snapshot = Counters(source), Snapshot(source)
+    for memory in (source.counts, source.weights, source.mapped):
+        memory[1] += 1
+    assert counters.look() == []
+    assert snapshot.put_back() is None
+    assert [int(memory[1]) for memory in (source.counts, source.weights, source.mapped)] == [1, 1, 1]
 
 
 def test_only_numbers_that_grow_with_each_read_are_counts() -> None:
