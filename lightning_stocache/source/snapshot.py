@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,9 @@ import torch
 
 from lightning_stocache.node.isolation import STANDARD, descriptors
 from lightning_stocache.source.generators import is_of_library, named_globals, reachable
+
+if sys.platform != "win32":
+    import fcntl
 
 __all__ = ["Counters", "Snapshot"]
 
@@ -304,6 +308,7 @@ def _offsets() -> dict[int, tuple[int, int]]:
     for descriptor in descriptors() - STANDARD:
         with suppress(OSError):  # closed since
             status = os.fstat(descriptor)
-            if stat.S_ISREG(status.st_mode):
+            is_read = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+            if is_read and stat.S_ISREG(status.st_mode):  # others may write to a log
                 found[descriptor] = status.st_ino, os.lseek(descriptor, 0, os.SEEK_CUR)
     return found

@@ -152,6 +152,18 @@ def test_a_file_that_cannot_go_back_is_named() -> None:
     os.close(descriptor)
 
 
+def test_the_position_of_a_descriptor_counts_if_it_is_read(tmp_path: Path) -> None:
+    """Other processes write to a log that they share."""
+    (tmp_path / "read").write_bytes(bytes(10))
+    read, log = os.open(tmp_path / "read", os.O_RDONLY), os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    snapshot = Snapshot(Source())
+    os.write(log, b"a line")
+    assert snapshot.put_back() is None
+    os.read(read, 3)
+    assert snapshot.put_back() == f"the position in {tmp_path / 'read'}"
+    os.close(read), os.close(log)
+
+
 def test_memory_that_processes_share_is_left_alone(tmp_path: Path) -> None:
     """Others write to it at any time: shared tensors, arrays and mapped files."""
     source: Any = Source()
