@@ -63,6 +63,7 @@ log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 120.0  # for one answer: a look at a source takes at least four reads
 _END_SECONDS = 10.0  # for a killed process to end: on a busy machine, or while it waits for a disk
 _WAY_OUT = 'To cache it, give its loader workers and multiprocessing_context="forkserver" or "spawn"'
+_WAY_TO_SHARE = f"{_WAY_OUT}, or let each process open its own at its first read"
 _HANGS = "it hangs in a forked process, where it waits for a thread that only this process has"
 _TAKES = "it reads from a pipe, a socket or a queue, and what set-up took there would be missing in training"
 _QUEUES = (queue.Queue, queue.SimpleQueue, queues.Queue, queues.SimpleQueue, connection.Connection, socket.socket)
@@ -292,7 +293,7 @@ def _refusal(subject: Subject, error: Exception, is_certain: bool) -> Exception 
     if isinstance(error, NoProcessError):
         return None
     if isinstance(error, UnsharedError):
-        return UnsharedError(f"{error}. {_WAY_OUT}")
+        return UnsharedError(f"{error}. {_WAY_TO_SHARE}")
     is_hung = isinstance(error, HungError)
     if is_hung and subject.has_workers:
         return HungError(f"{error}. {_WAY_OUT}")
@@ -302,7 +303,7 @@ def _refusal(subject: Subject, error: Exception, is_certain: bool) -> Exception 
     if was_read or has_ended or not is_shared:
         return error
     if _has_queue(subject.source):
-        return UnsharedError(f"{_TAKES} ({type(error).__name__}: {error}). {_WAY_OUT}")
+        return UnsharedError(f"{_TAKES} ({type(error).__name__}: {error}). {_WAY_TO_SHARE}")
     return error if subject.has_workers else None
 
 
