@@ -21,6 +21,8 @@ REPORT_SECONDS = 10.0
 THREAD_PREFIX = "stocache-"
 """The names of this package's threads begin with it. They run no code of the user's."""
 
+# They send and receive batches, and move them to page-locked memory.
+_LIBRARIES = ("multiprocessing.queues", "multiprocessing.resource_sharer", "torch.utils.data._utils.pin_memory")
 _LOOK_SECONDS = 0.5
 _FORK = 'say multiprocessing_context="fork" (Linux\'s default until Python 3.13)'
 
@@ -58,15 +60,16 @@ def _end_without(parent: int) -> None:
 def other_threads() -> list[threading.Thread]:
     """The threads of Python that may run code of the user's beside the calling thread.
 
-    Left out are this package's threads, and tqdm's monitor, which looks at progress bars.
+    Left out are the threads of this package, of DataLoader and its queues, and tqdm's monitor.
     """
-    return [
-        thread
-        for thread in threading.enumerate()
-        if thread is not threading.current_thread()
-        and not thread.name.startswith(THREAD_PREFIX)
-        and type(thread).__module__.partition(".")[0] != "tqdm"
-    ]
+    threads = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+    return [thread for thread in threads if not _is_of_library(thread)]
+
+
+def _is_of_library(thread: threading.Thread) -> bool:
+    target = getattr(thread, "_target", None)  # without this name a thread counts as the user's
+    module = str(getattr(target, "__module__", "") if type(thread) is threading.Thread else type(thread).__module__)
+    return thread.name.startswith(THREAD_PREFIX) or module in _LIBRARIES or module.startswith("tqdm.")
 
 
 def why_not_begun(method: str) -> str:
