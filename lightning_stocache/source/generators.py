@@ -197,8 +197,10 @@ class Generators:
 
     def moved(self, before: State, after: State | None = None) -> list[str]:
         """The names of generators that have drawn between two states; `after` is by default that of now."""
-        if not are_draws_evidence():
-            return []
+        return self.changed(before, after) if are_draws_evidence() else []
+
+    def changed(self, before: State, after: State | None = None) -> list[str]:
+        """The names of generators that have drawn between two states, for whatever thread."""
         now = self.state() if after is None else after
         return [name for name in before if before[name] != now.get(name)]
 

@@ -141,6 +141,9 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
         pairs = list(_pairs(source, probe, indices, more))
         originals, again = zip(*pairs, strict=True)
         moved = next(filter(None, map(why_random, originals, again)), None)
+        if moved is None and probe.always:  # another thread may draw now and then, but not during each read
+            reason = f"it is random (each read moves the generator of {' and '.join(sorted(probe.always))})"
+            return Split(source, again, probe.reads, reason=reason)
         if moved is None:
             return Split(source, again, probe.reads)
         reasons = []
@@ -233,6 +236,8 @@ class Probe:
 
     def __init__(self, source: Dataset[Any]) -> None:
         self.generators, self.reads = Generators(source), 0
+        self.always: set[str] | None = None
+        """The names of the generators that have drawn during each read, for whatever thread."""
 
     def __enter__(self) -> Probe:
         self.generators.__enter__()
@@ -253,6 +258,8 @@ class Probe:
         with _worker_of(seed):
             sample = source.__getitems__(index) if isinstance(index, list) else source[index]
         after = self.generators.state()
+        changed = set(self.generators.changed(before, after))
+        self.always = changed if self.always is None else self.always & changed
         read = Read(index, sample, seed, bits(sample), self.generators.moved(before, after), after)
         if self.reads == 1:
             self.generators.find_new()

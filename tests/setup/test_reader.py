@@ -653,7 +653,7 @@ def drawing() -> Iterator[None]:
     ends = threading.Event()
 
     def draw() -> None:
-        while not ends.wait(0.001):
+        while not ends.wait(0.02):
             random.random()
             np.random.random()
 
@@ -684,6 +684,17 @@ def test_a_source_that_draws_by_itself_stays_random_beside_a_thread() -> None:
     """The process of set-up has one thread, and decides."""
     with drawing():
         assert "moves the generator of random" in str(look(Made(lambda index: random.random(), LENGTH)).reason)
+
+
+def test_a_source_that_draws_here_is_random() -> None:
+    """It hangs in a fork, so the process that reads it has threads: each of its reads moves a generator."""
+    with threaded("executor") as ask:
+        state = random.getstate()
+        finding = look(Threaded(lambda index: ask(index) if random.random() else ask(0)))
+        assert "each read moves the generator of random" in str(finding.reason)
+        assert random.getstate() == state
+        with drawing():
+            assert look(Threaded(lambda index: (time.sleep(0.0001), ask(index))[1])).codec is not None
 
 
 class Lazy(Dataset[Any]):
