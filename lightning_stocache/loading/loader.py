@@ -137,9 +137,9 @@ class CachedLoader(DataLoader[Any]):
         started = persistent and (self._started or self._plain is not None)
         self.position.begin(self)
         cached = self._cached()
-        if not started and cached is not None:
-            if not cached.knows_ranks:
-                cached.look_at_ranks()
+        if cached is not None and not started and not cached.knows_ranks:
+            cached.look_at_ranks()
+        if cached is not None and (not started or cached.hears_change):
             cached.refresh()  # persistent workers have a source of their own, which stays as it was
         resources = None if cached is None else self._resources_for(cached)
         if resources is not self.resources:
@@ -151,7 +151,9 @@ class CachedLoader(DataLoader[Any]):
         stream = IndexStream(self, first, self.position)
         self._started = True
         whole = resources.route == "main" and resources.cache.full and len(self.dataset) <= resources.cache.length  # type: ignore[arg-type]
-        epoch = Epoch(self, cached, stream, resources, self.position, warm=whole and stream.trusted)
+        passes = cached.cache is None
+        warm = whole and stream.trusted and not passes
+        epoch = Epoch(self, cached, stream, resources, self.position, warm=warm, passes=passes)
         self._current = weakref.ref(epoch)
         return epoch
 
@@ -242,10 +244,11 @@ class CachedLoader(DataLoader[Any]):
 
     def _resources_for(self, cached: CachedSource) -> Resources | None:
         """The resources for this cache and this route, kept or new; None if there is no short cut."""
-        cache, route = cached.cache, self.route
+        cache, route, last = cached.cache, self.route, self.resources
+        if last is not None and cached.hears_change and not last.cache.closed and last.workers is not None:
+            return last if last.persistent and last.is_usable() and last.workers is not None else None
         if cache is None or route is None:
             return None
-        last = self.resources
         if last is not None and last.cache is cache and last.route == route and last.is_usable():
             return last
         try:

@@ -35,6 +35,7 @@ from lightning_stocache.loading.prefetch import held_back
 from lightning_stocache.loading.prefill import prefill
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.source.looks import Look
 from lightning_stocache.source.samples import is_plain, rebuilt
 from lightning_stocache.torch_internals import (
     WorkerIterator,
@@ -45,7 +46,7 @@ from lightning_stocache.torch_internals import (
     set_worker_dataset,
 )
 
-__all__ = ["InitOnSource", "Reply", "Request", "Responder", "WorkerPool", "under_way", "unpacked"]
+__all__ = ["InitOnSource", "LookRequest", "Reply", "Request", "Responder", "WorkerPool", "under_way", "unpacked"]
 
 _SMALL = 4096  # bytes; what is smaller travels in the message
 _BY_CTRL_C = (0, -signal.SIGINT)  # exit codes of workers that a terminal's Ctrl-C has ended
@@ -63,6 +64,16 @@ class Request(NamedTuple):
     indices: list[Any]
     missing: list[int] | None = None
     memory: SegmentHandle | None = None
+
+
+class LookRequest(NamedTuple):
+    """A request to read stored samples again, and to compare them.
+
+    Args:
+        samples: how many.
+    """
+
+    samples: int
 
 
 class Reply(NamedTuple):
@@ -90,16 +101,19 @@ class Responder(Dataset[Any]):
         self.dataset, self.collate_fn = dataset, collate_fn
         self.attached = Attached()
 
-    def __getitems__(self, request: Request) -> Reply:
+    def __getitems__(self, request: Request | LookRequest) -> Reply | Look:
         """The reply to a request."""
         dataset = cached_in(self.dataset)
         assert dataset is not None  # else the loader is a plain DataLoader
-        cached, segment = cached_source(dataset), self.attached.segment(request.memory)
+        cached = cached_source(dataset)
+        if isinstance(request, LookRequest):
+            return cached.look(request.samples)
+        segment = self.attached.segment(request.memory)
         if request.missing is not None and segment is not None:
             cached.refresh()
             if (cache := cached.cache) is not None:
                 return self._missing(cached, cache, request.indices, request.missing, segment)
-        return self._whole(cached, request.indices, segment)
+        return cached.made(lambda: self._whole(cached, request.indices, segment))
 
     def _missing(
         self, cached: CachedSource, cache: Store, indices: list[Any], missing: list[int], segment: Segment
@@ -214,6 +228,7 @@ class WorkerPool:
             persistent_workers=True,  # an empty feed must not end them
         )
         self._workers = WorkerIterator(fed)
+        self._number, self._next_look = loader.num_workers, 0
         self._has_raised_death = False  # an epoch has raised that a worker was killed
 
     def are_alive(self) -> bool:
@@ -255,6 +270,12 @@ class WorkerPool:
         except Exception:
             self._has_raised_death = bool(self._workers.ended)
             raise
+
+    def look(self, samples: int) -> Look:
+        """Let a worker read stored samples again: another one each time."""
+        number, self._next_look = self._next_look, (self._next_look + 1) % self._number
+        look = self._workers.ask(number, LookRequest(samples))
+        return Look() if look is None else cast(Look, look)
 
     @property
     def replies(self) -> int:
