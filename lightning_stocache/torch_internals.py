@@ -2,8 +2,8 @@
 
 - `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, which `WorkerIterator` feeds. `_try_put_index`
   sends the next request, `_tasks_outstanding` and `_rcvd_idx` count requests and replies, `_data_queue` has the
-  replies, `_index_queues` the requests, `_workers` are the processes, `_shutdown_workers` ends them. Without one of these,
-  a loader with workers is a plain DataLoader, with one warning (`knows_workers`).
+  replies, `_index_queues` the requests, `_workers` are the processes, `_shutdown_workers` ends them. Without one of
+  these, a loader with workers is a plain DataLoader, with one warning (`knows_workers`).
 - `_utils.collate` and `_utils.pin_memory`: without them, the import of this module fails.
 - `RandomSampler._num_samples`: without it, a RandomSampler is treated as a sampler of the user's own class.
 - Workers wait for requests in `get` of a queue that DataLoader makes with its `multiprocessing_context`. If a worker

@@ -12,9 +12,9 @@ holds twice, that another job is loading or that cannot be decoded are served on
 are counted when they have been served. If loading fails, what was loaded before is stored and counted, and the hits of
 the batch are not counted.
 
-A source that has changed is served as it is now, uncached, by every process of the job: one number in shared memory says
-so. It is read before each look-up, and again after the gather; what was made of stored samples meanwhile is made anew.
-Stored samples are read again from time to time to find that out (`source.looks`).
+A source that has changed is served as it is now, uncached, by every process of the job: one number in shared memory
+says so. It is read before each look-up, and again after the gather; what was made of stored samples meanwhile is made
+anew. Stored samples are read again from time to time to find that out (`source.looks`).
 """
 
 from __future__ import annotations
