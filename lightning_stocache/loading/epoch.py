@@ -223,6 +223,8 @@ class Epoch:
         self._loader: DataLoader[Any] | None = loader
         self._batch_sampler = cast(Any, loader.batch_sampler)
         self._warm, self._with_workers = warm, loader.num_workers > 0
+        self._workers, self._requests, self._first_batch = loader.num_workers, 0, state.batches
+        self._is_anew = False  # whether the requests of the epoch's beginning are made a second time
         self._size = int(self._batch_sampler.batch_size) if warm else 0
         self._plans: deque[Plan] = deque()
         self._batches: list[_Batch] = []  # of the plan that is handed out, the last first
@@ -354,7 +356,10 @@ class Epoch:
         missing = None if plan.rows is None else plan.missing
         plan.shared, plan.requested = shared, True
         handle = None if shared is None else shared.handle
-        cast(WorkerPool, self._resources.workers).send(Request(_as_list(plan.indices), missing, handle))
+        begins = self._requests < self._workers
+        self._requests += 1
+        request = Request(_as_list(plan.indices), missing, handle, begins, begins and self._is_anew)
+        cast(WorkerPool, self._resources.workers).send(request)
 
     # ---- make ----
 
@@ -474,29 +479,16 @@ class Epoch:
             for plan in plans:
                 self._plans.extend([plan] if plan.requested else self._passing(plan.indices))
             return
-        self._drop_replies(plans)
-        if self._with_workers and self._resources.workers is None and self._loader is not None:
+        workers = self._resources.workers
+        if workers is not None:
+            workers.begin_epoch()  # replies that are under way may hold samples from before the change
+            self._requests, self._is_anew = 0, self._state.batches == self._first_batch
+        elif self._with_workers and self._loader is not None:
             self._resources.start_workers(self._loader, self._stream.seed_state)
         for plan in plans:
             for passing in self._passing(plan.indices):
                 self._plans.append(passing)
                 self._request_whole(passing)
-
-    def _drop_replies(self, plans: Sequence[Plan]) -> None:
-        """Wait for the replies to these plans, and drop them: they may hold samples from before the change.
-
-        Raises:
-            RuntimeError: a time-out, or a worker was killed.
-        """
-        workers = self._resources.workers
-        for plan in plans:
-            if plan.requested and workers is not None:
-                replies = workers.replies
-                try:
-                    workers.receive()
-                except Exception:  # an error of the source comes again with the new batch
-                    if workers.replies == replies:
-                        raise
 
     def _passing(self, indices: Any) -> list[Plan]:
         """Plans for batches of these indices that pass through."""

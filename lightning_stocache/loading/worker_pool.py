@@ -35,6 +35,7 @@ from lightning_stocache.loading.prefetch import held_back
 from lightning_stocache.loading.prefill import prefill
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.looks import Look
 from lightning_stocache.source.samples import is_plain, rebuilt
 from lightning_stocache.torch_internals import (
@@ -59,11 +60,15 @@ class Request(NamedTuple):
         indices: the indices of the batch, or a sampler's keys, which only the source understands.
         missing: the positions of the missing samples, if the others lie in the memory; None for the whole batch.
         memory: the shared memory of the batch, if there is any.
+        begins: whether it is the first one of this worker in an epoch.
+        is_anew: whether the worker draws what it drew after the first request of the epoch, whose replies were dropped.
     """
 
     indices: list[Any]
     missing: list[int] | None = None
     memory: SegmentHandle | None = None
+    begins: bool = False
+    is_anew: bool = False
 
 
 class LookRequest(NamedTuple):
@@ -100,6 +105,7 @@ class Responder(Dataset[Any]):
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] = default_collate) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
         self.attached = Attached()
+        self._generators: Generators | None = None  # as they were when the epoch began
 
     def __getitems__(self, request: Request | LookRequest) -> Reply | Look:
         """The reply to a request."""
@@ -108,12 +114,21 @@ class Responder(Dataset[Any]):
         cached = cached_source(dataset)
         if isinstance(request, LookRequest):
             return cached.look(request.samples)
+        if request.begins and cached.transforms:
+            self._begin(cached, request.is_anew)
         segment = self.attached.segment(request.memory)
         if request.missing is not None and segment is not None:
             cached.refresh()
             if (cache := cached.cache) is not None:
                 return self._missing(cached, cache, request.indices, request.missing, segment)
         return cached.made(lambda: self._whole(cached, request.indices, segment))
+
+    def _begin(self, cached: CachedSource, is_anew: bool) -> None:
+        """Note the states of generators at the beginning of an epoch, or return to them."""
+        if is_anew and self._generators is not None:
+            self._generators.__exit__()
+        else:
+            self._generators = Generators((cached.source, cached.transform)).__enter__()
 
     def _missing(
         self, cached: CachedSource, cache: Store, indices: list[Any], missing: list[int], segment: Segment
