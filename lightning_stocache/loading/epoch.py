@@ -287,7 +287,7 @@ class Epoch:
 
     def _look(self) -> None:
         """Before the epoch's first batch: read some stored samples again where plain training would read them."""
-        if self._has_looked:
+        if self._has_looked or not self._open:
             return
         self._has_looked = True
         samples = self._cached.due()
@@ -427,7 +427,7 @@ class Epoch:
     def _received(self, plan: Plan) -> _Batch:
         """A batch whose missing samples a worker has loaded, or that a worker has made."""
         resources, samples = self._resources, len(plan.indices)
-        batch, packed = cast(WorkerPool, resources.workers).receive()
+        batch, packed, _ = cast(WorkerPool, resources.workers).receive()
         shared, rows = plan.shared, plan.rows
         plan.shared = plan.rows = None  # memory that is not lent is free again for the next plan
         if batch is not None or rows is None:
@@ -481,7 +481,11 @@ class Epoch:
             return
         workers = self._resources.workers
         if workers is not None:
-            workers.begin_epoch()  # replies that are under way may hold samples from before the change
+            dropped = workers.drop(
+                sum(plan.requested for plan in plans)
+            )  # they may hold samples from before the change
+            count(self._cached.opened.counters, bypasses=-dropped)  # these are made, and counted, anew
+            workers.begin_epoch()
             self._requests, self._is_anew = 0, self._state.batches == self._first_batch
         elif self._with_workers and self._loader is not None:
             self._resources.start_workers(self._loader, self._stream.seed_state)

@@ -88,10 +88,12 @@ class Reply(NamedTuple):
         batch: the batch, whose samples the worker has counted. None if the missing samples lie in their rows of the
             memory.
         packed: whether the batch has `Packed` in the place of tensors.
+        counted: number of samples that the worker has counted.
     """
 
     batch: Any = None
     packed: bool = False
+    counted: int = 0
 
 
 class Responder(Dataset[Any]):
@@ -121,7 +123,8 @@ class Responder(Dataset[Any]):
             cached.refresh()
             if (cache := cached.cache) is not None:
                 return self._missing(cached, cache, request.indices, request.missing, segment)
-        return cached.made(lambda: self._whole(cached, request.indices, segment))
+        reply = cached.made(lambda: self._whole(cached, request.indices, segment))
+        return reply._replace(counted=len(request.indices))
 
     def _begin(self, cached: CachedSource, is_anew: bool) -> None:
         """Note the states of generators at the beginning of an epoch, or return to them."""
@@ -138,10 +141,10 @@ class Responder(Dataset[Any]):
         memory = fields_of(segment, codec.sizes(count))
         odd = cached.load_into(codec.rows(memory, count), [indices[at] for at in missing], missing)
         if not odd:
-            return Reply()
+            return Reply(counted=len(missing))
         cached.count_hits(count - len(missing))
         samples = codec.split([field.copy() for field in memory], count)
-        return Reply(default_collate([odd.get(at, sample) for at, sample in enumerate(samples)]))
+        return Reply(default_collate([odd.get(at, sample) for at, sample in enumerate(samples)]), counted=count)
 
     def _whole(self, cached: CachedSource, indices: list[Any], segment: Segment | None) -> Reply:
         """Make a whole batch, in the memory that came with the request."""
@@ -285,6 +288,22 @@ class WorkerPool:
         except Exception:
             self._has_raised_death = bool(self._workers.ended)
             raise
+
+    def drop(self, replies: int) -> int:
+        """Wait for replies, and drop them. Returns the number of samples that workers have counted for them.
+
+        Raises:
+            RuntimeError: a time-out, or a worker was killed.
+        """
+        counted = 0
+        for _ in range(replies):
+            before = self.replies
+            try:
+                counted += self.receive().counted
+            except Exception:  # an error of the source comes again with the new batch
+                if self.replies == before:
+                    raise
+        return counted
 
     def look(self, samples: int) -> Look:
         """Let a worker read stored samples again: another one each time."""
