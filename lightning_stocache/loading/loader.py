@@ -141,6 +141,8 @@ class CachedLoader(DataLoader[Any]):
             cached.look_at_ranks()
         if cached is not None and (not started or cached.hears_change):
             cached.refresh()  # persistent workers have a source of their own, which stays as it was
+        if cached is not None:
+            cached.share_with(self._other_readers, [self.dataset, cached_in(self.dataset)])
         resources = None if cached is None else self._resources_for(cached)
         if resources is not self.resources:
             self._change(resources)
@@ -255,6 +257,14 @@ class CachedLoader(DataLoader[Any]):
             return Resources(self, cache, route)
         except (TypeError, RuntimeError):  # default_collate refuses these samples, or keeps a subclass
             return None
+
+    @property
+    def _other_readers(self) -> list[Any]:
+        """The user's own code that may read the state of the dataset: of workers only what runs there, or is shared."""
+        readers: list[Any] = [] if self.collate_fn is default_collate else [self.collate_fn]
+        if not self.num_workers:
+            readers += [part for part in (self.sampler, self.batch_sampler) if part is not None]
+        return readers
 
     def _cached(self) -> CachedSource | None:
         """The cached source of the dataset, if it is cached."""

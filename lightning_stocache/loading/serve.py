@@ -39,9 +39,11 @@ from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.node.group import job_ranks
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, warn_of_odd
+from lightning_stocache.source.common_state import CommonState
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.guards import SourceState
 from lightning_stocache.source.looks import AT_ONCE, Difference, Look, Schedule, judged, read_again
+from lightning_stocache.source.samples import Bits, bits
 from lightning_stocache.source.threads import has_other_threads
 from lightning_stocache.source.transform_split import Head, Tail, reading
 
@@ -76,6 +78,8 @@ class CachedSource:
         self._served = _Served()
         self._schedule = Schedule()
         self._epoch = 0  # of the CachedLoaders in this process
+        self._common: CommonState | None = None
+        self._lent: list[tuple[Any, Bits]] | None = None  # the samples of the first batch, with their bits
         self._serve_from(opened)
 
     def _serve_from(self, opened: OpenCache) -> None:
@@ -110,6 +114,8 @@ class CachedSource:
             cache = self.cache
             if cache is None:
                 return self._uncached(self.opened.source, [position], self._finished)[0]
+            if self._lent == []:
+                return self._lend([position])[0]
             sample = self._serve_one(cache, position)
             if self.hears_change:
                 self.refresh()
@@ -129,7 +135,10 @@ class CachedSource:
                 return self._uncached(self.source, indices, self._transformed)
             if not self.knows_ranks:
                 self.look_at_ranks()
-            if (cache := self.cache) is not None:
+            cache = self.cache
+            if cache is not None and self._lent == []:
+                return self._lend(positions)
+            if cache is not None:
                 return self._each_finished(self._serve(cache, positions))
             if (read := batch_reader(self.opened.source)) is None:
                 return self._uncached(self.opened.source, positions, self._finished)
@@ -502,7 +511,7 @@ class CachedSource:
         """Whether there are stored samples that can be read again."""
         return self.cache is not None and not self.opened.request.allow_random
 
-    def look(self, samples: int) -> Look:
+    def look(self, samples: int, *, finds_lent: bool = False) -> Look:
         """Read stored samples again in this process, and compare them."""
         self.refresh()
         cache = self.cache
@@ -511,10 +520,22 @@ class CachedSource:
         verdict = judged(self._differences(), samples)
         if verdict.change is not None:
             return Look(change=f"its `{verdict.change}`")
+        common = self._common
+        content = common.content() if common else None
         with self._state, reading(self._heads):
-            look = read_again(self.opened.source, cache, max(samples, verdict.samples), verdict.indices)
+            look = read_again(
+                self.opened.source,
+                cache,
+                max(samples, verdict.samples),
+                verdict.indices,
+                finds_lent=finds_lent,
+            )
+        if common is not None and content is not None:
+            place = common.written(content)
+            if place is not None:
+                return Look(look.samples, look.spent_ns, _WRITES % place, "written")
         if look.change is not None and verdict.path is not None:
-            return look._replace(change=f"its `{verdict.path}`", is_random=False)
+            return look._replace(change=f"its `{verdict.path}`", cause="changed")
         return look._replace(hastens=verdict.hastens)
 
     def end_look(self, look: Look, epoch: int | None = None) -> None:
@@ -528,8 +549,19 @@ class CachedSource:
         if look.hastens:
             self._schedule.hasten(epoch)
         if look.change is not None:
-            self._give_up(_RANDOM % look.change if look.is_random else _changed(look.change))
+            words = {"random": _RANDOM % look.change, "changed": _changed(look.change), "written": look.change}
+            self._give_up(words[look.cause])
             self.refresh()
+
+    def share_with(self, others: Sequence[Any], datasets: Sequence[Any]) -> None:
+        """Say what else may reach the source's state: the samplers and the `collate_fn` of a loader.
+
+        Args:
+            others: these objects.
+            datasets: the wrappers around the source, which these may hold.
+        """
+        if self._can_look and self._common is None:
+            self._common = CommonState(self.source, others, datasets)
 
     def _differences(self) -> list[Difference]:
         """What has moved in the source's state since the last look, besides its attributes."""
@@ -555,12 +587,35 @@ class CachedSource:
         Args:
             samples: how many are asked for now.
         """
+        self._take_back()
         if self._can_look and self._served.passes(samples, len(cast(Any, self.source))):
             counters = cast(Counters, self.opened.counters)
             epoch = 1 + counters.totals().served // max(len(cast(Any, self.source)), 1)
             number = self._due(epoch)
             if number:
-                self.end_look(self.look(number), epoch)
+                look = self.look(number, finds_lent=epoch == 1 and not self.transforms)
+                self.end_look(look, epoch)
+                self._lent = [] if look.lends else None
+
+    def _lend(self, indices: Sequence[int]) -> list[Any]:
+        """The source's own samples for its first batch: nobody knows yet whether they are changed in place."""
+        read = batch_reader(self.opened.source)
+        start = time.perf_counter_ns()
+        if read is None:
+            samples = [self.opened.source[index] for index in indices]
+        else:
+            samples = one_per_index(read(list(indices)), len(indices), self.opened.source)
+        count(self.opened.counters, bypasses=len(samples), source_ns=time.perf_counter_ns() - start)
+        self._lent = [(sample, bits(sample)) for sample in samples]
+        return samples
+
+    def _take_back(self) -> None:
+        """Before the second batch: give up if the samples of the first, the source's own memory, have been changed."""
+        if not self._lent:
+            return
+        lent, self._lent = self._lent, None
+        if any(bits(sample) != before for sample, before in lent):
+            self._give_up(_CHANGED_IN_PLACE)
 
     def view(self, transform: Callable[[Any], Any] | None) -> CachedSource:
         """A view that serves the same cache with another transform, and does not close the cache."""
@@ -582,7 +637,7 @@ class CachedSource:
 
     def __getstate__(self) -> dict[str, Any]:
         # Also for a copy: batch memory belongs to one process.
-        return vars(self) | {"_pool": BatchPool(), "_copied_in": os.getpid()}
+        return vars(self) | {"_pool": BatchPool(), "_lent": None, "_copied_in": os.getpid()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._is_copy = state.pop("_copied_in") == os.getpid()
@@ -613,6 +668,16 @@ _WAYS_OUT = (
 _RANDOM = (
     "%s is another one each time it is read: its source is random, and the cache would freeze its first draw. All "
     "samples are loaded uncached.\nGive its deterministic part to CachedDataset, and the random rest as transform="
+)
+_WRITES = (
+    "reading a sample writes into `%s`, which the loader's sampler, batch sampler or collate_fn reads, too. A sample "
+    "from the cache would write nothing, so all samples are loaded uncached.\nTo cache it, count elsewhere: in the "
+    "sampler, or in transform= of CachedDataset, which runs after the cache"
+)
+
+_CHANGED_IN_PLACE = (
+    "collate_fn, or the model, changes samples in place that are the dataset's own memory: the next epoch reads them "
+    "as changed. All samples are loaded uncached.\nTo cache it, let the dataset give a copy, or change a copy"
 )
 
 

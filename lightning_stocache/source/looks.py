@@ -16,18 +16,19 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.source.access import batch_reader, one_per_index
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.random_split import Probe
-from lightning_stocache.source.samples import bits, same_sample
+from lightning_stocache.source.samples import bits, same_sample, walk
 from lightning_stocache.source.threads import has_other_threads
 
 __all__ = ["AT_ONCE", "MOST", "Difference", "Look", "Schedule", "Verdict", "judged", "read_again"]
@@ -169,6 +170,8 @@ def spread_over(indices: Sequence[int], count: int) -> list[int]:
 
 # ---- the look ----
 
+Cause: TypeAlias = Literal["changed", "random", "written"]
+
 
 class Look(NamedTuple):
     """The result of a look.
@@ -177,18 +180,22 @@ class Look(NamedTuple):
         samples: how many were read.
         spent_ns: nanoseconds that it took.
         change: what is not as it was, in words; None if all is.
-        is_random: whether the source draws, so that no two reads are equal.
+        cause: "changed"; "random": no two reads are equal; "written": a read writes where others read.
         hastens: whether the next look comes early.
+        lends: whether the source hands out its own memory: whoever changes a sample in place changes the source.
     """
 
     samples: int = 0
     spent_ns: int = 0
     change: str | None = None
-    is_random: bool = False
+    cause: Cause = "changed"
     hastens: bool = False
+    lends: bool = False
 
 
-def read_again(source: Any, cache: Store, samples: int, indices: Sequence[int] = ()) -> Look:
+def read_again(
+    source: Any, cache: Store, samples: int, indices: Sequence[int] = (), *, finds_lent: bool = False
+) -> Look:
     """Read stored samples again in this process, and compare them with what is stored. All generators are put back.
 
     A sample that cannot be read now is no change: an error of the source is for whoever asks for the sample. Nor is one
@@ -199,12 +206,13 @@ def read_again(source: Any, cache: Store, samples: int, indices: Sequence[int] =
         cache: the store.
         samples: how many are read, if so many are stored.
         indices: samples that are read besides.
+        finds_lent: whether to find out, by one read more, if the source hands out its own memory.
     """
     begun = time.perf_counter_ns()
     dice = random.Random()  # not a process-wide generator, whose draws are the user's
     stored = cache.some_stored(_TRIED)
     asked = [*indices, *dice.sample(stored, min(samples, len(stored)))]
-    read = 0
+    read, lends = 0, False
     with _undisturbed(source):
         for index in asked:
             before = _stored(cache, index)
@@ -217,9 +225,34 @@ def read_again(source: Any, cache: Store, samples: int, indices: Sequence[int] =
                 continue
             read += 1
             if not _is_same(before, now, cache.codec, index):
-                is_random = _differs_each_time(source, index, now, dice.getrandbits(31))
-                return Look(read, time.perf_counter_ns() - begun, f"sample {index}", is_random)
-    return Look(read, time.perf_counter_ns() - begun)
+                cause: Cause = "random" if _differs_each_time(source, index, now, dice.getrandbits(31)) else "changed"
+                return Look(read, time.perf_counter_ns() - begun, f"sample {index}", cause)
+            if finds_lent and read == 1:
+                read += 1
+                lends = _is_lent(source, index, now)
+    return Look(read, time.perf_counter_ns() - begun, lends=lends)
+
+
+def _is_lent(source: Any, index: int, now: Any) -> bool:
+    """Whether two reads of a sample, both alive, lie in the same memory."""
+    memory = _memory_of(now)
+    with suppress(Exception):  # as above
+        again = _loaded(source, index) if memory else None
+        return not memory.isdisjoint(_memory_of(again))
+    return False
+
+
+def _memory_of(sample: Any) -> set[int]:
+    """The addresses of a sample's arrays and tensors, and of the containers that can be changed."""
+    addresses = set[int]()
+    for _, node in walk(sample):
+        if isinstance(node, torch.Tensor) and node.layout is torch.strided and node.nbytes:
+            addresses.add(node.data_ptr())
+        elif isinstance(node, np.ndarray) and node.nbytes and node.flags.writeable:
+            addresses.add(node.__array_interface__["data"][0])
+        elif isinstance(node, list | dict):
+            addresses.add(id(node))
+    return addresses
 
 
 def _stored(cache: Store, index: int) -> Any:
