@@ -116,7 +116,7 @@ class Responder(Dataset[Any]):
         cached = cached_source(dataset)
         if isinstance(request, LookRequest):
             return cached.look(request.samples)
-        if request.begins and cached.transforms:
+        if request.is_anew or (request.begins and cached.transforms):
             self._begin(cached, request.is_anew)
         segment = self.attached.segment(request.memory)
         if request.missing is not None and segment is not None:
@@ -128,8 +128,9 @@ class Responder(Dataset[Any]):
 
     def _begin(self, cached: CachedSource, is_anew: bool) -> None:
         """Note the states of generators at the beginning of an epoch, or return to them."""
-        if is_anew and self._generators is not None:
-            self._generators.__exit__()
+        if is_anew:
+            if self._generators is not None:
+                self._generators.__exit__()
         else:
             self._generators = Generators((cached.source, cached.transform)).__enter__()
 

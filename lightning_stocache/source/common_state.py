@@ -50,15 +50,19 @@ class CommonState:
     def __init__(self, source: Any, others: Sequence[Any], datasets: Sequence[Any] = ()) -> None:
         self._nodes: list[tuple[str, Any]] = []
         known, named = set[int](), set[str]()
+        wrappers, holds_source = [source, *datasets], False
         for other in others:
-            for _, node in reachable(other, skip=[source, *datasets], arrays=True):
-                if type(node) is FunctionType:
+            for _, node in reachable(other, skip=wrappers, arrays=True):
+                if any(node is wrapper for wrapper in wrappers):
+                    holds_source = True
+                elif type(node) is FunctionType:
                     named.update(names_in(node.__code__))
                 elif _can_be_written(node) and not type(node).__module__.startswith("torch.utils.data"):
                     known.add(id(node))
         self._named = named
         own = getattr(source, "__dict__", {})
-        known.update(id(own[name]) for name in named & own.keys())
+        if holds_source:
+            known.update(id(own[name]) for name in named & own.keys())
         if known:
             nodes = reachable(source, arrays=True)
             self._nodes = [(path, node) for path, node in nodes if id(node) in known and _can_be_written(node)]

@@ -266,10 +266,10 @@ def reachable(source: Any, *, skip: Iterable[Any] = (), arrays: bool = False) ->
 
     Args:
         source: where the walk begins.
-        skip: objects that are not entered.
+        skip: objects that are given, and not entered.
         arrays: whether arrays and tensors are given, too.
     """
-    known = {id(source), *map(id, skip)}
+    known, skipped = {id(source)}, set(map(id, skip))
     leaves = tuple(kind for kind in _LEAVES if not (arrays and kind in _ARRAYS))
     waiting = deque([(type(source).__name__, source)])
     for _ in range(_MOST):
@@ -277,6 +277,8 @@ def reachable(source: Any, *, skip: Iterable[Any] = (), arrays: bool = False) ->
             return
         where, node = waiting.popleft()
         yield where, node
+        if id(node) in skipped:
+            continue
         for step, child in _children(node):
             if not issubclass(type(child), leaves) and id(child) not in known:
                 known.add(id(child))
