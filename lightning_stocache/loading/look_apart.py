@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -40,4 +41,4 @@ def look_apart(cached: CachedSource, loader: DataLoader[Any], samples: int) -> L
         except Exception:  # the source is the user's, and may raise anything
             log.debug("no sample could be read again", exc_info=True)
             return Look(1, time.perf_counter_ns() - begun)  # the time is spent
-    return look._replace(spent_ns=time.perf_counter_ns() - begun)
+    return replace(look, spent_ns=time.perf_counter_ns() - begun)

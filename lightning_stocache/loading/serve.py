@@ -535,8 +535,8 @@ class CachedSource:
             if place is not None:
                 return Look(look.samples, look.spent_ns, _WRITES % place, "written")
         if look.change is not None and verdict.path is not None:
-            return look._replace(change=f"its `{verdict.path}`", cause="changed")
-        return look._replace(hastens=verdict.hastens)
+            return replace(look, change=f"its `{verdict.path}`", cause="changed")
+        return replace(look, hastens=verdict.hastens)
 
     def end_look(self, look: Look, epoch: int | None = None) -> None:
         """Note a look of this or another process: what it took, and what follows from it."""

@@ -124,7 +124,7 @@ class Responder(Dataset[Any]):
             if (cache := cached.cache) is not None:
                 return self._missing(cached, cache, request.indices, request.missing, segment)
         reply = cached.made(lambda: self._whole(cached, request.indices, segment))
-        return reply._replace(counted=len(request.indices))
+        return Reply(reply.batch, reply.packed, len(request.indices))
 
     def _begin(self, cached: CachedSource, is_anew: bool) -> None:
         """Note the states of generators at the beginning of an epoch, or return to them."""

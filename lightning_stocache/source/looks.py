@@ -173,7 +173,8 @@ def spread_over(indices: Sequence[int], count: int) -> list[int]:
 Cause: TypeAlias = Literal["changed", "random", "written"]
 
 
-class Look(NamedTuple):
+@dataclass(frozen=True)
+class Look:
     """The result of a look.
 
     Args:
