@@ -541,11 +541,9 @@ class CachedSource:
     def end_look(self, look: Look, epoch: int | None = None) -> None:
         """Note a look of this or another process: what it took, and what follows from it."""
         epoch = self._epoch if epoch is None else epoch
-        counters = self.opened.counters
         if look.samples:
             self._schedule.end(epoch, look.samples, look.spent_ns)
-            if counters is not None:
-                counters.add_look(look.samples, look.spent_ns)
+            self._count_look(look)
         if look.hastens:
             self._schedule.hasten(epoch)
         if look.change is not None:
@@ -563,6 +561,11 @@ class CachedSource:
         if self._can_look and self._common is None:
             self._common = CommonState(self.source, others, datasets)
 
+    def _count_look(self, look: Look) -> None:
+        log.debug("%s: %d stored samples were read again", type(self.source).__name__, look.samples)
+        if self.opened.counters is not None:
+            self.opened.counters.add_look(look.samples, look.spent_ns)
+
     def _differences(self) -> list[Difference]:
         """What has moved in the source's state since the last look, besides its attributes."""
         return []
@@ -574,8 +577,7 @@ class CachedSource:
             return None
         with self._state, reading(self._heads):
             look = read_again(self.opened.source, cache, AT_ONCE)
-        if self.opened.counters is not None:
-            self.opened.counters.add_look(look.samples, look.spent_ns)
+        self._count_look(look)
         if look.change is not None:
             return min(paths)
         self._state.excuse(paths)
