@@ -253,10 +253,15 @@ class CachedDataset(Forwarding):
 
     def __getitem__(self, index: SupportsIndex) -> Any:
         """The sample of an index. Any other key (a list of indices, a slice) goes to the source itself."""
+        self.__cached.look_by_itself(1)
         return self.__cached.sample(index)
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> Any:
         """The samples of a batch, as a list: all hits are copied out by one gather per field."""
+        self.__cached.look_by_itself(len(indices))
+        return self.__cached.made(lambda: self.__finished(indices))
+
+    def __finished(self, indices: Sequence[SupportsIndex]) -> Any:
         samples = self.__cached.samples(indices)
         return list(samples) if isinstance(samples, GeneratorType) and self.__cached.transforms else samples
 

@@ -35,6 +35,8 @@ from lightning_stocache.loading.prefetch import held_back
 from lightning_stocache.loading.prefill import prefill
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.segment import Segment, SegmentHandle
+from lightning_stocache.source.generators import Generators
+from lightning_stocache.source.looks import Look
 from lightning_stocache.source.samples import is_plain, rebuilt
 from lightning_stocache.torch_internals import (
     WorkerIterator,
@@ -45,7 +47,7 @@ from lightning_stocache.torch_internals import (
     set_worker_dataset,
 )
 
-__all__ = ["InitOnSource", "Reply", "Request", "Responder", "WorkerPool", "under_way", "unpacked"]
+__all__ = ["InitOnSource", "LookRequest", "Reply", "Request", "Responder", "WorkerPool", "under_way", "unpacked"]
 
 _SMALL = 4096  # bytes; what is smaller travels in the message
 _BY_CTRL_C = (0, -signal.SIGINT)  # exit codes of workers that a terminal's Ctrl-C has ended
@@ -58,11 +60,25 @@ class Request(NamedTuple):
         indices: the indices of the batch, or a sampler's keys, which only the source understands.
         missing: the positions of the missing samples, if the others lie in the memory; None for the whole batch.
         memory: the shared memory of the batch, if there is any.
+        begins: whether it is the first one of this worker in an epoch.
+        is_anew: whether the worker draws what it drew after the first request of the epoch, whose replies were dropped.
     """
 
     indices: list[Any]
     missing: list[int] | None = None
     memory: SegmentHandle | None = None
+    begins: bool = False
+    is_anew: bool = False
+
+
+class LookRequest(NamedTuple):
+    """A request to read stored samples again, and to compare them.
+
+    Args:
+        samples: how many.
+    """
+
+    samples: int
 
 
 class Reply(NamedTuple):
@@ -72,10 +88,12 @@ class Reply(NamedTuple):
         batch: the batch, whose samples the worker has counted. None if the missing samples lie in their rows of the
             memory.
         packed: whether the batch has `Packed` in the place of tensors.
+        counted: number of samples that the worker has counted.
     """
 
     batch: Any = None
     packed: bool = False
+    counted: int = 0
 
 
 class Responder(Dataset[Any]):
@@ -89,17 +107,32 @@ class Responder(Dataset[Any]):
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] = default_collate) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
         self.attached = Attached()
+        self._generators: Generators | None = None  # as they were when the epoch began
 
-    def __getitems__(self, request: Request) -> Reply:
+    def __getitems__(self, request: Request | LookRequest) -> Reply | Look:
         """The reply to a request."""
         dataset = cached_in(self.dataset)
         assert dataset is not None  # else the loader is a plain DataLoader
-        cached, segment = cached_source(dataset), self.attached.segment(request.memory)
+        cached = cached_source(dataset)
+        if isinstance(request, LookRequest):
+            return cached.look(request.samples)
+        if request.is_anew or (request.begins and cached.transforms):
+            self._begin(cached, request.is_anew)
+        segment = self.attached.segment(request.memory)
         if request.missing is not None and segment is not None:
             cached.refresh()
             if (cache := cached.cache) is not None:
                 return self._missing(cached, cache, request.indices, request.missing, segment)
-        return self._whole(cached, request.indices, segment)
+        reply = cached.made(lambda: self._whole(cached, request.indices, segment))
+        return Reply(reply.batch, reply.packed, len(request.indices))
+
+    def _begin(self, cached: CachedSource, is_anew: bool) -> None:
+        """Note the states of generators at the beginning of an epoch, or return to them."""
+        if is_anew:
+            if self._generators is not None:
+                self._generators.__exit__()
+        else:
+            self._generators = Generators((cached.source, cached.transform)).__enter__()
 
     def _missing(
         self, cached: CachedSource, cache: Store, indices: list[Any], missing: list[int], segment: Segment
@@ -109,10 +142,10 @@ class Responder(Dataset[Any]):
         memory = fields_of(segment, codec.sizes(count))
         odd = cached.load_into(codec.rows(memory, count), [indices[at] for at in missing], missing)
         if not odd:
-            return Reply()
+            return Reply(counted=len(missing))
         cached.count_hits(count - len(missing))
         samples = codec.split([field.copy() for field in memory], count)
-        return Reply(default_collate([odd.get(at, sample) for at, sample in enumerate(samples)]))
+        return Reply(default_collate([odd.get(at, sample) for at, sample in enumerate(samples)]), counted=count)
 
     def _whole(self, cached: CachedSource, indices: list[Any], segment: Segment | None) -> Reply:
         """Make a whole batch, in the memory that came with the request."""
@@ -214,6 +247,7 @@ class WorkerPool:
             persistent_workers=True,  # an empty feed must not end them
         )
         self._workers = WorkerIterator(fed)
+        self._number, self._next_look = loader.num_workers, 0
         self._has_raised_death = False  # an epoch has raised that a worker was killed
 
     def are_alive(self) -> bool:
@@ -255,6 +289,28 @@ class WorkerPool:
         except Exception:
             self._has_raised_death = bool(self._workers.ended)
             raise
+
+    def drop(self, replies: int) -> int:
+        """Wait for replies, and drop them. Returns the number of samples that workers have counted for them.
+
+        Raises:
+            RuntimeError: a time-out, or a worker was killed.
+        """
+        counted = 0
+        for _ in range(replies):
+            before = self.replies
+            try:
+                counted += self.receive().counted
+            except Exception:  # an error of the source comes again with the new batch
+                if self.replies == before:
+                    raise
+        return counted
+
+    def look(self, samples: int) -> Look:
+        """Let a worker read stored samples again: another one each time."""
+        number, self._next_look = self._next_look, (self._next_look + 1) % self._number
+        look = self._workers.ask(number, LookRequest(samples))
+        return Look() if look is None else cast(Look, look)
 
     @property
     def replies(self) -> int:

@@ -19,7 +19,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count, islice
@@ -40,6 +40,7 @@ __all__ = [
     "claim_threads",
     "is_of_library",
     "named_globals",
+    "names_in",
     "owned_generators",
     "put_back",
     "reachable",
@@ -273,6 +274,7 @@ _KNOWN = sys.stdlib_module_names | {
     *("webdataset", "zarr"),
 }
 _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
+_ARRAYS = (bytearray, torch.Tensor, np.ndarray)
 _WRAPPED: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__self__", "__func__"),
     partial: ("func", "args", "keywords"),
@@ -300,17 +302,26 @@ def owned_generators(source: Any) -> dict[str, Any]:
     }
 
 
-def reachable(source: Any) -> Iterator[tuple[str, Any]]:
-    """The first 20,000 objects that can be reached from a source, with their places: no numbers, strings or arrays."""
-    known = {id(source)}
+def reachable(source: Any, *, skip: Iterable[Any] = (), arrays: bool = False) -> Iterator[tuple[str, Any]]:
+    """The first 20,000 objects that can be reached from a source, with their places: no numbers, strings or arrays.
+
+    Args:
+        source: where the walk begins.
+        skip: objects that are given, and not entered.
+        arrays: whether arrays and tensors are given, too.
+    """
+    known, skipped = {id(source)}, set(map(id, skip))
+    leaves = tuple(kind for kind in _LEAVES if not (arrays and kind in _ARRAYS))
     waiting = deque([(type(source).__name__, source)])
     for _ in range(_MOST):
         if not waiting:
             return
         where, node = waiting.popleft()
         yield where, node
+        if id(node) in skipped:
+            continue
         for step, child in _children(node):
-            if not issubclass(type(child), _LEAVES) and id(child) not in known:
+            if not issubclass(type(child), leaves) and id(child) not in known:
                 known.add(id(child))
                 waiting.append((where + step if step[0] in ".[" else step, child))
 
@@ -363,7 +374,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield ".__defaults__", function.__defaults__
     if is_of_library(function):
         return
-    names = list(_names(function.__code__))
+    names = list(names_in(function.__code__))
     for name in names:
         value = function.__globals__.get(name)
         if not isinstance(value, types.ModuleType):
@@ -374,7 +385,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 def named_globals(function: types.FunctionType) -> list[str]:
     """The names in a function's code that may be globals; none for a library's."""
-    return [] if is_of_library(function) else list(dict.fromkeys(_names(function.__code__)))
+    return [] if is_of_library(function) else list(dict.fromkeys(names_in(function.__code__)))
 
 
 def is_of_library(node: Any) -> bool:
@@ -382,11 +393,12 @@ def is_of_library(node: Any) -> bool:
     return _top(node.__module__) in _KNOWN
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of attributes and globals in some code, also in the functions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):  # a lambda, a comprehension
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def _top(module: str | None) -> str:

@@ -2,40 +2,31 @@
 
 `SourceState` sees changes: a curriculum sets `dataset.strength`, a callback swaps `dataset.transform` late in training.
 
-A source that is random in few samples only, and draws from a hidden generator, passes the look at set-up, and its
-first draw would be frozen. `Recheck` reads samples of a map-style source again; `StreamReader` watches the generators
-while a stream is read.
+`StreamReader` sees that a stream draws random numbers: it watches the generators while the stream is read. Samples of a
+map-style source are read again (`looks`).
 """
 
 from __future__ import annotations
 
-import logging
-import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from itertools import accumulate
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, cast
 
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stocache.source.access import iterate
-from lightning_stocache.source.generators import KINDS, Generators
-from lightning_stocache.source.random_split import Probe
-from lightning_stocache.source.samples import bits
+from lightning_stocache.source.generators import KINDS, Generators, are_draws_evidence
 
-__all__ = ["Recheck", "SourceState", "StreamReader"]
-
-log = logging.getLogger(__name__)
+__all__ = ["SourceState", "StreamReader"]
 
 _MOST_PARTS = 64  # of a source with a whole network inside, for instance: each costs about 0.1 us per look
 _MOST_STEPS = 64  # in a list that may hold transforms: a longer one holds data
 _FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType)
 _MISSING = object()
-_FIRST_GAP = 64  # loads before the first second read may come
-_MOST_RECHECKS = 8
 _WATCHED = 32  # samples of a stream that are watched in any case
 _SLOW_NS = 1_000_000  # a sample of a stream that takes so long is watched, too: watching takes 0.05 ms
 
@@ -67,7 +58,10 @@ class SourceState:
     lists of steps. An attribute has changed if it holds another object that is not equal to the one before. Not counted
     are files and databases, generators, the length of a source that grows, and attributes that move when the source is
     read (a counter, a memo): every read of this process stands in a `with`, which learns them. Changes inside any other
-    object are not seen: a list of files that is sorted, a tensor that is written to.
+    object are not seen here: a list of files that is sorted, a tensor that is written to.
+
+    Where several threads run, nobody can tell what moved an attribute: a read, or the user. Its path is `doubtful`
+    until samples have been read again (`take_doubtful`, `excuse`).
 
     A copy, in this or another process, is compared with its state when it was made. In a loader's worker a new name is
     no change: `worker_init_fn` tells the worker's copy who it is.
@@ -93,21 +87,54 @@ class SourceState:
         self._source, self._tail = source, tail
         self._length = len(source)
         self._moves = set[str]()  # where reading the source moves something
+        self._reading = dict[int, int]()  # how deep each thread is in a read
+        self.doubtful = set[str]()
+        """Paths that may have moved by a read of another thread, or have changed."""
         self._parts = self._remember()
         self._change: str | None = None
 
     def look(self) -> str | None:
         """Where the source has changed, for instance `transform.p`; None while it has not. The first change stays."""
-        if self._change is None and (found := self._differences()):
-            self._change, self._parts = found[0], []  # they hold objects that the user may have replaced to free them
+        if self._change is not None:
+            return self._change
+        found = self._differences()
+        if found and self._is_read_elsewhere():
+            self.doubtful.update(found)
+        elif found:
+            self._change = found[0]
+            self._parts = []  # they hold objects that the user may have replaced to free them
         return self._change
 
+    def take_doubtful(self) -> set[str]:
+        """The doubtful paths, which are none from now on."""
+        doubtful, self.doubtful = self.doubtful, set()
+        return doubtful
+
+    def excuse(self, paths: set[str]) -> None:
+        """Samples were the same although these paths had moved: they may move from now on."""
+        self._moves |= paths
+
     def __enter__(self) -> None:
-        """Begin a read of the source by this process."""
+        """Begin a read of the source by this thread."""
+        thread = threading.get_ident()
+        self._reading[thread] = self._reading.get(thread, 0) + 1
 
     def __exit__(self, *_: object) -> None:
         """End the read, and learn what it has moved."""
-        self._moves.update(self._differences())
+        found = self._differences()
+        thread = threading.get_ident()
+        self._reading[thread] -= 1
+        if not self._reading[thread]:
+            del self._reading[thread]
+        if found and not are_draws_evidence():
+            self.doubtful.update(found)
+        else:
+            self._moves.update(found)
+
+    def _is_read_elsewhere(self) -> bool:
+        """Whether another thread is in a read."""
+        thread = threading.get_ident()
+        return any(reading != thread for reading in list(self._reading))
 
     def _differences(self) -> list[str]:
         """The paths of attributes that have changed since the last look."""
@@ -157,7 +184,7 @@ class SourceState:
 
     def __getstate__(self) -> dict[str, Any]:
         self.look()
-        return self.__dict__ | {"_parts": []}  # they hold objects that the source itself may not send
+        return self.__dict__ | {"_parts": [], "_reading": {}}  # they hold objects that the source itself may not send
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -199,48 +226,6 @@ def _same(old: Any, new: Any) -> bool:
 # ---- random ----
 
 
-class Recheck:
-    """Reads a few samples a second time while a cache fills, under other seeds, and warns if one is different.
-
-    Of all samples that this process loads, about the 100th is read again, and seven later ones at growing distances.
-    All generators are put back.
-
-    Args:
-        source: the dataset that is read.
-        first_to_tell: returns whether no process of this node has warned yet.
-    """
-
-    def __init__(self, source: Dataset[Any], first_to_tell: Callable[[], bool]) -> None:
-        self._source, self._first_to_tell = source, first_to_tell
-        self._dice = random.Random()  # not a process-wide one, whose draws are the user's
-        gaps = (_FIRST_GAP << number for number in range(_MOST_RECHECKS))
-        self._due = set(accumulate(gap + self._dice.randrange(gap) for gap in gaps))
-        self._loads = 0
-
-    def after(self, index: int, sample: Any) -> bool:
-        """Count the load of a sample. Returns whether the sample was read again."""
-        self._loads += 1
-        if self._loads not in self._due:
-            return False
-        before = bits(sample)
-        try:
-            with Probe(self._source) as probe:
-                differs = probe.read(self._source, index, self._dice.getrandbits(31)).bits != before
-        except Exception:  # the user's code may raise when it is asked twice: the sample has been served
-            return True
-        if differs:
-            self._due.clear()
-            if self._first_to_tell():
-                log.warning(
-                    "sample %d of %s is another one when it is read again: its source is random, and the cache freezes "
-                    "its first draw.\nGive its deterministic part to CachedDataset, and the random rest as transform=; "
-                    "or leave it uncached (budget=0)",
-                    index,
-                    type(self._source).__name__,
-                )
-        return True
-
-
 class StreamReader:
     """Reads a stream from its beginning, and watches whether it draws random numbers for its samples.
 
@@ -269,7 +254,10 @@ class StreamReader:
         start = time.perf_counter_ns()
         sample = next(self._stream)
         self.source_ns = time.perf_counter_ns() - start
-        if generators is not None and before is not None and (moved := generators.moved(before)):
-            self.moved, self._generators = " and ".join(moved), None
+        # Another thread may have drawn meanwhile: then a generator that has moved is no evidence.
+        if generators is not None and before is not None and are_draws_evidence():
+            moved = generators.moved(before)
+            if moved:
+                self.moved, self._generators = " and ".join(moved), None
         self._samples += 1
         return sample

@@ -12,6 +12,9 @@ and takes over the samples of the smaller one, if the compared ones are equal; b
 larger cache, and new samples pass through with one warning, if not all samples have room; on several nodes; with
 store="auto"; if the cache has a name, a directory or a domain; or if the loader's persistent workers go on.
 
+A dataset that has changed passes through, until its loaders are made again, or the next call begins: then a new cache
+opens. Not so if persistent workers go on.
+
 Caches that were opened for other ranks (by hand, before the Trainer started its processes) are closed, and opened again
 for all ranks. A copy in another process (pickled for ddp_spawn) has the options and no open caches.
 """
@@ -74,7 +77,19 @@ class _Open:
         if store is None or not isinstance(self.dataset, CachedDataset):
             return None
         cached = cached_source(self.dataset)
-        return store.codec if cached.opened.source is self.source and cached.change is None else None
+        has_changed = cached.hears_change or cached.change is not None
+        return store.codec if cached.opened.source is self.source and not has_changed else None
+
+    def has_changed(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
+        """Whether the dataset has changed, and its loaders in these requests can begin with a new cache.
+
+        A training epoch passes through to its end, and a loader goes on as long as its persistent workers.
+        """
+        served = [request for request in requests if self.serves(request)]
+        if not served or isinstance(self.dataset, CachedStream) or not cached_source(self.dataset).hears_change:
+            return False
+        is_running = any(request.reader is not None and request.reader.is_running for request in served)
+        return not is_running and ("train" not in self.stages or "train" in stages or self.idle)
 
     def may_grow(self, request: CacheRequest, stages: Collection[str]) -> bool:
         """Whether the dataset has grown, and a larger cache may take the place of this one.
@@ -183,6 +198,7 @@ class CallCaches:
         drawn = drawn_by_any(known, group)
         requests = [replace(request, domain=domain) for request, domain in zip(requests, drawn, strict=True)]
         self._replace_sources(requests)
+        self._close_changed(requests, stages)
         grown = self._take_grown(requests, stages)
         self._close_unread(requests, stages)
         new: dict[int, CacheRequest] = {}
@@ -264,6 +280,17 @@ class CallCaches:
                 cache = replace(before, request=replace(before.request, source=new.source), source=new.source)
                 opened.source, opened.dataset = new.source, dataset_over(CachedSource(cache))
 
+    def _close_changed(self, requests: Sequence[CacheRequest], stages: Collection[str]) -> None:
+        """Close the caches of datasets that have changed; new ones open. Collective."""
+        here = [opened.has_changed(requests, stages) for opened in self._open]
+        changed = [any(ranks) for ranks in zip(*self._group.exchange(here), strict=True)]
+        for opened, has_changed in zip(list(self._open), changed, strict=True):
+            if has_changed:
+                for stage in sorted(opened.stages & set(stages)):
+                    self._count_fruitless(stage, opened, "has changed")
+                opened.dataset.close()
+                self._open.remove(opened)
+
     def _take_grown(self, requests: Sequence[CacheRequest], stages: Collection[str]) -> dict[int, _Open]:
         """Remove the caches of grown datasets from the open ones; return them by the id of the dataset. Collective."""
         if len(self._group.nodes) > 1:
@@ -300,20 +327,25 @@ class CallCaches:
 
     def _warn_of_another(self, stage: str, before: _Open) -> None:
         """Warn of a replaced dataset; after the second one without a hit, stop caching its stage. Collective."""
-        counters, kind = before.dataset.counters, type(before.source).__name__
+        if before.dataset.cache is not None:
+            self._warn_once(
+                f"the {stage} loader came with a new {type(before.source).__name__}: the cache of the old one is "
+                "closed, and a new one starts empty.\nMake the dataset once, outside of the loader hook (with "
+                "keep_cache: outside of setup)"
+            )
+        self._count_fruitless(stage, before, "was replaced")
+
+    def _count_fruitless(self, stage: str, before: _Open, what: str) -> None:
+        """Note that a cache ends early; after the second one without a hit, stop caching its stage. Collective."""
+        counters = before.dataset.counters
         counts = Counts() if counters is None else counters.totals()
         hit = any(self._group.exchange(counts.hits > counts.setup_fills))  # epoch one hits what set-up stored
         self._fruitless[stage] += not hit
-        if before.dataset.cache is not None:
-            self._warn_once(
-                f"the {stage} loader came with a new {kind}: the cache of the old one is closed, and a new one starts "
-                "empty.\nMake the dataset once, outside of the loader hook (with keep_cache: outside of setup)"
-            )
         if not hit and self._fruitless[stage] == _MOST_FRUITLESS:
             self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
             self._warn_once(
-                f"the {stage} loader is not cached any more: its {kind} was replaced twice before a sample was hit."
-                "\nMake the dataset once; for data that grows there is RollingCache"
+                f"the {stage} loader is not cached any more: its {type(before.source).__name__} {what} twice before a "
+                "sample was hit.\nMake the dataset once; for data that grows there is RollingCache"
             )
 
     def _warn_once(self, message: str) -> None:

@@ -101,6 +101,7 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
 """What samples look like: a sample for each index."""
 
 
+@pytest.mark.processes  # where nothing is left to load, one that reads a sample again
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("name", SAMPLES)
 def test_batches_have_the_structure_and_types_that_dataloader_gives_them(name):

@@ -137,6 +137,11 @@ def plain_batches(source: Any, transform: Callable[[Any], Any] | None = None) ->
     return list(DataLoader(uncached(source, transform), 4))
 
 
+def looked(dataset: CachedDataset) -> int:
+    """How many stored samples were read again, by all processes."""
+    return 0 if dataset.counters is None else dataset.counters.looks[0]
+
+
 def totals(dataset: Any) -> Any:
     """What has been counted of a cache that is open."""
     return dataset.counters.totals()

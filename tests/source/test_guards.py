@@ -2,7 +2,6 @@
 
 import io
 import pickle
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from torchvision.transforms import v2
 
-from lightning_stocache.source.guards import Recheck, SourceState, StreamReader
+from lightning_stocache.source.guards import SourceState, StreamReader
 from lightning_stocache.torch_internals import become_worker
-from tests.sources import Made
 
 
 class Scale:
@@ -120,36 +118,6 @@ def test_a_copy_is_compared_with_itself(monkeypatch: pytest.MonkeyPatch) -> None
     assert state.look() is None
     images.strength = 8
     assert state.look() == "strength"
-
-
-LOADS = 40_000
-
-
-def test_few_are_read_again_and_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
-    """Eight at most, none before the 64th load; no generator has moved; what the second read raises ends nothing."""
-    asked = list[int]()
-    source = Made(lambda index: asked.append(index) or 0.5, LOADS)
-    recheck = Recheck(source, lambda: True)
-    before = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
-    again = [index for index in range(LOADS) if recheck.after(index, 0.5)]
-    assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == before
-    assert asked == again
-    assert len(again) == 8
-    assert again[0] >= 63
-    broken = Recheck(Made(lambda index: 1 // 0, LOADS), lambda: True)
-    assert sum(broken.after(index, 0.5) for index in range(LOADS)) == 8
-    assert not caplog.messages
-
-
-@pytest.mark.parametrize("first_to_tell", [True, False])
-def test_a_sample_that_differs_is_named_once(first_to_tell: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """By the first process of a node, with what to do; no sample is read again afterwards."""
-    source = Made(lambda index: random.random() if index > 200 else 0.5, LOADS)
-    recheck = Recheck(source, lambda: first_to_tell)
-    *equal, other = [index for index in range(LOADS) if recheck.after(index, source[index])]
-    assert max(equal, default=0) <= 200 < other
-    told = f"sample {other} of Made is another one when it is read again"
-    assert [told in words and "transform=" in words for words in caplog.messages] == [True] * first_to_tell
 
 
 def test_generators_of_a_stream_are_watched() -> None:

@@ -31,6 +31,7 @@ from tests.training.tiny import (
     logged,
     make_trainer,
     plain_loader,
+    read_again,
     said,
     source,
     through,
@@ -168,7 +169,7 @@ def test_a_dataset_goes_on_in_its_cache_while_all_of_it_fits(tmp_path, caplog, n
     assert "came with a new" not in caplog.text
     if not new and budget == "auto":  # with each growth four samples are compared
         assert logged(trainer, "stocache/coverage") == [1, 1, 1]
-        assert images.loads == SAMPLES + 2 * (4 + 4) + announced(caplog)
+        assert images.loads == SAMPLES + 2 * (4 + 4) + announced(caplog) + read_again(caplog)
 
 
 @pytest.mark.processes
@@ -278,3 +279,39 @@ def test_changes_take_effect_when_they_would_without_a_cache(tmp_path, caplog, n
     assert [warning.partition(" has changed")[0] for warning in said(caplog, "has changed")] == WARNED.get(name, [])
     if changes is GROWS:
         assert max(logged(trainer, "stocache/misses")[1:]) <= 4  # set-up may have read some of the new ones
+
+
+class Labelled(Made):
+    """Labels in an array, which the user writes to."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.tensor, 12)
+        self.labels = torch.zeros(12)
+
+    def expected(self, index: int) -> Any:
+        return torch.tensor(float(index)), self.labels[index].clone()
+
+
+@pytest.mark.parametrize(("reload", "calls"), [(True, 1), (False, 1), (False, 2)])
+def test_labels_that_are_written_are_trained_on_from_then_on(tmp_path, caplog, reload, calls):
+    """Their epoch passes through, with one warning. With new loaders, or in the next call, a new cache opens."""
+
+    def run(callbacks: list[Any]) -> Any:
+        labelled, model, logs = Labelled(), Watcher(), []
+        write = LambdaCallback(
+            on_train_epoch_start=lambda trainer, _: labelled.labels.fill_(min(trainer.current_epoch, 1))
+        )
+        for _ in range(calls):
+            trainer = make_trainer(tmp_path, [*callbacks, write], epochs=4, **RELOADS if reload else {})
+            torch.manual_seed(3)
+            trainer.fit(model, datamodule=data_hooks(train=lambda: plain_loader(labelled, shuffle=True)))
+            logs.append(logged(trainer, "stocache/hits") if callbacks else [])
+        return model.batches, logs
+
+    batches, logs = run([StochasticCache(keep_cache=calls > 1)])
+    assert batches == run([])[0]
+    assert len(said(caplog, "has changed since it was cached")) == calls
+    if reload:
+        assert logs[0][1:] == [0, 12, 12]
+    elif calls == 1:
+        assert logs[0][1:] == [0, 0, 0]

@@ -1,0 +1,306 @@
+"""Looks: stored samples are read again where plain training would read them, and compared.
+
+A sample may depend on anything: a file, an array that is written to, a number in shared memory, a global. What a cache
+cannot see it can only find by reading again. So in epochs 1, 2, 3, 5, 9, 17, ... (the first is 1) a few stored samples
+are read as if they were missing, before the epoch's first batch is handed out. All looks together take at most 1 % of
+the time of the training so far: fewer samples are read, or a look waits for a later epoch. Epochs 1 and 2 have one
+sample each in any case.
+
+A sample that differs is read once more, under another seed. If that differs too, the source is random; else it has
+changed. A state that the source is known to depend on may have moved (`Difference`): then samples are read at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from lightning_stocache.cache.records import RecordCodec, SampleCodec
+from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
+from lightning_stocache.source.access import batch_reader, one_per_index
+from lightning_stocache.source.generators import Generators, are_draws_evidence
+from lightning_stocache.source.random_split import Probe
+from lightning_stocache.source.samples import bits, same_sample, walk
+
+__all__ = ["AT_ONCE", "MOST", "Difference", "Look", "Schedule", "Verdict", "judged", "read_again"]
+
+log = logging.getLogger(__name__)
+
+MOST = 4
+"""The most samples of a look."""
+AT_ONCE = 8
+"""The samples that are read at once if a state has moved."""
+_SHARE = 0.01  # of the training's time
+_SURE = 2  # the first epochs, which have a look in any case
+_TRIED = 16  # stored samples among which those of a look are drawn
+
+
+# ---- when ----
+
+
+@dataclass
+class Schedule:
+    """When the next look is due, and how many samples it may read.
+
+    Args:
+        due: the epoch of the next look; it waits until there is time for it.
+        sample_ns: the time of one sample in the last look, in nanoseconds; 0 before the first.
+
+    Example:
+        >>> schedule = Schedule()
+        >>> for epoch in range(1, 20):
+        ...     if schedule.samples(epoch, spent_ns=0, elapsed_ns=10**9):
+        ...         schedule.end(epoch, samples=1, spent_ns=1000)
+        ...         print(epoch, end=" ")
+        1 2 3 5 9 17
+    """
+
+    due: int = 1
+    sample_ns: int = 0
+
+    def samples(self, epoch: int, spent_ns: int, elapsed_ns: int) -> int:
+        """How many samples may be read in an epoch.
+
+        Args:
+            epoch: the number of the epoch; the first is 1.
+            spent_ns: nanoseconds that all looks have taken.
+            elapsed_ns: nanoseconds since the training began.
+        """
+        if epoch < self.due:
+            return 0
+        left_ns = _SHARE * elapsed_ns - spent_ns
+        # Before the first look nobody knows what a sample takes.
+        allowed = min(int(left_ns / self.sample_ns), MOST) if self.sample_ns else int(left_ns > 0)
+        return max(allowed, int(epoch <= _SURE))
+
+    def end(self, epoch: int, samples: int, spent_ns: int) -> None:
+        """End a look that has read some samples; the next one is due in 1, 2, 4, 8, ... epochs."""
+        self.sample_ns = max(spent_ns // samples, 1)
+        gap = 1
+        while 1 + gap <= epoch:
+            gap *= 2
+        self.due = 1 + gap
+
+    def hasten(self, epoch: int) -> None:
+        """Make a look due in the epoch after this one: something has moved that may be no change."""
+        self.due = min(self.due, epoch + 1)
+
+
+# ---- what has moved ----
+
+
+class Difference(NamedTuple):
+    """A state of the source that is not what it was.
+
+    Args:
+        path: where it lies, for messages.
+        kind: "data" is as long as the dataset, or larger than a setting; "setting" is a number, a text, or the like;
+            "machinery" moves when the source is read.
+        indices: of data, the indices of the samples whose places have changed, if that is known.
+    """
+
+    path: str
+    kind: Literal["data", "setting", "machinery"]
+    indices: Sequence[int] = ()
+
+
+class Verdict(NamedTuple):
+    """What follows from differences.
+
+    Args:
+        change: the path of a difference that is a change without a look; None if there is none.
+        indices: the indices of samples that must be read at once.
+        samples: how many stored samples must be read at once besides.
+        hastens: whether the next look comes early.
+        path: where the state has moved, if samples are read for it.
+    """
+
+    change: str | None = None
+    indices: tuple[int, ...] = ()
+    samples: int = 0
+    hastens: bool = False
+    path: str | None = None
+
+
+def judged(differences: Sequence[Difference], allowed: int) -> Verdict:
+    """What follows from differences.
+
+    Args:
+        differences: of the source's state since the last look.
+        allowed: how many samples may be read in the time of a look.
+
+    Example:
+        >>> judged([Difference("epoch", "setting")], allowed=8).samples
+        8
+        >>> judged([Difference("epoch", "setting")], allowed=1).change
+        'epoch'
+    """
+    indices = list[int]()
+    samples, hastens, path = 0, False, None
+    for difference in differences:
+        if difference.kind == "machinery":
+            hastens = True
+            continue
+        if difference.kind == "data" and not len(difference.indices):
+            return Verdict(change=difference.path)
+        if difference.kind == "setting" and allowed < AT_ONCE:
+            return Verdict(change=difference.path)
+        path = path or difference.path
+        if difference.kind == "data":
+            indices += spread_over(difference.indices, AT_ONCE)
+        else:
+            samples = AT_ONCE
+    return Verdict(None, tuple(indices), samples, hastens, path)
+
+
+def spread_over(indices: Sequence[int], count: int) -> list[int]:
+    """Up to `count` of some indices, from the first to the last."""
+    places = np.linspace(0, len(indices) - 1, min(count, len(indices)))
+    return [int(indices[int(place)]) for place in places]
+
+
+# ---- the look ----
+
+Cause: TypeAlias = Literal["changed", "random", "written"]
+
+
+@dataclass(frozen=True)
+class Look:
+    """The result of a look.
+
+    Args:
+        samples: how many were read.
+        spent_ns: nanoseconds that it took.
+        change: what is not as it was, in words; None if all is.
+        cause: "changed"; "random": no two reads are equal; "written": a read writes where others read.
+        hastens: whether the next look comes early.
+        lends: whether the source hands out its own memory: whoever changes a sample in place changes the source.
+    """
+
+    samples: int = 0
+    spent_ns: int = 0
+    change: str | None = None
+    cause: Cause = "changed"
+    hastens: bool = False
+    lends: bool = False
+
+
+def read_again(
+    source: Any, cache: Store, samples: int, indices: Sequence[int] = (), *, finds_lent: bool = False
+) -> Look:
+    """Read stored samples again in this process, and compare them with what is stored. All generators are put back.
+
+    A sample that cannot be read now is no change: an error of the source is for whoever asks for the sample. Nor is one
+    whose numbers differ in their last bits: another number of threads adds in another order.
+
+    Args:
+        source: the dataset that loads the samples of the cache.
+        cache: the store.
+        samples: how many are read, if so many are stored.
+        indices: samples that are read besides.
+        finds_lent: whether to find out, by one read more, if the source hands out its own memory.
+    """
+    begun = time.perf_counter_ns()
+    dice = random.Random()  # not a process-wide generator, whose draws are the user's
+    stored = cache.some_stored(_TRIED)
+    asked = [*indices, *dice.sample(stored, min(samples, len(stored)))]
+    read, lends = 0, False
+    with _undisturbed(source):
+        for index in asked:
+            before = _stored(cache, index)
+            if before is UNREADABLE:
+                continue
+            try:
+                now = _loaded(source, index)
+            except Exception:  # the source is the user's, and may raise anything
+                log.debug("sample %d could not be read again", index, exc_info=True)
+                continue
+            read += 1
+            if not _is_same(before, now, cache.codec, index):
+                cause: Cause = "random" if _differs_each_time(source, index, now, dice.getrandbits(31)) else "changed"
+                return Look(read, time.perf_counter_ns() - begun, f"sample {index}", cause)
+            if finds_lent and read == 1:
+                read += 1
+                lends = _is_lent(source, index, now)
+    return Look(read, time.perf_counter_ns() - begun, lends=lends)
+
+
+def _is_lent(source: Any, index: int, now: Any) -> bool:
+    """Whether two reads of a sample, both alive, lie in the same memory."""
+    memory = _memory_of(now)
+    with suppress(Exception):  # as above
+        again = _loaded(source, index) if memory else None
+        return not memory.isdisjoint(_memory_of(again))
+    return False
+
+
+def _memory_of(sample: Any) -> set[int]:
+    """The addresses of a sample's arrays and tensors, and of the containers that can be changed."""
+    addresses = set[int]()
+    for _, node in walk(sample):
+        if isinstance(node, torch.Tensor) and node.layout is torch.strided and node.nbytes:
+            addresses.add(node.data_ptr())
+        elif isinstance(node, np.ndarray) and node.nbytes and node.flags.writeable:
+            addresses.add(node.__array_interface__["data"][0])
+        elif isinstance(node, list | dict):
+            addresses.add(id(node))
+    return addresses
+
+
+def _stored(cache: Store, index: int) -> Any:
+    """A stored sample; UNREADABLE if there is none."""
+    place = cache.place(index, verify=True)
+    return UNREADABLE if place == NO_PLACE else next(iter(cache.read(np.array([place]))))
+
+
+def _loaded(source: Any, index: int) -> Any:
+    """A sample, loaded as if it were missing from a batch."""
+    read = batch_reader(source)
+    return source[index] if read is None else one_per_index(read([index]), 1, source)[0]
+
+
+@contextmanager
+def _undisturbed(source: Any) -> Iterator[None]:
+    """Put all generators back, unless another thread may draw from them meanwhile."""
+    if not are_draws_evidence():
+        yield
+        return
+    with Generators(source):
+        yield
+
+
+def _is_same(before: Any, now: Any, codec: SampleCodec, index: int) -> bool:
+    """Whether a sample is the stored one. It may look another way until it has been stored, too."""
+    if bits(before) == bits(now):
+        return True
+    try:
+        parts = codec.contents(codec.encode(now, index))
+    except Exception:  # it does not fit any more, or its class may raise anything
+        return False
+    return same_sample(before, _decoded(codec, parts))
+
+
+def _decoded(codec: SampleCodec, parts: Sequence[memoryview]) -> Any:
+    if isinstance(codec, RecordCodec):
+        return codec.decode(memoryview(b"".join(parts)))
+    return codec.split([np.frombuffer(bytearray(part), dtype=np.uint8) for part in parts], 1)[0]
+
+
+def _differs_each_time(source: Any, index: int, now: Any, seed: int) -> bool:
+    """Whether a sample is another one when it is read once more, under another seed."""
+    seen = bits(now)
+    try:
+        if not are_draws_evidence():
+            return bits(_loaded(source, index)) != seen
+        with Probe(source) as probe:
+            return probe.read(source, index, seed).bits != seen
+    except Exception:  # as above
+        return False

@@ -1,0 +1,158 @@
+"""When stored samples are read again, and what follows from what has moved."""
+
+import random
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_stocache.cache.counters import Counters
+from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.source.common_state import CommonState
+from lightning_stocache.source.looks import MOST, Difference, Schedule, judged, read_again
+from tests.sources import Made
+
+SECOND = 10**9
+
+
+def looked_in(epochs: int, epoch_ns: int, sample_ns: int) -> dict[int, int]:
+    """The samples of the looks in some epochs of equal length, by epoch, where reading a sample takes a fixed time."""
+    schedule, spent, looks = Schedule(), 0, dict[int, int]()
+    for epoch in range(1, epochs + 1):
+        samples = schedule.samples(epoch, spent, (epoch - 1) * epoch_ns)
+        if samples:
+            looks[epoch] = samples
+            spent += samples * sample_ns
+            schedule.end(epoch, samples, samples * sample_ns)
+    return looks
+
+
+def test_looks_come_ever_more_seldom() -> None:
+    """Where reading is cheap, in epochs 1, 2, 3, 5, 9, 17, ...; four samples each, but one in the first."""
+    looks = looked_in(70, SECOND, sample_ns=1000)
+    assert list(looks) == [1, 2, 3, 5, 9, 17, 33, 65]
+    assert looks.pop(1) == 1
+    assert set(looks.values()) == {MOST}
+
+
+@pytest.mark.parametrize("sample_ns", [SECOND // 1000, SECOND // 20, SECOND, 100 * SECOND])
+def test_looks_take_a_hundredth_of_the_time(sample_ns: int) -> None:
+    """But for one sample each in the first two epochs, at any moment; a look that has no time yet comes later."""
+    looks = looked_in(2000, SECOND, sample_ns)
+    assert looks[1] == 1
+    assert looks[2] >= 1
+    later, spent = sorted(set(looks) - {1, 2}), (looks[1] + looks[2]) * sample_ns
+    for epoch in later:
+        spent += looks[epoch] * sample_ns
+        assert spent <= 0.01 * (epoch - 1) * SECOND
+    assert bool(later) == (sample_ns <= SECOND)
+
+
+def test_a_look_that_is_hastened_comes_in_the_next_epoch() -> None:
+    """Not in the one that has just had one."""
+    schedule = Schedule()
+    schedule.end(5, 4, 4000)
+    assert [epoch for epoch in range(5, 12) if schedule.samples(epoch, 0, SECOND)] == [9, 10, 11]
+    schedule.hasten(6)
+    assert [epoch for epoch in range(5, 12) if schedule.samples(epoch, 0, SECOND)] == [7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(
+    ("differences", "allowed", "expected"),
+    [
+        ([], 4, (None, (), 0, False, None)),
+        ([Difference("labels", "data", [3, 9])], 0, (None, (3, 9), 0, False, "labels")),
+        ([Difference("labels", "data", range(100))], 0, (None, (0, 14, 28, 42, 56, 70, 84, 99), 0, False, "labels")),
+        ([Difference("table", "data")], 99, ("table", (), 0, False, None)),
+        ([Difference("epoch", "setting")], 8, (None, (), 8, False, "epoch")),
+        ([Difference("epoch", "setting")], 7, ("epoch", (), 0, False, None)),
+        ([Difference("calls", "machinery")], 0, (None, (), 0, True, None)),
+        ([Difference("calls", "machinery"), Difference("table", "data")], 8, ("table", (), 0, False, None)),
+    ],
+)
+def test_what_follows_from_what_has_moved(differences: list[Difference], allowed: int, expected: Any) -> None:
+    """Data at known places, and settings if there is time, are read at once; machinery hastens the next look."""
+    assert tuple(judged(differences, allowed)) == expected
+
+
+def images(index: int) -> torch.Tensor:
+    return torch.full((3,), float(index))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        (lambda index: images(index), (None, "changed")),
+        (lambda index: images(index) * (1 + 1e-7), (None, "changed")),  # another number of threads adds otherwise
+        (lambda index: 1 // 0, (None, "changed")),
+        (lambda index: images(index) + 1, ("sample", "changed")),
+        (lambda index: images(index)[:2], ("sample", "changed")),
+        (lambda index: {"x": images(index)}, ("sample", "changed")),
+        (lambda index: torch.rand(3), ("sample", "random")),
+        (lambda index: torch.tensor(np.random.rand(3)).float(), ("sample", "random")),
+        (lambda index: torch.full((3,), random.random()), ("sample", "random")),
+    ],
+)
+def test_stored_samples_are_compared(change: Callable[[int], Any], outcome: Any) -> None:
+    """By their bits but the last ones of numbers; all generators are put back; what cannot be read is no change."""
+    source = Made(images, 12)
+    with closing(CachedDataset(source)) as dataset:
+        for index in range(12):
+            dataset[index]
+        source.make = change
+        states = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+        assert dataset.cache is not None
+        look = read_again(source, dataset.cache, 3)
+        assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == states
+    assert (look.change and look.change.partition(" ")[0], look.cause) == outcome
+
+
+class Visits:
+    """A source that counts, and another object that reaches its counts."""
+
+    def __init__(self, counts: Any) -> None:
+        self.counts = counts
+
+
+def read_of_counts(visits: Visits) -> Any:
+    return visits.counts
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [[0, 0], {0: 0, 1: 0}, np.zeros(2), torch.zeros(2, dtype=torch.int64), bytearray(2)],
+    ids=lambda counts: type(counts).__name__,
+)
+def test_what_is_written_into_common_state_is_found_and_put_back(counts: Any) -> None:
+    """In containers and arrays that the other object holds, or whose name in the source its code says; no others."""
+    source: Any = Visits(counts)
+    source.reads = [0]
+    for other, datasets in ((Visits(counts), []), (lambda: read_of_counts(source), []), (lambda: source.counts, [])):
+        state = CommonState(source, [other], datasets)
+        assert state
+        before = state.content()
+        source.reads[0] += 1
+        assert state.written(before) is None
+        source.counts[1] += 1
+        assert state.written(before) == "Visits.counts"
+        assert int(source.counts[1]) == 0
+    assert not CommonState(source, [Visits([0, 0])])
+
+
+def test_all_processes_share_what_looks_cost() -> None:
+    """The time of the training begins with the first question; looks add to what they have read and taken."""
+    counters = Counters.create()
+    with closing(counters):
+        assert counters.begin_looks() < SECOND
+        counters.add_look(3, 500)
+        counters.add_look(1, 20)
+        assert counters.looks == (4, 520)
+        assert not counters.says_changed
+        counters.say_changed()
+        assert counters.says_changed
+        assert counters.totals().served == 0
+    assert (counters.looks, counters.says_changed, counters.begin_looks()) == ((0, 0), False, 0)
