@@ -38,8 +38,9 @@ from lightning_stocache.node.group import job_ranks
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, warn_of_odd
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.guards import Recheck, SourceState
+from lightning_stocache.source.guards import Recheck
 from lightning_stocache.source.transform_split import Tail
+from lightning_stocache.source.witness import Witness
 
 __all__ = ["CachedSource"]
 
@@ -62,7 +63,7 @@ class CachedSource:
 
     def __init__(self, opened: OpenCache, transform: Callable[[Any], Any] | None = None) -> None:
         self.transform, self.knows_ranks = transform, False
-        self._state = SourceState(opened.request.source, getattr(opened.tail, "steps", ()))
+        self.witness = Witness(opened.request.source, getattr(opened.tail, "steps", ()))
         self._serve_from(opened)
 
     def _serve_from(self, opened: OpenCache) -> None:
@@ -97,7 +98,7 @@ class CachedSource:
     def sample(self, index: SupportsIndex) -> Any:
         """The finished sample of an index. The source itself answers for a list, a slice or another key."""
         self.refresh()
-        with self._state:
+        with self.witness:
             try:
                 position = position_of(index, self.source)
             except TypeError:
@@ -112,7 +113,7 @@ class CachedSource:
         Without a cache and without transforms they are the result of the source's own `__getitems__`.
         """
         self.refresh()
-        with self._state:
+        with self.witness:
             try:
                 positions = [position_of(index, self.source) for index in indices]
             except TypeError:  # a sampler's keys, which only the source understands
@@ -151,7 +152,7 @@ class CachedSource:
         Returns:
             The odd samples, by row; the content of their rows is undefined.
         """
-        with self._state:
+        with self.witness:
             cache, positions = cast(Store, self.opened.cache), [position_of(index, self.source) for index in indices]
             places = cache.lookup(np.array(positions, dtype=np.int64), verify=True)
             once = len(set(positions)) == len(positions)
@@ -170,7 +171,7 @@ class CachedSource:
         self.refresh()
         if (cache := self.cache) is None:
             return False
-        with self._state:
+        with self.witness:
             mine, _ = cache.divide([index])
             return not mine or cache.has_room(self.load(cache, mine, served=False)[0])
 
@@ -402,7 +403,7 @@ class CachedSource:
     def _finished(self, sample: Any) -> Any:
         if type(sample) is not Odd:
             return self._transformed(self.opened.with_tail(sample))
-        with self._state:  # the whole source may read the sample again
+        with self.witness:  # the whole source may read the sample again
             whole = self.opened.with_tail(sample)
         return self._transformed(whole)
 
@@ -414,7 +415,7 @@ class CachedSource:
     @property
     def change(self) -> str | None:
         """The place in the source that has changed since it was cached; None without a change."""
-        return self._state.look()
+        return self.witness.look()
 
     @property
     def changed(self) -> bool:

@@ -33,6 +33,7 @@ __all__ = [
     "Generators",
     "State",
     "as_text",
+    "is_of_library",
     "owned_generators",
     "put_back",
     "reachable",
@@ -227,7 +228,20 @@ _FIRST = 256  # items of a container that are: a list of a million paths has no 
 # their code is not followed, which would take a quarter of a second in albumentations alone.
 _KNOWN = sys.stdlib_module_names | {
     *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "kornia", "lightning", "lightning_stocache"),
-    *("lmdb", "monai", "numpy", "omegaconf", "pandas", "pyarrow", "pydantic", "pytorch_lightning", "scipy", "skimage"),
+    *(
+        "hydra",
+        "lmdb",
+        "monai",
+        "numpy",
+        "omegaconf",
+        "pandas",
+        "polars",
+        "pyarrow",
+        "pydantic",
+        "pytorch_lightning",
+        "scipy",
+        "skimage",
+    ),
     *("sklearn", "tensordict", "timm", "torch", "torch_geometric", "torchaudio", "torchvision", "transformers"),
     *("webdataset", "zarr"),
 }
@@ -292,6 +306,12 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", getattr(node, name)) for name in _WRAPPED[kind])
     if kind.__module__ != "builtins":  # also of a subclass of a container
         yield from _attributes(node)
+
+
+def is_of_library(owner: Any) -> bool:
+    """Whether a class, function or module belongs to a library whose code need not be followed."""
+    name = getattr(owner, "__name__" if isinstance(owner, types.ModuleType) else "__module__", None)
+    return isinstance(name, str) and _top(name) in _KNOWN
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
