@@ -310,8 +310,10 @@ class Items(Place):
         length = length if self.is_of_samples else None
         for column in (keys[:length], values[:length]):
             if self.is_plain:
-                with suppress(ValueError):
+                try:
                     yield marshal.dumps(list(column), 2)
+                except ValueError:  # paths, enums
+                    yield "\0".join(map(_repr, column)).encode(errors="replace")
             else:
                 for number, item in enumerate(column):
                     if is_plain_value(item):
@@ -356,9 +358,8 @@ class Tree(Place):
         if length is not None:
             keys, values = marshal.loads(content)
             count = -(-length // self.step)
-            yield _canonical((keys[:count], values[:count]))
-        else:
-            yield _canonical(marshal.loads(content)) if self._has_sets else content
+            content = marshal.dumps((keys[:count], values[:count]), 2)
+        yield _canonical(marshal.loads(content)) if self._has_sets else content
 
 
 class Array(Place):

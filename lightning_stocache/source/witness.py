@@ -42,7 +42,7 @@ from lightning_stocache.source.places import (
 )
 from lightning_stocache.source.reach import Reach, covers, inside, is_handle
 
-__all__ = ["Difference", "Kind", "StateDigest", "Sums", "Witness"]
+__all__ = ["Difference", "Kind", "StateDigest", "Sums", "Witness", "digest_of_state", "same_state"]
 
 Kind = Literal["data", "setting", "machinery"]
 
@@ -355,7 +355,7 @@ class Witness:
                     sums |= {
                         inside(place.prefix, name): ("setting", place.described(value))
                         for name, value in values
-                        if name not in place.hidden
+                        if name not in place.hidden and not same_value(value, place.missing(name))
                     }
                     continue
                 shown, most = place.length, None
@@ -364,7 +364,7 @@ class Witness:
                 digest = hashlib.blake2b(f"{type(place).__name__} {shown}".encode(), digest_size=16)
                 for part in place.parts(content, most):
                     digest.update(part)
-                sums[f"{path} content"] = "data" if self._is_data(place) else "setting", digest.digest()
+                sums[f"{path}[content]"] = "data" if self._is_data(place) else "setting", digest.digest()
         return sums
 
     def _is_data(self, place: Place) -> bool:
@@ -385,6 +385,20 @@ class Witness:
         self._remember()
         if self._change is not None:
             self._watched = {}
+
+
+def digest_of_state(sums: Sums) -> str:
+    """The digests of all places in one text."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path, (_, content) in sorted(sums.items()):
+        digest.update(path.encode(errors="replace") + b"\0" + content)
+    return digest.hexdigest()
+
+
+def same_state(ours: Sums, theirs: Sums, moved: Collection[str] = ()) -> bool:
+    """Whether two states are equal, but for places that reads move."""
+    differing = (path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
+    return all(covers(moved, path) for path in differing)
 
 
 def _changed_values(place: Place, content: Any) -> list[tuple[Any, Any, Any]]:

@@ -164,7 +164,10 @@ def split_for_itself(rank: int, folder: Path) -> Any:
 
 
 def cut(rank: int, folder: Path) -> Any:
-    source = Dropped(LENGTH, log_path=folder / f"cut{rank}")
+    where = folder / str(rank)
+    where.mkdir()
+    os.chdir(where)
+    source = Dropped(LENGTH, log_path="loads")  # one name, which leads to a file of this rank
     its = opened(source)
     at_set_up = source.loads
     served = CachedSource(its)

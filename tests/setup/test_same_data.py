@@ -115,9 +115,10 @@ def test_other_data_passes_through_and_the_same_is_joined(name, kind, served, on
     """By four samples: of another folder none is served from the cache, however few lie there, or it is refused."""
     make, options = SOURCES[kind]
     options = options | {"name": name, "dir": str(tmp_path) if on_disk else None}
-    with closing(CachedDataset(make(1), **options)) as first:
+    with closing(CachedDataset(make(1, tmp_path / "log"), **options)) as first:
         for index in range(served):
             first[index]
+        (tmp_path / "log").unlink()
         same = make(1, tmp_path / "log")
         with closing(CachedDataset(same, strict=True, **options)) as second:
             assert second.cache.filled == first.cache.filled > 0

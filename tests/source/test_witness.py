@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import pickle
 import re
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -26,7 +28,8 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from torchvision.transforms import v2
 
-from lightning_stocache.source.witness import Difference, Witness
+from lightning_stocache.source import reach
+from lightning_stocache.source.witness import Difference, Witness, same_state
 from lightning_stocache.torch_internals import become_worker
 
 LENGTH = 200
@@ -573,3 +576,151 @@ def test_a_copy_is_compared_with_itself(monkeypatch: pytest.MonkeyPatch) -> None
     assert state.look() is None
     images.strength = 8
     assert state.look() == "strength"
+
+
+# ---- for other processes and jobs ----
+
+
+class Files(Dataset[Any]):
+    def __init__(self, files: Any, rank: int = 0) -> None:
+        self.files, self.rank, self.path = files, rank, f"/tmp/{rank}"
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.files[index]
+
+
+def framed(value: float) -> torch.Tensor:
+    """Images with a black frame, whose middle has this value."""
+    images = torch.zeros(40, 1, 28, 28)
+    images[:, :, 8:20, 8:20] = value
+    return images
+
+
+def test_other_data_has_another_digest() -> None:
+    """Subsets, lists of files, tensors and arrays, inside other datasets too. What ranks have of their own is none."""
+    for left, right in (
+        (Subset(range(10), range(0, 10, 2)), Subset(range(10), range(1, 10, 2))),
+        (Files(["a", "b"]), Files(["a", "c"])),
+        (Files(torch.arange(3)), Files(torch.arange(3) + 1)),
+        (Files(np.arange(40).reshape(2, 20).T), Files(np.arange(1, 41).reshape(2, 20).T)),
+        (Files(framed(1.0)), Files(framed(1.00001))),
+        (Subset(Subset(Files(["a", "b"]), [0]), [0]), Subset(Subset(Files(["a", "c"]), [0]), [0])),
+        (ConcatDataset([Files(["a"])]), ConcatDataset([Files(["b"])])),
+        ([1, 2], (1, 2)),
+    ):
+        assert Witness(left).digest() == Witness(left).digest()
+        assert Witness(left).digest() != Witness(right).digest()
+    ours, theirs = (Witness(Files(["a"] * 9, rank=rank)).digest() for rank in (0, 1))
+    assert ours.data == theirs.data
+    assert ours.settings != theirs.settings
+    assert Witness(Files([0] * 99)).digest().data != Witness(Files([0] * 50 + [1] + [0] * 48)).digest().data
+
+
+def test_a_source_that_grew_has_the_state_that_it_had() -> None:
+    """Without the items that are new, and whatever says how long it is; other labels before them are another state."""
+    short = Source(list(range(100)), 100, array=np.arange(100), pairs=[[k, "a"] for k in range(100)])
+    known = Witness(short).sums()
+    for start, same in ((0, True), (1, False)):
+        states = [start, *range(1, 120)], np.arange(120), [[k, "a"] for k in range(120)]
+        grown = Source(states[0], 120, array=states[1], pairs=states[2])
+        assert same_state(known, Witness(grown).sums(100)) is same
+
+
+def digest_in_a_job(part: str) -> Any:
+    """The digest of a source with sets, functions, a frame and a network, as another job has it."""
+    torch.manual_seed(0)
+    state = {"names": {f"name {k}" for k in range(50)}, "kinds": frozenset("abc"), "by": scaled(2.0)}
+    frame = frames.DataFrame({"y": np.arange(LENGTH), "name": [f"file {k}" for k in range(LENGTH)]})
+    trees = [{"tags": {"a", "b", "c"}, "k": k} for k in range(LENGTH)]
+    return tuple(Witness(Source(state, frame=frame, net=torch.nn.Linear(2, 2), trees=trees, part=part)).digest())
+
+
+@pytest.mark.processes
+def test_a_digest_is_the_same_in_another_job() -> None:
+    """Where strings have other hashes, so that sets have another order; not with another setting."""
+    code = f"from {__name__} import digest_in_a_job as digest; print(*digest('a'))"
+    jobs = []
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        job = subprocess.run(
+            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True, text=True
+        )
+        jobs.append(job.stdout.split())
+    assert jobs[0] == jobs[1] == list(digest_in_a_job("a"))
+    data, settings = digest_in_a_job("b")
+    assert data == jobs[0][0]
+    assert settings != jobs[0][1]
+
+
+# ---- of what reads move, and of bounds ----
+
+
+def test_what_a_read_moves_hides_nothing_beside_it() -> None:
+    """A counter in a dict is learned by its key, and can be told to the witness of another process."""
+    source = Source({"calls": 0, "epoch": 0, "history": [0] * 99})
+    witness, other = Witness(source), Witness(source)
+    with witness.reading():
+        source.state["calls"] += 1
+    assert witness.machinery == {"state['calls']"}
+    other.learn(witness.machinery)
+    source.state.update(calls=2, epoch=1)
+    for each in (witness, other):
+        kinds = {difference.path: difference.kind for difference in each.differences()}
+        assert kinds == {"state['calls']": "machinery", "state['epoch']": "setting"}
+
+
+def test_a_change_before_a_read_is_not_taken_for_its_trace() -> None:
+    """Learning what reads move loses nothing that had changed before."""
+    source = Source([0] * LENGTH)
+    witness = Witness(source)
+    source.state[5] = 1
+    with witness.reading():
+        source.reads = 1
+    assert witness.differences() == [Difference("state", "data", (5,))]
+
+
+def test_bounds_are_bytes_and_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond them, checksums of pages and spread items are compared, and the witness says that this is not all."""
+    monkeypatch.setattr(reach, "COPIED_BYTES", 1 << 16)
+    large = Source(np.zeros(1 << 20, dtype=np.uint8))
+    rows = Source([{"label": k, "text": "a" * 20} for k in range(5_000)], 5_000)
+    many = Source([object() for _ in range(9)] + [Row(str(k), k) for k in range(8_000)], 8_009)
+    witnesses = list(map(Witness, (large, rows, many)))
+    assert not any(witness.complete for witness in witnesses)
+    large.state[:] = 1
+    for row in rows.state:
+        row["label"] += 1
+    for row in many.state[9:]:
+        row.label += 1
+    assert [{d.kind for d in witness.differences()} for witness in witnesses] == [{"data"}] * 3
+
+
+class Proxy:
+    """Loads what it stands for when any attribute is asked for."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"somebody asked for {name}")
+
+
+def test_no_attribute_of_a_users_object_is_asked_for() -> None:
+    """A proxy would load what it stands for."""
+    source = Source({"late": Proxy()}, late=[Proxy() for _ in range(100)])
+    witness = Witness(source)
+    source.state["late"] = Proxy()
+    assert {difference.kind for difference in witness.differences()} <= {"data", "setting"}
+    assert witness.look() is None
+    witness.digest()
+
+
+def test_an_equal_table_of_a_library_is_no_other_data() -> None:
+    """Arrow tells by content, `datasets` by its fingerprint; another table is data."""
+    arrow = pytest.importorskip("pyarrow")
+    source = Source(arrow.table({"x": list(range(LENGTH))}))
+    witness = Witness(source)
+    source.state = arrow.table({"x": list(range(LENGTH))})
+    assert witness.differences() == []
+    source.state = arrow.table({"x": [1] * LENGTH})
+    assert witness.differences() == [Difference("state", "data")]
