@@ -269,6 +269,8 @@ class Items(Place):
     def keep(self, content: Any) -> None:
         """Keep a copy of the content."""
         self.earlier = frozenset(content) if isinstance(content, set | frozenset) else _keys_and_values(content)
+        if not self.is_of_samples:
+            self.length = len(content)
 
     def is_same(self, content: Any) -> bool:
         """Whether the content equals the copy."""

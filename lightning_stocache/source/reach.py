@@ -322,9 +322,9 @@ class Reach:
             read = partial(_class_attributes, base)
             if path not in self.places:
                 self.add(path, Attributes(read, around, path))
-            yield from ((inside(path, name), value, around.inside(name)) for name, value in read().items())
-            for name, value in list(vars(base).items()):
+            for name, value in read().items():
                 if not _is_method(value):
+                    yield inside(path, name), value, around.inside(name)
                     continue
                 method = (inside(path, name), value, around)
                 is_called = name.startswith("__") and name.endswith("__") and name not in _UNUSED
@@ -425,11 +425,11 @@ def _same_object(node: Any) -> Any:
 
 
 def _class_attributes(kind: type) -> dict[str, Any]:
-    """The attributes of a class that are no methods."""
+    """The methods and the other attributes of a class, without those that Python itself adds."""
     return {
         name: value
         for name, value in vars(kind).items()
-        if not (_is_method(value) or (name.startswith("__") and name.endswith("__")) or name == "_abc_impl")
+        if _is_method(value) or not ((name.startswith("__") and name.endswith("__")) or name == "_abc_impl")
     }
 
 

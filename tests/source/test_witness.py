@@ -185,12 +185,15 @@ class Reads(Source):
     def decorated(self) -> Any:
         return TABLE
 
+    def extra(self) -> float:
+        return 0.0
+
     @property
     def width(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> Any:
-        return doubled(index), self.width, os.environ.get("WITNESS_PART"), self.decorated()
+        return doubled(index), self.width, self.extra(), os.environ.get("WITNESS_PART"), self.decorated()
 
 
 def scaled(factor: float) -> Callable[[float], float]:
@@ -210,6 +213,12 @@ OUTSIDE: dict[str, tuple[Callable[[], Any], Change, str, str]] = {
     "a global list": (Reads, lambda _: TABLE.__setitem__(3, TABLE[3] + 1), "TABLE", "data"),
     "a class attribute": (Reads, lambda _: setattr(Reads, "size", Reads.size + 1), "Reads.size", "setting"),
     "the environment": (Reads, lambda _: os.environ.update(WITNESS_PART=str(time.time())), "environ", "setting"),
+    "a method of a class": (
+        lambda: Reads(),
+        lambda _: setattr(Reads, "extra", lambda self: time.time()),
+        "Reads.extra",
+        "setting",
+    ),
     "a closure": (
         lambda: Source(scaled(2.0)),
         lambda s: setattr(cell_of(s.state), "cell_contents", 3.0),
@@ -634,7 +643,7 @@ def digest_in_a_job(part: str) -> Any:
     torch.manual_seed(0)
     state = {"names": {f"name {k}" for k in range(50)}, "kinds": frozenset("abc"), "by": scaled(2.0)}
     frame = frames.DataFrame({"y": np.arange(LENGTH), "name": [f"file {k}" for k in range(LENGTH)]})
-    trees = [{"tags": {"a", "b", "c"}, "k": k} for k in range(LENGTH)]
+    trees = [{"tags": {f"tag {j}" for j in range(9)}, "k": k} for k in range(LENGTH)]
     return tuple(Witness(Source(state, frame=frame, net=torch.nn.Linear(2, 2), trees=trees, part=part)).digest())
 
 
