@@ -341,7 +341,6 @@ class Tree(Place):
         kinds = kinds_in(columns.values[::sparse])
         if not kinds <= _WRITTEN:
             raise ValueError(f"items of the classes {kinds - _WRITTEN} cannot be written")
-        self._has_sets = not kinds.isdisjoint((set, frozenset))
         self._has_arrays = not kinds.isdisjoint((torch.Tensor, np.ndarray))
         self.nbytes = len(written(container, sparse, self._has_arrays)) * sparse
         self.step = max(-(-count // ITEMS), 1) if self._has_arrays or self.nbytes > room else 1
@@ -361,7 +360,7 @@ class Tree(Place):
             keys, values = marshal.loads(content)
             count = -(-length // self.step)
             content = marshal.dumps((keys[:count], values[:count]), 2)
-        yield _canonical(marshal.loads(content)) if self._has_sets else content
+        yield content  # `marshal` sorts the items of a set
 
 
 class Array(Place):
@@ -632,18 +631,3 @@ def _code_bytes(code: types.CodeType) -> bytes:
     inner = b"".join(_code_bytes(part) for part in code.co_consts if isinstance(part, types.CodeType))
     constants = [_repr(part) for part in code.co_consts if not isinstance(part, types.CodeType)]
     return code.co_code + repr((code.co_names, constants)).encode(errors="replace") + inner
-
-
-def _canonical(node: Any) -> bytes:
-    """Builtin containers as bytes, blind to the order of sets."""
-    return marshal.dumps(_without_sets(node), 2)
-
-
-def _without_sets(node: Any) -> Any:
-    if isinstance(node, set | frozenset):
-        return sorted(map(_repr, node))
-    if isinstance(node, dict):
-        return {key: _without_sets(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return list(map(_without_sets, node))
-    return node

@@ -89,6 +89,7 @@ class Witness:
         transforms: functions beside the source whose results are cached, too.
 
     Example:
+        >>> from torch.utils.data import Dataset
         >>> class Labelled(Dataset):
         ...     def __init__(self):
         ...         self.labels = [0] * 100

@@ -451,7 +451,7 @@ HARMLESS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "set_epoch that is ignored": (plain(lambda s: s.set_epoch(3), epoch=0), {"epoch"}),
     "weights for the sampler": (plain(lambda s: s.weights.__setitem__(slice(9), 2.0)), {"weights"}),
     "failed files": (plain(lambda s: s.failed.extend(range(99))), {"failed"}),
-    "a ring of losses": (plain(lambda s: s.losses.extend(range(99))), {"losses"}),
+    "a ring of losses": (plain(lambda s: s.losses.extend([time.time()] * 99)), {"losses"}),
     "a Hugging Face dataset": (of_library("datasets", in_datasets), set()),
     "the model's config": (of_library("transformers", with_model), {"use_cache"}),
     "a lock and a thread": (
