@@ -11,6 +11,7 @@
 - `_BaseDataLoaderIter`: the base class of DataLoader's iterators. Without it, `is_loader_iterator` fails.
 - `_utils.worker._worker_info` and `WorkerInfo`: give a filler of a rolling cache its part of a stream. Without them,
   the filler draws the whole stream.
+- `Tensor._version`: the number of writes to a tensor. Without it, only a network's first bytes tell of a change.
 - `distributed_c10d._get_default_store`: without it, ranks send messages over a store that this package makes.
 
 The names are the same from torch 2.4 to 2.15.
@@ -54,6 +55,7 @@ __all__ = [
     "pinned",
     "set_worker_dataset",
     "shut_down",
+    "version_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -236,6 +238,11 @@ def become_worker(number: int, workers: int, seed: int, dataset: Any) -> None:
 def is_loader_iterator(value: Any) -> bool:
     """Whether a value is an iterator of a DataLoader."""
     return isinstance(value, dataloaders._BaseDataLoaderIter)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been written to in place, as far as torch counts it."""
+    return getattr(tensor, "_version", 0)
 
 
 def draws_all_once(sampler: Sampler[Any]) -> bool:

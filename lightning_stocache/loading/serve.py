@@ -73,7 +73,7 @@ class CachedSource:
     ) -> None:
         self.transform, self.knows_ranks = transform, False
         self._is_copy = is_copy
-        self._state = SourceState(opened.request.source, getattr(opened.tail, "steps", ()))
+        self.witness = SourceState(opened.request.source, getattr(opened.tail, "steps", ()))
         self._served = _Served()
         self._schedule = Schedule()
         self._epoch = 0  # of the CachedLoaders in this process
@@ -105,7 +105,7 @@ class CachedSource:
     def sample(self, index: SupportsIndex) -> Any:
         """The finished sample of an index. The source itself answers for a list, a slice or another key."""
         self.refresh()
-        with self._state:
+        with self.witness:
             try:
                 position = position_of(index, self.source)
             except TypeError:
@@ -127,7 +127,7 @@ class CachedSource:
         Without a cache and without transforms they are the result of the source's own `__getitems__`.
         """
         self.refresh()
-        with self._state:
+        with self.witness:
             try:
                 positions = [position_of(index, self.source) for index in indices]
             except TypeError:  # a sampler's keys, which only the source understands
@@ -169,7 +169,7 @@ class CachedSource:
         Returns:
             The odd samples, by row; the content of their rows is undefined.
         """
-        with self._state:
+        with self.witness:
             cache, positions = cast(Store, self.opened.cache), [position_of(index, self.source) for index in indices]
             places = cache.lookup(np.array(positions, dtype=np.int64), verify=True)
             once = len(set(positions)) == len(positions)
@@ -188,7 +188,7 @@ class CachedSource:
         self.refresh()
         if (cache := self.cache) is None:
             return False
-        with self._state:
+        with self.witness:
             mine, _ = cache.divide([index])
             return not mine or cache.has_room(self.load(cache, mine, served=False)[0])
 
@@ -435,7 +435,7 @@ class CachedSource:
     def _finished(self, sample: Any) -> Any:
         if type(sample) is not Odd:
             return self._transformed(self.opened.with_tail(sample))
-        with self._state:  # the whole source may read the sample again
+        with self.witness:  # the whole source may read the sample again
             whole = self.opened.with_tail(sample)
         return self._transformed(whole)
 
@@ -447,7 +447,7 @@ class CachedSource:
     @property
     def change(self) -> str | None:
         """The place in the source that has changed since it was cached; None without a change."""
-        return self._state.look()
+        return self.witness.look()
 
     @property
     def hears_change(self) -> bool:
@@ -461,8 +461,8 @@ class CachedSource:
         if self.hears_change:
             return True
         change = self.change
-        if change is None and self._state.doubtful:
-            change = self._look_for(self._state.take_doubtful())
+        if change is None and self.witness.doubtful:
+            change = self._look_for(self.witness.take_doubtful())
         if change is None:
             return False
         self._give_up(_changed(f"its `{change}`"))
@@ -521,7 +521,7 @@ class CachedSource:
             return Look(change=f"its `{verdict.change}`")
         common = self._common
         content = common.content() if common else None
-        with self._state, reading(self._heads):
+        with self.witness, reading(self._heads):
             look = read_again(
                 self.opened.source,
                 cache,
@@ -574,12 +574,12 @@ class CachedSource:
         cache = self.cache
         if cache is None or self.opened.request.allow_random:
             return None
-        with self._state, reading(self._heads):
+        with self.witness, reading(self._heads):
             look = read_again(self.opened.source, cache, AT_ONCE)
         self._count_look(look)
         if look.change is not None:
             return min(paths)
-        self._state.excuse(paths)
+        self.witness.excuse(paths)
         return None
 
     def look_by_itself(self, samples: int) -> None:

@@ -258,6 +258,7 @@ _FIRST = 256  # items of a container that are: a list of a million paths has no 
 _KNOWN = sys.stdlib_module_names | {
     *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "kornia", "lightning", "lightning_stocache"),
     *(
+        "hydra",
         "lmdb",
         "monai",
         "numpy",
@@ -346,6 +347,12 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from _attributes(node)
 
 
+def is_of_library(owner: Any) -> bool:
+    """Whether a class, function or module belongs to a library whose code need not be followed."""
+    name = getattr(owner, "__name__" if isinstance(owner, types.ModuleType) else "__module__", None)
+    return isinstance(name, str) and _top(name) in _KNOWN
+
+
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
     for base in kind.__mro__:
         known = _top(base.__module__) in _KNOWN
@@ -386,11 +393,6 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 def named_globals(function: types.FunctionType) -> list[str]:
     """The names in a function's code that may be globals; none for a library's."""
     return [] if is_of_library(function) else list(dict.fromkeys(names_in(function.__code__)))
-
-
-def is_of_library(node: Any) -> bool:
-    """Whether a class or function comes from a library whose code is not followed."""
-    return _top(node.__module__) in _KNOWN
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:

@@ -105,6 +105,11 @@ class SourceState:
             self._parts = []  # they hold objects that the user may have replaced to free them
         return self._change
 
+    @property
+    def machinery(self) -> frozenset[str]:
+        """The paths that reads move."""
+        return frozenset(self._moves)
+
     def take_doubtful(self) -> set[str]:
         """The doubtful paths, which are none from now on."""
         doubtful, self.doubtful = self.doubtful, set()

@@ -3,9 +3,9 @@
 The datasets of a call share the budget as they become known (`call_loaders`). A dataset is recognised by its object,
 and has one cache for the call. A later stage that draws indices without a slot gets a cache of its own.
 
-A hook may return another object in place of a dataset. If the compared samples are equal (`same_data`), the new object
-uses the cache of the old one. If samples differ, the old cache is closed, and the new cache starts empty. When that has
-happened twice without a hit, the stage is not cached any more.
+A hook may return another object in place of a dataset. If its state and the compared samples are equal (`same_data`),
+the new object uses the cache of the old one. If they differ, the old cache is closed, and the new cache starts empty.
+When that has happened twice without a hit, the stage is not cached any more.
 
 The new object may be longer, and a dataset may grow in place. When its loaders are made again, a larger cache opens,
 and takes over the samples of the smaller one, if the compared ones are equal; both take memory meanwhile. There is no
@@ -112,7 +112,8 @@ class _Open:
             before, after = (cached_source(cast(CachedDataset, opened.dataset)).opened for opened in (self, larger))
             if before.counters is not None and after.counters is not None:
                 after.counters.take_matters(before.counters)
-            return before.cache is not None and take_over(after, before.cache)
+            moved = cached_source(cast(CachedDataset, self.dataset)).witness.machinery
+            return take_over(after, before, moved)
 
         if not group.lead(copy):
             larger.dataset.close()
@@ -268,15 +269,22 @@ class CallCaches:
     def _replace_sources(self, requests: Sequence[CacheRequest]) -> None:
         """Let an open cache serve the object that replaces its dataset, if both have the same samples."""
         asked = {id(request.source) for request in requests}
-        for new in requests:
-            caches = [opened for opened in self._open if _stage(new) in opened.stages]
-            if new.source in self or new.domain is not None or len(caches) != 1:
+        stages: dict[str, dict[int, CacheRequest]] = {}
+        for request in requests:
+            stages.setdefault(_stage(request), {})[id(request.source)] = request
+        pairs: list[tuple[_Open, CacheRequest]] = []
+        for stage, asked_for in stages.items():
+            caches = [opened for opened in self._open if stage in opened.stages]
+            if len(caches) == len(asked_for):  # the loaders of a stage come in one order
+                pairs += zip(caches, asked_for.values(), strict=True)
+        for opened, new in pairs:
+            if new.source in self or new.domain is not None:
                 continue
-            [opened] = caches
             if opened.idle or id(opened.source) in asked or not isinstance(opened.dataset, CachedDataset):
                 continue
-            before = cached_source(opened.dataset).opened
-            if all(self._group.exchange(is_continued(before, new.source))):
+            cached = cached_source(opened.dataset)
+            before = cached.opened
+            if all(self._group.exchange(is_continued(before, new.source, cached.witness.machinery))):
                 cache = replace(before, request=replace(before.request, source=new.source), source=new.source)
                 opened.source, opened.dataset = new.source, dataset_over(CachedSource(cache))
 

@@ -1,0 +1,495 @@
+"""The walk from a source to the places where its state lies.
+
+The walk follows what the code of a read can reach: the attributes and containers of the dataset and its transforms; the
+closures and defaults of functions, and the globals that their instructions load; helper functions, decorators,
+partials, properties and class attributes; environment variables whose names are texts in that code. A method is
+followed when its name is used, so that the code of a logger or a sampler does not count.
+
+Not entered: generators, handles, locks, loggers, devices, memory maps and C objects. Of an object of Lightning only the
+attributes that the code names count. The code of libraries is not followed.
+
+The walk ends after 4,000 objects, and copies of at most 64 MiB are kept. `Reach.complete` says whether that was enough.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import types
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from lightning_stocache.cache.codec import module_name
+from lightning_stocache.source.generators import KINDS, is_of_library
+from lightning_stocache.source.places import (
+    CONTAINERS,
+    ITEMS,
+    MISSING,
+    SMALL,
+    VALUES,
+    Around,
+    Array,
+    Attributes,
+    Column,
+    Content,
+    Items,
+    Place,
+    Tensors,
+    Tree,
+    array_in,
+    attributes_of,
+    node_dict,
+    values_of,
+)
+
+__all__ = ["Reach", "covers", "inside", "is_handle"]
+
+COPIED_BYTES = 64 << 20
+OBJECTS = 4_000
+WATCHED = 64
+"""Datasets and transforms whose attributes are compared before each batch, at about 0.1 us each."""
+
+_ROWS = 1 << 17  # of a frame's column of objects that are compared
+_NOT_READ = ("init", "new", "repr", "str", "reduce", "reduce_ex", "getstate", "setstate", "del", "len", "copy")
+_UNUSED = frozenset(f"__{name}__" for name in _NOT_READ)  # methods that a read does not call
+_BLIND = frozenset(("getattr", "__dict__", "vars", "eval", "exec", "attrgetter"))  # such code may use any name
+_MACHINES = (
+    *("lightning", "pytorch_lightning", "torch.optim", "logging", "threading", "_thread", "_io", "io", "concurrent"),
+    *("queue", "multiprocessing", "socket", "ssl", "tqdm"),
+)
+_FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)
+_HOOKS = frozenset(torch.nn.Module().__dict__) - {"training"}
+_WRAPPED: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__self__", "__func__"),
+    partial: ("func", "args", "keywords"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+}
+
+Node: TypeAlias = tuple[str, Any, Around]
+"""Where an object lies, the object, and the dataset around it."""
+
+
+class Reach:
+    """The places that the code of a read can reach.
+
+    Args:
+        source: the user's dataset.
+        length: number of its samples.
+        tail: objects that are not entered.
+        transforms: functions beside the source whose results are stored, too.
+    """
+
+    def __init__(self, source: Any, length: int, tail: Collection[Any] = (), transforms: Collection[Any] = ()) -> None:
+        self.places: dict[str, Place] = {}
+        self.watched: list[str] = []
+        """Paths of the datasets and transforms, and of the lists that hold them."""
+        self.complete = True
+        self.names = {"forward"}
+        """The names that the code of a read uses."""
+        self._source, self._tail = source, tail
+        self._bytes = self._objects = 0
+        self._known: dict[int, Any] = {}
+        self._methods: dict[str, list[Node]] = defaultdict(list)  # of classes, until their names are used
+        self._machines: list[Node] = []  # objects of Lightning, until all names are known
+        self._texts: set[str] = set()
+        around = Around(length, list)
+        self._known = {id(node): node for node in tail}
+        self._walk([("", source, around), *((f"transform {k}", node, around) for k, node in enumerate(transforms))])
+        for path, node, inner in self._machines:
+            self._walk(self._of_machine(path, node, inner))
+        if not self.names.isdisjoint(("environ", "getenv")):
+            texts = sorted(filter(str.isidentifier, self._texts))
+            self.add("environ", Attributes(lambda: {text: os.environ.get(text) for text in texts}, around, "environ"))
+        self._known = {}
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the code of a read may use names that do not stand in it."""
+        return not _BLIND.isdisjoint(self.names)
+
+    def walk(self, path: str, node: Any, around: Around) -> None:
+        """Walk to the places of an object that has replaced another one."""
+        self._known = {id(node): node for node in self._tail}
+        self._walk([(path, node, around)])
+        self._known = {}
+
+    def add(self, path: str, place: Place, nbytes: int = 0) -> None:
+        """Add a place. `nbytes` is the size of the copy of its content."""
+        place.nbytes = nbytes
+        self._bytes += nbytes
+        self.places[path] = place
+        place.keep(place.read())
+
+    def take(self, path: str) -> dict[str, Place]:
+        """Remove the places of an object and of what lies in it, and return them."""
+        taken = {inner: place for inner, place in self.places.items() if covers((path,), inner)}
+        for inner, place in taken.items():
+            del self.places[inner]
+            self._bytes -= place.nbytes
+        self._objects -= len(taken)
+        return taken
+
+    def _walk(self, nodes: Iterable[Node]) -> None:
+        waiting = deque(nodes)
+        while waiting:
+            path, node, around = waiting.popleft()
+            if issubclass(type(node), VALUES) or id(node) in self._known:
+                continue
+            if self._objects >= OBJECTS:
+                self.complete = False
+                return
+            self._known[id(node)] = node  # held, so that no id is used again
+            self._objects += 1
+            try:
+                waiting.extend(self._visit(path, node, around))
+            except Exception:  # of an object of the user's that only looks like one of these
+                self.complete = False
+
+    def _visit(self, path: str, node: Any, around: Around) -> Iterator[Node]:
+        """Add the places of an object, and yield the objects that it leads to."""
+        kind = type(node)  # never isinstance: a proxy may load what it stands for to answer
+        if issubclass(kind, (*KINDS, types.ModuleType)):
+            return
+        is_user_class = not is_of_library(kind)
+        is_data = issubclass(kind, torch.nn.Module | Dataset)
+        is_machine = any(map(_is_machine, kind.__mro__))
+        if kind is types.FunctionType:
+            yield from self._of_function(path, node, around)
+        elif issubclass(kind, type):
+            yield from self._of_class(node, around)
+        elif kind in _WRAPPED:
+            children = ((name, getattr(node, name)) for name in _WRAPPED[kind])
+            yield from ((f"{path}.{name}", child, around) for name, child in children if child is not None)
+        elif (content := array_in(node)) is not None:
+            self._add_array(path, lambda: cast(Any, array_in(node)), content, around)
+        elif issubclass(kind, np.ndarray) and node.dtype == object:
+            yield from self._of_objects(path, node, around)
+        elif issubclass(kind, torch.Tensor | np.ndarray):
+            self.complete = False  # on a device, or in a file
+        elif kind.__name__ in ("DataFrame", "Series") and kind.__module__.partition(".")[0] in ("pandas", "polars"):
+            self._add_frame(path, node, around)
+        elif issubclass(kind, CONTAINERS):
+            yield from self._of_container(path, node, around)
+            if is_user_class:
+                yield from self._of_object(f"{path}.__dict__", node, around)
+        elif is_machine and is_user_class and not _is_machine(kind):
+            self._machines.append((path, node, around))
+            yield f"{path}.class", kind, around
+        elif is_machine or (hasattr(kind, "close") and not is_user_class and not is_data):
+            return
+        elif node_dict(node) is not None or any(vars(base).get("__slots__") for base in kind.__mro__):
+            yield from self._of_object(path, node, around)
+        elif is_user_class:
+            self.complete = False  # an object of an extension
+        if (function := attributes_of(node).get("__wrapped__")) is not None:
+            yield f"{path}.__wrapped__", function, around
+
+    # ---- objects ----
+
+    def _of_object(self, path: str, node: Any, around: Around) -> Iterator[Node]:
+        kind = type(node)
+        is_known = is_of_library(kind)
+        is_module = issubclass(kind, torch.nn.Module) and "_parameters" in vars(node)
+        self._watch(path, node)
+        attributes = attributes_of(node)
+        has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+        read = partial(attributes_of, node) if has_slots else partial(_same_object, attributes)
+        hidden = _HOOKS if is_module else frozenset[str]()
+        self.add(path, Attributes(read, around, path, kind, is_known, hidden))
+        if is_module:
+            yield from self._of_module(path, node, around)
+        for name, child in list(attributes.items()):
+            if name in hidden:
+                continue
+            inner = around if is_known else around.inside(name)
+            if kind is ConcatDataset and name == "datasets":
+                self.add(inside(path, name), Items(partial(_same_object, child), around, len(child), False))
+                yield from _parts_of(path, node, inner)
+            else:
+                yield inside(path, name), child, _around_child(node, name, child, inner)
+        if not is_known:
+            yield f"{path}.class", kind, around
+
+    def _of_module(self, path: str, module: Any, around: Around) -> Iterator[Node]:
+        """Of a network: its tensors and the modules inside it."""
+        self.add(inside(path, "tensors"), Tensors(module, around))
+        modules = vars(module)["_modules"]
+        if modules:
+            self._watch(inside(path, "modules"), module)
+            self.add(inside(path, "modules"), Attributes(partial(_same_object, modules), around, path, None, True))
+        yield from ((inside(path, name), child, around) for name, child in modules.items() if child is not None)
+
+    def _of_machine(self, path: str, node: Any, around: Around) -> Iterator[Node]:
+        """Of an object of Lightning, the attributes that the code of a read names."""
+        names = frozenset(self.names)
+
+        def read() -> dict[str, Any]:
+            return {name: value for name, value in attributes_of(node).items() if name in names}
+
+        self.add(path, Attributes(read, around, path, type(node)))
+        yield from ((inside(path, name), child, around.inside(name)) for name, child in read().items())
+        if issubclass(type(node), torch.nn.Module):
+            self.add(inside(path, "tensors"), Tensors(node, around))
+            modules = vars(node)["_modules"].items()
+            yield from ((inside(path, name), child, around) for name, child in modules if name in names)
+
+    def _watch(self, path: str, node: Any) -> None:
+        """Compare a dataset or transform before each batch, too."""
+        if len(self.watched) < WATCHED and (node is self._source or _has_state(node)):
+            self.watched.append(path)
+
+    # ---- containers and arrays ----
+
+    def _of_container(self, path: str, node: Any, around: Around) -> Iterator[Node]:
+        values = values_of(node)
+        length, nbytes = len(values), node.__sizeof__()
+        kinds = set(map(type, values))
+        tuples = (value for value in values if type(value) is tuple) if tuple in kinds else ()
+        leaves = (kinds - {tuple}) | set(map(type, chain.from_iterable(tuples)))
+        read = partial(_same_object, node)
+        if all(issubclass(kind, VALUES) for kind in leaves):
+            self.add(path, Items(read, around, length, True), nbytes)
+            return
+        is_set = issubclass(type(node), set | frozenset)
+        step = max(1, -(-length // ITEMS))
+        if length > SMALL and not is_set:
+            with suppress(ValueError):
+                tree = Tree(node, around, COPIED_BYTES - self._bytes)
+                self.add(path, tree, tree.nbytes)
+                self.complete &= tree.step == 1
+                return
+        self.add(path, Items(read, around, length, False), nbytes)
+        if length <= SMALL and not is_set and any(map(_has_state, values)) and len(self.watched) < WATCHED:
+            self.watched.append(path)
+        self.complete &= step == 1
+        keys = list(node) if isinstance(node, dict) else range(length)
+        is_of_samples = length == around.length and around.sample is None
+        for number in range(0, length, step):
+            key, index = keys[number], around.sample
+            if is_of_samples:
+                index = key if isinstance(key, int) else number
+            name = key if type(key) in (int, str) else number
+            yield inside(path, name, is_item=True), values[number], replace(around, sample=index)
+
+    def _of_objects(self, path: str, node: Any, around: Around) -> Iterator[Node]:
+        """Of an array of objects: its items."""
+        values = node.reshape(-1).tolist()
+        is_plain = all(issubclass(kind, VALUES) for kind in set(map(type, values)))
+        self.add(path, Items(lambda: node.reshape(-1).tolist(), around, len(values), is_plain), node.nbytes)
+        if not is_plain:
+            yield from self._of_container(f"{path}.items", values, around)
+
+    def _add_array(self, path: str, read: Callable[[], Content], content: Content, around: Around) -> None:
+        nbytes = content.memory.nbytes
+        in_full = self._bytes + nbytes <= COPIED_BYTES
+        self.complete &= in_full
+        self.add(path, Array(read, around, content, in_full), nbytes if in_full else 0)
+
+    def _add_frame(self, path: str, frame: Any, around: Around) -> None:
+        """Add the columns of a frame of pandas or polars, which are read anew each time: a frame replaces them."""
+        names = list(getattr(frame, "columns", [None]))
+        for number, name in enumerate(names):
+            read = partial(_column, frame, None if name is None else number)
+            content, where = read(), path if name is None else inside(path, name, is_item=True)
+            if isinstance(content, Content):
+                self._add_array(where, read, content, around)
+            elif isinstance(content, list):
+                self.complete &= len(content) == len(frame)
+                self.add(where, Items(read, around, len(content), True), content.__sizeof__())
+            else:
+                self.add(where, Column(read, around, len(frame)))
+
+    # ---- code ----
+
+    def _of_class(self, kind: type, around: Around) -> Iterator[Node]:
+        around = replace(around, names=())
+        for base in kind.__mro__:
+            if is_of_library(base):
+                continue
+            path = f"{module_name(base.__module__)}.{base.__qualname__}"
+            read = partial(_class_attributes, base)
+            if path not in self.places:
+                self.add(path, Attributes(read, around, path))
+            for name, value in read().items():
+                if not _is_method(value):
+                    yield inside(path, name), value, around.inside(name)
+                    continue
+                method = (inside(path, name), value, around)
+                is_called = name.startswith("__") and name.endswith("__") and name not in _UNUSED
+                if name in self.names or is_called:
+                    yield method
+                else:
+                    self._methods[name].append(method)
+
+    def _of_function(self, path: str, function: types.FunctionType, around: Around) -> Iterator[Node]:
+        if is_of_library(function):
+            return
+        around = replace(around, names=())
+        spaces, names = self._read_code(function.__code__)
+        for name in names - self.names:
+            self.names.add(name)
+            yield from self._methods.pop(name, ())
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        if cells:
+            yield from self._of_scope(f"{path}()", f"{path}()", partial(_contents_of, cells), around)
+        module, where = module_name(function.__module__), f"the globals of {function.__qualname__}"
+        namespace = function.__globals__
+        yield from self._of_scope(where, module, partial(_picked, namespace, spaces), around)
+        for inner in _picked(namespace, spaces).values():
+            if type(inner) is types.ModuleType and not is_of_library(inner):
+                read = partial(_picked, vars(inner), names)
+                yield from self._of_scope(f"{where} in {inner.__name__}", inner.__name__, read, around)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        yield from ((f"{path} default {k}", value, around) for k, value in enumerate(defaults))
+
+    def _of_scope(self, path: str, prefix: str, read: Callable[[], Any], around: Around) -> Iterator[Node]:
+        """Of the variables that a function reaches by name."""
+        variables = read()
+        if path not in self.places:
+            self.add(path, Attributes(read, around, prefix))
+        for name, value in variables.items():
+            is_class = isinstance(value, type)
+            if is_class and is_of_library(value):
+                continue
+            if is_class:  # the function may make an object of it
+                inits = (vars(base).get("__init__") for base in value.__mro__)
+                yield from ((f"{inside(prefix, name)}.__init__", init, around) for init in inits if _is_method(init))
+            yield inside(prefix, name), value, around.inside(name)
+
+    def _read_code(self, code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+        """The global names that code loads, and all its names; its texts are noted."""
+        spaces = {step.argval for step in dis.get_instructions(code) if step.opname in _LOADS}
+        names = {*code.co_names, *code.co_freevars}
+        for constant in code.co_consts:
+            if isinstance(constant, str):
+                self._texts.add(constant)
+            elif isinstance(constant, types.CodeType):  # a lambda, a comprehension
+                inner = self._read_code(constant)
+                spaces |= inner[0]
+                names |= inner[1]
+        return frozenset(spaces), frozenset(names)
+
+
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
+
+
+def inside(path: str, name: Any, is_item: bool = False) -> str:
+    """The path of an attribute, or of an item, of the object at a path."""
+    if is_item:
+        return f"{path}[{name!r}]"
+    return f"{path}.{name}" if path else str(name)
+
+
+def covers(paths: Collection[str], path: str) -> bool:
+    """Whether a path is one of several, or lies inside one."""
+    return path in paths or any(path.startswith(outer) and path[len(outer)] in ".[(" for outer in paths)
+
+
+def is_handle(value: Any) -> bool:
+    """Whether it is an open file or the like, a generator that may be seeded anew, or nothing yet."""
+    kind = type(value)
+    if value is None or value is MISSING or issubclass(kind, KINDS):
+        return True
+    return hasattr(kind, "close") and not issubclass(kind, Dataset | torch.nn.Module)
+
+
+def _is_machine(kind: type) -> bool:
+    """Whether a class is of a library that trains, logs, waits or talks, so that its objects change by themselves."""
+    return any(kind.__module__ == name or kind.__module__.startswith(f"{name}.") for name in _MACHINES)
+
+
+def _has_state(node: Any) -> bool:
+    """Whether it is a dataset or a transform: an object whose attributes decide what samples are."""
+    decides = issubclass(type(node), Dataset) or (callable(node) and not isinstance(node, _FUNCTIONS))
+    return decides and node_dict(node) is not None
+
+
+def _is_method(value: Any) -> bool:
+    return type(value) in _METHODS or "__wrapped__" in (node_dict(value) or ())
+
+
+def _same_object(node: Any) -> Any:
+    return node
+
+
+def _class_attributes(kind: type) -> dict[str, Any]:
+    """The methods and the other attributes of a class, without those that Python itself adds."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if _is_method(value) or not ((name.startswith("__") and name.endswith("__")) or name == "_abc_impl")
+    }
+
+
+def _contents_of(cells: dict[str, Any]) -> dict[str, Any]:
+    """The variables in the closure of a function, by name."""
+    contents = {}
+    for name, cell in cells.items():
+        with suppress(ValueError):  # not filled yet
+            contents[name] = cell.cell_contents
+    return contents
+
+
+def _picked(namespace: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    return {name: namespace[name] for name in sorted(names & namespace.keys())}
+
+
+def _around_child(node: Any, name: str, child: Any, around: Around) -> Around:
+    """What is around an attribute: if it is a dataset with other samples, that dataset."""
+    if not issubclass(type(child), Dataset):
+        return around
+    if type(node) is Subset and name == "dataset":
+        return replace(around, length=len(child), outer=partial(_outside_subset, node, around))
+    with suppress(Exception):  # a dataset that has no length yet
+        if len(child) == around.length:
+            return around
+        return replace(around, length=len(child), outer=lambda indices: [])
+    return around
+
+
+def _outside_subset(subset: Any, around: Around, indices: Iterable[int]) -> list[int]:
+    """Indices of the source, given indices of the dataset inside a Subset."""
+    wanted = set(indices)
+    return around.outer([number for number, index in enumerate(subset.indices) if int(index) in wanted])
+
+
+def _parts_of(path: str, node: Any, around: Around) -> Iterator[Node]:
+    """The datasets of a ConcatDataset."""
+    begin = 0
+    for number, (part, end) in enumerate(zip(node.datasets, node.cumulative_sizes, strict=True)):
+        outer = partial(_outside_part, begin, around)
+        yield (
+            inside(f"{path}.datasets" if path else "datasets", number, is_item=True),
+            part,
+            replace(around, length=end - begin, outer=outer),
+        )
+        begin = end
+
+
+def _outside_part(begin: int, around: Around, indices: Iterable[int]) -> list[int]:
+    return around.outer([begin + index for index in indices])
+
+
+def _column(frame: Any, number: int | None) -> Any:
+    """A column of a frame, or a series: a `Content`, a list, or Arrow's own array."""
+    series = frame
+    if number is not None:
+        series = frame.iloc[:, number] if hasattr(frame, "iloc") else frame.to_series(number)
+    values: Any = getattr(series, "array", None)
+    if "Arrow" in type(values).__name__:
+        return values.__arrow_array__()
+    whole = series.to_numpy()
+    content = array_in(whole)
+    return whole[:_ROWS].tolist() if content is None else content

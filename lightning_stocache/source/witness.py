@@ -1,0 +1,435 @@
+"""What a read of a source depends on, compared with an earlier moment.
+
+A `Witness` keeps copies of the state that the source's code can reach (`reach`), and says later what differs:
+
+- "data": an array, or a container of more than 64 items, that the code of a read names. It is a change of the source,
+  unless the samples at `indices` prove otherwise.
+- "setting": a number, a text, a small container, a network, another function or object in a place; also data that no
+  code of a read names, or that merely grew. Samples that are read again decide whether it is a change.
+- "machinery": a handle, or what a read itself moves (a counter, a memo). It is a reason to look at some samples.
+
+Bounds are bytes and objects, never time: 64 MiB of copies, 4,000 objects, 1,024 spread items of a long container of
+objects. `complete` says whether they were enough. No attribute of a user's object is asked for: its `__dict__`, its
+slots and its class tell.
+
+Attributes of the dataset, its transforms and the datasets inside it are also compared before each batch (`look`). For
+other processes and other jobs there is a digest, of data and of settings, blind to identity and to the order of sets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from torch.utils.data import get_worker_info
+
+from lightning_stocache.source.identity import class_name
+from lightning_stocache.source.places import (
+    CONTAINERS,
+    MISSING,
+    SMALL,
+    Around,
+    Attributes,
+    Items,
+    Place,
+    Tensors,
+    is_plain_value,
+    node_dict,
+    same_value,
+)
+from lightning_stocache.source.reach import Reach, covers, inside, is_handle
+
+__all__ = ["Difference", "Kind", "StateDigest", "Sums", "Witness", "digest_of_state", "same_state"]
+
+Kind = Literal["data", "setting", "machinery"]
+
+Sums: TypeAlias = "dict[str, tuple[Kind, bytes]]"
+"""A digest of each place of a state, and whether it is data or a setting."""
+
+_REPLACED = 256  # objects whose replacements are compared by content at once; of more, the places alone count
+
+
+class Difference(NamedTuple):
+    """A place whose content differs from that of an earlier moment.
+
+    Args:
+        path: where it lies, for messages: `transform.p`.
+        kind: what follows from it.
+        indices: the samples that it may concern; None: any.
+    """
+
+    path: str
+    kind: Kind
+    indices: tuple[int, ...] | None = None
+
+
+class StateDigest(NamedTuple):
+    """The state of a source in digests that other processes and other jobs can compare."""
+
+    data: str
+    settings: str
+
+
+class Witness:
+    """The state that reads of a source depend on, compared with that of an earlier moment.
+
+    A copy that is pickled to another process is compared with its state when it arrived; a forked process goes on with
+    the copies that it has inherited. In a loader's worker a new name is no change: `worker_init_fn` tells the worker's
+    copy who it is.
+
+    Every read of this process stands in a `with`, which learns the attributes that reads move; `reading` learns all
+    places.
+
+    Args:
+        source: the user's dataset.
+        tail: transforms that run after the cache, where changes inside them take effect at once.
+        transforms: functions beside the source whose results are cached, too.
+
+    Example:
+        >>> from torch.utils.data import Dataset
+        >>> class Labelled(Dataset):
+        ...     def __init__(self):
+        ...         self.labels = [0] * 100
+        ...
+        ...     def __len__(self):
+        ...         return 100
+        ...
+        ...     def __getitem__(self, index):
+        ...         return self.labels[index]
+        >>> source = Labelled()
+        >>> witness = Witness(source)
+        >>> source.labels[7] = 1
+        >>> witness.differences()
+        [Difference(path='labels', kind='data', indices=(7,))]
+    """
+
+    def __init__(
+        self, source: Any, tail: Collection[Callable[..., Any]] = (), transforms: Collection[Any] = ()
+    ) -> None:
+        self._source, self._tail, self._transforms = source, tail, transforms
+        self._length = len(source)
+        self._lengths = {self._length}  # a source may grow
+        self._machinery = set[str]()
+        self._change: str | None = None
+        self._pending: list[Difference] = []
+        self._remember()
+
+    def _remember(self) -> None:
+        self._reach = Reach(self._source, self._length, self._tail, self._transforms)
+        places = self._reach.places
+        self._watched = {path: places[path] for path in self._reach.watched if path in places}
+
+    @property
+    def machinery(self) -> frozenset[str]:
+        """The places that reads move."""
+        return frozenset(self._machinery)
+
+    def learn(self, paths: Collection[str]) -> None:
+        """Take over the places that reads move in another process."""
+        self._machinery.update(paths)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that the source's code can reach is compared."""
+        return self._reach.complete
+
+    # ---- before each batch ----
+
+    def look(self) -> str | None:
+        """Where an attribute has changed, for instance `transform.p`; None while none has. The first change stays."""
+        if self._change is None and (moved := self._moved()):
+            self._change = moved[0]
+            self._watched = {}
+        return self._change
+
+    def __enter__(self) -> None:
+        """Begin a read of the source by this process."""
+
+    def __exit__(self, *_: object) -> None:
+        """End the read, and learn which attributes it has moved."""
+        if moved := self._moved():
+            self._machinery.update(moved)
+
+    def _moved(self) -> list[str]:
+        """The paths of watched attributes that have changed."""
+        found: list[str] = []
+        for path, place in self._watched.items():
+            content = place.read()
+            if place.is_same(content):
+                continue
+            for name, old, new in _changed_values(place, content):
+                child = _child_path(path, place, name)
+                if child not in self._machinery and self._is_change(old, new):
+                    found.append(child)
+        return found
+
+    def _is_change(self, old: Any, new: Any) -> bool:
+        """Whether a new value of an attribute changes the source."""
+        if same_value(old, new) or (is_handle(old) and is_handle(new)):
+            return False
+        if old is MISSING and get_worker_info() is not None:
+            return False
+        return not self._is_growth(old, new)
+
+    def _is_growth(self, old: Any, new: Any) -> bool:
+        """Whether an attribute is the length of a source that has grown. A source that was cut cannot tell its copy."""
+        if self._tail or type(old) is not int or old not in self._lengths or new != len(self._source):
+            return False
+        self._lengths.add(new)
+        return True
+
+    # ---- in an epoch ----
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around reads of this process: learn every place that they move."""
+        self._pending += self._compare()
+        try:
+            yield
+        finally:
+            self._machinery.update(difference.path for difference in self._compare())
+
+    def differences(self) -> list[Difference]:
+        """What differs from the last call, whose state is replaced by that of now."""
+        found, self._pending = self._pending + self._compare(), []
+        judged: dict[Difference, None] = {}
+        for difference in found:
+            if covers(self._machinery, difference.path):
+                difference = Difference(difference.path, "machinery")
+            judged[difference] = None
+        return list(judged)
+
+    def _compare(self) -> list[Difference]:
+        found: list[Difference] = []
+        self._replaced = 0
+        for path in list(self._reach.places):
+            place = self._reach.places.get(path)
+            if place is None:  # an object around it has been replaced
+                continue
+            try:
+                found += self._compared(path, place)
+            except Exception as error:  # of foreign objects that are compared
+                found.append(Difference(f"{path} ({type(error).__name__})", "machinery"))
+        return found
+
+    def _compared(self, path: str, place: Place) -> Iterator[Difference]:
+        """What differs in one place."""
+        content, earlier = place.read(), place.earlier
+        with suppress(TypeError, ValueError):  # arrays inside have no such answer
+            if place.is_same(content):
+                return
+        if isinstance(place, Attributes):
+            values = _changed_values(place, content)
+            place.keep(content)
+            for name, old, new in values:
+                around = place.around if place.is_known else place.around.inside(name)
+                yield from self._value(_child_path(path, place, name), old, new, around)
+            return
+        if isinstance(place, Tensors):
+            place.keep(content)
+            yield Difference(path, "setting")
+            return
+        if isinstance(place, Items) and not isinstance(content, set | frozenset) and not place.is_plain:
+            values = _changed_values(place, content)
+            place.keep(content)
+            yield from self._objects(path, place, content, values)
+            return
+        changed, grew = place.changed(earlier, content)
+        place.keep(content)
+        keys = [key for key in changed if type(key) is str]
+        is_named = isinstance(content, dict) and len(keys) == len(changed) and len(content) <= SMALL
+        if is_named and not place.is_of_samples:  # what reads move is learned by key
+            new = [key for key in content if key not in set(earlier[0])]
+            yield from (Difference(inside(path, key, is_item=True), "setting") for key in [*keys, *new])
+        elif changed or grew or not isinstance(place, Items):
+            yield self._judged(path, place, changed, grew)
+
+    def _objects(
+        self, path: str, place: Items, content: Any, values: list[tuple[Any, Any, Any]]
+    ) -> Iterator[Difference]:
+        """What differs in a container of objects, given its keys whose values are other objects now."""
+        changed, grew = [], False
+        for key, old, new in values:
+            if old is MISSING:
+                grew = True
+            elif new is MISSING or (is_plain_value(old) and is_plain_value(new)):
+                changed.append(key)
+            else:
+                index = key if place.is_of_samples and type(key) is int else place.around.sample
+                around = replace(place.around, sample=index)
+                yield from self._value(inside(path, key, is_item=True), old, new, around)
+        if isinstance(content, dict) and len(content) <= SMALL and not place.is_of_samples:
+            new_keys = [key for key, old, _ in values if old is MISSING]
+            yield from (Difference(inside(path, key, is_item=True), "setting") for key in [*changed, *new_keys])
+        elif changed or grew:
+            yield self._judged(path, place, changed, grew)
+
+    def _value(self, path: str, old: Any, new: Any, around: Around) -> Iterator[Difference]:
+        """What differs where another object stands: the content of the two, if it is known."""
+        if same_value(old, new) or self._is_growth(old, new):
+            return
+        if is_handle(old) and is_handle(new):
+            yield Difference(path, "machinery")
+            return
+        if old is MISSING and get_worker_info() is not None:
+            self._reach.walk(path, new, around)
+            return
+        before = self._reach.take(path)
+        self._replaced += 1
+        is_comparable = self._replaced <= _REPLACED
+        if is_comparable:
+            self._reach.walk(path, new, around)
+        else:
+            self._reach.complete = False
+        if type(old) is not type(new):
+            is_data = any(self._judged(path, place, [], False).kind == "data" for place in before.values())
+            yield Difference(path, "data" if is_data else "setting", self._sample(around))
+        elif not before and not _is_same_foreign(old, new):
+            is_foreign = not (is_plain_value(old) or callable(old) or isinstance(old, CONTAINERS))
+            yield self._judged(path, Place(_nothing, around, SMALL + 1 if is_foreign else None), [], False)
+        else:
+            for inner, place in before.items():
+                now = self._reach.places.get(inner)
+                if now is None or type(now) is not type(place):
+                    yield self._judged(inner, place, [], False)
+                else:
+                    now.earlier = place.earlier
+                    yield from self._compared(inner, now)
+
+    def _sample(self, around: Around) -> tuple[int, ...] | None:
+        return None if around.sample is None else tuple(around.outer([around.sample])) or None
+
+    def _judged(self, path: str, place: Place, changed: list[Any], grew: bool) -> Difference:
+        """The kind of a difference, and the samples that it may concern."""
+        around = place.around
+        is_named = self._is_named(around)
+        if around.sample is not None:
+            return Difference(path, "data" if is_named else "setting", self._sample(around))
+        if place.is_of_samples and changed and not grew:
+            indices = self._indices(place, changed)
+            if indices is not None:
+                outer = tuple(around.outer(indices))
+                return Difference(path, "data" if is_named and outer else "setting", outer or None)
+        is_small = not place.is_of_samples and (place.length is None or place.length <= SMALL)
+        only_grew = grew and not changed
+        return Difference(path, "setting" if is_small or not is_named or only_grew else "data")
+
+    def _indices(self, place: Place, keys: list[Any]) -> list[int] | None:
+        """The indices of samples, given keys of a container with an item for each sample."""
+        if all(type(key) is int for key in keys):
+            return keys
+        numbers: dict[str, int] = {}
+        for other in self._reach.places.values():  # a name stands in a list of names
+            if isinstance(other, Items) and other.is_of_samples and type(other.earlier) is tuple:
+                for number, item in enumerate(other.earlier[1]):
+                    names = item if type(item) is tuple else (item,)
+                    numbers.update((name, number) for name in names if type(name) is str)
+        indices = [key if type(key) is int else numbers.get(key, -1) for key in keys]
+        return None if -1 in indices else indices
+
+    # ---- for other processes and jobs ----
+
+    def digest(self) -> StateDigest:
+        """Digests of the state now, without what reads move."""
+        sums = {"data": hashlib.blake2b(digest_size=16), "setting": hashlib.blake2b(digest_size=16)}
+        for path, (kind, digest) in sorted(self.sums().items()):
+            if not covers(self._machinery, path):
+                sums[kind].update(path.encode(errors="replace") + b"\0" + digest)
+        return StateDigest(sums["data"].hexdigest(), sums["setting"].hexdigest())
+
+    def sums(self, length: int | None = None) -> Sums:
+        """A digest of each place now: what `digest` summarises.
+
+        Args:
+            length: leave out the items from this one on, of places with an item for each sample: a source that only
+                grew has the digests that it had.
+        """
+        sums: Sums = {"class": ("data", class_name(self._source).encode())}
+        for path, place in self._reach.places.items():
+            with suppress(Exception):  # of objects of the user's that are read
+                content = place.read()
+                if isinstance(place, Attributes):
+                    values = ((name, value) for name, value in content.items() if not is_handle(value))
+                    sums |= {
+                        inside(place.prefix, name): ("setting", place.described(value))
+                        for name, value in values
+                        if name not in place.hidden and not same_value(value, place.missing(name))
+                    }
+                    continue
+                shown, most = place.length, None
+                if place.is_of_samples and place.around.length == self._length and length is not None:
+                    shown = most = length
+                digest = hashlib.blake2b(f"{type(place).__name__} {shown}".encode(), digest_size=16)
+                for part in place.parts(content, most):
+                    digest.update(part)
+                sums[f"{path}[content]"] = "data" if self._is_data(place) else "setting", digest.digest()
+        return sums
+
+    def _is_data(self, place: Place) -> bool:
+        is_long = place.is_of_samples or (place.length or 0) > SMALL or place.around.sample is not None
+        return is_long and not isinstance(place, Tensors) and self._is_named(place.around)
+
+    def _is_named(self, around: Around) -> bool:
+        """Whether the code of a read names a place."""
+        return self._reach.is_blind or self._reach.names.issuperset(around.names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.look()
+        # The copies hold objects that the source itself may not send.
+        return {name: value for name, value in vars(self).items() if name not in ("_reach", "_watched")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._remember()
+        if self._change is not None:
+            self._watched = {}
+
+
+def digest_of_state(sums: Sums) -> str:
+    """The digests of all places in one text."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path, (_, content) in sorted(sums.items()):
+        digest.update(path.encode(errors="replace") + b"\0" + content)
+    return digest.hexdigest()
+
+
+def same_state(ours: Sums, theirs: Sums, moved: Collection[str] = ()) -> bool:
+    """Whether two states are equal, but for places that reads move."""
+    differing = (path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
+    return all(covers(moved, path) for path in differing)
+
+
+def _changed_values(place: Place, content: Any) -> list[tuple[Any, Any, Any]]:
+    """Names or keys with other objects than before, and both objects."""
+    old, new = place.values(place.earlier), place.values(content)
+    pairs = []
+    for name in {**old, **new}:
+        before = old[name] if name in old else place.missing(name)
+        after = new[name] if name in new else place.missing(name)
+        if before is not after:
+            pairs.append((name, before, after))
+    return pairs
+
+
+def _child_path(path: str, place: Place, name: Any) -> str:
+    if isinstance(place, Attributes):
+        return inside(place.prefix, name)
+    return inside(path, name, is_item=True)
+
+
+def _is_same_foreign(old: Any, new: Any) -> bool:
+    """Whether two objects of a library hold the same table, as far as the library tells."""
+    package = type(old).__module__.partition(".")[0]
+    if package == "pyarrow" and hasattr(type(old), "equals"):
+        return bool(old.equals(new))
+    if package == "datasets":
+        fingerprints = [(node_dict(node) or {}).get("_fingerprint") for node in (old, new)]
+        return fingerprints[0] is not None and fingerprints[0] == fingerprints[1]
+    return False
+
+
+def _nothing() -> None:
+    return None

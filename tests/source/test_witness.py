@@ -1,0 +1,735 @@
+"""What a read depends on: data, settings and machinery, seen where they lie; digests for other processes."""
+
+import array
+import ctypes
+import functools
+import io
+import logging
+import multiprocessing
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torchvision.transforms import v2
+
+from lightning_stocache.source import reach
+from lightning_stocache.source.witness import Difference, Witness, same_state
+from lightning_stocache.torch_internals import become_worker
+
+LENGTH = 200
+SHARED = multiprocessing.Value("i", 0)  # makes the memory from which all later ones come
+Change = Callable[[Any], Any]
+
+
+class Source(Dataset[Any]):
+    """Samples that depend on whatever `state` is."""
+
+    def __init__(self, state: Any = None, length: int = LENGTH, **others: Any) -> None:
+        self.state, self.length = state, length
+        vars(self).update(others)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.state
+
+
+@dataclass
+class Row:
+    path: str
+    label: int
+
+
+class Slotted:
+    __slots__ = ("__hidden", "gain")
+
+    def __init__(self, gain: float) -> None:
+        self.gain = gain
+        self.__hidden = gain
+
+    def hide(self, gain: float) -> None:
+        """Change a name that is private to the class."""
+        self.__hidden = gain
+
+
+class Mode(Enum):
+    EASY = 1
+    HARD = 2
+
+
+def labels(kind: str) -> Any:
+    """A label for each sample, in one of the forms that people use."""
+    zeros = [0] * LENGTH
+    forms: dict[str, Callable[[], Any]] = {
+        "list": lambda: zeros,
+        "dict": lambda: dict(enumerate(zeros)),
+        "OrderedDict": lambda: OrderedDict(enumerate(zeros)),
+        "deque": lambda: deque(zeros),
+        "array": lambda: np.zeros(LENGTH, dtype=np.int64),
+        "a part of an array": lambda: np.zeros((LENGTH, 5))[:, 2],
+        "texts": lambda: np.array(["a"] * LENGTH),
+        "objects": lambda: np.array(["a"] * LENGTH, dtype=object),
+        "tensor": lambda: torch.zeros(LENGTH, 2),
+        "bfloat16": lambda: torch.zeros(LENGTH, dtype=torch.bfloat16),
+        "a shared tensor": lambda: torch.zeros(LENGTH).share_memory_(),
+        "array.array": lambda: array.array("l", zeros),
+        "bytearray": lambda: bytearray(LENGTH),
+        "multiprocessing.Array": lambda: multiprocessing.Array("i", LENGTH),
+        "RawArray": lambda: multiprocessing.RawArray("d", LENGTH),
+        "lists": lambda: [["a.png", 0] for _ in zeros],
+        "dicts": lambda: [{"boxes": [[0.0, 0.0, 1.0, 1.0]], "label": 0} for _ in zeros],
+        "dicts of tensors": lambda: [{"label": torch.zeros(2)} for _ in zeros],
+        "objects of a class": lambda: [Row("a.png", 0) for _ in zeros],
+        "tensors": lambda: [torch.zeros(2) for _ in zeros],
+    }
+    return forms[kind]()
+
+
+def relabel(kind: str, state: Any) -> None:
+    """Change two labels in place."""
+    for index in (7, 150):
+        if kind in ("lists",):
+            state[index][1] = 1
+        elif kind in ("dicts", "dicts of tensors"):
+            state[index]["label"] += 1
+        elif kind == "objects of a class":
+            state[index].label = 1
+        elif kind in ("texts", "objects"):
+            state[index] = "b"
+        else:
+            state[index] = 1 if not isinstance(state[index], torch.Tensor) else state[index] + 1
+
+
+LABELS = """list|dict|OrderedDict|deque|array|a part of an array|texts|objects|tensor|bfloat16|a shared tensor
+array.array|bytearray|multiprocessing.Array|RawArray|lists|dicts|dicts of tensors|objects of a class|tensors"""
+
+
+@pytest.mark.parametrize("kind", re.split(r"[|\n]", LABELS))
+def test_labels_that_change_in_place_are_named_by_index(kind: str) -> None:
+    """Whatever holds a label for each sample: the two samples of other labels, once, also within a Subset."""
+    source = Source(labels(kind))
+    subset = Subset(source, list(range(100, 200)))
+    witness, inside = Witness(source), Witness(subset)
+    assert witness.differences() == inside.differences() == []
+    relabel(kind, source.state)
+    assert [difference[1:] for difference in witness.differences()] == [("data", (7, 150))]
+    assert [difference[1:] for difference in inside.differences()] == [("data", (50,))]
+    assert witness.differences() == inside.differences() == []
+    assert witness.complete
+
+
+@pytest.mark.parametrize("kind", ["list", "array", "tensor", "dicts", "multiprocessing.Array"])
+def test_labels_that_are_replaced_are_compared_by_content(kind: str) -> None:
+    """An equal object in their place is no difference; one with two other labels is compared with the old one."""
+    source = Source(labels(kind))
+    witness = Witness(source)
+    source.state = labels(kind)
+    assert witness.differences() == []
+    source.state = labels(kind)
+    relabel(kind, source.state)
+    assert witness.differences() == [Difference("state", "data", (7, 150))]
+
+
+frames = pytest.importorskip("pandas")
+
+
+def test_columns_of_a_frame_are_data() -> None:
+    """Numbers, texts and categories; written in place, or replaced."""
+    frame = frames.DataFrame({"y": np.zeros(LENGTH), "name": ["a"] * LENGTH})
+    frame["kind"] = frames.Categorical(["x"] * LENGTH, categories=["x", "y"])
+    witness = Witness(Source(frame))
+    assert witness.differences() == []
+    for column, value in (("y", 3.0), ("name", "b"), ("kind", "y")):
+        frame.loc[5, column] = value
+        [difference] = witness.differences()
+        assert difference.path == f"state[{column!r}]"
+        assert difference.kind == "data"
+    frame["y"] = np.ones(LENGTH)
+    assert [difference.kind for difference in witness.differences()] == ["data"]
+
+
+gain, CONFIG, TABLE = 1.0, {"size": 32}, [0] * 100
+
+
+def doubled(value: float) -> float:
+    return value * helper()
+
+
+def helper() -> float:
+    return gain + CONFIG["size"]
+
+
+class Reads(Source):
+    """Code that reads what lies outside of the dataset."""
+
+    size = 32
+
+    @functools.wraps(doubled)
+    def decorated(self) -> Any:
+        return TABLE
+
+    def extra(self) -> float:
+        return 0.0
+
+    @property
+    def width(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return doubled(index), self.width, self.extra(), os.environ.get("WITNESS_PART"), self.decorated()
+
+
+def scaled(factor: float) -> Callable[[float], float]:
+    def scale(value: float) -> float:
+        return value * factor
+
+    return scale
+
+
+def cell_of(function: Any) -> Any:
+    return function.__closure__[0]
+
+
+OUTSIDE: dict[str, tuple[Callable[[], Any], Change, str, str]] = {
+    "a global number of a helper's helper": (Reads, lambda _: globals().update(gain=time.time()), "gain", "setting"),
+    "a global dict": (Reads, lambda _: CONFIG.update(size=CONFIG["size"] + 1), "CONFIG['size']", "setting"),
+    "a global list": (Reads, lambda _: TABLE.__setitem__(3, TABLE[3] + 1), "TABLE", "data"),
+    "a class attribute": (Reads, lambda _: setattr(Reads, "size", Reads.size + 1), "Reads.size", "setting"),
+    "the environment": (Reads, lambda _: os.environ.update(WITNESS_PART=str(time.time())), "environ", "setting"),
+    "a method of a class": (
+        lambda: Reads(),
+        lambda _: setattr(Reads, "extra", lambda self: time.time()),
+        "Reads.extra",
+        "setting",
+    ),
+    "a closure": (
+        lambda: Source(scaled(2.0)),
+        lambda s: setattr(cell_of(s.state), "cell_contents", 3.0),
+        "factor",
+        "setting",
+    ),
+    "a default": (
+        lambda: Source(lambda value, table=[0] * 99: table),
+        lambda s: s.state.__defaults__[0].append(1) or s.state.__defaults__[0].__setitem__(0, 1),
+        "default 0",
+        "data",
+    ),
+    "a partial": (
+        lambda: Source(functools.partial(doubled, scale={"by": 1})),
+        lambda s: s.state.keywords["scale"].update(by=2),
+        "keywords['scale']['by']",
+        "setting",
+    ),
+    "a bound method": (
+        lambda: Source(Row("a", 0).__init__),  # type: ignore[misc]
+        lambda s: setattr(s.state.__self__, "label", 4),
+        "__self__.label",
+        "setting",
+    ),
+    "an object in an object": (
+        lambda: Source(types.SimpleNamespace(inner=types.SimpleNamespace(gain=1))),
+        lambda s: setattr(s.state.inner, "gain", 2),
+        "state.inner.gain",
+        "setting",
+    ),
+    "a slot": (lambda: Source(Slotted(1.0)), lambda s: setattr(s.state, "gain", 2.0), "state.gain", "setting"),
+    "a private slot": (lambda: Source(Slotted(1.0)), lambda s: s.state.hide(2.0), "__hidden", "setting"),
+    "an enum": (lambda: Source(Mode.EASY), lambda s: setattr(s, "state", Mode.HARD), "state", "setting"),
+    "a path": (lambda: Source(Path("a")), lambda s: setattr(s, "state", Path("b")), "state", "setting"),
+    "a Value": (
+        lambda: Source(multiprocessing.Value("i", 0)),
+        lambda s: setattr(s.state, "value", 5),
+        "state",
+        "setting",
+    ),
+    "a RawValue": (
+        lambda: Source(multiprocessing.RawValue(ctypes.c_double, 0)),
+        lambda s: setattr(s.state, "value", 5),
+        "state",
+        "setting",
+    ),
+    "a tensor of one number": (lambda: Source(torch.zeros(())), lambda s: s.state.fill_(2), "state", "setting"),
+    "a network": (lambda: Source(torch.nn.Linear(2, 2)), lambda s: s.state.weight.data.fill_(1), "tensors", "setting"),
+    "a step of a network": (
+        lambda: Source(torch.nn.Sequential(torch.nn.ReLU())),
+        lambda s: s.state.__setitem__(0, torch.nn.Tanh()),
+        "state.0",
+        "setting",
+    ),
+    "a function": (lambda: Source(doubled), lambda s: setattr(s, "state", helper), "state", "setting"),
+    "a set": (lambda: Source(set(range(99))), lambda s: s.state.discard(3), "state", "data"),
+    "a table of another length": (lambda: Source([0.5] * 99), lambda s: s.state.__setitem__(4, 1.0), "state", "data"),
+    "a tree": (
+        lambda: Source({k: {"x": [k]} for k in range(99)}),
+        lambda s: s.state[4]["x"].__setitem__(0, -1),
+        "state",
+        "data",
+    ),
+    "parts of a ConcatDataset": (
+        lambda: ConcatDataset([Source(0, 5), Source([0] * LENGTH)]),
+        lambda c: c.datasets[1].state.__setitem__(7, 1),
+        "datasets[1].state",
+        "data",
+    ),
+    "a TensorDataset": (
+        lambda: TensorDataset(torch.zeros(LENGTH, 3), torch.zeros(LENGTH)),
+        lambda s: s.tensors[1].__setitem__(9, 1),
+        "tensors[1]",
+        "data",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_state_is_seen_wherever_the_code_reaches_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with a path that names it, and of the kind that says what follows."""
+    make, change, path, kind = OUTSIDE[name]
+    monkeypatch.setenv("WITNESS_PART", "0")
+    source = make()
+    witness = Witness(source)
+    assert witness.differences() == []
+    change(source)
+    differences = witness.differences()
+    assert {difference.kind for difference in differences} == {kind}
+    assert path in differences[0].path
+    assert witness.differences() == []
+
+
+class Harmless(Source):
+    """Reads that move what decides no sample."""
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__(torch.zeros(LENGTH), **others)
+        self.calls, self.memo, self.file = 0, dict[int, int](), None
+        self.losses, self.failed = deque[float](maxlen=80), list[int]()
+        self.weights = np.ones(LENGTH)
+
+    @functools.cache  # noqa: B019
+    def squared(self, index: int) -> int:
+        return index * index
+
+    def sampler(self) -> Any:
+        """Draw by the weights."""
+        return torch.utils.data.WeightedRandomSampler(list(self.weights), LENGTH)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Note an epoch that no sample depends on."""
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        self.calls += 1
+        self.memo[index] = index
+        return self.state[index], self.squared(index)
+
+
+class Opens(Harmless):
+    """Opens what it reads when it reads first."""
+
+    def __init__(self, opener: Callable[[], Any]) -> None:
+        super().__init__()
+        self.opener, self.handle = opener, None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.handle is None:
+            self.handle = self.opener()
+        return super().__getitem__(index)
+
+
+class Module(LightningDataModule):
+    """A DataModule whose method transforms samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.seen, self.metrics = 0.5, 0, {}
+
+    def changed(self, value: Any) -> Any:
+        return value - self.mean
+
+
+def read_all(source: Any) -> None:
+    for index in range(0, LENGTH, 3):
+        source[index]
+
+
+def of_module() -> Any:
+    module = Module()
+    source = Source(torch.zeros(LENGTH), transform=module.changed, owner=lambda: module)
+    return source, lambda: (
+        setattr(module, "seen", 4),
+        module.metrics.update(loss=1.0),
+        setattr(module, "trainer", None),
+    )
+
+
+def of_library(name: str, make: Callable[[Any], tuple[Any, Callable[[], Any]]]) -> Callable[[], Any]:
+    return lambda: make(pytest.importorskip(name))
+
+
+def in_datasets(datasets: Any) -> Any:
+    table = datasets.Dataset.from_dict({"x": list(range(LENGTH)), "y": ["a"] * LENGTH})
+    return Source(table.with_format("torch")), lambda: [table[index] for index in range(0, LENGTH, 5)]
+
+
+def in_hydra(omegaconf: Any) -> Any:
+    config = omegaconf.OmegaConf.create({"data": {"size": 32, "path": "${oc.env:HOME}"}, "names": ["a", "b"]})
+    return Source(torch.zeros(LENGTH), config=config), lambda: (config.data.path, config.names[1])
+
+
+def with_model(transformers: Any) -> Any:
+    config = transformers.BertConfig()
+    return Source(torch.zeros(LENGTH), config=config), lambda: setattr(config, "use_cache", False)
+
+
+def with_tokenizer(tokenizers: Any) -> Any:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    return Source(torch.zeros(LENGTH), tokenizer=words), lambda: words.encode("a b")
+
+
+def with_progress(tqdm: Any) -> Any:
+    bar = tqdm.tqdm(total=9, file=io.StringIO())
+    return Source(torch.zeros(LENGTH), bar=bar, log=logging.getLogger("witness")), lambda: bar.update(3)
+
+
+def plain(after: Callable[[Any], Any] = lambda source: None, **others: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        source = Harmless(**others)
+        return source, lambda: after(source)
+
+    return make
+
+
+def opens(opener: Callable[[], Any]) -> Callable[[], Any]:
+    def make() -> Any:
+        source = Opens(opener)
+        return source, lambda: source[0]
+
+    return make
+
+
+def of_h5py(h5py: Any) -> Any:
+    return opens(lambda: h5py.File("witness", "w", driver="core", backing_store=False))()
+
+
+def of_zarr(zarr: Any) -> Any:
+    return opens(lambda: zarr.zeros((4, 4)))()
+
+
+HARMLESS: dict[str, tuple[Callable[[], Any], set[str]]] = {
+    "counter, memo, lru_cache": (plain(), set()),
+    "late file": (opens(io.BytesIO), set()),
+    "late h5py": (of_library("h5py", of_h5py), set()),
+    "late zarr": (of_library("zarr", of_zarr), {"handle"}),
+    "a generator that is seeded": (plain(lambda s: setattr(s, "rng", np.random.default_rng(1)), rng=None), set()),
+    "a method of a DataModule": (of_module, set()),
+    "logger and bar": (of_library("tqdm", with_progress), set()),
+    "tokenizer": (of_library("tokenizers", with_tokenizer), set()),
+    "rank, time and run directory": (
+        plain(rank=1, time=time.time(), run=Path("runs/7"), device=torch.device("cpu")),
+        set(),
+    ),
+    "a Hydra config": (
+        of_library("omegaconf", in_hydra),
+        {"_flags_cache"},
+    ),
+    "set_epoch that is ignored": (plain(lambda s: s.set_epoch(3), epoch=0), {"epoch"}),
+    "weights for the sampler": (plain(lambda s: s.weights.__setitem__(slice(9), 2.0)), {"weights"}),
+    "failed files": (plain(lambda s: s.failed.extend(range(99))), {"failed"}),
+    "a ring of losses": (plain(lambda s: s.losses.extend([time.time()] * 99)), {"losses"}),
+    "a Hugging Face dataset": (of_library("datasets", in_datasets), set()),
+    "the model's config": (of_library("transformers", with_model), {"use_cache"}),
+    "a lock and a thread": (
+        plain(lambda s: s.lock.acquire(blocking=False), lock=threading.Lock(), thread=threading.Thread()),
+        set(),
+    ),
+}
+
+
+@pytest.mark.processes  # some libraries start one when they are imported
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_sources_have_no_other_data(name: str) -> None:
+    """What their reads move is machinery; a setting that no sample depends on is left to the samples."""
+    make, settings = HARMLESS[name]
+    source, use = make()
+    witness = Witness(source)
+    with witness.reading():
+        read_all(source)
+    for _ in range(3):
+        use()
+        read_all(source)
+        differences = witness.differences()
+        assert {d.path.rpartition(".")[2] for d in differences if d.kind != "machinery"} <= settings
+        assert not [d for d in differences if d.kind == "data"]
+        assert witness.look() in {None, *settings} | ({"rng"} if "rng" in vars(source) else set())
+
+
+# ---- before each batch ----
+
+
+class Scale:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        return image * self.factor
+
+
+class Images(Dataset[torch.Tensor]):
+    size = 32
+
+    def __init__(self) -> None:
+        self.length = 8
+        self.strength, self.mode, self.crop = 1.0, None, (2, 2)
+        self.pixels = torch.rand(self.length, 4)
+        self.files = ["a", "b"]
+        self.transform: Any = v2.Compose([Scale(2), Scale(3)])
+        self.handle: Any = None
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads += 1
+        self.memo = index
+        return self.transform(self.pixels[index])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"handle": None}
+
+
+CHANGES: dict[str, tuple[Callable[[Images], Any], str | None]] = {
+    "a number": (lambda images: setattr(images, "strength", 2.0), "strength"),
+    "what was the class's": (lambda images: setattr(images, "size", 64), "size"),
+    "a new name": (lambda images: setattr(images, "epoch", 3), "epoch"),
+    "a deleted name": (lambda images: delattr(images, "crop"), "crop"),
+    "another tensor": (lambda images: setattr(images, "pixels", torch.zeros(8, 4)), "pixels"),
+    "another transform": (lambda images: setattr(images, "transform", Scale(2)), "transform"),
+    "a step": (lambda images: images.transform.transforms.pop(), "transform.transforms[1]"),
+    "inside a step": (
+        lambda images: setattr(images.transform.transforms[0], "factor", 5),
+        "transform.transforms[0].factor",
+    ),
+    # no change of samples: equal values, handles and growth
+    "an equal number": (lambda images: setattr(images, "strength", 1.0), None),
+    "an equal list": (lambda images: setattr(images, "files", ["a", "b"]), None),
+    "a file that is opened": (lambda images: setattr(images, "handle", io.BytesIO()), None),
+    "more samples": (lambda images: setattr(images, "length", 9), None),
+}
+
+
+@pytest.mark.parametrize(("change", "path"), CHANGES.values(), ids=CHANGES)
+def test_changes_are_seen_where_they_are(change: Callable[[Images], Any], path: str | None) -> None:
+    """Of the source, of its transform down to its steps, and of a source inside another; for good."""
+    images = Images()
+    states = Witness(images), Witness(Subset(images, [1, 2])), Witness(ConcatDataset([images]))
+    assert [state.look() for state in states] == [None] * 3
+    change(images)
+    for _ in range(2):
+        assert states[0].look() == path
+        if path is not None:
+            assert [state.look() for state in states[1:]] == [f"dataset.{path}", f"datasets[0].{path}"]
+
+
+def test_what_reading_moves_is_no_change() -> None:
+    """What moved in a read may move from then on, as may attributes of steps after the cache, and nothing else."""
+    images = Images()
+    steps = images.transform.transforms
+    state = Witness(images)
+    with state:
+        images[0]
+    assert state.look() is None
+    images[1]  # the user's own read, which nobody announces
+    assert state.look() is None
+    images.strength = 2
+    assert state.look() == "strength"
+    with_tail = Witness(images, tail=[steps[1]])
+    steps[1].factor = 7
+    assert with_tail.look() is None
+    steps[1] = Scale(8)
+    assert with_tail.look() == "transform.transforms[1]"
+
+
+def test_a_copy_is_compared_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees its own changes, and those that were there; a name that worker_init_fn adds to a copy is none."""
+    source = Images()
+    source.handle = open(__file__)  # noqa: SIM115  cannot be pickled
+    with source.handle:
+        sent, state = pickle.loads(pickle.dumps((source, Witness(source))))
+        assert state.look() is None
+        sent.strength = 3
+        assert state.look() == "strength"
+        images, state = pickle.loads(pickle.dumps((source, Witness(source))))
+        late = Witness(source)
+        source.strength = 4
+        assert pickle.loads(pickle.dumps((source, late)))[1].look() == "strength"
+    monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", None)
+    become_worker(3, 5, 7, None)
+    images.worker_id = 3
+    assert state.look() is None
+    images.strength = 8
+    assert state.look() == "strength"
+
+
+# ---- for other processes and jobs ----
+
+
+class Files(Dataset[Any]):
+    def __init__(self, files: Any, rank: int = 0) -> None:
+        self.files, self.rank, self.path = files, rank, f"/tmp/{rank}"
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.files[index]
+
+
+def framed(value: float) -> torch.Tensor:
+    """Images with a black frame, whose middle has this value."""
+    images = torch.zeros(40, 1, 28, 28)
+    images[:, :, 8:20, 8:20] = value
+    return images
+
+
+def test_other_data_has_another_digest() -> None:
+    """Subsets, lists of files, tensors and arrays, inside other datasets too. What ranks have of their own is none."""
+    for left, right in (
+        (Subset(range(10), range(0, 10, 2)), Subset(range(10), range(1, 10, 2))),
+        (Files(["a", "b"]), Files(["a", "c"])),
+        (Files(torch.arange(3)), Files(torch.arange(3) + 1)),
+        (Files(np.arange(40).reshape(2, 20).T), Files(np.arange(1, 41).reshape(2, 20).T)),
+        (Files(framed(1.0)), Files(framed(1.00001))),
+        (Subset(Subset(Files(["a", "b"]), [0]), [0]), Subset(Subset(Files(["a", "c"]), [0]), [0])),
+        (ConcatDataset([Files(["a"])]), ConcatDataset([Files(["b"])])),
+        ([1, 2], (1, 2)),
+    ):
+        assert Witness(left).digest() == Witness(left).digest()
+        assert Witness(left).digest() != Witness(right).digest()
+    ours, theirs = (Witness(Files(["a"] * 9, rank=rank)).digest() for rank in (0, 1))
+    assert ours.data == theirs.data
+    assert ours.settings != theirs.settings
+    assert Witness(Files([0] * 99)).digest().data != Witness(Files([0] * 50 + [1] + [0] * 48)).digest().data
+
+
+def test_a_source_that_grew_has_the_state_that_it_had() -> None:
+    """Without the items that are new, and whatever says how long it is; other labels before them are another state."""
+    short = Source(list(range(100)), 100, array=np.arange(100), pairs=[[k, "a"] for k in range(100)])
+    known = Witness(short).sums()
+    for start, same in ((0, True), (1, False)):
+        states = [start, *range(1, 120)], np.arange(120), [[k, "a"] for k in range(120)]
+        grown = Source(states[0], 120, array=states[1], pairs=states[2])
+        assert same_state(known, Witness(grown).sums(100)) is same
+
+
+def digest_in_a_job(part: str) -> Any:
+    """The digest of a source with sets, functions, a frame and a network, as another job has it."""
+    torch.manual_seed(0)
+    state = {"names": {f"name {k}" for k in range(50)}, "kinds": frozenset("abc"), "by": scaled(2.0)}
+    frame = frames.DataFrame({"y": np.arange(LENGTH), "name": [f"file {k}" for k in range(LENGTH)]})
+    trees = [{"tags": {f"tag {j}" for j in range(9)}, "k": k} for k in range(LENGTH)]
+    return tuple(Witness(Source(state, frame=frame, net=torch.nn.Linear(2, 2), trees=trees, part=part)).digest())
+
+
+@pytest.mark.processes
+def test_a_digest_is_the_same_in_another_job() -> None:
+    """Where strings have other hashes, so that sets have another order; not with another setting."""
+    code = f"from {__name__} import digest_in_a_job as digest; print(*digest('a'))"
+    jobs = []
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        job = subprocess.run(
+            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, check=True, text=True
+        )
+        jobs.append(job.stdout.split())
+    assert jobs[0] == jobs[1] == list(digest_in_a_job("a"))
+    data, settings = digest_in_a_job("b")
+    assert data == jobs[0][0]
+    assert settings != jobs[0][1]
+
+
+# ---- of what reads move, and of bounds ----
+
+
+def test_what_a_read_moves_hides_nothing_beside_it() -> None:
+    """A counter in a dict is learned by its key, and can be told to the witness of another process."""
+    source = Source({"calls": 0, "epoch": 0, "history": [0] * 99})
+    witness, other = Witness(source), Witness(source)
+    with witness.reading():
+        source.state["calls"] += 1
+    assert witness.machinery == {"state['calls']"}
+    other.learn(witness.machinery)
+    source.state.update(calls=2, epoch=1)
+    for each in (witness, other):
+        kinds = {difference.path: difference.kind for difference in each.differences()}
+        assert kinds == {"state['calls']": "machinery", "state['epoch']": "setting"}
+
+
+def test_a_change_before_a_read_is_not_taken_for_its_trace() -> None:
+    """Learning what reads move loses nothing that had changed before."""
+    source = Source([0] * LENGTH)
+    witness = Witness(source)
+    source.state[5] = 1
+    with witness.reading():
+        source.reads = 1
+    assert witness.differences() == [Difference("state", "data", (5,))]
+
+
+def test_bounds_are_bytes_and_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond them, checksums of pages and spread items are compared, and the witness says that this is not all."""
+    monkeypatch.setattr(reach, "COPIED_BYTES", 1 << 16)
+    large = Source(np.zeros(1 << 20, dtype=np.uint8))
+    rows = Source([{"label": k, "text": "a" * 20} for k in range(5_000)], 5_000)
+    many = Source([object() for _ in range(9)] + [Row(str(k), k) for k in range(8_000)], 8_009)
+    witnesses = list(map(Witness, (large, rows, many)))
+    assert not any(witness.complete for witness in witnesses)
+    large.state[:] = 1
+    for row in rows.state:
+        row["label"] += 1
+    for row in many.state[9:]:
+        row.label += 1
+    assert [{d.kind for d in witness.differences()} for witness in witnesses] == [{"data"}] * 3
+
+
+class Proxy:
+    """Loads what it stands for when any attribute is asked for."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"somebody asked for {name}")
+
+
+def test_no_attribute_of_a_users_object_is_asked_for() -> None:
+    """A proxy would load what it stands for."""
+    source = Source({"late": Proxy()}, late=[Proxy() for _ in range(100)])
+    witness = Witness(source)
+    source.state["late"] = Proxy()
+    assert {difference.kind for difference in witness.differences()} <= {"data", "setting"}
+    assert witness.look() is None
+    witness.digest()
+
+
+def test_an_equal_table_of_a_library_is_no_other_data() -> None:
+    """Arrow tells by content, `datasets` by its fingerprint; another table is data."""
+    arrow = pytest.importorskip("pyarrow")
+    source = Source(arrow.table({"x": list(range(LENGTH))}))
+    witness = Witness(source)
+    source.state = arrow.table({"x": list(range(LENGTH))})
+    assert witness.differences() == []
+    source.state = arrow.table({"x": [1] * LENGTH})
+    assert witness.differences() == [Difference("state", "data")]
