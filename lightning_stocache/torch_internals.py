@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import multiprocessing
 import queue
 import time
@@ -115,9 +116,12 @@ class WorkerIterator:
         """The reply of one worker to a question, which leaves the order of requests and replies as it is.
 
         None if the worker has ended, or if its reply is an error.
+
+        Raises:
+            RuntimeError: the loader's `timeout` has passed, as for a batch.
         """
         self._iterator._index_queues[number].put((_ASIDE, question))
-        reply = self._mailbox.aside(number)
+        reply = self._mailbox.aside(number, self._loader.timeout or math.inf)
         return None if isinstance(reply, ExceptionWrapper) else reply
 
     @property
@@ -183,11 +187,19 @@ class _Mailbox:
         self._replies, self._workers = replies, workers
         self._early = deque[Any]()  # replies that have come before the answer to a question
 
-    def aside(self, number: int) -> Any:
-        """The answer of a worker to a question beside the requests; None if it has ended."""
+    def aside(self, number: int, seconds: float) -> Any:
+        """The answer of a worker to a question beside the requests; None if it has ended.
+
+        Raises:
+            RuntimeError: no answer has come within so many seconds.
+        """
+        end = time.monotonic() + seconds
         while True:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise RuntimeError(f"DataLoader timed out after {seconds} seconds")
             try:
-                reply = self._replies.get(timeout=_POLL_SECONDS)
+                reply = self._replies.get(timeout=min(left, _POLL_SECONDS))
             except queue.Empty:
                 if not self._workers[number].is_alive():
                     return None
@@ -203,7 +215,10 @@ class _Mailbox:
         if self._early:
             return self._early.popleft()
         try:
-            return self._replies.get(timeout=timeout)
+            reply = self._replies.get(timeout=timeout)
+            while reply[0] == _ASIDE:  # an answer that came too late
+                reply = self._replies.get(timeout=timeout)
+            return reply
         except (EOFError, ConnectionError, FileNotFoundError):
             # A killed worker closes its sockets before it has ended. DataLoader raises its own error after the end.
             ended = connection.wait([worker.sentinel for worker in self._workers], _ENDING_SECONDS)
