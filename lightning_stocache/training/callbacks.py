@@ -33,9 +33,10 @@ __all__ = ["FillProgress", "StochasticCache"]
 class FillProgress(Callback):
     """Shows the cache in the Trainer's progress bar (tqdm or Rich): `cache_fill` in the first epoch, then `cache_hit`.
 
-    Both are numbers from 0 to 1, as all values in a bar. The fill is the share of this node's slots that are ready. The hit rate is of this node in the epoch so far; if all
-    slots are ready when training starts, the first epoch shows it, too. When the cache is full, one line says what is
-    cached and how many seconds of waiting for data will not be repeated.
+    Both are numbers from 0 to 1, as all values in a bar. The fill is the share of this node's slots that are ready. The
+    hit rate is of this node in the epoch so far; if all slots are ready when training starts, the first epoch shows it,
+    too. When the cache is full, one line says what is cached and how many seconds of waiting for data will not be
+    repeated.
 
     `StochasticCache` needs no FillProgress beside it: it shows the same.
 
