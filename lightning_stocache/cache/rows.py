@@ -183,6 +183,11 @@ class _Branch:
         """Whether all children are leaves."""
         return not any(isinstance(child, _Branch) for child in self.children)
 
+    @cached_property
+    def key_kinds(self) -> dict[Any, type]:
+        """The types of the keys of a dict."""
+        return {key: type(key) for key in self.keys or ()}
+
     def difference(self, node: Any) -> tuple[str, str] | None:
         """What was expected and what came, in words; None if a node matches this container."""
         if node.__class__ is not self.kind:
@@ -190,8 +195,12 @@ class _Branch:
         if self.keys is None:
             if len(node) != len(self.children):
                 return f"a {type_name(self.kind)} of {len(self.children)}", f"one of {len(node)}"
-        # Two OrderedDicts are not equal if their keys come in another order.
-        elif tuple(node) != self.keys if self.kind is OrderedDict else node.keys() != set(self.keys):
+            if attributes := getattr(node, "__dict__", None):
+                return f"a {type_name(self.kind)} without attributes", f"one with {', '.join(attributes)}"
+        # True equals 1. Two OrderedDicts are not equal if their keys come in another order.
+        elif {key: type(key) for key in node} != self.key_kinds or (
+            self.kind is OrderedDict and tuple(node) != self.keys
+        ):
             return f"a {type_name(self.kind)} with the keys {list(self.keys)}", f"the keys {list(node)}"
         return None
 
@@ -348,6 +357,10 @@ def _tree(node: Any, path: str, fields: list[Field]) -> _Branch | int:
         keys = tuple(node)
         parts = [(f"[{key!r}]", node[key]) for key in keys]
     elif isinstance(node, tuple) and hasattr(kind, "_fields"):
+        if attributes := getattr(node, "__dict__", None):
+            raise UnsupportedSampleError(
+                f"{named(path)} is a {type_name(kind)} with attributes of its own: {', '.join(attributes)}"
+            )
         parts = [(f".{name}", part) for name, part in zip(kind._fields, node, strict=True)]
     elif kind in (tuple, list):
         parts = [(f"[{number}]", part) for number, part in enumerate(node)]
@@ -381,7 +394,7 @@ def _assemble(node: _Branch | int, leaves: Sequence[Sequence[Any]], samples: int
     if node.keys is not None:
         return [node.kind(zip(node.keys, row, strict=True)) for row in rows]
     if hasattr(node.kind, "_fields"):
-        return [node.kind(*row) for row in rows]
+        return [tuple.__new__(node.kind, row) for row in rows]  # a constructor may change its arguments
     return rows if node.kind is tuple else [list(row) for row in rows]
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 from lightning_stocache.cache.codec import Memory, aligned, array_dtype
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.source.samples import is_plain, rebuilt
+from lightning_stocache.source.samples import is_namedtuple, is_plain, rebuilt
 
 __all__ = ["Collator", "Packed", "Rows", "is_dense"]
 
@@ -89,6 +89,8 @@ class Collator:
             if kind in (list, tuple) and all(type(value) is torch.Tensor for value in pattern):
                 return lambda fields: kind(fields[first:last])  # a fast way for most batches
             if hasattr(kind, "_fields"):
+                if not is_namedtuple(kind):
+                    raise TypeError(f"the constructor of {kind.__name__} may change its fields")
                 return lambda fields: kind(*(build(fields) for build in builders))
             return lambda fields: kind(build(fields) for build in builders)
         raise TypeError(f"default_collate makes a {kind.__name__} of a field, not a plain tensor")

@@ -158,5 +158,5 @@ def order(tensor: torch.Tensor) -> list[int] | None:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""

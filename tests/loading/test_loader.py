@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from collections import namedtuple
 from contextlib import closing
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, SequentialSampler
 from torchvision.transforms import v2
 
@@ -230,3 +232,66 @@ def test_a_record_that_cannot_be_decoded_is_a_miss(num_workers: int, monkeypatch
             assert (counts.hits, counts.served) == (0, (epoch + 1) * RECORDS)
             monkeypatch.delattr(f"{__name__}.Point", raising=False)
         loader.close()
+
+
+class Halved(namedtuple("Halved", "x y")):
+    """A batch whose constructor computes."""
+
+    def __new__(cls, x: torch.Tensor, y: int) -> Any:
+        return super().__new__(cls, x / 2, y)
+
+
+class Checked(namedtuple("Checked", "x y")):
+    """A batch that pickles itself, and refuses everything but tensors."""
+
+    def __reduce__(self) -> Any:
+        return checked, tuple(self)
+
+
+def checked(*items: Any) -> Checked:
+    assert all(isinstance(item, torch.Tensor) for item in items)
+    return Checked(*items)
+
+
+def packed(samples: Any) -> Any:
+    return pack_sequence(samples, enforce_sorted=False)
+
+
+def packed_in_a_dict(samples: Any) -> Any:
+    return {"x": pack_sequence(samples), "y": [torch.stack(samples)]}
+
+
+def halved(samples: Any) -> Any:
+    return Halved(torch.stack(samples), 1)
+
+
+def checked_batch(samples: Any) -> Any:
+    return checked(torch.stack(samples), torch.ones(2))
+
+
+def cyclic(samples: Any) -> Any:
+    batch: dict[str, Any] = {"x": torch.stack(samples)}
+    batch["all"] = [batch]
+    return batch
+
+
+def one_element(samples: Any) -> Any:
+    table = torch.stack(samples)
+    return {"x": table[:1, 3], "y": table.bfloat16().t()[2:3, :1], "none": table[:0, 1], "number": table[1, 2]}
+
+
+def twice(samples: Any) -> Any:
+    table = torch.stack(samples)
+    return {"x": table, "same": [table, table[:1, :1]], "again": table}
+
+
+@pytest.mark.parametrize("make", [packed, packed_in_a_dict, halved, checked_batch, cyclic, one_element, twice])
+def test_batches_of_any_container_come_from_workers_as_from_dataloader(make: Any) -> None:
+    """With a constructor or a pickle of their own, inside of themselves, of any strides, and with one tensor twice."""
+    samples = [torch.arange(5.0) + index for index in range(6)]
+    with closing(CachedDataset(samples)) as dataset:
+        options = {"num_workers": 1, "collate_fn": make}
+        got, expected = list(CachedLoader(dataset, 3, **options)), list(DataLoader(samples, 3, **options))
+    assert same(got, expected)
+    if make is twice:
+        assert all(batch["x"] is batch["again"] is batch["same"][0] for batch in got)
