@@ -76,6 +76,8 @@ class Collator:
         """A function from fields, in the order of the spec, to the structure of the pattern."""
         kind = type(pattern)
         if kind is torch.Tensor:
+            if not pattern.is_cpu:  # numbers collate to tensors on torch's default device
+                raise TypeError(f"default_collate makes a tensor on {pattern.device} of a field")
             place = len(self._columns)
             self._columns.append(_Column(pattern.dtype, tuple(pattern.shape[1:])))
             return lambda fields: fields[place]
@@ -119,8 +121,8 @@ class _Column:
     def _tensor(self, memory: Any, first: int, end: int) -> torch.Tensor:
         """The samples from `first` to `end` of a tensor or array of bytes, over the same memory."""
         if not self.nbytes:
-            return torch.empty(end - first, *self._shape, dtype=self._dtype)
-        part = torch.as_tensor(memory[first * self.nbytes : end * self.nbytes])
+            return torch.empty(end - first, *self._shape, dtype=self._dtype, device="cpu")
+        part = torch.as_tensor(memory[first * self.nbytes : end * self.nbytes], device="cpu")
         return part.view(self._dtype).view(end - first, *self._shape).data
 
 

@@ -65,6 +65,19 @@ def test_samples_that_have_no_short_cut(monkeypatch, sample, message):
         Collator(SampleSpec.infer(sample))
 
 
+@pytest.mark.parametrize("sample", [(1, 2.0), {"x": np.zeros(2)}, [torch.zeros(2), True]])
+def test_numbers_under_a_default_device_have_no_short_cut(sample):
+    """There default_collate makes tensors on that device, of numbers and of arrays."""
+    spec = SampleSpec.infer(sample)
+    Collator(spec)
+    torch.set_default_device("meta")
+    try:
+        with pytest.raises(TypeError, match="makes a tensor on meta"):
+            Collator(spec)
+    finally:
+        torch.set_default_device(None)
+
+
 # ---- by a worker
 
 

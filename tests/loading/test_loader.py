@@ -295,3 +295,49 @@ def test_batches_of_any_container_come_from_workers_as_from_dataloader(make: Any
     assert same(got, expected)
     if make is twice:
         assert all(batch["x"] is batch["again"] is batch["same"][0] for batch in got)
+
+
+UNDER_A_DEVICE: list[Any] = [
+    lambda index: torch.from_numpy(np.full((3, 80, 80), index, np.uint8)),
+    lambda index: {
+        "x": torch.from_numpy(np.full((2, 9000), index, np.float32)).bfloat16(),
+        "y": torch.empty(0, 2, device="cpu"),
+    },
+    lambda index: (torch.from_numpy(np.full((4 + index % 2,), index)), "text"),
+]
+
+
+def set_meta(worker: int | None = None) -> None:
+    torch.set_default_device("meta")
+
+
+@pytest.mark.parametrize(("make", "num_workers"), [*((make, 0) for make in UNDER_A_DEVICE), (UNDER_A_DEVICE[1], 1)])
+def test_batches_under_a_default_device_are_those_of_dataloader(make: Any, num_workers: int) -> None:
+    """Samples and the memory of batches stay on the CPU."""
+    source = Made(make, 6)
+    options: dict[str, Any] = {"num_workers": num_workers, "worker_init_fn": set_meta}
+    if make is UNDER_A_DEVICE[2]:
+        options["collate_fn"] = list
+
+    def batches(kind: Any, dataset: Any) -> Any:
+        iterator = iter(kind(dataset, 2, **options))  # draws a seed, for which "meta" will not do
+        try:
+            set_meta()
+            return placed(list(iterator))
+        finally:
+            torch.set_default_device(None)
+
+    expected = batches(DataLoader, source)
+    with closing(CachedDataset(source)) as dataset:
+        for kind in (CachedLoader, DataLoader, CachedLoader):
+            assert batches(kind, dataset) == expected
+        assert totals(dataset).hits > 0
+
+
+def placed(batch: Any) -> Any:
+    """A batch as values that `==` compares, with the devices of its tensors."""
+    if isinstance(batch, torch.Tensor):
+        return str(batch.device), str(batch.dtype), batch.float().tolist() if batch.is_cpu else tuple(batch.shape)
+    if isinstance(batch, dict):
+        return {name: placed(value) for name, value in batch.items()}
+    return [placed(value) for value in batch] if isinstance(batch, list | tuple) else batch
