@@ -8,7 +8,7 @@ field, and `split` makes samples from it.
 
 Samples come out as they went in, bit for bit: structure, types, dtypes and values. A dict has the key order of the
 first sample. Nothing is ever cast, broadcast or cut to fit. Two things change: tensors and arrays become contiguous,
-and a `numpy.memmap` becomes a plain array.
+and a `numpy.memmap` becomes a plain array. A sample whose leaves have bytes in common is refused; a record keeps views.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lightning_stocache.cache.codec import (
     UnsupportedSampleError,
     memory_of,
     named,
+    overlaps,
     tensor_over,
     type_name,
 )
@@ -286,6 +287,9 @@ class SampleSpec:
             except Exception as error:  # the code of a tensor subclass may raise anything
                 came = f"something else: {error}"
             raise _mismatch(index, field.path, str(field), came)
+        if overlaps(leaves):
+            title = "a sample" if index is None else f"sample {index}"
+            raise UnsupportedSampleError(f"{title} has tensors or arrays that are views of the same bytes")
         return leaves
 
     def contents(self, parts: Sequence[Any]) -> list[memoryview]:
