@@ -51,7 +51,11 @@ class StepTimer(Callback):
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, float]] = []
-        """Mean seconds of each part, for each epoch of the last `fit`."""
+        """Mean seconds of each part, for each epoch of the last `fit`, in the process that trained.
+
+        A strategy that trains in processes of its own (`ddp_spawn`, `ddp_fork`) does not bring them back, only the
+        values of the last epoch in `trainer.callback_metrics`.
+        """
         self._clock = StepClock()
         self._methods: list[tuple[Any, str, Any]] = []  # replaced methods: object, name, former attribute
 
