@@ -128,7 +128,7 @@ def check_pool(request: CacheRequest, read: Read, pool: RollingStore) -> None:
     indices = np.flatnonzero(slots != NO_PLACE)
     indices = indices[:: max(len(indices) // _TRIED, 1)]
     places = ((index, int(slots[index])) for index in indices.tolist() if pool.is_sound(int(slots[index])))
-    words = _refusal(request, *_compare(Finding(pool.codec), read, pool, places, {}, MORE_COMPARED))
+    words = _refusal(request, *_compare(Finding(pool.codec), read, pool, places, {}, _COMPARED))
     if words is not None:
         raise FingerprintError(words)
 
