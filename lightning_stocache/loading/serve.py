@@ -41,10 +41,10 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, warn_of_odd
 from lightning_stocache.source.common_state import CommonState
 from lightning_stocache.source.generators import Generators, are_draws_evidence
-from lightning_stocache.source.guards import SourceState
-from lightning_stocache.source.looks import AT_ONCE, Difference, Look, Schedule, judged, read_again
+from lightning_stocache.source.looks import AT_ONCE, Look, Schedule, judged, read_again
 from lightning_stocache.source.samples import Bits, bits
 from lightning_stocache.source.transform_split import Head, Tail, reading
+from lightning_stocache.source.witness import Difference, Witness
 
 __all__ = ["CachedSource"]
 
@@ -73,7 +73,7 @@ class CachedSource:
     ) -> None:
         self.transform, self.knows_ranks = transform, False
         self._is_copy = is_copy
-        self.witness = SourceState(opened.request.source, getattr(opened.tail, "steps", ()))
+        self.witness = Witness(opened.request.source, getattr(opened.tail, "steps", ()))
         self._served = _Served()
         self._schedule = Schedule()
         self._epoch = 0  # of the CachedLoaders in this process

@@ -7,7 +7,7 @@ the time of the training so far: fewer samples are read, or a look waits for a l
 sample each in any case.
 
 A sample that differs is read once more, under another seed. If that differs too, the source is random; else it has
-changed. A state that the source is known to depend on may have moved (`Difference`): then samples are read at once.
+changed. A state that the source depends on may have moved (`witness`): then samples are read at once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from lightning_stocache.source.access import batch_reader, one_per_index
 from lightning_stocache.source.generators import Generators, are_draws_evidence
 from lightning_stocache.source.random_split import Probe
 from lightning_stocache.source.samples import bits, same_sample, walk
+from lightning_stocache.source.witness import Difference
 
-__all__ = ["AT_ONCE", "MOST", "Difference", "Look", "Schedule", "Verdict", "judged", "read_again"]
+__all__ = ["AT_ONCE", "MOST", "Look", "Schedule", "Verdict", "judged", "read_again"]
 
 log = logging.getLogger(__name__)
 
@@ -97,21 +98,6 @@ class Schedule:
 # ---- what has moved ----
 
 
-class Difference(NamedTuple):
-    """A state of the source that is not what it was.
-
-    Args:
-        path: where it lies, for messages.
-        kind: "data" is as long as the dataset, or larger than a setting; "setting" is a number, a text, or the like;
-            "machinery" moves when the source is read.
-        indices: of data, the indices of the samples whose places have changed, if that is known.
-    """
-
-    path: str
-    kind: Literal["data", "setting", "machinery"]
-    indices: Sequence[int] = ()
-
-
 class Verdict(NamedTuple):
     """What follows from differences.
 
@@ -149,12 +135,11 @@ def judged(differences: Sequence[Difference], allowed: int) -> Verdict:
         if difference.kind == "machinery":
             hastens = True
             continue
-        if difference.kind == "data" and not len(difference.indices):
-            return Verdict(change=difference.path)
-        if difference.kind == "setting" and allowed < AT_ONCE:
+        is_data = difference.kind == "data"
+        if (is_data and not difference.indices) or (not is_data and allowed < AT_ONCE):
             return Verdict(change=difference.path)
         path = path or difference.path
-        if difference.kind == "data":
+        if difference.indices:
             indices += spread_over(difference.indices, AT_ONCE)
         else:
             samples = AT_ONCE

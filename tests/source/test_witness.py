@@ -37,6 +37,12 @@ SHARED = multiprocessing.Value("i", 0)  # makes the memory from which all later 
 Change = Callable[[Any], Any]
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other thread counts: some libraries have started one in an earlier test."""
+    monkeypatch.setattr("lightning_stocache.source.witness.are_draws_evidence", lambda: True)
+
+
 class Source(Dataset[Any]):
     """Samples that depend on whatever `state` is."""
 
@@ -679,6 +685,50 @@ def test_what_a_read_moves_hides_nothing_beside_it() -> None:
     for each in (witness, other):
         kinds = {difference.path: difference.kind for difference in each.differences()}
         assert kinds == {"state['calls']": "machinery", "state['epoch']": "setting"}
+
+
+def test_what_moves_beside_other_threads_is_doubtful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until samples were the same: by a read of this thread or by another one, an attribute or an item of it."""
+    source = Source({"calls": 0}, count=0)
+    witness = Witness(source)
+    monkeypatch.setattr("lightning_stocache.source.witness.are_draws_evidence", lambda: False)
+    with witness.reading(), witness:
+        source.state["calls"] += 1
+        source.count += 1
+    assert witness.machinery == set()
+    doubtful = witness.take_doubtful()
+    assert doubtful == {"state['calls']", "count"}
+    assert (witness.doubtful, witness.look()) == (set(), None)
+    witness.excuse(doubtful)
+    source.count += 1
+    source.state["calls"] += 1
+    assert {difference.kind for difference in witness.differences()} == {"machinery"}
+    begun, ended = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with witness:
+            begun.set()
+            ended.wait()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    begun.wait()
+    source.mode = "b"
+    assert witness.look() is None
+    ended.set()
+    reader.join()
+    assert witness.take_doubtful() == {"mode"}
+
+
+def test_a_copy_knows_what_had_changed_before_it_was_sent() -> None:
+    """It arrives as it is now, and is compared with what the witness of the original had seen."""
+    source = Source([0] * LENGTH)
+    witness = Witness(source)
+    source.state[5] = 1
+    sent = pickle.loads(pickle.dumps(witness))
+    for each in (sent, witness):
+        assert each.differences() == [Difference("state", "data", (5,))]
+        assert each.differences() == []
 
 
 def test_a_change_before_a_read_is_not_taken_for_its_trace() -> None:
