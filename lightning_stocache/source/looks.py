@@ -31,7 +31,7 @@ from lightning_stocache.source.random_split import Probe
 from lightning_stocache.source.samples import bits, same_sample, walk
 from lightning_stocache.source.witness import Difference
 
-__all__ = ["AT_ONCE", "MOST", "Look", "Schedule", "Verdict", "judged", "read_again"]
+__all__ = ["AT_ONCE", "MOST", "Due", "Look", "Schedule", "Verdict", "judged", "read_again"]
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ MOST = 4
 AT_ONCE = 8
 """The samples that are read at once if a state has moved."""
 _SHARE = 0.01  # of the training's time
+_SMALL_COMPARE_NS = 2_000_000  # a comparison that takes less is made in any case
+_SMALL_READ_NS = 20_000_000  # so are the reads of a state that has moved
 _SURE = 2  # the first epochs, which have a look in any case
 _TRIED = 16  # stored samples among which those of a look are drawn
 
@@ -54,6 +56,7 @@ class Schedule:
     Args:
         due: the epoch of the next look; it waits until there is time for it.
         sample_ns: the time of one sample in the last look, in nanoseconds; 0 before the first.
+        compare_ns: the time of the last comparison of the source's state, in nanoseconds.
 
     Example:
         >>> schedule = Schedule()
@@ -66,6 +69,8 @@ class Schedule:
 
     due: int = 1
     sample_ns: int = 0
+    compare_ns: int = 0
+    _compared_ns: int = 0  # since the training began, at the last comparison
 
     def samples(self, epoch: int, spent_ns: int, elapsed_ns: int) -> int:
         """How many samples may be read in an epoch.
@@ -81,6 +86,19 @@ class Schedule:
         # Before the first look nobody knows what a sample takes.
         allowed = min(int(left_ns / self.sample_ns), MOST) if self.sample_ns else int(left_ns > 0)
         return max(allowed, int(epoch <= _SURE))
+
+    def at_once(self, spent_ns: int, elapsed_ns: int) -> int:
+        """How many samples may be read at once, if a state has moved."""
+        left_ns = max(_SHARE * elapsed_ns - spent_ns, _SMALL_READ_NS)
+        return min(int(left_ns / self.sample_ns), AT_ONCE) if self.sample_ns else AT_ONCE
+
+    def compares(self, epoch: int, elapsed_ns: int) -> bool:
+        """Whether the source's state is compared in an epoch: in the first two, and where that takes little time."""
+        left_ns = max(_SHARE * (elapsed_ns - self._compared_ns), _SMALL_COMPARE_NS)
+        if epoch > _SURE and self.compare_ns > left_ns:
+            return False
+        self._compared_ns = elapsed_ns
+        return True
 
     def end(self, epoch: int, samples: int, spent_ns: int) -> None:
         """End a look that has read some samples; the next one is due in 1, 2, 4, 8, ... epochs."""
@@ -168,6 +186,8 @@ class Look:
         cause: "changed"; "random": no two reads are equal; "written": a read writes where others read.
         hastens: whether the next look comes early.
         lends: whether the source hands out its own memory: whoever changes a sample in place changes the source.
+        compare_ns: nanoseconds that it took to compare the source's state.
+        machinery: the places that reads move in the process that looked.
     """
 
     samples: int = 0
@@ -176,6 +196,24 @@ class Look:
     cause: Cause = "changed"
     hastens: bool = False
     lends: bool = False
+    compare_ns: int = 0
+    machinery: frozenset[str] = frozenset()
+
+
+class Due(NamedTuple):
+    """What a look is to do.
+
+    Args:
+        samples: how many stored samples are read again in any case.
+        at_once: how many may be read if the source's state has moved.
+        is_compared: whether the source's state is compared.
+        differences: where it has moved, if this is known.
+    """
+
+    samples: int = 0
+    at_once: int = 0
+    is_compared: bool = False
+    differences: tuple[Difference, ...] = ()
 
 
 def read_again(

@@ -286,11 +286,9 @@ class Witness:
             return
         changed, grew = place.changed(earlier, content)
         place.keep(content)
-        keys = [key for key in changed if type(key) is str]
-        is_named = isinstance(content, dict) and len(keys) == len(changed) and len(content) <= SMALL
-        if is_named and not place.is_of_samples:  # what reads move is learned by key
+        if _is_named_by_key(place, content):  # what reads move is learned by key
             new = [key for key in content if key not in set(earlier[0])]
-            yield from (Difference(inside(path, key, is_item=True), "setting") for key in [*keys, *new])
+            yield from (Difference(inside(path, key, is_item=True), "setting") for key in [*changed, *new])
         elif changed or grew or not isinstance(place, Items):
             yield self._judged(path, place, changed, grew)
 
@@ -308,7 +306,7 @@ class Witness:
                 index = key if place.is_of_samples and type(key) is int else place.around.sample
                 around = replace(place.around, sample=index)
                 yield from self._value(inside(path, key, is_item=True), old, new, around)
-        if isinstance(content, dict) and len(content) <= SMALL and not place.is_of_samples:
+        if _is_named_by_key(place, content):
             new_keys = [key for key, old, _ in values if old is MISSING]
             yield from (Difference(inside(path, key, is_item=True), "setting") for key in [*changed, *new_keys])
         elif changed or grew:
@@ -449,6 +447,13 @@ def same_state(ours: Sums, theirs: Sums, moved: Collection[str] = ()) -> bool:
     """Whether two states are equal, but for places that reads move."""
     differing = (path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
     return all(covers(moved, path) for path in differing)
+
+
+def _is_named_by_key(place: Place, content: Any) -> bool:
+    """Whether a content is a small dict with names as its keys. Other keys are those of a memo."""
+    if place.is_of_samples or not isinstance(content, dict) or len(content) > SMALL:
+        return False
+    return all(type(key) is str for key in content)
 
 
 def _changed_values(place: Place, content: Any) -> list[tuple[Any, Any, Any]]:

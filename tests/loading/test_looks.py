@@ -154,7 +154,7 @@ def test_a_change_in_any_place_is_served_from_its_epoch_on(
         got, says_changed, samples = cached_epochs(make, **options)
         assert same(got, expected)
         assert says_changed
-        assert 2 <= samples <= 5
+        assert 1 <= samples <= 5  # a setting may be a change without a read
         [warning] = warnings(caplog, "has changed")
         assert "transform=" in warning
         assert "RollingCache" in warning
