@@ -531,6 +531,8 @@ class CachedSource:
         if verdict.change is not None:
             return Look(change=f"its `{verdict.change}`", compare_ns=compare_ns)
         look = self._read_again(max(due.samples, verdict.samples), verdict.indices, finds_lent=finds_lent)
+        if look.change is None and look.samples:
+            self.witness.excuse_unread(due.differences)
         if look.cause != "written" and look.change is not None and verdict.path is not None:
             look = replace(look, change=f"its `{verdict.path}`", cause="changed")
         return replace(look, hastens=verdict.hastens, compare_ns=compare_ns, machinery=self.witness.machinery)
@@ -554,8 +556,9 @@ class CachedSource:
         epoch = self._epoch if epoch is None else epoch
         self.witness.learn(look.machinery)
         if look.compare_ns:
-            self._schedule.compare_ns = look.compare_ns
+            self._schedule.note_comparison(look.compare_ns)
         if look.samples:
+            self._schedule.load_ns = look.load_ns // look.samples
             self._schedule.end(epoch, look.samples, look.spent_ns)
             self._count_look(look)
         if look.hastens:

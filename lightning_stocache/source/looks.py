@@ -40,7 +40,7 @@ MOST = 4
 AT_ONCE = 8
 """The samples that are read at once if a state has moved."""
 _SHARE = 0.01  # of the training's time
-_SMALL_COMPARE_NS = 2_000_000  # a comparison that takes less is made in any case
+_SMALL_COMPARE_NS = 5_000_000  # a comparison that takes less is made in any case
 _SMALL_READ_NS = 20_000_000  # so are the reads of a state that has moved
 _SURE = 2  # the first epochs, which have a look in any case
 _TRIED = 16  # stored samples among which those of a look are drawn
@@ -56,7 +56,8 @@ class Schedule:
     Args:
         due: the epoch of the next look; it waits until there is time for it.
         sample_ns: the time of one sample in the last look, in nanoseconds; 0 before the first.
-        compare_ns: the time of the last comparison of the source's state, in nanoseconds.
+        load_ns: of that, the time in the source.
+        compare_ns: the time of a comparison of the source's state, in nanoseconds.
 
     Example:
         >>> schedule = Schedule()
@@ -69,6 +70,7 @@ class Schedule:
 
     due: int = 1
     sample_ns: int = 0
+    load_ns: int = 0
     compare_ns: int = 0
     _compared_ns: int = 0  # since the training began, at the last comparison
 
@@ -90,7 +92,7 @@ class Schedule:
     def at_once(self, spent_ns: int, elapsed_ns: int) -> int:
         """How many samples may be read at once, if a state has moved."""
         left_ns = max(_SHARE * elapsed_ns - spent_ns, _SMALL_READ_NS)
-        return min(int(left_ns / self.sample_ns), AT_ONCE) if self.sample_ns else AT_ONCE
+        return min(int(left_ns / self.load_ns), AT_ONCE) if self.load_ns else AT_ONCE
 
     def compares(self, epoch: int, elapsed_ns: int) -> bool:
         """Whether the source's state is compared in an epoch: in the first two, and where that takes little time."""
@@ -99,6 +101,10 @@ class Schedule:
             return False
         self._compared_ns = elapsed_ns
         return True
+
+    def note_comparison(self, spent_ns: int) -> None:
+        """Note what a comparison took. One that was interrupted counts as twice the one before at most."""
+        self.compare_ns = min(spent_ns, 2 * self.compare_ns) if self.compare_ns else spent_ns
 
     def end(self, epoch: int, samples: int, spent_ns: int) -> None:
         """End a look that has read some samples; the next one is due in 1, 2, 4, 8, ... epochs."""
@@ -182,6 +188,7 @@ class Look:
     Args:
         samples: how many were read.
         spent_ns: nanoseconds that it took.
+        load_ns: of these, nanoseconds in the source.
         change: what is not as it was, in words; None if all is.
         cause: "changed"; "random": no two reads are equal; "written": a read writes where others read.
         hastens: whether the next look comes early.
@@ -196,6 +203,7 @@ class Look:
     cause: Cause = "changed"
     hastens: bool = False
     lends: bool = False
+    load_ns: int = 0
     compare_ns: int = 0
     machinery: frozenset[str] = frozenset()
 
@@ -235,17 +243,19 @@ def read_again(
     dice = random.Random()  # not a process-wide generator, whose draws are the user's
     stored = cache.some_stored(_TRIED)
     asked = [*indices, *dice.sample(stored, min(samples, len(stored)))]
-    read, lends = 0, False
+    read, load_ns, lends = 0, 0, False
     with _undisturbed(source):
         for index in asked:
             before = _stored(cache, index)
             if before is UNREADABLE:
                 continue
+            start = time.perf_counter_ns()
             try:
                 now = _loaded(source, index)
             except Exception:  # the source is the user's, and may raise anything
                 log.debug("sample %d could not be read again", index, exc_info=True)
                 continue
+            load_ns += time.perf_counter_ns() - start
             read += 1
             if not _is_same(before, now, cache.codec, index):
                 cause: Cause = "random" if _differs_each_time(source, index, now, dice.getrandbits(31)) else "changed"
@@ -253,7 +263,7 @@ def read_again(
             if finds_lent and read == 1:
                 read += 1
                 lends = _is_lent(source, index, now)
-    return Look(read, time.perf_counter_ns() - begun, lends=lends)
+    return Look(read, time.perf_counter_ns() - begun, lends=lends, load_ns=load_ns)
 
 
 def _is_lent(source: Any, index: int, now: Any) -> bool:

@@ -24,11 +24,11 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
-from lightning_stocache.source.generators import are_draws_evidence
+from lightning_stocache.source.generators import are_draws_evidence, is_of_library
 from lightning_stocache.source.identity import class_name
 from lightning_stocache.source.places import (
     CONTAINERS,
@@ -85,7 +85,8 @@ class Witness:
 
     Every read of this process stands in a `with`, which learns the attributes that reads move; `reading` learns all
     places. Where several threads run, nobody can tell what moved an attribute: a read, or the user. Its path is
-    `doubtful` until samples have been read again (`take_doubtful`, `excuse`).
+    `doubtful` until samples have been read again (`take_doubtful`, `excuse`). So is a number that no code of a read
+    names.
 
     Args:
         source: the user's dataset.
@@ -119,9 +120,10 @@ class Witness:
         self._machinery = set[str]()
         self._change: str | None = None
         self._pending: list[Difference] = []
+        self._unread = set[str]()  # places with differences that no code of a read names
         self._reading = dict[int, int]()  # how deep each thread is in a read
         self.doubtful = set[str]()
-        """Paths that may have moved by a read of another thread, or have changed."""
+        """Paths where a change may be none: a read of another thread may have moved them, or no read names them."""
         self._remember()
 
     def _remember(self) -> None:
@@ -153,8 +155,11 @@ class Witness:
         moved = self._moved()
         if moved and self._is_read_elsewhere():
             self.doubtful.update(moved)
-        elif moved:
-            self._change = moved[0]
+            return None
+        read = [path for path, is_read in moved.items() if is_read]
+        self.doubtful.update(moved.keys() - read)
+        if read:
+            self._change = read[0]
             self._forget()
         return self._change
 
@@ -166,6 +171,10 @@ class Witness:
     def excuse(self, paths: Collection[str]) -> None:
         """Samples were the same although these attributes had moved: they may move from now on."""
         self._machinery.update(paths)
+
+    def excuse_unread(self, differences: Collection[Difference]) -> None:
+        """Samples were the same although these places differ: those that no code of a read names may move."""
+        self.excuse(self._unread.intersection(difference.path for difference in differences))
 
     def __enter__(self) -> None:
         """Begin a read of the source by this thread."""
@@ -191,9 +200,12 @@ class Witness:
         thread = threading.get_ident()
         return any(reading != thread for reading in list(self._reading))
 
-    def _moved(self) -> list[str]:
-        """The paths of watched attributes that have changed since the last call."""
-        found: list[str] = []
+    def _moved(self) -> dict[str, bool]:
+        """The paths of watched attributes that have changed since the last call.
+
+        Also whether they count as read: all but plain values that no code of a read names.
+        """
+        found: dict[str, bool] = {}
         for path, place in list(self._watched.items()):
             content = place.read()
             with suppress(RuntimeError, ValueError):  # another thread changes it at this moment
@@ -205,7 +217,8 @@ class Witness:
             for name, old, new in values:
                 child = _child_path(path, place, name)
                 if child not in self._machinery and self._is_change(old, new):
-                    found.append(child)
+                    is_plain = all(value is MISSING or is_plain_value(value) for value in (old, new))
+                    found[child] = not is_plain or not _is_of_user(place) or self._is_named(place.around.inside(name))
         return found
 
     def _forget(self) -> None:
@@ -351,6 +364,8 @@ class Witness:
         """The kind of a difference, and the samples that it may concern."""
         around = place.around
         is_named = self._is_named(around)
+        if not is_named:
+            self._unread.add(path)
         if around.sample is not None:
             return Difference(path, "data" if is_named else "setting", self._sample(around))
         if place.is_of_samples and changed and not grew:
@@ -447,6 +462,13 @@ def same_state(ours: Sums, theirs: Sums, moved: Collection[str] = ()) -> bool:
     """Whether two states are equal, but for places that reads move."""
     differing = (path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
     return all(covers(moved, path) for path in differing)
+
+
+def _is_of_user(place: Place) -> bool:
+    """Whether a place is an object whose whole code is the user's: no library reads its attributes."""
+    if not isinstance(place, Attributes) or place.kind is None:
+        return False
+    return not any(map(is_of_library, set(place.kind.__mro__) - {object, Dataset, Generic}))
 
 
 def _is_named_by_key(place: Place, content: Any) -> bool:
