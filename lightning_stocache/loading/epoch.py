@@ -25,7 +25,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -47,6 +47,7 @@ from lightning_stocache.loading.prefetch import WORTHWHILE_NS, Job, Prefetcher, 
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.worker_pool import Request, WorkerPool, under_way, unpacked
 from lightning_stocache.sampling.sampler_domain import sampler_domain
+from lightning_stocache.source.looks import Look
 from lightning_stocache.torch_internals import pinned
 
 __all__ = ["Epoch", "Resources", "Route"]
@@ -290,16 +291,18 @@ class Epoch:
         if self._has_looked or not self._open:
             return
         self._has_looked = True
-        samples = self._cached.due()
-        if not samples:
-            return
+        due = self._cached.due()
         workers = self._resources.workers
         if workers is not None:
-            look = workers.look(samples)
+            look = workers.look(due) if due.samples or due.is_compared else Look()
         elif self._with_workers:
-            look = look_apart(self._cached, cast(Any, self._loader), samples)
+            # A process that is started for it has the state of this one.
+            due, compare_ns = self._cached.compared(due)
+            is_asked = due.samples or due.differences
+            look = look_apart(self._cached, cast(Any, self._loader), due) if is_asked else Look()
+            look = replace(look, compare_ns=compare_ns)
         else:
-            look = self._cached.look(samples)
+            look = self._cached.look(due)
         self._cached.end_look(look)
 
     # ---- plan ----

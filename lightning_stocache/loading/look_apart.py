@@ -16,20 +16,20 @@ from torch.utils.data import DataLoader
 
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.setup.reader import Reader, Subject, start_method
-from lightning_stocache.source.looks import Look
+from lightning_stocache.source.looks import Due, Look
 
 __all__ = ["look_apart"]
 
 log = logging.getLogger(__name__)
 
 
-def look_apart(cached: CachedSource, loader: DataLoader[Any], samples: int) -> Look:
+def look_apart(cached: CachedSource, loader: DataLoader[Any], due: Due) -> Look:
     """Read stored samples again in a process of its own.
 
     Args:
         cached: the cached source.
         loader: the loader, with its start method and its `worker_init_fn`.
-        samples: how many.
+        due: what to do.
     """
     begun = time.perf_counter_ns()
     context = loader.multiprocessing_context
@@ -37,7 +37,7 @@ def look_apart(cached: CachedSource, loader: DataLoader[Any], samples: int) -> L
     subject = Subject(cached.look, cached.source, type(cached.source).__name__, has_workers=True)
     with closing(Reader([subject], method, init=loader.worker_init_fn)) as reader:
         try:
-            look: Look = reader.ask(samples)
+            look: Look = reader.ask(due)
         except Exception:  # the source is the user's, and may raise anything
             log.debug("no sample could be read again", exc_info=True)
             return Look(1, time.perf_counter_ns() - begun)  # the time is spent

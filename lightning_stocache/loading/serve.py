@@ -41,10 +41,10 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, warn_of_odd
 from lightning_stocache.source.common_state import CommonState
 from lightning_stocache.source.generators import Generators, are_draws_evidence
-from lightning_stocache.source.guards import SourceState
-from lightning_stocache.source.looks import AT_ONCE, Difference, Look, Schedule, judged, read_again
+from lightning_stocache.source.looks import AT_ONCE, Due, Look, Schedule, judged, read_again
 from lightning_stocache.source.samples import Bits, bits
 from lightning_stocache.source.transform_split import Head, Tail, reading
+from lightning_stocache.source.witness import Witness
 
 __all__ = ["CachedSource"]
 
@@ -73,7 +73,8 @@ class CachedSource:
     ) -> None:
         self.transform, self.knows_ranks = transform, False
         self._is_copy = is_copy
-        self.witness = SourceState(opened.request.source, getattr(opened.tail, "steps", ()))
+        self.witness = Witness(opened.request.source, getattr(opened.tail, "steps", ()))
+        self.witness.learn(opened.machinery)
         self._served = _Served()
         self._schedule = Schedule()
         self._epoch = 0  # of the CachedLoaders in this process
@@ -502,54 +503,71 @@ class CachedSource:
 
     # ---- looks ----
 
-    def due(self) -> int:
-        """How many stored samples to read again in an epoch of a CachedLoader that begins now."""
+    def due(self) -> Due:
+        """What to do in an epoch of a CachedLoader that begins now."""
         self._epoch += 1
         return self._due(self._epoch)
 
-    def _due(self, epoch: int) -> int:
+    def _due(self, epoch: int) -> Due:
         counters = self.opened.counters
         if counters is None or not self._can_look:
-            return 0
-        elapsed_ns = counters.begin_looks()
-        return self._schedule.samples(epoch, counters.looks[1], elapsed_ns)
+            return Due()
+        elapsed_ns, spent_ns = counters.begin_looks(), counters.looks[1]
+        samples = self._schedule.samples(epoch, spent_ns, elapsed_ns)
+        is_compared = self._schedule.compares(epoch, elapsed_ns)
+        return Due(samples, self._schedule.at_once(spent_ns, elapsed_ns), is_compared)
 
     @property
     def _can_look(self) -> bool:
         """Whether there are stored samples that can be read again."""
         return self.cache is not None and not self.opened.request.allow_random
 
-    def look(self, samples: int, *, finds_lent: bool = False) -> Look:
-        """Read stored samples again in this process, and compare them."""
+    def compared(self, due: Due) -> tuple[Due, int]:
+        """What to do, with what has moved in the source's state. Also the nanoseconds that it took to find that out."""
+        if not due.is_compared:
+            return due, 0
+        begun = time.perf_counter_ns()
+        moved = tuple(self.witness.differences())
+        return due._replace(is_compared=False, differences=(*due.differences, *moved)), time.perf_counter_ns() - begun
+
+    def look(self, due: Due, *, finds_lent: bool = False) -> Look:
+        """Read stored samples again in this process, and compare them, as the source's state is compared."""
         self.refresh()
-        cache = self.cache
-        if cache is None or not self._can_look:
+        if not self._can_look:
             return Look()
-        verdict = judged(self._differences(), samples)
+        due, compare_ns = self.compared(due)
+        verdict = judged(due.differences, due.at_once)
         if verdict.change is not None:
-            return Look(change=f"its `{verdict.change}`")
+            return Look(change=f"its `{verdict.change}`", compare_ns=compare_ns)
+        look = self._read_again(max(due.samples, verdict.samples), verdict.indices, finds_lent=finds_lent)
+        if look.change is None and look.samples:
+            self.witness.excuse_unread(due.differences)
+        if look.cause != "written" and look.change is not None and verdict.path is not None:
+            look = replace(look, change=f"its `{verdict.path}`", cause="changed")
+        return replace(look, hastens=verdict.hastens, compare_ns=compare_ns, machinery=self.witness.machinery)
+
+    def _read_again(self, samples: int, indices: Sequence[int] = (), *, finds_lent: bool = False) -> Look:
+        """Read stored samples again. What that moves is learned, and what others reach is put back."""
+        if not samples and not indices:
+            return Look()
         common = self._common
         content = common.content() if common else None
-        with self.witness, reading(self._heads):
-            look = read_again(
-                self.opened.source,
-                cache,
-                max(samples, verdict.samples),
-                verdict.indices,
-                finds_lent=finds_lent,
-            )
+        with self.witness, self.witness.reading(), reading(self._heads):
+            look = read_again(self.opened.source, cast(Store, self.cache), samples, indices, finds_lent=finds_lent)
         if common is not None and content is not None:
             place = common.written(content)
             if place is not None:
                 return Look(look.samples, look.spent_ns, _WRITES % place, "written")
-        if look.change is not None and verdict.path is not None:
-            return replace(look, change=f"its `{verdict.path}`", cause="changed")
-        return replace(look, hastens=verdict.hastens)
+        return look
 
     def end_look(self, look: Look, epoch: int | None = None) -> None:
         """Note a look of this or another process: what it took, and what follows from it."""
         epoch = self._epoch if epoch is None else epoch
+        self.witness.learn(look.machinery)
+        if look.compare_ns:
+            self._schedule.note_comparison(look.compare_ns)
         if look.samples:
+            self._schedule.load_ns = look.load_ns // look.samples
             self._schedule.end(epoch, look.samples, look.spent_ns)
             self._count_look(look)
         if look.hastens:
@@ -574,17 +592,11 @@ class CachedSource:
         if self.opened.counters is not None:
             self.opened.counters.add_look(look.samples, look.spent_ns)
 
-    def _differences(self) -> list[Difference]:
-        """What has moved in the source's state since the last look, besides its attributes."""
-        return []
-
     def _look_for(self, paths: set[str]) -> str | None:
         """Read samples again because attributes have moved, and it is not known why. Returns one that is a change."""
-        cache = self.cache
-        if cache is None or self.opened.request.allow_random:
+        if not self._can_look:
             return None
-        with self.witness, reading(self._heads):
-            look = read_again(self.opened.source, cache, AT_ONCE)
+        look = self._read_again(AT_ONCE)
         self._count_look(look)
         if look.change is not None:
             return min(paths)
@@ -601,10 +613,10 @@ class CachedSource:
         if self._can_look and self._served.passes(samples, len(cast(Any, self.source))):
             counters = cast(Counters, self.opened.counters)
             epoch = 1 + counters.totals().served // max(len(cast(Any, self.source)), 1)
-            number = self._due(epoch)
-            if number:
-                look = self.look(number, finds_lent=epoch == 1 and not self.transforms)
-                self.end_look(look, epoch)
+            due = self._due(epoch)
+            look = self.look(due, finds_lent=epoch == 1 and not self.transforms)
+            self.end_look(look, epoch)
+            if due.samples:
                 self._lent = [] if look.lends else None
 
     def _lend(self, indices: Sequence[int]) -> list[Any]:

@@ -37,7 +37,7 @@ from lightning_stocache.loading.prefill import prefill
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.segment import Segment, SegmentHandle
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.looks import Look
+from lightning_stocache.source.looks import Due, Look
 from lightning_stocache.source.samples import is_plain, rebuilt
 from lightning_stocache.torch_internals import (
     WorkerIterator,
@@ -48,7 +48,7 @@ from lightning_stocache.torch_internals import (
     set_worker_dataset,
 )
 
-__all__ = ["InitOnSource", "LookRequest", "Reply", "Request", "Responder", "WorkerPool", "under_way", "unpacked"]
+__all__ = ["InitOnSource", "Reply", "Request", "Responder", "WorkerPool", "under_way", "unpacked"]
 
 _SMALL = 4096  # bytes; what is smaller travels in the message
 _BY_CTRL_C = (0, -signal.SIGINT)  # exit codes of workers that a terminal's Ctrl-C has ended
@@ -70,16 +70,6 @@ class Request(NamedTuple):
     memory: SegmentHandle | None = None
     begins: bool = False
     is_anew: bool = False
-
-
-class LookRequest(NamedTuple):
-    """A request to read stored samples again, and to compare them.
-
-    Args:
-        samples: how many.
-    """
-
-    samples: int
 
 
 class Reply(NamedTuple):
@@ -110,13 +100,13 @@ class Responder(Dataset[Any]):
         self.attached = Attached()
         self._generators: Generators | None = None  # as they were when the epoch began
 
-    def __getitems__(self, request: Request | LookRequest) -> Reply | Look:
+    def __getitems__(self, request: Request | Due) -> Reply | Look:
         """The reply to a request."""
         dataset = cached_in(self.dataset)
         assert dataset is not None  # else the loader is a plain DataLoader
         cached = cached_source(dataset)
-        if isinstance(request, LookRequest):
-            return cached.look(request.samples)
+        if isinstance(request, Due):
+            return cached.look(request)
         if request.is_anew or (request.begins and cached.transforms):
             self._begin(cached, request.is_anew)
         segment = self.attached.segment(request.memory)
@@ -315,10 +305,10 @@ class WorkerPool:
                     raise
         return counted
 
-    def look(self, samples: int) -> Look:
-        """Let a worker read stored samples again: another one each time."""
+    def look(self, due: Due) -> Look:
+        """Let a worker read stored samples again, and compare its state: another one each time."""
         number, self._next_look = self._next_look, (self._next_look + 1) % self._number
-        look = self._workers.ask(number, LookRequest(samples))
+        look = self._workers.ask(number, due)
         return Look() if look is None else cast(Look, look)
 
     @property

@@ -174,6 +174,7 @@ def open_caches(
                 budget_bytes=opening.granted,
                 expected_ring=expected,
                 state=opening.state,
+                machinery=opening.found.machinery,
             )
             for opening, (source, tail), (ring, expected) in zip(openings, parts, rings, strict=True)
         ]

@@ -44,6 +44,7 @@ class OpenCache:
         budget_bytes: memory that was granted on this node.
         borrowed: whether this is a copy, which does not close the memory.
         state: a digest of each place of the source's state at opening; empty for a stream.
+        machinery: places of that state that reads have moved at set-up.
         expected_ring: the arcs, with only the slots for which there will be room. With records these may be fewer.
     """
 
@@ -58,6 +59,7 @@ class OpenCache:
     borrowed: bool = False
     expected_ring: Ring | None = None
     state: Sums = field(default_factory=dict)
+    machinery: frozenset[str] = frozenset()
 
     @classmethod
     def without(cls, request: CacheRequest, group: NodeGroup | None = None) -> OpenCache:

@@ -7,7 +7,7 @@ the time of the training so far: fewer samples are read, or a look waits for a l
 sample each in any case.
 
 A sample that differs is read once more, under another seed. If that differs too, the source is random; else it has
-changed. A state that the source is known to depend on may have moved (`Difference`): then samples are read at once.
+changed. A state that the source depends on may have moved (`witness`): then samples are read at once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from lightning_stocache.source.access import batch_reader, one_per_index
 from lightning_stocache.source.generators import Generators, are_draws_evidence
 from lightning_stocache.source.random_split import Probe
 from lightning_stocache.source.samples import bits, same_sample, walk
+from lightning_stocache.source.witness import Difference
 
-__all__ = ["AT_ONCE", "MOST", "Difference", "Look", "Schedule", "Verdict", "judged", "read_again"]
+__all__ = ["AT_ONCE", "MOST", "Due", "Look", "Schedule", "Verdict", "judged", "read_again"]
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ MOST = 4
 AT_ONCE = 8
 """The samples that are read at once if a state has moved."""
 _SHARE = 0.01  # of the training's time
+_SMALL_COMPARE_NS = 5_000_000  # a comparison that takes less is made in any case
+_SMALL_READ_NS = 20_000_000  # so are the reads of a state that has moved
 _SURE = 2  # the first epochs, which have a look in any case
 _TRIED = 16  # stored samples among which those of a look are drawn
 
@@ -53,6 +56,8 @@ class Schedule:
     Args:
         due: the epoch of the next look; it waits until there is time for it.
         sample_ns: the time of one sample in the last look, in nanoseconds; 0 before the first.
+        load_ns: of that, the time in the source.
+        compare_ns: the time of a comparison of the source's state, in nanoseconds.
 
     Example:
         >>> schedule = Schedule()
@@ -65,6 +70,9 @@ class Schedule:
 
     due: int = 1
     sample_ns: int = 0
+    load_ns: int = 0
+    compare_ns: int = 0
+    _compared_ns: int = 0  # since the training began, at the last comparison
 
     def samples(self, epoch: int, spent_ns: int, elapsed_ns: int) -> int:
         """How many samples may be read in an epoch.
@@ -81,6 +89,23 @@ class Schedule:
         allowed = min(int(left_ns / self.sample_ns), MOST) if self.sample_ns else int(left_ns > 0)
         return max(allowed, int(epoch <= _SURE))
 
+    def at_once(self, spent_ns: int, elapsed_ns: int) -> int:
+        """How many samples may be read at once, if a state has moved."""
+        left_ns = max(_SHARE * elapsed_ns - spent_ns, _SMALL_READ_NS)
+        return min(int(left_ns / self.load_ns), AT_ONCE) if self.load_ns else AT_ONCE
+
+    def compares(self, epoch: int, elapsed_ns: int) -> bool:
+        """Whether the source's state is compared in an epoch: in the first two, and where that takes little time."""
+        left_ns = max(_SHARE * (elapsed_ns - self._compared_ns), _SMALL_COMPARE_NS)
+        if epoch > _SURE and self.compare_ns > left_ns:
+            return False
+        self._compared_ns = elapsed_ns
+        return True
+
+    def note_comparison(self, spent_ns: int) -> None:
+        """Note what a comparison took. One that was interrupted counts as twice the one before at most."""
+        self.compare_ns = min(spent_ns, 2 * self.compare_ns) if self.compare_ns else spent_ns
+
     def end(self, epoch: int, samples: int, spent_ns: int) -> None:
         """End a look that has read some samples; the next one is due in 1, 2, 4, 8, ... epochs."""
         self.sample_ns = max(spent_ns // samples, 1)
@@ -95,21 +120,6 @@ class Schedule:
 
 
 # ---- what has moved ----
-
-
-class Difference(NamedTuple):
-    """A state of the source that is not what it was.
-
-    Args:
-        path: where it lies, for messages.
-        kind: "data" is as long as the dataset, or larger than a setting; "setting" is a number, a text, or the like;
-            "machinery" moves when the source is read.
-        indices: of data, the indices of the samples whose places have changed, if that is known.
-    """
-
-    path: str
-    kind: Literal["data", "setting", "machinery"]
-    indices: Sequence[int] = ()
 
 
 class Verdict(NamedTuple):
@@ -149,12 +159,11 @@ def judged(differences: Sequence[Difference], allowed: int) -> Verdict:
         if difference.kind == "machinery":
             hastens = True
             continue
-        if difference.kind == "data" and not len(difference.indices):
-            return Verdict(change=difference.path)
-        if difference.kind == "setting" and allowed < AT_ONCE:
+        is_data = difference.kind == "data"
+        if (is_data and not difference.indices) or (not is_data and allowed < AT_ONCE):
             return Verdict(change=difference.path)
         path = path or difference.path
-        if difference.kind == "data":
+        if difference.indices:
             indices += spread_over(difference.indices, AT_ONCE)
         else:
             samples = AT_ONCE
@@ -179,10 +188,13 @@ class Look:
     Args:
         samples: how many were read.
         spent_ns: nanoseconds that it took.
+        load_ns: of these, nanoseconds in the source.
         change: what is not as it was, in words; None if all is.
         cause: "changed"; "random": no two reads are equal; "written": a read writes where others read.
         hastens: whether the next look comes early.
         lends: whether the source hands out its own memory: whoever changes a sample in place changes the source.
+        compare_ns: nanoseconds that it took to compare the source's state.
+        machinery: the places that reads move in the process that looked.
     """
 
     samples: int = 0
@@ -191,6 +203,25 @@ class Look:
     cause: Cause = "changed"
     hastens: bool = False
     lends: bool = False
+    load_ns: int = 0
+    compare_ns: int = 0
+    machinery: frozenset[str] = frozenset()
+
+
+class Due(NamedTuple):
+    """What a look is to do.
+
+    Args:
+        samples: how many stored samples are read again in any case.
+        at_once: how many may be read if the source's state has moved.
+        is_compared: whether the source's state is compared.
+        differences: where it has moved, if this is known.
+    """
+
+    samples: int = 0
+    at_once: int = 0
+    is_compared: bool = False
+    differences: tuple[Difference, ...] = ()
 
 
 def read_again(
@@ -212,17 +243,19 @@ def read_again(
     dice = random.Random()  # not a process-wide generator, whose draws are the user's
     stored = cache.some_stored(_TRIED)
     asked = [*indices, *dice.sample(stored, min(samples, len(stored)))]
-    read, lends = 0, False
+    read, load_ns, lends = 0, 0, False
     with _undisturbed(source):
         for index in asked:
             before = _stored(cache, index)
             if before is UNREADABLE:
                 continue
+            start = time.perf_counter_ns()
             try:
                 now = _loaded(source, index)
             except Exception:  # the source is the user's, and may raise anything
                 log.debug("sample %d could not be read again", index, exc_info=True)
                 continue
+            load_ns += time.perf_counter_ns() - start
             read += 1
             if not _is_same(before, now, cache.codec, index):
                 cause: Cause = "random" if _differs_each_time(source, index, now, dice.getrandbits(31)) else "changed"
@@ -230,7 +263,7 @@ def read_again(
             if finds_lent and read == 1:
                 read += 1
                 lends = _is_lent(source, index, now)
-    return Look(read, time.perf_counter_ns() - begun, lends=lends)
+    return Look(read, time.perf_counter_ns() - begun, lends=lends, load_ns=load_ns)
 
 
 def _is_lent(source: Any, index: int, now: Any) -> bool:

@@ -19,13 +19,16 @@ other processes and other jobs there is a digest, of data and of settings, blind
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
+from lightning_stocache.source.generators import are_draws_evidence, is_of_library
 from lightning_stocache.source.identity import class_name
 from lightning_stocache.source.places import (
     CONTAINERS,
@@ -81,7 +84,9 @@ class Witness:
     copy who it is.
 
     Every read of this process stands in a `with`, which learns the attributes that reads move; `reading` learns all
-    places.
+    places. Where several threads run, nobody can tell what moved an attribute: a read, or the user. Its path is
+    `doubtful` until samples have been read again (`take_doubtful`, `excuse`). So is a number that no code of a read
+    names.
 
     Args:
         source: the user's dataset.
@@ -115,12 +120,17 @@ class Witness:
         self._machinery = set[str]()
         self._change: str | None = None
         self._pending: list[Difference] = []
+        self._unread = set[str]()  # places with differences that no code of a read names
+        self._reading = dict[int, int]()  # how deep each thread is in a read
+        self.doubtful = set[str]()
+        """Paths where a change may be none: a read of another thread may have moved them, or no read names them."""
         self._remember()
 
     def _remember(self) -> None:
         self._reach = Reach(self._source, self._length, self._tail, self._transforms)
         places = self._reach.places
-        self._watched = {path: places[path] for path in self._reach.watched if path in places}
+        # With copies of their own: what is compared before each batch is compared in an epoch, too.
+        self._watched = {path: copy(places[path]) for path in self._reach.watched if path in places}
 
     @property
     def machinery(self) -> frozenset[str]:
@@ -140,31 +150,81 @@ class Witness:
 
     def look(self) -> str | None:
         """Where an attribute has changed, for instance `transform.p`; None while none has. The first change stays."""
-        if self._change is None and (moved := self._moved()):
-            self._change = moved[0]
-            self._watched = {}
+        if self._change is not None:
+            return self._change
+        moved = self._moved()
+        if moved and self._is_read_elsewhere():
+            self.doubtful.update(moved)
+            return None
+        read = [path for path, is_read in moved.items() if is_read]
+        self.doubtful.update(moved.keys() - read)
+        if read:
+            self._change = read[0]
+            self._forget()
         return self._change
 
+    def take_doubtful(self) -> set[str]:
+        """The doubtful paths, which are none from now on."""
+        doubtful, self.doubtful = self.doubtful, set()
+        return doubtful
+
+    def excuse(self, paths: Collection[str]) -> None:
+        """Samples were the same although these attributes had moved: they may move from now on."""
+        self._machinery.update(paths)
+
+    def excuse_unread(self, differences: Collection[Difference]) -> None:
+        """Samples were the same although these places differ: those that no code of a read names may move."""
+        self.excuse(self._unread.intersection(difference.path for difference in differences))
+
     def __enter__(self) -> None:
-        """Begin a read of the source by this process."""
+        """Begin a read of the source by this thread."""
+        thread = threading.get_ident()
+        self._reading[thread] = self._reading.get(thread, 0) + 1
 
     def __exit__(self, *_: object) -> None:
         """End the read, and learn which attributes it has moved."""
-        if moved := self._moved():
-            self._machinery.update(moved)
+        moved = self._moved()
+        thread = threading.get_ident()
+        self._reading[thread] -= 1
+        if not self._reading[thread]:
+            del self._reading[thread]
+        self._learn(moved)
 
-    def _moved(self) -> list[str]:
-        """The paths of watched attributes that have changed."""
-        found: list[str] = []
-        for path, place in self._watched.items():
+    def _learn(self, moved: Collection[str]) -> None:
+        """Note what has moved during a read."""
+        if moved:
+            (self._machinery if are_draws_evidence() else self.doubtful).update(moved)
+
+    def _is_read_elsewhere(self) -> bool:
+        """Whether another thread is in a read."""
+        thread = threading.get_ident()
+        return any(reading != thread for reading in list(self._reading))
+
+    def _moved(self) -> dict[str, bool]:
+        """The paths of watched attributes that have changed since the last call.
+
+        Also whether they count as read: all but plain values that no code of a read names.
+        """
+        found: dict[str, bool] = {}
+        for path, place in list(self._watched.items()):
             content = place.read()
-            if place.is_same(content):
-                continue
-            for name, old, new in _changed_values(place, content):
+            with suppress(RuntimeError, ValueError):  # another thread changes it at this moment
+                if place.is_same(content):
+                    continue
+            content = content.copy() if isinstance(content, dict | list) else content
+            values = _changed_values(place, content)
+            place.keep(content)
+            for name, old, new in values:
                 child = _child_path(path, place, name)
                 if child not in self._machinery and self._is_change(old, new):
-                    found.append(child)
+                    is_plain = all(value is MISSING or is_plain_value(value) for value in (old, new))
+                    found[child] = not is_plain or not _is_of_user(place) or self._is_named(place.around.inside(name))
         return found
+
+    def _forget(self) -> None:
+        """Let go of the copies: they hold objects that the user may have replaced to free them."""
+        self._watched = {}
+        self._reach.places.clear()
 
     def _is_change(self, old: Any, new: Any) -> bool:
         """Whether a new value of an attribute changes the source."""
@@ -190,7 +250,7 @@ class Witness:
         try:
             yield
         finally:
-            self._machinery.update(difference.path for difference in self._compare())
+            self._learn({difference.path for difference in self._compare()})
 
     def differences(self) -> list[Difference]:
         """What differs from the last call, whose state is replaced by that of now."""
@@ -239,11 +299,9 @@ class Witness:
             return
         changed, grew = place.changed(earlier, content)
         place.keep(content)
-        keys = [key for key in changed if type(key) is str]
-        is_named = isinstance(content, dict) and len(keys) == len(changed) and len(content) <= SMALL
-        if is_named and not place.is_of_samples:  # what reads move is learned by key
+        if _is_named_by_key(place, content):  # what reads move is learned by key
             new = [key for key in content if key not in set(earlier[0])]
-            yield from (Difference(inside(path, key, is_item=True), "setting") for key in [*keys, *new])
+            yield from (Difference(inside(path, key, is_item=True), "setting") for key in [*changed, *new])
         elif changed or grew or not isinstance(place, Items):
             yield self._judged(path, place, changed, grew)
 
@@ -261,7 +319,7 @@ class Witness:
                 index = key if place.is_of_samples and type(key) is int else place.around.sample
                 around = replace(place.around, sample=index)
                 yield from self._value(inside(path, key, is_item=True), old, new, around)
-        if isinstance(content, dict) and len(content) <= SMALL and not place.is_of_samples:
+        if _is_named_by_key(place, content):
             new_keys = [key for key, old, _ in values if old is MISSING]
             yield from (Difference(inside(path, key, is_item=True), "setting") for key in [*changed, *new_keys])
         elif changed or grew:
@@ -306,6 +364,8 @@ class Witness:
         """The kind of a difference, and the samples that it may concern."""
         around = place.around
         is_named = self._is_named(around)
+        if not is_named:
+            self._unread.add(path)
         if around.sample is not None:
             return Difference(path, "data" if is_named else "setting", self._sample(around))
         if place.is_of_samples and changed and not grew:
@@ -378,14 +438,16 @@ class Witness:
 
     def __getstate__(self) -> dict[str, Any]:
         self.look()
+        self._pending += self._compare()
         # The copies hold objects that the source itself may not send.
-        return {name: value for name, value in vars(self).items() if name not in ("_reach", "_watched")}
+        state = {name: value for name, value in vars(self).items() if name not in ("_reach", "_watched")}
+        return state | {"_reading": {}, "_pending": list(self._pending), "doubtful": set(self.doubtful)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._remember()
         if self._change is not None:
-            self._watched = {}
+            self._forget()
 
 
 def digest_of_state(sums: Sums) -> str:
@@ -400,6 +462,20 @@ def same_state(ours: Sums, theirs: Sums, moved: Collection[str] = ()) -> bool:
     """Whether two states are equal, but for places that reads move."""
     differing = (path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
     return all(covers(moved, path) for path in differing)
+
+
+def _is_of_user(place: Place) -> bool:
+    """Whether a place is an object whose whole code is the user's: no library reads its attributes."""
+    if not isinstance(place, Attributes) or place.kind is None:
+        return False
+    return not any(map(is_of_library, set(place.kind.__mro__) - {object, Dataset, Generic}))
+
+
+def _is_named_by_key(place: Place, content: Any) -> bool:
+    """Whether a content is a small dict with names as its keys. Other keys are those of a memo."""
+    if place.is_of_samples or not isinstance(content, dict) or len(content) > SMALL:
+        return False
+    return all(type(key) is str for key in content)
 
 
 def _changed_values(place: Place, content: Any) -> list[tuple[Any, Any, Any]]:

@@ -12,7 +12,8 @@ import torch
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.source.common_state import CommonState
-from lightning_stocache.source.looks import MOST, Difference, Schedule, judged, read_again
+from lightning_stocache.source.looks import MOST, Schedule, judged, read_again
+from lightning_stocache.source.witness import Difference
 from tests.sources import Made
 
 SECOND = 10**9
@@ -64,8 +65,12 @@ def test_a_look_that_is_hastened_comes_in_the_next_epoch() -> None:
     ("differences", "allowed", "expected"),
     [
         ([], 4, (None, (), 0, False, None)),
-        ([Difference("labels", "data", [3, 9])], 0, (None, (3, 9), 0, False, "labels")),
-        ([Difference("labels", "data", range(100))], 0, (None, (0, 14, 28, 42, 56, 70, 84, 99), 0, False, "labels")),
+        ([Difference("labels", "data", (3, 9))], 0, (None, (3, 9), 0, False, "labels")),
+        (
+            [Difference("labels", "data", tuple(range(99)))],
+            0,
+            (None, (0, 14, 28, 42, 56, 70, 84, 98), 0, False, "labels"),
+        ),
         ([Difference("table", "data")], 99, ("table", (), 0, False, None)),
         ([Difference("epoch", "setting")], 8, (None, (), 8, False, "epoch")),
         ([Difference("epoch", "setting")], 7, ("epoch", (), 0, False, None)),

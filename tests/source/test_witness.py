@@ -15,7 +15,7 @@ import threading
 import time
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -35,6 +35,15 @@ from lightning_stocache.torch_internals import become_worker
 LENGTH = 200
 SHARED = multiprocessing.Value("i", 0)  # makes the memory from which all later ones come
 Change = Callable[[Any], Any]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No other thread counts: some libraries start one. It ends with the test, for the sake of the others."""
+    monkeypatch.setattr("lightning_stocache.source.witness.are_draws_evidence", lambda: True)
+    yield
+    if (zarr := sys.modules.get("zarr.core.sync")) is not None:
+        zarr.cleanup_resources()
 
 
 class Source(Dataset[Any]):
@@ -508,7 +517,13 @@ class Images(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         self.reads += 1
         self.memo = index
+        if self.mode == "small" or (self.crop, self.files, self.size) is None:
+            return self.pixels[index] * self.strength
         return self.transform(self.pixels[index])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Note an epoch that no sample depends on."""
+        self.epoch = epoch
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"handle": None}
@@ -517,7 +532,7 @@ class Images(Dataset[torch.Tensor]):
 CHANGES: dict[str, tuple[Callable[[Images], Any], str | None]] = {
     "a number": (lambda images: setattr(images, "strength", 2.0), "strength"),
     "what was the class's": (lambda images: setattr(images, "size", 64), "size"),
-    "a new name": (lambda images: setattr(images, "epoch", 3), "epoch"),
+    "a new name": (lambda images: setattr(images, "memo", 3), "memo"),
     "a deleted name": (lambda images: delattr(images, "crop"), "crop"),
     "another tensor": (lambda images: setattr(images, "pixels", torch.zeros(8, 4)), "pixels"),
     "another transform": (lambda images: setattr(images, "transform", Scale(2)), "transform"),
@@ -531,6 +546,8 @@ CHANGES: dict[str, tuple[Callable[[Images], Any], str | None]] = {
     "an equal list": (lambda images: setattr(images, "files", ["a", "b"]), None),
     "a file that is opened": (lambda images: setattr(images, "handle", io.BytesIO()), None),
     "more samples": (lambda images: setattr(images, "length", 9), None),
+    # left to the samples: a number that no code of a read names
+    "an epoch that is ignored": (lambda images: images.set_epoch(3), None),
 }
 
 
@@ -545,6 +562,7 @@ def test_changes_are_seen_where_they_are(change: Callable[[Images], Any], path: 
         assert states[0].look() == path
         if path is not None:
             assert [state.look() for state in states[1:]] == [f"dataset.{path}", f"datasets[0].{path}"]
+    assert states[0].doubtful == ({"epoch"} if hasattr(images, "epoch") else set())
 
 
 def test_what_reading_moves_is_no_change() -> None:
@@ -679,6 +697,50 @@ def test_what_a_read_moves_hides_nothing_beside_it() -> None:
     for each in (witness, other):
         kinds = {difference.path: difference.kind for difference in each.differences()}
         assert kinds == {"state['calls']": "machinery", "state['epoch']": "setting"}
+
+
+def test_what_moves_beside_other_threads_is_doubtful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until samples were the same: by a read of this thread or by another one, an attribute or an item of it."""
+    source = Source({"calls": 0}, count=0)
+    witness = Witness(source)
+    monkeypatch.setattr("lightning_stocache.source.witness.are_draws_evidence", lambda: False)
+    with witness.reading(), witness:
+        source.state["calls"] += 1
+        source.count += 1
+    assert witness.machinery == set()
+    doubtful = witness.take_doubtful()
+    assert doubtful == {"state['calls']", "count"}
+    assert (witness.doubtful, witness.look()) == (set(), None)
+    witness.excuse(doubtful)
+    source.count += 1
+    source.state["calls"] += 1
+    assert {difference.kind for difference in witness.differences()} == {"machinery"}
+    begun, ended = threading.Event(), threading.Event()
+
+    def read() -> None:
+        with witness:
+            begun.set()
+            ended.wait()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    begun.wait()
+    source.state = "b"
+    assert witness.look() is None
+    ended.set()
+    reader.join()
+    assert witness.take_doubtful() == {"state"}
+
+
+def test_a_copy_knows_what_had_changed_before_it_was_sent() -> None:
+    """It arrives as it is now, and is compared with what the witness of the original had seen."""
+    source = Source([0] * LENGTH)
+    witness = Witness(source)
+    source.state[5] = 1
+    sent = pickle.loads(pickle.dumps(witness))
+    for each in (sent, witness):
+        assert each.differences() == [Difference("state", "data", (5,))]
+        assert each.differences() == []
 
 
 def test_a_change_before_a_read_is_not_taken_for_its_trace() -> None:
