@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stocache.source.generators import KINDS, names_in, reachable
-from lightning_stocache.source.places import node_dict
+from lightning_stocache.source.generators import KINDS, names_in, node_dict, reachable
 from lightning_stocache.source.snapshot import Contents, live_content
 
 __all__ = ["CommonState"]

@@ -26,8 +26,8 @@ import numpy.typing as npt
 import torch
 
 from lightning_stocache.node.isolation import STANDARD, descriptors
-from lightning_stocache.source.generators import is_of_library, named_globals, reachable
-from lightning_stocache.source.places import MISSING, node_dict
+from lightning_stocache.source.generators import is_of_library, named_globals, node_dict, reachable
+from lightning_stocache.source.places import MISSING
 
 if sys.platform != "win32":
     import fcntl

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torch.utils.data import get_worker_info
 
+from lightning_stocache.source.generators import node_dict
 from lightning_stocache.source.identity import class_name
 from lightning_stocache.source.places import (
     CONTAINERS,
@@ -37,7 +38,6 @@ from lightning_stocache.source.places import (
     Place,
     Tensors,
     is_plain_value,
-    node_dict,
     same_value,
 )
 from lightning_stocache.source.reach import Reach, covers, inside, is_handle
@@ -232,7 +232,7 @@ class Witness:
             place.keep(content)
             yield Difference(path, "setting")
             return
-        if isinstance(place, Items) and not isinstance(content, set | frozenset) and not place.is_plain:
+        if isinstance(place, Items) and not place.is_plain:
             values = _changed_values(place, content)
             place.keep(content)
             yield from self._objects(path, place, content, values)
@@ -323,7 +323,7 @@ class Witness:
             return keys
         numbers: dict[str, int] = {}
         for other in self._reach.places.values():  # a name stands in a list of names
-            if isinstance(other, Items) and other.is_of_samples and type(other.earlier) is tuple:
+            if isinstance(other, Items) and other.is_of_samples:
                 for number, item in enumerate(other.earlier[1]):
                     names = item if type(item) is tuple else (item,)
                     numbers.update((name, number) for name in names if type(name) is str)
