@@ -264,10 +264,6 @@ class Items(Place):
         keys, values = content if type(content) is _Columns else _keys_and_values(content)
         return dict(zip(keys, values, strict=True))
 
-    def changed(self, earlier: Any, content: Any) -> tuple[list[Any], bool]:
-        """The keys of items that have changed, and whether there are more items than before."""
-        return _changed_items(earlier, _keys_and_values(content), same_value)
-
     def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         for column in _keys_and_values(content):
@@ -327,7 +323,10 @@ class Tree(Place):
 
     def changed(self, earlier: Any, content: Any) -> tuple[list[Any], bool]:
         """The keys of items that have changed, and whether there are more items than before."""
-        return _changed_items(marshal.loads(earlier), marshal.loads(content), operator.eq)
+        (keys, values), (new_keys, new_values) = marshal.loads(earlier), marshal.loads(content)
+        now = dict(zip(new_keys, new_values, strict=True))
+        changed = [key for key, value in zip(keys, values, strict=True) if now.get(key, MISSING) != value]
+        return changed, len(new_keys) > len(keys)
 
     def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
@@ -449,19 +448,6 @@ def _keys_and_values(container: Any) -> _Columns:
     raise TypeError(f"{type(container).__name__} is no container")
 
 
-def _changed_items(
-    earlier: tuple[Any, Any], now: tuple[Any, Any], is_same: Callable[[Any, Any], bool]
-) -> tuple[list[Any], bool]:
-    """The keys of items that have changed, and whether there are more items than before."""
-    items = dict(zip(*now, strict=True))
-    changed = []
-    for key, old in zip(*earlier, strict=True):
-        new = items.get(key, MISSING)
-        if new is not old and not is_same(old, new):
-            changed.append(key)
-    return changed, len(now[0]) > len(earlier[0])
-
-
 def tensors_in(module: Any) -> dict[str, tuple[int, bytes | None]]:
     """Version and first bytes of each tensor of a network itself, by name."""
     attributes, found = vars(module), {}
@@ -521,8 +507,7 @@ def _written(container: Any, step: int, has_arrays: bool) -> bytes:
     keys, values = list(keys[::step]), values[::step]
     kinds = set(map(type, values))
     if len(kinds) == 1 and _has_plain_attributes(kind := kinds.pop()):
-        values = [attributes_of(value) for value in values]
-        values.append(kind.__qualname__)
+        values = [*map(attributes_of, values), kind.__qualname__]
         keys.append("class")
     return marshal.dumps((keys, list(map(_with_bytes, values)) if has_arrays else values), 2)
 
@@ -530,12 +515,6 @@ def _written(container: Any, step: int, has_arrays: bool) -> bytes:
 def _with_bytes(node: Any) -> Any:
     """Builtin containers with the bytes of arrays in place of the arrays."""
     kind = type(node)
-    if kind is torch.Tensor and node.is_cpu and node.is_contiguous() and node.layout is torch.strided:
-        return (
-            str(node.dtype),
-            tuple(node.shape),
-            ctypes.string_at(node.data_ptr(), node.nbytes) if node.nbytes else b"",
-        )
     if kind in (list, tuple):
         return list(map(_with_bytes, node))
     if kind is dict:
