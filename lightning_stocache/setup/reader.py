@@ -343,7 +343,7 @@ def _serve(
     need it.
 
     Args:
-        pipe: the pipe.
+        pipe: carries questions and answers.
         subjects: the sources.
         init: the user's `worker_init_fn`.
         prepare: called before anything is read. Returns what the trainer can read and this process cannot.

@@ -259,23 +259,10 @@ _FIRST = 256  # items of a container that are: a list of a million paths has no 
 # Packages whose functions draw from the process-wide generators, or from one that an object or a class of theirs has:
 # their code is not followed, which would take a quarter of a second in albumentations alone.
 _KNOWN = sys.stdlib_module_names | {
-    *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "kornia", "lightning", "lightning_stocache"),
-    *(
-        "hydra",
-        "lmdb",
-        "monai",
-        "numpy",
-        "omegaconf",
-        "pandas",
-        "polars",
-        "pyarrow",
-        "pydantic",
-        "pytorch_lightning",
-        "scipy",
-        "skimage",
-    ),
-    *("sklearn", "tensordict", "timm", "torch", "torch_geometric", "torchaudio", "torchvision", "transformers"),
-    *("webdataset", "zarr"),
+    *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "hydra", "kornia", "lightning"),
+    *("lightning_stocache", "lmdb", "monai", "numpy", "omegaconf", "pandas", "polars", "pyarrow"),
+    *("pydantic", "pytorch_lightning", "scipy", "skimage", "sklearn", "tensordict", "timm", "torch"),
+    *("torch_geometric", "torchaudio", "torchvision", "transformers", "webdataset", "zarr"),
 }
 _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
 _ARRAYS = (bytearray, torch.Tensor, np.ndarray)

@@ -71,7 +71,7 @@ class Contents:
         moved = list[str]()
         for where, node, before in self._copies:
             live = live_content(node)
-            if not _is_same(live, before):
+            if live is not None and not _is_same(live, before):
                 moved.append(where)
                 with suppress(Exception):  # what cannot be put back stays as the read has left it
                     _refill(live, before)
