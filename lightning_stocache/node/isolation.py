@@ -17,11 +17,14 @@ parallel loop of the forked process would wait for it for ever.
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import signal
 import stat
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from contextlib import suppress
+from functools import reduce
 
 if sys.platform != "win32":
     import fcntl
@@ -34,7 +37,8 @@ STANDARD = {0, 1, 2}
 _DIRECTORY = "/proc/self/fd"
 # Others belong to the first opening alone: O_TMPFILE, O_EXCL, O_TRUNC, and the O_NOFOLLOW of sqlite, which would refuse
 # the link below /proc.
-_OPEN_FLAGS = ("O_APPEND", "O_NONBLOCK", "O_DIRECT", "O_SYNC", "O_DSYNC", "O_NOATIME")
+_FLAGS = ("O_APPEND", "O_NONBLOCK", "O_DIRECT", "O_SYNC", "O_DSYNC", "O_NOATIME")
+_OPEN_FLAGS = reduce(operator.or_, (getattr(os, name, 0) for name in _FLAGS))
 _RUNTIMES = ("libgomp", "libomp", "libiomp")
 _END_ALL = 2  # omp_pause_hard
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -79,7 +83,7 @@ def _replace(descriptor: int) -> str | None:
     try:
         if not is_file:
             raise OSError
-        own = os.open(path, flags & (os.O_ACCMODE | _all_of(_OPEN_FLAGS)))
+        own = os.open(path, flags & (os.O_ACCMODE | _OPEN_FLAGS))
         os.lseek(own, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
     except OSError:
         own = os.open(path, os.O_PATH)
@@ -91,34 +95,23 @@ def _replace(descriptor: int) -> str | None:
     return name
 
 
-def _all_of(names: Collection[str]) -> int:
-    flags = 0
-    for name in names:
-        flags |= getattr(os, name, 0)
-    return flags
-
-
 def end_openmp_threads() -> bool:
     """End the threads of OpenMP, which the next parallel loop starts anew (0.3 ms). Returns whether none are left."""
-    ended = [pause(_END_ALL) == 0 for pause in map(_pause_of, _loaded(_RUNTIMES)) if pause is not None]
+    ended = []
+    for path in _openmp_libraries():
+        with suppress(OSError, AttributeError):  # older than OpenMP 5.0
+            ended.append(ctypes.CDLL(path).omp_pause_resource_all(_END_ALL) == 0)
     return bool(ended) and all(ended)
 
 
-def _pause_of(path: str) -> Callable[[int], int] | None:
-    try:
-        return getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)  # OpenMP 5.0
-    except OSError:
-        return None
-
-
-def _loaded(libraries: Collection[str]) -> set[str]:
-    """The paths of loaded libraries by the beginnings of their names; none where the system does not list them."""
+def _openmp_libraries() -> set[str]:
+    """The paths of the loaded libraries; none where the system does not list them."""
     try:
         with open("/proc/self/maps") as maps:
             paths = {line.rstrip("\n").split(None, 5)[-1] for line in maps if "omp" in line}
     except OSError:
         return set()
-    return {path for path in paths if os.path.basename(path).startswith(tuple(libraries))}
+    return {path for path in paths if os.path.basename(path).startswith(_RUNTIMES)}
 
 
 def end_with_creator(creator: int) -> bool:

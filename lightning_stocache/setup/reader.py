@@ -42,6 +42,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from multiprocessing import connection, pool, queues
 from typing import Any, ClassVar, NamedTuple
 
@@ -175,7 +176,7 @@ class Reader:
         """
         if not self._missing or number in self._read_here:
             return True
-        return by_reach and not _reaches(self._subjects[number].source, (*_QUEUES, *_THREADS))
+        return by_reach and not _reached(self._subjects[number].source, (*_QUEUES, *_THREADS))
 
     def close(self) -> None:
         """End the process."""
@@ -203,18 +204,18 @@ class Reader:
         try:
             self._pipe.send_bytes(message)
             self._wait(subject.title)
-            answer: _Answer = pickle.loads(self._pipe.recv_bytes())
+            value, failure, missing = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, ConnectionError):
             raise self._end() from None
         except HungError:
             self.hung.add(subject.has_workers)
             raise
-        self._missing.update(answer.missing)
+        self._missing.update(missing)
         if self._missing:
             log.debug("no sample of %s is stored at set-up, because of %s", subject.title, sorted(self._missing))
-        if answer.error is not None:
-            raise answer.error
-        return answer.value
+        if failure is not None:
+            raise failure
+        return value
 
     def _start(self) -> None:
         is_forked, threads = self._method == "fork", torch.get_num_threads()
@@ -227,9 +228,9 @@ class Reader:
         if parent is not None:
             kept.add(parent.sentinel)
         ours, theirs = multiprocessing.Pipe()
-        trainer = _Trainer(os.getpid(), ours.fileno(), shared, kept)
+        prepare = partial(_begin_fork, os.getpid(), ours.fileno(), shared, kept) if is_forked else end_with_parent
         context: Any = multiprocessing.get_context(self._method)
-        arguments = (theirs, self._subjects, self._init, trainer if is_forked else None, threads)
+        arguments = (theirs, self._subjects, self._init, prepare, threads)
         process = context.Process(target=_serve, args=arguments, daemon=True)
         try:
             with warnings.catch_warnings():
@@ -309,13 +310,8 @@ def _refusal(subject: Subject, error: Exception, is_certain: bool) -> Exception 
 
 def _has_queue(source: Any) -> bool:
     """Whether a source reaches a pipe, a socket or a queue, apart from those of an executor."""
-    asked = tuple(f"{where}." for where, node in reachable(source) if issubclass(type(node), _ASKED))
-    return _reaches(source, _QUEUES, outside=asked)
-
-
-def _reaches(source: Any, kinds: tuple[type, ...], outside: tuple[str, ...] = ()) -> bool:
-    nodes = reachable(source)
-    return any(issubclass(type(node), kinds) and not where.startswith(outside) for where, node in nodes)
+    asked = tuple(f"{where}." for where, _ in _reached(source, _ASKED))
+    return any(not where.startswith(asked) for where, _ in _reached(source, _QUEUES))
 
 
 def _has_remote_queue(source: Any) -> bool:
@@ -323,68 +319,44 @@ def _has_remote_queue(source: Any) -> bool:
     managers: Any = sys.modules.get("multiprocessing.managers")
     if managers is None:
         return False
-    proxies = (node for _, node in reachable(source) if issubclass(type(node), managers.BaseProxy))
-    return any("Queue" in type(proxy).__name__ for proxy in proxies)
+    return any("Queue" in type(proxy).__name__ for _, proxy in _reached(source, (managers.BaseProxy,)))
+
+
+def _reached(source: Any, kinds: tuple[type, ...]) -> list[tuple[str, Any]]:
+    """The objects of some classes that a source reaches, and where they lie."""
+    return [(where, node) for where, node in reachable(source) if issubclass(type(node), kinds)]
 
 
 # ---- in the process ----
-
-
-class _Trainer(NamedTuple):
-    """What a forked process has to know of its parent.
-
-    Args:
-        pid: its process id.
-        pipe: its descriptor of the pipe.
-        shared: its descriptors before it made the pipe.
-        kept: those that stay shared.
-    """
-
-    pid: int
-    pipe: int
-    shared: set[int]
-    kept: set[int]
-
-
-class _Answer(NamedTuple):
-    """The answer to a question.
-
-    Args:
-        value: the result.
-        error: the error, instead of a result.
-        missing: what the process cannot read, and the source may need.
-    """
-
-    value: Any
-    error: Exception | None
-    missing: list[str]
 
 
 def _serve(
     pipe: connection.Connection,
     subjects: Sequence[Subject],
     init: Callable[[int], None] | None,
-    trainer: _Trainer | None,
+    prepare: Callable[[], list[str] | None],
     threads: int,
 ) -> None:
     """Answer questions until the pipe ends.
 
+    An answer is the result, or the error instead of it, and what the process cannot read although the source may
+    need it.
+
     Args:
-        pipe: the pipe.
+        pipe: carries questions and answers.
         subjects: the sources.
         init: the user's `worker_init_fn`.
-        trainer: of a forked process, the parent.
+        prepare: called before anything is read. Returns what the trainer can read and this process cannot.
         threads: threads for parallel loops; a loader's workers have one.
     """
-    missing, failure, last = list[str](), None, None
     claim_threads()
     try:
-        if trainer is None:
-            end_with_parent()
-        else:
-            missing = _begin(trainer)
+        missing = prepare() or []
     except OSError as error:  # no descriptor is left
-        failure = NoProcessError(f"{type(error).__name__}: {error}")
+        pipe.recv_bytes()
+        pipe.send_bytes(pickle.dumps((None, NoProcessError(f"{type(error).__name__}: {error}"), [])))
+        return
+    last = None
     try:
         while True:
             number, question = pickle.loads(pipe.recv_bytes())
@@ -392,43 +364,45 @@ def _serve(
             if number != last:
                 torch.set_num_threads(1 if subject.has_workers else threads)
                 last = number
-            first, init = init, None
-            pipe.send_bytes(_answer(subject, question, first, missing, failure))
+            pipe.send_bytes(_answer(subject, question, init, missing))
+            init = None
     except (EOFError, OSError, KeyboardInterrupt):  # the trainer has gone, or ends
         return
 
 
-def _begin(trainer: _Trainer) -> list[str]:
-    """Prepare a forked process. Returns what its parent can read and it cannot."""
-    os.close(trainer.pipe)
-    if not end_with_creator(trainer.pid):
+def _begin_fork(parent: int, pipe: int, shared: set[int], kept: set[int]) -> list[str]:
+    """Prepare a forked process. Returns what its parent can read and it cannot.
+
+    Args:
+        parent: process id of the parent.
+        pipe: the parent's descriptor of the pipe.
+        shared: the parent's descriptors before it made the pipe.
+        kept: those that stay shared.
+    """
+    os.close(pipe)
+    if not end_with_creator(parent):
         end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handlers are the trainer's
-    missing = isolate(trainer.shared, trainer.kept)
+    missing = isolate(shared, kept)
     gc.freeze()  # a collection would copy every page of the trainer's objects that the process shares
     return missing
 
 
 def _answer(
-    subject: Subject,
-    question: tuple[Any, ...],
-    init: Callable[[int], None] | None,
-    missing: list[str],
-    failure: Exception | None,
+    subject: Subject, question: tuple[Any, ...], init: Callable[[int], None] | None, missing: list[str]
 ) -> bytes:
-    value, error = None, failure
+    value, error = None, None
     try:
-        if failure is None:
-            become_worker(0, 1, torch.Generator().initial_seed(), subject.source)
-            if init is not None:
-                init(0)
-            value = subject.answer(*question)
+        become_worker(0, 1, torch.Generator().initial_seed(), subject.source)
+        if init is not None:
+            init(0)
+        value = subject.answer(*question)
     except Exception as raised:  # the source is the user's, and may raise anything
         error = _sendable(raised, bool(missing))
     try:
-        return pickle.dumps(_Answer(value, error, missing))
+        return pickle.dumps((value, error, missing))
     except Exception as raised:  # whatever pickle raises of a class that other processes cannot find
-        return pickle.dumps(_Answer(None, NoProcessError(f"{type(raised).__name__}: {raised}"), missing))
+        return pickle.dumps((None, NoProcessError(f"{type(raised).__name__}: {raised}"), missing))
 
 
 def _sendable(error: Exception, is_shared: bool) -> Exception:

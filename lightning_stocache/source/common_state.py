@@ -6,22 +6,18 @@ so it would write nothing, and the other code would do something else than witho
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
 import numpy as np
-import torch
 
-from lightning_stocache.source.generators import KINDS, names_in, reachable
+from lightning_stocache.source.generators import KINDS, names_in, node_dict, reachable
+from lightning_stocache.source.snapshot import Contents, live_content
 
 __all__ = ["CommonState"]
 
-_CONTAINERS = (list, dict, set, deque)
-_MOST_BYTES = 16 << 20  # of an array that is compared
-_MOST_ITEMS = 1 << 20
+_MOST_ITEMS = 1 << 20  # of a container that is compared
 
 
 class CommonState:
@@ -60,7 +56,7 @@ class CommonState:
                 elif _can_be_written(node) and not type(node).__module__.startswith("torch.utils.data"):
                     known.add(id(node))
         self._named = named
-        own = getattr(source, "__dict__", {})
+        own = node_dict(source) or {}
         if holds_source:
             known.update(id(own[name]) for name in named & own.keys())
         if known:
@@ -70,82 +66,25 @@ class CommonState:
     def __bool__(self) -> bool:
         return bool(self._nodes)
 
-    def content(self) -> list[Any]:
+    def content(self) -> Contents:
         """Copies of what is there now."""
-        return [_content(node, self._named) for _, node in self._nodes]
+        contents, values = list[tuple[str, Any]](), list[tuple[str, Any]]()
+        for path, node in self._nodes:
+            live = live_content(node)
+            if isinstance(live, np.ndarray) or (live is not None and len(live) <= _MOST_ITEMS):
+                contents.append((path, node))
+            attributes = node_dict(node)
+            if attributes is not None:
+                values += ((f"{path}.{name}", (attributes, name)) for name in self._named)
+        return Contents(contents, values)
 
-    def written(self, before: list[Any]) -> str | None:
+    def written(self, before: Contents) -> str | None:
         """Where the content is another one than it was. It is put back."""
-        place = None
-        for (path, node), content in zip(self._nodes, before, strict=True):
-            if content is not None and not _equal(content, _content(node, self._named)):
-                place = place or path
-                _put_back(node, content)
-        return place
+        return before.put_back()
 
 
 def _can_be_written(node: Any) -> bool:
-    if isinstance(node, (type, FunctionType, *KINDS)):
+    kind = type(node)
+    if issubclass(kind, (type, FunctionType, *KINDS)):
         return False
-    if isinstance(node, (np.ndarray, torch.Tensor, bytearray, *_CONTAINERS)):
-        return True
-    return type(node).__module__ != "builtins" and (type(getattr(node, "__dict__", None)) is dict or _is_buffer(node))
-
-
-def _is_buffer(node: Any) -> bool:
-    """Whether it is memory that can be written to: an `array`, what a `multiprocessing.Array` holds."""
-    with suppress(TypeError, ValueError, BufferError), memoryview(node) as view:
-        return not view.readonly and view.nbytes <= _MOST_BYTES
-    return False
-
-
-def _content(node: Any, named: set[str]) -> Any:
-    """A copy of the content of a node, of an object its named attributes; None if it is too large."""
-    if isinstance(node, torch.Tensor):
-        is_small = node.device.type == "cpu" and node.layout is torch.strided and node.nbytes <= _MOST_BYTES
-        return node.detach().clone() if is_small else None
-    if isinstance(node, np.ndarray):
-        return node.copy() if node.nbytes <= _MOST_BYTES else None
-    if isinstance(node, _CONTAINERS):
-        return node.copy() if len(node) <= _MOST_ITEMS else None
-    if _is_buffer(node):
-        return bytes(memoryview(node).cast("B"))
-    return {name: value for name, value in vars(node).items() if name in named}
-
-
-def _equal(before: Any, now: Any) -> bool:
-    if now is None or type(before) is not type(now):
-        return False
-    if isinstance(before, torch.Tensor):
-        before, now = before.numpy(), now.numpy()
-    if isinstance(before, np.ndarray):
-        return bool(before.shape == now.shape and before.tobytes() == now.tobytes())
-    if isinstance(before, bytes | set):
-        return bool(before == now)
-    if isinstance(before, dict):
-        return before.keys() == now.keys() and all(map(_is_same_item, before.values(), now.values()))
-    return len(before) == len(now) and all(map(_is_same_item, before, now))
-
-
-def _is_same_item(before: Any, now: Any) -> bool:
-    """Whether an item is the same object, or an equal number or text."""
-    if before is now:
-        return True
-    return type(before) is type(now) and isinstance(before, int | float | str | bytes) and before == now
-
-
-def _put_back(node: Any, content: Any) -> None:
-    with suppress(Exception):  # what cannot be put back stays as the read has left it
-        if isinstance(node, torch.Tensor):
-            node.detach().copy_(content)
-        elif isinstance(node, np.ndarray):
-            node[...] = content
-        elif isinstance(node, list):
-            node[:] = content
-        elif isinstance(node, dict | set | deque):
-            node.clear()
-            node.extend(content) if isinstance(node, deque) else node.update(content)
-        elif isinstance(content, bytes):
-            memoryview(node).cast("B")[:] = content
-        else:
-            vars(node).update(content)
+    return live_content(node) is not None or (kind.__module__ != "builtins" and node_dict(node) is not None)

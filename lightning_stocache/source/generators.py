@@ -33,14 +33,17 @@ from lightning_stocache.node.processes import other_threads
 __all__ = [
     "KINDS",
     "PROCESS_WIDE",
+    "WRAPPED",
     "Generators",
     "State",
     "as_text",
     "are_draws_evidence",
+    "attributes_of",
     "claim_threads",
     "is_of_library",
     "named_globals",
     "names_in",
+    "node_dict",
     "owned_generators",
     "put_back",
     "reachable",
@@ -256,33 +259,21 @@ _FIRST = 256  # items of a container that are: a list of a million paths has no 
 # Packages whose functions draw from the process-wide generators, or from one that an object or a class of theirs has:
 # their code is not followed, which would take a quarter of a second in albumentations alone.
 _KNOWN = sys.stdlib_module_names | {
-    *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "kornia", "lightning", "lightning_stocache"),
-    *(
-        "hydra",
-        "lmdb",
-        "monai",
-        "numpy",
-        "omegaconf",
-        "pandas",
-        "polars",
-        "pyarrow",
-        "pydantic",
-        "pytorch_lightning",
-        "scipy",
-        "skimage",
-    ),
-    *("sklearn", "tensordict", "timm", "torch", "torch_geometric", "torchaudio", "torchvision", "transformers"),
-    *("webdataset", "zarr"),
+    *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "hydra", "kornia", "lightning"),
+    *("lightning_stocache", "lmdb", "monai", "numpy", "omegaconf", "pandas", "polars", "pyarrow"),
+    *("pydantic", "pytorch_lightning", "scipy", "skimage", "sklearn", "tensordict", "timm", "torch"),
+    *("torch_geometric", "torchaudio", "torchvision", "transformers", "webdataset", "zarr"),
 }
 _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
 _ARRAYS = (bytearray, torch.Tensor, np.ndarray)
-_WRAPPED: dict[type, tuple[str, ...]] = {
+WRAPPED: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__self__", "__func__"),
     partial: ("func", "args", "keywords"),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
     property: ("fget",),
 }
+"""The attributes of objects that stand for a function or a method."""
 
 
 def owned_generators(source: Any) -> dict[str, Any]:
@@ -341,10 +332,36 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{number}]", child) for number, child in enumerate(islice(kind.__iter__(node), _FIRST)))
     elif kind is types.FunctionType:
         yield from _of_function(node)
-    elif kind in _WRAPPED:
-        yield from ((f".{name}", getattr(node, name)) for name in _WRAPPED[kind])
+    elif kind in WRAPPED:
+        yield from ((f".{name}", getattr(node, name)) for name in WRAPPED[kind])
     if kind.__module__ != "builtins":  # also of a subclass of a container
-        yield from _attributes(node)
+        yield from ((f".{name}", value) for name, value in list(attributes_of(node).items()))
+        yield f".{kind.__name__}", kind
+
+
+def attributes_of(node: Any) -> dict[str, Any]:
+    """The attributes in an object's `__dict__` and slots. The object itself is not asked: a proxy might load."""
+    slots = {}
+    for base in type(node).__mro__:
+        if "__slots__" not in vars(base):
+            continue
+        for name, member in vars(base).items():
+            if type(member) is types.MemberDescriptorType:
+                with suppress(AttributeError):
+                    slots[name] = member.__get__(node)
+    named = node_dict(node)
+    if named is None:
+        return slots
+    return slots | named if slots else named
+
+
+def node_dict(node: Any) -> dict[str, Any] | None:
+    """The `__dict__` of an object, or None. The object itself is not asked."""
+    try:
+        attributes = object.__getattribute__(node, "__dict__")
+    except AttributeError:
+        return None
+    return attributes if type(attributes) is dict else None
 
 
 def is_of_library(owner: Any) -> bool:
@@ -359,17 +376,6 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
         for name, value in list(vars(base).items()):
             if not known or issubclass(type(value), KINDS):
                 yield f".{name}", value
-
-
-def _attributes(node: Any) -> Iterator[tuple[str, Any]]:
-    with suppress(AttributeError):
-        yield from ((f".{name}", value) for name, value in list(object.__getattribute__(node, "__dict__").items()))
-    for kind in type(node).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            with suppress(AttributeError):
-                yield f".{name}", object.__getattribute__(node, name)
-    yield f".{type(node).__name__}", type(node)
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -1,14 +1,7 @@
 """Places where the state of a source lies: the attributes of an object, the items of a container, an array.
 
 A `Place` reads its content anew each time, because the object itself may have been replaced, and compares it with a
-copy of its earlier content. There is a class for each form of content:
-
-- `Attributes`: names and values. Values are compared by identity first, `==` decides for plain values alone.
-- `Items`: a container. A container of plain values is compared with one `==`, at 2 to 5 ns an item.
-- `Tree`: a long container of containers of plain values, as one string of bytes (50 ns a number).
-- `Array`: the bytes of an array or tensor; of a large one checksums of 256 spread pages.
-- `Tensors`: of a network, the version and the first 64 bytes of each tensor.
-- `Column`: a column of a frame that Arrow holds, compared by its `equals`.
+copy of its earlier content. There is a class for each form of content.
 """
 
 from __future__ import annotations
@@ -28,7 +21,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -37,15 +30,15 @@ import numpy.typing as npt
 import torch
 
 from lightning_stocache.cache.codec import memory_of, module_name
-from lightning_stocache.source.generators import is_of_library
+from lightning_stocache.source.generators import attributes_of, is_of_library
 from lightning_stocache.torch_internals import version_of
 
 try:
     import xxhash
 
-    checksum_of: Callable[[Any], int] = xxhash.xxh3_64_intdigest
+    _checksum_of: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 except ImportError:
-    checksum_of = zlib.crc32
+    _checksum_of = zlib.crc32
 
 __all__ = [
     "CONTAINERS",
@@ -59,15 +52,14 @@ __all__ = [
     "Column",
     "Content",
     "Items",
+    "Members",
     "Place",
     "Tensors",
     "Tree",
     "array_in",
-    "attributes_of",
-    "checksum_of",
     "is_plain_value",
-    "node_dict",
     "same_value",
+    "tensors_in",
     "values_of",
 ]
 
@@ -141,6 +133,7 @@ class _Columns(NamedTuple):
     values: list[Any]
 
 
+@dataclass(eq=False)
 class Place:
     """A place where state lies.
 
@@ -148,19 +141,17 @@ class Place:
         read: returns the content of the place now.
         around: the dataset around it.
         length: number of items, if it is a container.
+
+    Attributes:
+        earlier: a copy of the earlier content.
+        nbytes: bytes of that copy.
     """
 
-    earlier: Any = None
-    """A copy of the earlier content."""
-
-    nbytes = 0
-    """Bytes of that copy."""
-
-    def __init__(self, read: Callable[[], Any], around: Around, length: int | None = None) -> None:
-        self.read, self.around, self.length = read, around, length
-
-    nbytes = 0
-    """Bytes of that copy."""
+    read: Callable[[], Any]
+    around: Around
+    length: int | None = None
+    earlier: Any = field(default=None, init=False)
+    nbytes: int = field(default=0, init=False)
 
     @property
     def is_of_samples(self) -> bool:
@@ -197,29 +188,23 @@ class Place:
         yield content
 
 
+@dataclass(eq=False)
 class Attributes(Place):
-    """The attributes of an object, the variables of a function, or the names of a module.
+    """The attributes of an object, the variables of a function, or the names of a module: a dict by name.
+
+    Values are compared by identity first; `==` decides for plain values alone.
 
     Args:
-        read: returns a dict by name.
-        around: the dataset around it.
         prefix: the path before the names.
         kind: class of the object, whose attributes stand for those that the object lacks.
         is_known: whether a library defines that class: its names are not those of the user's code.
         hidden: names that do not count.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Any],
-        around: Around,
-        prefix: str = "",
-        kind: type | None = None,
-        is_known: bool = False,
-        hidden: frozenset[str] = frozenset(),
-    ) -> None:
-        super().__init__(read, around)
-        self.prefix, self.kind, self.is_known, self.hidden = prefix, kind, is_known, hidden
+    prefix: str = ""
+    kind: type = object
+    is_known: bool = False
+    hidden: frozenset[str] = frozenset()
 
     def keep(self, content: Any) -> None:
         """Keep a copy of the content."""
@@ -236,11 +221,7 @@ class Attributes(Place):
 
     def missing(self, name: Any) -> Any:
         """What the object's class has for a name that the object lacks."""
-        if self.kind is not None:
-            for base in self.kind.__mro__:
-                if name in vars(base):
-                    return vars(base)[name]
-        return MISSING
+        return next((vars(base)[name] for base in self.kind.__mro__ if name in vars(base)), MISSING)
 
     def described(self, value: Any) -> bytes:
         """A value as bytes that are equal in other processes."""
@@ -252,30 +233,24 @@ class Attributes(Place):
         return f"{module_name(kind.__module__)}.{kind.__qualname__}".encode(errors="replace")
 
 
+@dataclass(eq=False)
 class Items(Place):
-    """The items of a container.
+    """The items of a container that has keys or an order.
 
     Args:
-        read: returns the container.
-        around: the dataset around it.
-        length: number of its items.
-        is_plain: whether all items are plain values, which `==` compares.
+        is_plain: whether all items are plain values, which one `==` compares, at 2 to 5 ns an item.
     """
 
-    def __init__(self, read: Callable[[], Any], around: Around, length: int, is_plain: bool) -> None:
-        super().__init__(read, around, length)
-        self.is_plain = is_plain
+    is_plain: bool = False
 
     def keep(self, content: Any) -> None:
         """Keep a copy of the content."""
-        self.earlier = frozenset(content) if isinstance(content, set | frozenset) else _keys_and_values(content)
+        self.earlier = _keys_and_values(content)
         if not self.is_of_samples:
             self.length = len(content)
 
     def is_same(self, content: Any) -> bool:
         """Whether the content equals the copy."""
-        if isinstance(content, set | frozenset):
-            return bool(self.earlier == content)
         now = _keys_and_values(content)
         if self.is_plain:
             return bool(now == self.earlier)
@@ -289,44 +264,43 @@ class Items(Place):
         keys, values = content if type(content) is _Columns else _keys_and_values(content)
         return dict(zip(keys, values, strict=True))
 
+    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+        """The content as bytes that are equal in other processes."""
+        for column in _keys_and_values(content):
+            items = list(column)[: length if self.is_of_samples else None]
+            if not self.is_plain:
+                items = [_text(item, self.around.length) if is_plain_value(item) else None for item in items]
+            try:
+                yield marshal.dumps(items, 2)
+            except ValueError:  # paths, enums
+                yield "\0".join(map(_repr, items)).encode(errors="replace")
+
+
+class Members(Place):
+    """The members of a set."""
+
+    def keep(self, content: Any) -> None:
+        """Keep a copy of the content."""
+        self.earlier = frozenset(content)
+        if not self.is_of_samples:
+            self.length = len(content)
+
     def changed(self, earlier: Any, content: Any) -> tuple[list[Any], bool]:
-        """The keys of items that have changed, and whether there are more items than before."""
-        if isinstance(content, set | frozenset):
-            return list(earlier - content), len(content) > len(earlier)
-        (keys, values), (now_keys, now_values) = earlier, _keys_and_values(content)
-        if keys == now_keys[: len(keys)]:
-            pairs = zip(keys, values, now_values, strict=False)
-            changed = [key for key, old, new in pairs if old is not new and not same_value(old, new)]
-        else:
-            now = dict(zip(now_keys, now_values, strict=True))
-            pairs = zip(keys, values, (now.get(key, MISSING) for key in keys), strict=True)
-            changed = [key for key, old, new in pairs if old is not new and not same_value(old, new)]
-        return changed + list(keys[len(now_keys) :]), len(now_keys) > len(keys)
+        """The members that have gone, and whether there are more than before."""
+        return list(earlier - content), len(content) > len(earlier)
 
     def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
-        if isinstance(content, set | frozenset):
-            yield "\0".join(sorted(map(_repr, content))).encode(errors="replace")
-            return
-        keys, values = _keys_and_values(content)
-        length = length if self.is_of_samples else None
-        for column in (keys[:length], values[:length]):
-            if self.is_plain:
-                try:
-                    yield marshal.dumps(list(column), 2)
-                except ValueError:  # paths, enums
-                    yield "\0".join(map(_repr, column)).encode(errors="replace")
-            else:
-                for number, item in enumerate(column):
-                    if is_plain_value(item):
-                        yield f"{number}={_text(item, self.around.length)}".encode(errors="replace")
+        yield "\0".join(sorted(map(_repr, content))).encode(errors="replace")
 
 
 class Tree(Place):
     """A long container of containers of plain values and arrays, or of objects of one class with such attributes.
 
+    It is compared as one string of bytes, at 50 ns a number.
+
     Args:
-        container: the container.
+        read: returns the container.
         around: the dataset around it.
         room: bytes that a copy may take.
 
@@ -334,18 +308,18 @@ class Tree(Place):
         ValueError: it holds something else.
     """
 
-    def __init__(self, container: Any, around: Around, room: int) -> None:
-        columns = _keys_and_values(container)
-        count = len(columns.values)
+    def __init__(self, read: Callable[[], Any], around: Around, room: int) -> None:
+        values = values_of(read())
+        count = len(values)
         sparse = max(count // SMALL, 1)
-        kinds = kinds_in(columns.values[::sparse])
+        kinds = _kinds_in(values[::sparse])
         if not kinds <= _WRITTEN:
             raise ValueError(f"items of the classes {kinds - _WRITTEN} cannot be written")
         self._has_arrays = not kinds.isdisjoint((torch.Tensor, np.ndarray))
-        self.nbytes = len(written(container, sparse, self._has_arrays)) * sparse
-        self.step = max(-(-count // ITEMS), 1) if self._has_arrays or self.nbytes > room else 1
-        self.nbytes //= self.step
-        super().__init__(lambda: written(container, self.step, self._has_arrays), around, count)
+        nbytes = len(_written(read(), sparse, self._has_arrays)) * sparse
+        self.step = max(-(-count // ITEMS), 1) if self._has_arrays or nbytes > room else 1
+        super().__init__(lambda: _written(read(), self.step, self._has_arrays), around, count)
+        self.nbytes = nbytes // self.step
 
     def changed(self, earlier: Any, content: Any) -> tuple[list[Any], bool]:
         """The keys of items that have changed, and whether there are more items than before."""
@@ -363,19 +337,15 @@ class Tree(Place):
         yield content  # `marshal` sorts the items of a set
 
 
+@dataclass(eq=False)
 class Array(Place):
-    """The bytes of an array.
+    """The bytes of an array, a `Content`.
 
     Args:
-        read: returns its `Content`.
-        around: the dataset around it.
-        content: the content now.
-        in_full: whether to keep a copy of all bytes, or checksums of spread pages.
+        in_full: whether to keep a copy of all bytes, or checksums of 256 spread pages.
     """
 
-    def __init__(self, read: Callable[[], Content], around: Around, content: Content, in_full: bool) -> None:
-        super().__init__(read, around, content.length)
-        self.in_full = in_full
+    in_full: bool = True
 
     def keep(self, content: Any) -> None:
         """Keep a copy of the content."""
@@ -411,10 +381,7 @@ class Array(Place):
 
 
 class Tensors(Place):
-    """The tensors of a network, without those of the modules inside it."""
-
-    def __init__(self, module: Any, around: Around) -> None:
-        super().__init__(lambda: dict(_tensors_in(module)), around)
+    """The tensors of a network, without those of the modules inside it: version and first 64 bytes of each."""
 
     def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
@@ -436,31 +403,6 @@ class Column(Place):
 
 
 # ---- content ----
-
-
-def attributes_of(node: Any) -> dict[str, Any]:
-    """The attributes in an object's `__dict__` and slots. The object itself is not asked: a proxy might load."""
-    slots = {}
-    for base in type(node).__mro__:
-        if "__slots__" in vars(base):
-            members = ((name, member) for name, member in vars(base).items())
-            for name, member in members:
-                if type(member) is types.MemberDescriptorType:
-                    with suppress(AttributeError):
-                        slots[name] = member.__get__(node)
-    named = node_dict(node)
-    if named is None:
-        return slots
-    return slots | named if slots else named
-
-
-def node_dict(node: Any) -> dict[str, Any] | None:
-    """The `__dict__` of an object, or None. The object itself is not asked."""
-    try:
-        attributes = object.__getattribute__(node, "__dict__")
-    except AttributeError:
-        return None
-    return attributes if type(attributes) is dict else None
 
 
 def values_of(container: Any) -> list[Any]:
@@ -506,20 +448,22 @@ def _keys_and_values(container: Any) -> _Columns:
     raise TypeError(f"{type(container).__name__} is no container")
 
 
-def _tensors_in(module: Any) -> Iterator[tuple[str, tuple[int, bytes | None]]]:
-    attributes = vars(module)
+def tensors_in(module: Any) -> dict[str, tuple[int, bytes | None]]:
+    """Version and first bytes of each tensor of a network itself, by name."""
+    attributes, found = vars(module), {}
     for name, tensor in chain(attributes["_parameters"].items(), attributes["_buffers"].items()):
         if tensor is None or tensor.is_meta:
             continue
         is_readable = tensor.is_cpu and tensor.layout is torch.strided and tensor.data_ptr()
         first = ctypes.string_at(tensor.data_ptr(), min(_TENSOR_BYTES, tensor.nbytes)) if is_readable else None
-        yield name, (version_of(tensor), first)
+        found[name] = version_of(tensor), first
+    return found
 
 
 def _pages(memory: npt.NDArray[np.uint8]) -> bytes:
     """Checksums of spread pages."""
     step = max(_PAGE_BYTES, memory.nbytes // _PAGES)
-    sums = (checksum_of(memory[at : at + _PAGE_BYTES].data) for at in range(0, memory.nbytes, step))
+    sums = (_checksum_of(memory[at : at + _PAGE_BYTES].data) for at in range(0, memory.nbytes, step))
     return b"".join(number.to_bytes(8, "little") for number in sums)
 
 
@@ -553,7 +497,7 @@ def same_value(old: Any, new: Any) -> bool:
     return False
 
 
-def written(container: Any, step: int, has_arrays: bool) -> bytes:
+def _written(container: Any, step: int, has_arrays: bool) -> bytes:
     """Every `step`-th item of a container as bytes, with their keys, at the speed of C if no item holds arrays.
 
     Raises:
@@ -563,8 +507,7 @@ def written(container: Any, step: int, has_arrays: bool) -> bytes:
     keys, values = list(keys[::step]), values[::step]
     kinds = set(map(type, values))
     if len(kinds) == 1 and _has_plain_attributes(kind := kinds.pop()):
-        values = [attributes_of(value) for value in values]
-        values.append(kind.__qualname__)
+        values = [*map(attributes_of, values), kind.__qualname__]
         keys.append("class")
     return marshal.dumps((keys, list(map(_with_bytes, values)) if has_arrays else values), 2)
 
@@ -572,12 +515,6 @@ def written(container: Any, step: int, has_arrays: bool) -> bytes:
 def _with_bytes(node: Any) -> Any:
     """Builtin containers with the bytes of arrays in place of the arrays."""
     kind = type(node)
-    if kind is torch.Tensor and node.is_cpu and node.is_contiguous() and node.layout is torch.strided:
-        return (
-            str(node.dtype),
-            tuple(node.shape),
-            ctypes.string_at(node.data_ptr(), node.nbytes) if node.nbytes else b"",
-        )
     if kind in (list, tuple):
         return list(map(_with_bytes, node))
     if kind is dict:
@@ -596,15 +533,15 @@ def _has_plain_attributes(kind: type) -> bool:
     return not (issubclass(kind, (*VALUES, *others)) or is_of_library(kind) or hasattr(kind, "close"))
 
 
-def kinds_in(values: Iterable[Any], deep: int = 6) -> set[type]:
+def _kinds_in(values: Iterable[Any], deep: int = 6) -> set[type]:
     """The classes of some items of a container, and of the items inside them."""
     kinds = set[type]()
     for value in islice(values, SMALL):
         kind = type(value)
         if kind in _BUILTIN and deep:
-            kinds |= kinds_in(values_of(value), deep - 1) | {kind}
+            kinds |= _kinds_in(values_of(value), deep - 1) | {kind}
         elif deep and _has_plain_attributes(kind) and (attributes := attributes_of(value)):
-            kinds |= kinds_in(attributes.values(), deep - 1)
+            kinds |= _kinds_in(attributes.values(), deep - 1)
         else:
             kinds.add(kind)
     return kinds

@@ -29,7 +29,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_stocache.cache.codec import module_name
-from lightning_stocache.source.generators import KINDS, is_of_library
+from lightning_stocache.source.generators import KINDS, WRAPPED, attributes_of, is_of_library, node_dict
 from lightning_stocache.source.places import (
     CONTAINERS,
     ITEMS,
@@ -42,12 +42,12 @@ from lightning_stocache.source.places import (
     Column,
     Content,
     Items,
+    Members,
     Place,
     Tensors,
     Tree,
     array_in,
-    attributes_of,
-    node_dict,
+    tensors_in,
     values_of,
 )
 
@@ -69,14 +69,6 @@ _MACHINES = (
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _HOOKS = frozenset(torch.nn.Module().__dict__) - {"training"}
-_WRAPPED: dict[type, tuple[str, ...]] = {
-    types.MethodType: ("__self__", "__func__"),
-    partial: ("func", "args", "keywords"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    property: ("fget",),
-}
-
 Node: TypeAlias = tuple[str, Any, Around]
 """Where an object lies, the object, and the dataset around it."""
 
@@ -111,7 +103,8 @@ class Reach:
             self._walk(self._of_machine(path, node, inner))
         if not self.names.isdisjoint(("environ", "getenv")):
             texts = sorted(filter(str.isidentifier, self._texts))
-            self.add("environ", Attributes(lambda: {text: os.environ.get(text) for text in texts}, around, "environ"))
+            place = Attributes(lambda: {text: os.environ.get(text) for text in texts}, around, prefix="environ")
+            self.add("environ", place)
         self._known = {}
 
     @property
@@ -169,19 +162,19 @@ class Reach:
             yield from self._of_function(path, node, around)
         elif issubclass(kind, type):
             yield from self._of_class(node, around)
-        elif kind in _WRAPPED:
-            children = ((name, getattr(node, name)) for name in _WRAPPED[kind])
+        elif kind in WRAPPED:
+            children = ((name, getattr(node, name)) for name in WRAPPED[kind])
             yield from ((f"{path}.{name}", child, around) for name, child in children if child is not None)
         elif (content := array_in(node)) is not None:
             self._add_array(path, lambda: cast(Any, array_in(node)), content, around)
         elif issubclass(kind, np.ndarray) and node.dtype == object:
-            yield from self._of_objects(path, node, around)
+            yield from self._of_container(path, lambda: node.reshape(-1).tolist(), around)
         elif issubclass(kind, torch.Tensor | np.ndarray):
             self.complete = False  # on a device, or in a file
         elif kind.__name__ in ("DataFrame", "Series") and kind.__module__.partition(".")[0] in ("pandas", "polars"):
             self._add_frame(path, node, around)
         elif issubclass(kind, CONTAINERS):
-            yield from self._of_container(path, node, around)
+            yield from self._of_container(path, partial(_same_object, node), around)
             if is_user_class:
                 yield from self._of_object(f"{path}.__dict__", node, around)
         elif is_machine and is_user_class and not _is_machine(kind):
@@ -189,7 +182,7 @@ class Reach:
             yield f"{path}.class", kind, around
         elif is_machine or (hasattr(kind, "close") and not is_user_class and not is_data):
             return
-        elif node_dict(node) is not None or any(vars(base).get("__slots__") for base in kind.__mro__):
+        elif node_dict(node) is not None or _has_slots(kind):
             yield from self._of_object(path, node, around)
         elif is_user_class:
             self.complete = False  # an object of an extension
@@ -204,10 +197,9 @@ class Reach:
         is_module = issubclass(kind, torch.nn.Module) and "_parameters" in vars(node)
         self._watch(path, node)
         attributes = attributes_of(node)
-        has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
-        read = partial(attributes_of, node) if has_slots else partial(_same_object, attributes)
+        read = partial(attributes_of, node) if _has_slots(kind) else partial(_same_object, attributes)
         hidden = _HOOKS if is_module else frozenset[str]()
-        self.add(path, Attributes(read, around, path, kind, is_known, hidden))
+        self.add(path, Attributes(read, around, None, path, kind, is_known, hidden))
         if is_module:
             yield from self._of_module(path, node, around)
         for name, child in list(attributes.items()):
@@ -224,11 +216,12 @@ class Reach:
 
     def _of_module(self, path: str, module: Any, around: Around) -> Iterator[Node]:
         """Of a network: its tensors and the modules inside it."""
-        self.add(inside(path, "tensors"), Tensors(module, around))
+        self.add(inside(path, "tensors"), Tensors(partial(tensors_in, module), around))
         modules = vars(module)["_modules"]
         if modules:
             self._watch(inside(path, "modules"), module)
-            self.add(inside(path, "modules"), Attributes(partial(_same_object, modules), around, path, None, True))
+            place = Attributes(partial(_same_object, modules), around, prefix=path, is_known=True)
+            self.add(inside(path, "modules"), place)
         yield from ((inside(path, name), child, around) for name, child in modules.items() if child is not None)
 
     def _of_machine(self, path: str, node: Any, around: Around) -> Iterator[Node]:
@@ -238,10 +231,10 @@ class Reach:
         def read() -> dict[str, Any]:
             return {name: value for name, value in attributes_of(node).items() if name in names}
 
-        self.add(path, Attributes(read, around, path, type(node)))
+        self.add(path, Attributes(read, around, prefix=path, kind=type(node)))
         yield from ((inside(path, name), child, around.inside(name)) for name, child in read().items())
         if issubclass(type(node), torch.nn.Module):
-            self.add(inside(path, "tensors"), Tensors(node, around))
+            self.add(inside(path, "tensors"), Tensors(partial(tensors_in, node), around))
             modules = vars(node)["_modules"].items()
             yield from ((inside(path, name), child, around) for name, child in modules if name in names)
 
@@ -252,27 +245,28 @@ class Reach:
 
     # ---- containers and arrays ----
 
-    def _of_container(self, path: str, node: Any, around: Around) -> Iterator[Node]:
+    def _of_container(self, path: str, read: Callable[[], Any], around: Around) -> Iterator[Node]:
+        node = read()
         values = values_of(node)
         length, nbytes = len(values), node.__sizeof__()
         kinds = set(map(type, values))
         tuples = (value for value in values if type(value) is tuple) if tuple in kinds else ()
         leaves = (kinds - {tuple}) | set(map(type, chain.from_iterable(tuples)))
-        read = partial(_same_object, node)
-        if all(issubclass(kind, VALUES) for kind in leaves):
-            self.add(path, Items(read, around, length, True), nbytes)
-            return
+        is_plain = all(issubclass(kind, VALUES) for kind in leaves)
         is_set = issubclass(type(node), set | frozenset)
-        step = max(1, -(-length // ITEMS))
-        if length > SMALL and not is_set:
+        if length > SMALL and not is_set and not is_plain:
             with suppress(ValueError):
-                tree = Tree(node, around, COPIED_BYTES - self._bytes)
+                tree = Tree(read, around, COPIED_BYTES - self._bytes)
                 self.add(path, tree, tree.nbytes)
                 self.complete &= tree.step == 1
                 return
-        self.add(path, Items(read, around, length, False), nbytes)
+        place = Members(read, around, length) if is_set else Items(read, around, length, is_plain)
+        self.add(path, place, nbytes)
+        if is_plain:
+            return
         if length <= SMALL and not is_set and any(map(_has_state, values)) and len(self.watched) < WATCHED:
             self.watched.append(path)
+        step = max(1, -(-length // ITEMS))
         self.complete &= step == 1
         keys = list(node) if isinstance(node, dict) else range(length)
         is_of_samples = length == around.length and around.sample is None
@@ -283,19 +277,11 @@ class Reach:
             name = key if type(key) in (int, str) else number
             yield inside(path, name, is_item=True), values[number], replace(around, sample=index)
 
-    def _of_objects(self, path: str, node: Any, around: Around) -> Iterator[Node]:
-        """Of an array of objects: its items."""
-        values = node.reshape(-1).tolist()
-        is_plain = all(issubclass(kind, VALUES) for kind in set(map(type, values)))
-        self.add(path, Items(lambda: node.reshape(-1).tolist(), around, len(values), is_plain), node.nbytes)
-        if not is_plain:
-            yield from self._of_container(f"{path}.items", values, around)
-
     def _add_array(self, path: str, read: Callable[[], Content], content: Content, around: Around) -> None:
         nbytes = content.memory.nbytes
         in_full = self._bytes + nbytes <= COPIED_BYTES
         self.complete &= in_full
-        self.add(path, Array(read, around, content, in_full), nbytes if in_full else 0)
+        self.add(path, Array(read, around, content.length, in_full), nbytes if in_full else 0)
 
     def _add_frame(self, path: str, frame: Any, around: Around) -> None:
         """Add the columns of a frame of pandas or polars, which are read anew each time: a frame replaces them."""
@@ -321,7 +307,7 @@ class Reach:
             path = f"{module_name(base.__module__)}.{base.__qualname__}"
             read = partial(_class_attributes, base)
             if path not in self.places:
-                self.add(path, Attributes(read, around, path))
+                self.add(path, Attributes(read, around, prefix=path))
             for name, value in read().items():
                 if not _is_method(value):
                     yield inside(path, name), value, around.inside(name)
@@ -358,7 +344,7 @@ class Reach:
         """Of the variables that a function reaches by name."""
         variables = read()
         if path not in self.places:
-            self.add(path, Attributes(read, around, prefix))
+            self.add(path, Attributes(read, around, prefix=prefix))
         for name, value in variables.items():
             is_class = isinstance(value, type)
             if is_class and is_of_library(value):
@@ -418,6 +404,10 @@ def _has_state(node: Any) -> bool:
 
 def _is_method(value: Any) -> bool:
     return type(value) in _METHODS or "__wrapped__" in (node_dict(value) or ())
+
+
+def _has_slots(kind: type) -> bool:
+    return any(vars(base).get("__slots__") for base in kind.__mro__)
 
 
 def _same_object(node: Any) -> Any:

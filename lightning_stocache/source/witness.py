@@ -28,7 +28,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias
 
 from torch.utils.data import Dataset, get_worker_info
 
-from lightning_stocache.source.generators import are_draws_evidence, is_of_library
+from lightning_stocache.source.generators import are_draws_evidence, is_of_library, node_dict
 from lightning_stocache.source.identity import class_name
 from lightning_stocache.source.places import (
     CONTAINERS,
@@ -40,7 +40,6 @@ from lightning_stocache.source.places import (
     Place,
     Tensors,
     is_plain_value,
-    node_dict,
     same_value,
 )
 from lightning_stocache.source.reach import Reach, covers, inside, is_handle
@@ -281,48 +280,35 @@ class Witness:
         with suppress(TypeError, ValueError):  # arrays inside have no such answer
             if place.is_same(content):
                 return
+        values = _changed_values(place, content)
+        place.keep(content)
         if isinstance(place, Attributes):
-            values = _changed_values(place, content)
-            place.keep(content)
             for name, old, new in values:
                 around = place.around if place.is_known else place.around.inside(name)
                 yield from self._value(_child_path(path, place, name), old, new, around)
             return
         if isinstance(place, Tensors):
-            place.keep(content)
             yield Difference(path, "setting")
             return
-        if isinstance(place, Items) and not isinstance(content, set | frozenset) and not place.is_plain:
-            values = _changed_values(place, content)
-            place.keep(content)
-            yield from self._objects(path, place, content, values)
+        if isinstance(place, Items):
+            changed, grew = [], any(old is MISSING for _, old, _ in values)
+            for key, old, new in values:
+                if old is MISSING or same_value(old, new):
+                    continue
+                if new is MISSING or place.is_plain or (is_plain_value(old) and is_plain_value(new)):
+                    changed.append(key)
+                else:
+                    index = key if place.is_of_samples and type(key) is int else place.around.sample
+                    around = replace(place.around, sample=index)
+                    yield from self._value(inside(path, key, is_item=True), old, new, around)
+        else:
+            changed, grew = place.changed(earlier, content)
+        if not changed and not grew and isinstance(place, Items):
             return
-        changed, grew = place.changed(earlier, content)
-        place.keep(content)
         if _is_named_by_key(place, content):  # what reads move is learned by key
-            new = [key for key in content if key not in set(earlier[0])]
-            yield from (Difference(inside(path, key, is_item=True), "setting") for key in [*changed, *new])
-        elif changed or grew or not isinstance(place, Items):
-            yield self._judged(path, place, changed, grew)
-
-    def _objects(
-        self, path: str, place: Items, content: Any, values: list[tuple[Any, Any, Any]]
-    ) -> Iterator[Difference]:
-        """What differs in a container of objects, given its keys whose values are other objects now."""
-        changed, grew = [], False
-        for key, old, new in values:
-            if old is MISSING:
-                grew = True
-            elif new is MISSING or (is_plain_value(old) and is_plain_value(new)):
-                changed.append(key)
-            else:
-                index = key if place.is_of_samples and type(key) is int else place.around.sample
-                around = replace(place.around, sample=index)
-                yield from self._value(inside(path, key, is_item=True), old, new, around)
-        if _is_named_by_key(place, content):
             new_keys = [key for key, old, _ in values if old is MISSING]
             yield from (Difference(inside(path, key, is_item=True), "setting") for key in [*changed, *new_keys])
-        elif changed or grew:
+        else:
             yield self._judged(path, place, changed, grew)
 
     def _value(self, path: str, old: Any, new: Any, around: Around) -> Iterator[Difference]:
@@ -383,7 +369,7 @@ class Witness:
             return keys
         numbers: dict[str, int] = {}
         for other in self._reach.places.values():  # a name stands in a list of names
-            if isinstance(other, Items) and other.is_of_samples and type(other.earlier) is tuple:
+            if isinstance(other, Items) and other.is_of_samples:
                 for number, item in enumerate(other.earlier[1]):
                     names = item if type(item) is tuple else (item,)
                     numbers.update((name, number) for name in names if type(name) is str)

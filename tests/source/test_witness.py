@@ -156,6 +156,15 @@ def test_labels_that_are_replaced_are_compared_by_content(kind: str) -> None:
     assert witness.differences() == [Difference("state", "data", (7, 150))]
 
 
+def test_labels_by_name_are_named_by_index() -> None:
+    """A dict of labels by file name has no order of its own: a list of the names says which sample each belongs to."""
+    names = [f"{number}.png" for number in range(LENGTH)]
+    source = Source(dict.fromkeys(reversed(names), 0), names=names)
+    witness = Witness(source)
+    source.state["7.png"] = 1
+    assert witness.differences() == [Difference("state", "data", (7,))]
+
+
 frames = pytest.importorskip("pandas")
 
 
