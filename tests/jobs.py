@@ -177,9 +177,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 _ROOT = _V1 if _V1.is_dir() else _V2
-_LIMIT, _EVENTS, _PEAK = {
-    _V1: ("memory.limit_in_bytes", "memory.oom_control", "memory.max_usage_in_bytes"),
-    _V2: ("memory.max", "memory.events", "memory.peak"),
+_LIMIT, _USAGE, _EVENTS, _PEAK = {
+    _V1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "memory.max_usage_in_bytes"),
+    _V2: ("memory.max", "memory.current", "memory.events", "memory.peak"),
 }[_ROOT]
 
 
@@ -249,9 +249,18 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err
 
 
-if __name__ == "__main__":  # a command in a cgroup: `python -m tests.jobs 4GiB pytest -n 3`
-    with cgroup(int(Budget.parse(sys.argv[1]).amount)) as _folder:
-        (_folder / "cgroup.procs").write_text(str(os.getpid()))
-        _code = subprocess.run(sys.argv[2:], check=False).returncode
-        (_folder.parent / "cgroup.procs").write_text(str(os.getpid()))
-    sys.exit(_code)
+def run_short_of_memory(free: int, command: Sequence[str]) -> int:
+    """Run a command on a machine that has so many bytes of memory free, however much the command takes itself: in a
+    cgroup whose limit follows its usage. Returns the exit code."""
+    with cgroup(free) as folder:
+        enter = f'echo $$ > {folder / "cgroup.procs"} && exec "$@"'
+        process = subprocess.Popen(["sh", "-c", enter, "sh", *command])
+        while process.poll() is None:
+            usage = int((folder / _USAGE).read_text())
+            (folder / _LIMIT).write_text(str(usage + free))
+            time.sleep(0.05)
+        return process.returncode
+
+
+if __name__ == "__main__":  # python -m tests.jobs 1GiB pytest -n 3
+    sys.exit(run_short_of_memory(int(Budget.parse(sys.argv[1]).amount), sys.argv[2:]))
