@@ -8,6 +8,10 @@ from typing import Any
 import lightning.pytorch  # noqa: F401  sets an environment variable when it is first imported
 import pytest
 
+from lightning_stocache import CachedDataset, CachedLoader
+from lightning_stocache.node.group import NodeGroup
+from tests.processes import run_ranks
+
 ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
@@ -42,6 +46,33 @@ def test_what_is_marked_runs(page, tmp_path, monkeypatch, capfd):
         exec(compile(code, page, "exec"), names)
         printed = capfd.readouterr().out
         assert expected is None or printed == expected
+
+
+def run_own_loop(rank: int, page: str) -> None:
+    """Run the last block of a page that shares a dataset, and compare what the ranks have drawn."""
+    [*_, code] = [code for code, _, _ in blocks(page) if ".share()" in code]
+    drawn: list[list[int]] = []
+    code = code.replace("num_workers=8", "num_workers=0").replace("        ...", "        note(epoch, batch)")
+    names = {"source": range(512), "augment": int, "CachedDataset": CachedDataset, "CachedLoader": CachedLoader}
+
+    def note(epoch: int, batch: Any) -> None:
+        if len(drawn) == epoch:
+            drawn.append([])
+        drawn[epoch] += batch.tolist()
+
+    exec(compile(code, page, "exec"), names | {"note": note})
+    ranks = NodeGroup.discover().exchange(drawn)
+    assert len(drawn) == 10
+    for epoch in range(10):
+        assert sorted(ranks[0][epoch] + ranks[1][epoch]) == list(range(512))
+        assert len(ranks[0][epoch]) == len(ranks[1][epoch]) == 256
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("page", ["docs/doors.md", "docs/guides/nodes.md"])
+def test_the_ranks_of_a_loop_of_ones_own_share_the_samples(page):
+    """Under torchrun the snippets for plain PyTorch train on each sample once per epoch, on one of the ranks."""
+    run_ranks(run_own_loop, 2, page)
 
 
 @pytest.mark.parametrize("page", sorted(TEXT))

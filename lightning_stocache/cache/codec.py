@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import combinations
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +18,14 @@ __all__ = [
     "Memory",
     "Parts",
     "SampleMismatchError",
+    "Span",
     "UnsupportedSampleError",
     "aligned",
     "array_dtype",
     "memory_of",
     "module_name",
     "named",
+    "overlaps",
     "tensor_over",
     "type_name",
 ]
@@ -43,6 +48,7 @@ Memory = Sequence[npt.NDArray[np.uint8]]
 Lend = Callable[[Sequence[int]], Memory]
 """Gives memory of undefined content, uint8 `[size]` for each size."""
 
+_MOST_WORK: Any = 10_000  # of NumPy's search for a common byte
 _ALIGNMENT = 64  # bytes; rows copied from or to less aligned memory cost up to 1.6 times as much
 
 
@@ -72,6 +78,55 @@ def memory_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return np.asarray(_Bytes(tensor.contiguous())) if tensor.numel() else np.empty(0, dtype=np.uint8)
+
+
+class Span:
+    """The memory of a dense tensor or array.
+
+    Args:
+        leaf: the tensor or array, which has at least one element.
+    """
+
+    def __init__(self, leaf: torch.Tensor | npt.NDArray[Any]) -> None:
+        if isinstance(leaf, torch.Tensor):
+            self.itemsize = leaf.element_size()
+            self.address = leaf.data_ptr()
+            self.strides = tuple(stride * self.itemsize for stride in leaf.stride())
+        else:
+            self.itemsize = leaf.itemsize
+            self.address = leaf.__array_interface__["data"][0]
+            self.strides = leaf.strides
+        self.shape, self.leaf = tuple(leaf.shape), leaf
+        steps = [(size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)]
+        self.begin = self.address + sum(step for step in steps if step < 0)
+        self.end = self.address + sum(step for step in steps if step > 0) + self.itemsize
+
+    def shares_bytes(self, other: Span) -> bool:
+        """Whether two leaves have bytes in common, not only an object that owns their memory."""
+        try:
+            return np.shares_memory(self._bytes, other._bytes, max_work=_MOST_WORK)
+        except RuntimeError:  # NumPy's TooHardError
+            return True
+
+    @property
+    def _bytes(self) -> npt.NDArray[Any]:
+        interface = {"version": 3, "typestr": f"|V{self.itemsize}", "shape": self.shape, "strides": self.strides}
+        return np.asarray(SimpleNamespace(__array_interface__=interface | {"data": (self.address, False)}))
+
+
+def overlaps(leaves: Iterable[Any]) -> list[list[Span]]:
+    """Groups of tensors and arrays that have bytes in common, in the order of their memory. Mostly there are none."""
+    dense = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.nbytes]
+    if len(dense) < 2:
+        return []
+    groups: list[list[Span]] = []
+    end = 0
+    for span in sorted(map(Span, dense), key=attrgetter("begin")):
+        if span.begin >= end:
+            groups.append([])
+        groups[-1].append(span)
+        end = max(end, span.end)
+    return [group for group in groups if any(left.shares_bytes(right) for left, right in combinations(group, 2))]
 
 
 def tensor_over(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -29,7 +29,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pickle import PickleBuffer
-from typing import Any, TypeAlias, cast
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -39,10 +40,12 @@ from torch.utils.data import Dataset
 from lightning_stocache.cache.codec import (
     Lend,
     SampleMismatchError,
+    Span,
     UnsupportedSampleError,
     aligned,
     memory_of,
     named,
+    overlaps,
     tensor_over,
     type_name,
 )
@@ -250,9 +253,12 @@ def _bytes_inside(node: Any, deep: int, seen: set[int]) -> int:
         return 1
     seen.add(id(node))
     if isinstance(node, torch.Tensor):
-        return node.numel() * node.element_size() if node.layout is torch.strided and node.is_cpu else 0
+        if node.layout is not torch.strided or not node.is_cpu:
+            return 0
+        return 1 if _is_seen(node.untyped_storage().data_ptr(), seen) else node.numel() * node.element_size()
     if isinstance(node, np.ndarray):
-        return 0 if node.dtype.hasobject else node.nbytes
+        owner = node if node.base is None else node.base
+        return 1 if node.dtype.hasobject or _is_seen(-id(owner), seen) else node.nbytes
     if isinstance(node, bytes | bytearray | str):
         return len(node)
     if is_image(type(node)):
@@ -266,25 +272,40 @@ def _bytes_inside(node: Any, deep: int, seen: set[int]) -> int:
     return 1
 
 
+def _is_seen(memory: int, seen: set[int]) -> bool:
+    """Whether another leaf lies in this memory: bytes that they have in common are stored once."""
+    if memory in seen:
+        return True
+    seen.add(memory)
+    return False
+
+
 # ---- pickling ----
 
 
 def _pickled(node: Any, *, packed: bool = True, fast: bool = False) -> tuple[memoryview, list[tuple[memoryview, bool]]]:
     """The pickle of an object, and the large buffers beside it, each with whether PIL copies it when decoded."""
-    file = io.BytesIO()
-    encoder = _Encoder(file, packed)
-    encoder.fast = fast
-    encoder.dump(node)
-    return file.getbuffer(), encoder.buffers
+    bases: dict[Any, _Base] = {}
+    while True:
+        file = io.BytesIO()
+        encoder = _Encoder(file, packed, bases)
+        encoder.fast = fast
+        encoder.dump(node)
+        if fast or bases or not (groups := overlaps(encoder.dense)):
+            return file.getbuffer(), encoder.buffers
+        for group in groups:  # once more: these are views of one array of bytes
+            bases |= _bases(group)
 
 
 class _Encoder(pickle.Pickler):
     """Pickles a sample, and collects its large buffers."""
 
-    def __init__(self, file: io.BytesIO, packed: bool) -> None:
+    def __init__(self, file: io.BytesIO, packed: bool, bases: dict[Any, _Base]) -> None:
         buffers: list[tuple[memoryview, bool]] = []
         images: list[PickleBuffer] = []
         self.packed, self.buffers, self.images = packed, buffers, images
+        self.bases = bases
+        self.dense: list[Any] = []  # tensors and arrays whose bytes are written
 
         # Not a method: an encoder that refers to itself would keep the sample until the garbage collector runs.
         def is_small(buffer: PickleBuffer) -> bool:
@@ -300,9 +321,12 @@ class _Encoder(pickle.Pickler):
         """Take an object apart."""
         kind = type(node)
         if issubclass(kind, torch.Tensor):
-            return _reduced_tensor(node)
+            reduced = _reduced_tensor(node)
+            if reduced is NotImplemented or reduced[0] is not _tensor or node.is_conj() or node.is_neg():
+                return reduced
+            return self._as_view(node) or reduced
         if kind is np.ndarray or kind is np.memmap:
-            return NotImplemented if node.dtype.hasobject else _reduced_array(node)
+            return NotImplemented if node.dtype.hasobject else self._as_view(node) or _reduced_array(node)
         if is_image(kind):
             return self._reduced_image(node)
         if kind is object:
@@ -312,6 +336,15 @@ class _Encoder(pickle.Pickler):
         if issubclass(kind, _GENERATORS):
             raise UnsupportedSampleError(f"a {type_name(kind)} draws random numbers: its state would be frozen")
         return NotImplemented
+
+    def _as_view(self, leaf: Any) -> Any:
+        """A leaf as a view, if it has bytes in common with another one."""
+        self.dense.append(leaf)
+        base = self.bases.get(_key(leaf)) if self.bases else None
+        if base is None:
+            return None
+        dtype = str(leaf.dtype).removeprefix("torch.") if isinstance(leaf, torch.Tensor) else leaf.dtype
+        return _view, (base.content, base.offset, dtype, tuple(leaf.shape), base.strides)
 
     def _reduced_image(self, image: Any) -> Any:
         kind = type(image)
@@ -372,6 +405,42 @@ def _reduced_array(array: npt.NDArray[Any]) -> Any:
     by_name = dtype.names is None and dtype.metadata is None and dtype.isbuiltin != 2  # 2: another library's
     content = whole.reshape(-1).view(np.uint8).data if array.nbytes else bytearray()
     return _array, (dtype.str if by_name else dtype, array.shape, PickleBuffer(content), *axes)
+
+
+class _Base(NamedTuple):
+    """The bytes of which a leaf is a view: uint8 `[nbytes]`, and where the leaf begins in them, with its strides."""
+
+    content: npt.NDArray[np.uint8]
+    offset: int
+    strides: tuple[int, ...]
+
+
+def _key(leaf: Any) -> Any:
+    """What two leaves over the same bytes with the same dtype and shape have in common."""
+    return str(leaf.dtype), Span(leaf).address, tuple(leaf.shape), Span(leaf).strides
+
+
+def _bases(group: list[Span]) -> dict[Any, _Base]:
+    """One copy of the bytes of leaves that have bytes in common, for each leaf."""
+    begin, end = group[0].begin, max(span.end for span in group)
+    if end - begin > 2 * sum(span.leaf.nbytes for span in group):
+        raise UnsupportedSampleError("it has views of the same bytes, with large gaps between them")
+    if any((span.address - begin) % span.itemsize for span in group):
+        raise UnsupportedSampleError("it has views of the same bytes with dtypes that do not fit each other")
+    interface = {"version": 3, "typestr": "|u1", "shape": (end - begin,), "data": (begin, False)}
+    content: npt.NDArray[np.uint8] = np.array(SimpleNamespace(__array_interface__=interface))
+    return {_key(span.leaf): _Base(content, span.address - begin, span.strides) for span in group}
+
+
+def _view(
+    content: npt.NDArray[np.uint8], offset: int, dtype: Any, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> torch.Tensor | npt.NDArray[Any]:
+    if not isinstance(dtype, str):
+        return np.ndarray(shape, dtype, content, offset, strides)
+    kind: torch.dtype = getattr(torch, dtype)
+    usable = (len(content) - offset) // kind.itemsize * kind.itemsize
+    flat = torch.from_numpy(content[offset : offset + usable]).view(kind)
+    return flat.as_strided(shape, [stride // kind.itemsize for stride in strides])
 
 
 def _slowest_first(strides: Sequence[int]) -> list[int]:

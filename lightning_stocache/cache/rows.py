@@ -8,7 +8,7 @@ field, and `split` makes samples from it.
 
 Samples come out as they went in, bit for bit: structure, types, dtypes and values. A dict has the key order of the
 first sample. Nothing is ever cast, broadcast or cut to fit. Two things change: tensors and arrays become contiguous,
-and a `numpy.memmap` becomes a plain array.
+and a `numpy.memmap` becomes a plain array. A sample whose leaves have bytes in common is refused; a record keeps views.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lightning_stocache.cache.codec import (
     UnsupportedSampleError,
     memory_of,
     named,
+    overlaps,
     tensor_over,
     type_name,
 )
@@ -183,6 +184,11 @@ class _Branch:
         """Whether all children are leaves."""
         return not any(isinstance(child, _Branch) for child in self.children)
 
+    @cached_property
+    def key_kinds(self) -> dict[Any, type]:
+        """The types of the keys of a dict."""
+        return {key: type(key) for key in self.keys or ()}
+
     def difference(self, node: Any) -> tuple[str, str] | None:
         """What was expected and what came, in words; None if a node matches this container."""
         if node.__class__ is not self.kind:
@@ -190,8 +196,12 @@ class _Branch:
         if self.keys is None:
             if len(node) != len(self.children):
                 return f"a {type_name(self.kind)} of {len(self.children)}", f"one of {len(node)}"
-        # Two OrderedDicts are not equal if their keys come in another order.
-        elif tuple(node) != self.keys if self.kind is OrderedDict else node.keys() != set(self.keys):
+            if attributes := getattr(node, "__dict__", None):
+                return f"a {type_name(self.kind)} without attributes", f"one with {', '.join(attributes)}"
+        # True equals 1. Two OrderedDicts are not equal if their keys come in another order.
+        elif {key: type(key) for key in node} != self.key_kinds or (
+            self.kind is OrderedDict and tuple(node) != self.keys
+        ):
             return f"a {type_name(self.kind)} with the keys {list(self.keys)}", f"the keys {list(node)}"
         return None
 
@@ -277,6 +287,9 @@ class SampleSpec:
             except Exception as error:  # the code of a tensor subclass may raise anything
                 came = f"something else: {error}"
             raise _mismatch(index, field.path, str(field), came)
+        if overlaps(leaves):
+            title = "a sample" if index is None else f"sample {index}"
+            raise UnsupportedSampleError(f"{title} has tensors or arrays that are views of the same bytes")
         return leaves
 
     def contents(self, parts: Sequence[Any]) -> list[memoryview]:
@@ -348,6 +361,10 @@ def _tree(node: Any, path: str, fields: list[Field]) -> _Branch | int:
         keys = tuple(node)
         parts = [(f"[{key!r}]", node[key]) for key in keys]
     elif isinstance(node, tuple) and hasattr(kind, "_fields"):
+        if attributes := getattr(node, "__dict__", None):
+            raise UnsupportedSampleError(
+                f"{named(path)} is a {type_name(kind)} with attributes of its own: {', '.join(attributes)}"
+            )
         parts = [(f".{name}", part) for name, part in zip(kind._fields, node, strict=True)]
     elif kind in (tuple, list):
         parts = [(f"[{number}]", part) for number, part in enumerate(node)]
@@ -381,7 +398,7 @@ def _assemble(node: _Branch | int, leaves: Sequence[Sequence[Any]], samples: int
     if node.keys is not None:
         return [node.kind(zip(node.keys, row, strict=True)) for row in rows]
     if hasattr(node.kind, "_fields"):
-        return [node.kind(*row) for row in rows]
+        return [tuple.__new__(node.kind, row) for row in rows]  # a constructor may change its arguments
     return rows if node.kind is tuple else [list(row) for row in rows]
 
 

@@ -89,9 +89,9 @@ class BatchPool:
 
     def _take(self, key: int, nbytes: int, most: int) -> npt.NDArray[np.uint8]:
         if self._pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
         if nbytes < _SMALL:
-            return torch.empty(nbytes, dtype=torch.uint8).numpy()
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
         buffers = self._private.get(key) or self._private.setdefault(key, _Buffers(most))
         # Two threads may be here at once: each list operation is atomic, and the size of what was popped is checked.
         if nbytes > buffers.size:
@@ -102,7 +102,7 @@ class BatchPool:
         except IndexError:
             memory = None
         if memory is None or memory.shape[0] < nbytes:
-            memory = torch.empty(max(buffers.size, nbytes), dtype=torch.uint8)
+            memory = torch.empty(max(buffers.size, nbytes), dtype=torch.uint8, device="cpu")
         whole = memory.numpy()  # an array of its own each time: it is the base of every view, and goes with the last
         loan = _Loan(whole, _give_back)
         loan.memory, loan.buffers = memory, buffers
@@ -226,7 +226,7 @@ class SharedBatch:
     def tensor(self, offset: int, length: int) -> torch.Tensor:
         """A part of the memory, uint8 `[length]`."""
         if length == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=length, offset=offset)
 
 

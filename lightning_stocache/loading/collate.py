@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 from lightning_stocache.cache.codec import Memory, aligned, array_dtype
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.source.samples import is_plain, rebuilt
+from lightning_stocache.source.samples import is_namedtuple, is_plain, rebuilt
 
 __all__ = ["Collator", "Packed", "Rows", "is_dense"]
 
@@ -76,6 +76,8 @@ class Collator:
         """A function from fields, in the order of the spec, to the structure of the pattern."""
         kind = type(pattern)
         if kind is torch.Tensor:
+            if not pattern.is_cpu:  # numbers collate to tensors on torch's default device
+                raise TypeError(f"default_collate makes a tensor on {pattern.device} of a field")
             place = len(self._columns)
             self._columns.append(_Column(pattern.dtype, tuple(pattern.shape[1:])))
             return lambda fields: fields[place]
@@ -89,6 +91,8 @@ class Collator:
             if kind in (list, tuple) and all(type(value) is torch.Tensor for value in pattern):
                 return lambda fields: kind(fields[first:last])  # a fast way for most batches
             if hasattr(kind, "_fields"):
+                if not is_namedtuple(kind):
+                    raise TypeError(f"the constructor of {kind.__name__} may change its fields")
                 return lambda fields: kind(*(build(fields) for build in builders))
             return lambda fields: kind(build(fields) for build in builders)
         raise TypeError(f"default_collate makes a {kind.__name__} of a field, not a plain tensor")
@@ -117,8 +121,8 @@ class _Column:
     def _tensor(self, memory: Any, first: int, end: int) -> torch.Tensor:
         """The samples from `first` to `end` of a tensor or array of bytes, over the same memory."""
         if not self.nbytes:
-            return torch.empty(end - first, *self._shape, dtype=self._dtype)
-        part = torch.as_tensor(memory[first * self.nbytes : end * self.nbytes])
+            return torch.empty(end - first, *self._shape, dtype=self._dtype, device="cpu")
+        part = torch.as_tensor(memory[first * self.nbytes : end * self.nbytes], device="cpu")
         return part.view(self._dtype).view(end - first, *self._shape).data
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from types import GeneratorType
 from typing import Any, SupportsIndex, cast
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, MapDataPipe
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Domain, Ring
@@ -251,9 +251,11 @@ class CachedDataset(Forwarding):
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]
 
-    def __getitem__(self, index: SupportsIndex) -> Any:
-        """The sample of an index. Any other key (a list of indices, a slice) goes to the source itself."""
-        return self.__cached.sample(index)
+    def __getitem__(self, *key: Any, **options: Any) -> Any:
+        """The sample of an index. The source answers for any other key (a list, a slice) or with further arguments."""
+        if options or len(key) != 1:
+            return self.__cached.sample_with(*key, **options)
+        return self.__cached.sample(key[0])
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> Any:
         """The samples of a batch, as a list: all hits are copied out by one gather per field."""
@@ -297,11 +299,21 @@ class StandIn(Forwarding):
         super().__init__(dataset.source)
         self.__dataset = dataset
 
+    @property  # type: ignore[misc]  # nobody sets the class of a stand-in
+    def __class__(self) -> type:
+        """The source's class, for `isinstance`. A DataLoader would wrap the stand-in of a datapipe."""
+        kind: type = self.__dataset.source.__class__
+        return type(self) if issubclass(kind, MapDataPipe) else kind
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[type], dict[str, Any]]:
+        # The pickle of an object without this has its `__class__`.
+        return object.__new__, (type(self),), vars(self)
+
     def __len__(self) -> int:
         return len(self.__dataset)
 
-    def __getitem__(self, index: SupportsIndex) -> Any:
-        return self.__dataset[index]
+    def __getitem__(self, *key: Any, **options: Any) -> Any:
+        return self.__dataset.__getitem__(*key, **options)
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> Any:
         """The samples of a batch."""

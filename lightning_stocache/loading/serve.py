@@ -106,6 +106,15 @@ class CachedSource:
                 return self._uncached(self.opened.source, [position], self._finished)[0]
             return self._finished(self._serve_one(cache, position))
 
+    def sample_with(self, *key: Any, **options: Any) -> Any:
+        """The finished sample for several arguments, which only the source's own `__getitem__` understands."""
+        source: Any = self.source
+        self.refresh()
+        with self._state:
+            sample = source.__getitem__(*key, **options)
+            count(self.opened.counters, bypasses=1)
+            return self._transformed(sample)
+
     def samples(self, indices: Sequence[SupportsIndex]) -> Any:
         """The finished samples of a batch, each made when it is asked for, so that they are not all in memory at once.
 

@@ -20,13 +20,14 @@ from __future__ import annotations
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from lightning_stocache.cache.codec import aligned
+from lightning_stocache.cache.codec import aligned, memory_of
 from lightning_stocache.cache.store import Store
 from lightning_stocache.loading.batch_pool import Attached, BatchPool, SharedBatch, fields_of
 from lightning_stocache.loading.collate import Packed, Rows, is_dense
@@ -119,7 +120,10 @@ class Responder(Dataset[Any]):
         rows = Rows(segment, len(indices))
         if self.collate_fn is not default_collate:
             batch = self.collate_fn(list(cached.samples(indices)))
-            return _packed(batch, rows) if is_plain(batch) else Reply(batch)
+            with suppress(Exception):  # of the code of the user's classes
+                if is_plain(batch):
+                    return _packed(batch, rows)
+            return Reply(batch)
         samples = [rows.put(number, sample) for number, sample in enumerate(cached.samples(indices))]
         if not samples or not is_plain(samples[0]):
             return Reply(default_collate(samples))
@@ -135,8 +139,7 @@ def _packed(batch: Any, rows: Rows) -> Reply:
             return leaf
         if id(leaf) not in known:
             place = rows.keep(leaf) if leaf.nbytes > _SMALL else None
-            content = leaf.reshape(-1).view(torch.uint8)
-            known[id(leaf)] = place or Packed(content.numpy(), leaf.dtype, tuple(leaf.shape))
+            known[id(leaf)] = place or Packed(memory_of(leaf), leaf.dtype, tuple(leaf.shape))
         return known[id(leaf)]
 
     return Reply(rebuilt(batch, packed), packed=True)
@@ -145,11 +148,17 @@ def _packed(batch: Any, rows: Rows) -> Reply:
 def unpacked(batch: Any, shared: SharedBatch | None, pool: BatchPool) -> Any:
     """In the main process: a batch that a worker has packed. Its tensors are lent while the pool has more memory."""
     lend, size = pool.shared_left > 0, 0
+    known: dict[int, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
 
     def arrived(leaf: Any) -> Any:
-        nonlocal size
         if not isinstance(leaf, Packed):
             return leaf
+        if id(leaf) not in known:
+            known[id(leaf)] = tensor_of(leaf)
+        return known[id(leaf)]
+
+    def tensor_of(leaf: Packed) -> torch.Tensor:
+        nonlocal size
         nbytes = leaf.dtype.itemsize * torch.Size(leaf.shape).numel()
         size += aligned(nbytes)
         if not isinstance(leaf.content, int):

@@ -27,7 +27,7 @@ from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.post import Mailbox, Post, boot_id
 from lightning_stocache.torch_internals import job_store
 
-__all__ = ["NodeGroup", "job_ranks", "memory_key"]
+__all__ = ["NodeGroup", "description", "job_ranks", "memory_key"]
 
 log = logging.getLogger(__name__)
 
@@ -184,13 +184,21 @@ class NodeGroup:
             result = work() if work is not None else None
         except Exception as error:  # the other ranks must hear of it before it is raised
             failure = error
-        outcomes = self.exchange((repr(failure) if failure else None, result))
+        outcomes = self.exchange((None if failure is None else description(failure), result))
         if failure is not None:
             raise failure
         for rank, (message, _) in enumerate(outcomes):
             if message is not None:
                 raise RuntimeError(f"setting up the cache failed on rank {rank}: {message}")
         return [value for _, value in outcomes]
+
+
+def description(error: BaseException) -> str:
+    """An error in words, never empty: the code of its class may raise anything."""
+    try:
+        return repr(error) or type(error).__name__
+    except Exception:
+        return type(error).__name__
 
 
 def _mailbox() -> Mailbox:

@@ -243,7 +243,7 @@ class Segment:
     def tensor(self, offset: int, length: int) -> torch.Tensor:
         """A live view of the payload from `offset` on, uint8 `[length]`. Drop it before `close`."""
         if length == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         # torch would release the buffer of the mmap itself, and `close` would then unmap the memory below the view.
         return torch.frombuffer(self.memory(offset, length), dtype=torch.uint8)
 

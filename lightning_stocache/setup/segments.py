@@ -13,6 +13,7 @@ from typing import Any
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.files import Backend
+from lightning_stocache.node.group import description
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.open_cache import OpenCache
 
@@ -59,7 +60,8 @@ def make_and_attach(
                 counters.append(Counters(Segment.attach(counted), group.rank))
         except Exception as error:  # whatever it is, the others are waiting for `troubles`
             failure = error
-        troubles = group.exchange(repr(failure) if failure else None)  # by now everybody has attached, or will not
+        # By now everybody has attached, or will not.
+        troubles = group.exchange(None if failure is None else description(failure))
         names = [store for cache, store in zip(caches, stores, strict=False) if cache.request.name is None]
         for part in (*names, *counters):
             if part is not None:

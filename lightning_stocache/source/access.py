@@ -72,9 +72,11 @@ def check_source(source: Any, cached: type, *, strict: bool = True) -> None:
 
 
 def _holds(dataset: Any, kind: type) -> bool:
+    if issubclass(type(dataset), kind):  # a stand-in for a Subset or ConcatDataset is an instance of both
+        return True
     if isinstance(dataset, ConcatDataset):
         return any(_holds(part, kind) for part in dataset.datasets)
-    return _holds(dataset.dataset, kind) if isinstance(dataset, Subset) else isinstance(dataset, kind)
+    return isinstance(dataset, Subset) and _holds(dataset.dataset, kind)
 
 
 def unwrap(source: Any) -> Any:

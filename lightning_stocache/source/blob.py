@@ -184,7 +184,8 @@ def tensor_of(content: bytes | memoryview, dtype: torch.dtype, shape: Sequence[i
     Raises:
         ValueError: dtype and shape take another number of bytes.
     """
-    tensor = torch.empty((len(content) // dtype.itemsize,) if shape is None else tuple(shape), dtype=dtype)
+    size = (len(content) // dtype.itemsize,) if shape is None else tuple(shape)
+    tensor = torch.empty(size, dtype=dtype, device="cpu")
     if tensor.nbytes != len(content):
         raise ValueError(f"a tensor of {dtype} and shape {tuple(tensor.shape)} takes {tensor.nbytes} bytes")
     if content:
@@ -200,4 +201,6 @@ def image_of(content: bytes | memoryview, form: str = "rgb") -> Any:
         return decode_image(torch.frombuffer(bytearray(content), dtype=torch.uint8))
     from PIL import Image
 
-    return Image.open(io.BytesIO(content)).convert("RGB")
+    Image.init()
+    formats = [name for name in Image.ID if name != "EPS"]  # PIL runs Ghostscript, a program, on the content of an EPS
+    return Image.open(io.BytesIO(content), formats=formats).convert("RGB")

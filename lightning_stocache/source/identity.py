@@ -33,7 +33,7 @@ def identity(source: Dataset[Any]) -> str:
         'Subset b1535c7783ea8829 of builtins.str'
     """
     if type(source) is Subset:
-        indices = torch.as_tensor(list(source.indices), dtype=torch.int64)
+        indices = torch.as_tensor(list(source.indices), dtype=torch.int64, device="cpu")
         digest = hashlib.sha256(indices.numpy().tobytes()).hexdigest()[:16]
         return f"Subset {digest} of {identity(source.dataset)}"
     return class_name(source)

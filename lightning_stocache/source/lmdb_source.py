@@ -9,15 +9,16 @@ may keep either. Nothing is unpickled. There is no `__getitems__`: a transaction
 into their batch as they come.
 
 LMDB forbids using an environment across a fork and opening a file twice in a process. So each process opens a file on
-first use, shares it among its readers, and opens it anew after a fork. It is opened without locks, which shared or
-read-only filesystems lack: nobody may write to it meanwhile. Reading a page beyond the file's end is a SIGBUS, so the
-length is checked when the file is opened.
+first use, shares it among its readers, in any thread, and opens it anew after a fork. It is opened without locks, which
+shared or read-only filesystems lack: nobody may write to it meanwhile. Reading a page beyond the file's end is a
+SIGBUS, so the length is checked when the file is opened.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -88,12 +89,13 @@ class LMDBFile:
         """
         file = os.path.join(path, "data.mdb") if os.path.isdir(path) else path
         status = os.stat(file)
-        known = _files.get((status.st_dev, status.st_ino))
-        if known is None or known.pid != os.getpid():
-            if known is not None:
-                known._environment.close()
-            known = _files[status.st_dev, status.st_ino] = cls(file)
-        return known
+        with _opening:
+            known = _files.get((status.st_dev, status.st_ino))
+            if known is None or known.pid != os.getpid():
+                if known is not None:
+                    known._environment.close()
+                known = _files[status.st_dev, status.st_ino] = cls(file)
+            return known
 
     def get(self, key: bytes) -> bytes | None:
         """The value of a key, or None."""
@@ -120,6 +122,16 @@ class LMDBFile:
 
 
 _files: weakref.WeakValueDictionary[tuple[int, int], LMDBFile] = weakref.WeakValueDictionary()
+_opening = threading.RLock()  # a process may open a file once; a signal's handler may read, too
+
+
+def _renew_lock() -> None:
+    """In a forked process: another thread may have held the lock, and that thread is not here."""
+    global _opening
+    _opening = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class LMDBSource(Dataset[Any]):
@@ -135,9 +147,9 @@ class LMDBSource(Dataset[Any]):
 
     Args:
         path: path of the file, or of a folder with a `data.mdb`.
-        kind: the kind of the values: `image` (encoded, opened by PIL as RGB), `bytes`, `text` (UTF-8), `json` (also
-            for numbers written as text), `tensor` (of `dtype` and `shape`), `safetensors` (a dict of tensors; needs
-            the package).
+        kind: the kind of the values: `image` (encoded, opened by PIL as RGB; not EPS, for which PIL runs Ghostscript),
+            `bytes`, `text` (UTF-8), `json` (also for numbers written as text), `tensor` (of `dtype` and `shape`),
+            `safetensors` (a dict of tensors; needs the package).
         dtype: dtype of the values, named as in torch: `"uint8"`.
         shape: shape of the values; None: one dimension, as long as each value is.
         keys: keys of the samples, as bytes or strings.

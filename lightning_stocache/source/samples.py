@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
 from operator import getitem
@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lightning_stocache.cache.codec import memory_of
 from lightning_stocache.cache.records import canonical_bytes, is_image, written
 from lightning_stocache.torch_internals import default_collate_fn_map
 
@@ -32,6 +33,7 @@ __all__ = [
     "Path",
     "bits",
     "difference",
+    "is_namedtuple",
     "is_plain",
     "mark_of",
     "part_at",
@@ -51,6 +53,7 @@ _PLAIN = (str, bytes, int, bool, type(None))
 _DICTS = (dict, UserDict)  # other mappings may not be iterated, or make their values anew
 _SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
 _NUMBERS = (int, float, bool, type(None))
+_MAKERS = ("__new__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__setstate__")
 _DEEP = 16  # containers or objects inside each other that are looked into
 
 
@@ -95,8 +98,20 @@ def is_plain(node: Any) -> bool:
         return kind is torch.Tensor or not isinstance(node, torch.Tensor) or kind not in default_collate_fn_map
     if kind in (list, tuple) and _is_flat(node):
         return True
-    walked = kind in (list, tuple) or (isinstance(node, tuple) and hasattr(kind, "_fields"))
+    walked = kind in (list, tuple) or is_namedtuple(kind)
     return walked and kind not in default_collate_fn_map and all(map(is_plain, node))
+
+
+def is_namedtuple(kind: type) -> bool:
+    """Whether a class makes and pickles its objects as `collections.namedtuple` does, whatever their items are.
+
+    Example:
+        >>> from collections import namedtuple
+        >>> is_namedtuple(namedtuple("Pair", "left right")), is_namedtuple(torch.nn.utils.rnn.PackedSequence)
+        (True, False)
+    """
+    named: Any = next((parent for parent in kind.__mro__ if "_field_defaults" in vars(parent)), None)
+    return named is not None and all(getattr(kind, name, None) is getattr(named, name, None) for name in _MAKERS)
 
 
 def rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -115,9 +130,18 @@ def _is_flat(node: Any) -> bool:
     return _SCALARS.issuperset(map(type, node))
 
 
-def _refilled(node: list[Any] | tuple[Any, ...], items: Iterable[Any]) -> Any:
+def _refilled(node: list[Any] | tuple[Any, ...], items: Sequence[Any]) -> Any:
     """A list or tuple of the same class with other items."""
-    return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
+    kind: Any = type(node)
+    if kind in (list, tuple):
+        return kind(items)
+    try:
+        refilled = tuple.__new__(kind, items)  # a constructor may change its arguments
+    except TypeError:  # a class written in C, such as torch.Size
+        return kind(items)
+    if hasattr(node, "__dict__"):
+        vars(refilled).update(vars(node))
+    return refilled
 
 
 # ---- bits ----
@@ -153,7 +177,7 @@ def _array_of(node: Any) -> tuple[tuple[Any, ...], npt.NDArray[np.uint8]] | None
         if node.layout is not torch.strided or node.is_meta or node.is_nested or node.is_quantized:
             return (node.dtype, node.layout), np.empty(0, np.uint8)
         plain = node.as_subclass(torch.Tensor).detach().cpu().resolve_conj().resolve_neg()
-        return (plain.dtype, tuple(plain.shape)), plain.contiguous().reshape(-1).view(torch.uint8).numpy()
+        return (plain.dtype, tuple(plain.shape)), memory_of(plain)
     if isinstance(node, np.ndarray | np.generic | float | complex):
         array = np.asarray(node)
         if not array.dtype.hasobject:

@@ -31,16 +31,17 @@ __all__ = ["FillProgress", "StochasticCache"]
 
 
 class FillProgress(Callback):
-    """Shows the cache in the Trainer's progress bar (tqdm or Rich): `fill 41 %` in the first epoch, later `hit 66 %`.
+    """Shows the cache in the Trainer's progress bar (tqdm or Rich): `cache_fill` in the first epoch, then `cache_hit`.
 
-    The fill is the share of this node's slots that are ready. The hit rate is of this node in the epoch so far; if all
-    slots are ready when training starts, the first epoch shows it, too. When the cache is full, one line says what is
-    cached and how many seconds of waiting for data will not be repeated.
+    Both are numbers from 0 to 1, as all values in a bar. The fill is the share of this node's slots that are ready. The
+    hit rate is of this node in the epoch so far; if all slots are ready when training starts, the first epoch shows it,
+    too. When the cache is full, one line says what is cached and how many seconds of waiting for data will not be
+    repeated.
 
     `StochasticCache` needs no FillProgress beside it: it shows the same.
 
     Args:
-        name: the name of the value in the bar.
+        name: the beginning of the names in the bar.
         every_n_steps: steps between two updates. With None the Trainer's logging cadence, but at least ten updates per
             epoch.
         verbose: print the line when the cache is full.
@@ -93,14 +94,15 @@ class FillProgress(Callback):
         slots = sum(map(len, caches))
         if not slots or trainer.barebones:  # it has no bar
             return
-        bar: dict[str, Any] = trainer.progress_bar_metrics  # `log` takes numbers alone, and 300 us
+        bar: dict[str, float] = trainer.progress_bar_metrics  # `log` takes 300 us
         if self._first_epoch and not self._full:
             fill = sum(cache.fill_fraction * len(cache) for cache in caches) / slots
-            bar[self.name] = f"fill {100 * fill:.0f} %"
+            bar[f"{self.name}_fill"] = fill
         else:
             before, now = self._counts_before, _training_counts(trainer)  # a dataset that has grown has new counters
             counts = sum((now[of] - before.get(of, Counts()) for of in now), Counts())
-            bar[self.name] = f"hit {100 * counts.hits / max(counts.served, 1):.0f} %"
+            bar.pop(f"{self.name}_fill", None)
+            bar[f"{self.name}_hit"] = counts.hits / max(counts.served, 1)
 
     def _say_when_full(self, trainer: Trainer) -> None:
         datasets, caches = running_datasets(trainer, "train"), _training_caches(trainer)

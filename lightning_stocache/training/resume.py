@@ -126,6 +126,10 @@ class ResumePoint(Callback):
             changed = " and ".join(changes)
             warn(f"resuming in the middle of epoch {epoch}, but {changed}: the loader goes on {order}")
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget the last call, however it ended, before Lightning restores a checkpoint."""
+        self._forget()
+
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let Lightning continue an epoch that was cut short, which it counts as over."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
@@ -189,7 +193,17 @@ class ResumePoint(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the position: the next fit starts from the beginning, unless it gets a checkpoint."""
-        self._saved, self._resumed, self._begun_at = None, [], None
+        self._forget()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Forget the position. A checkpoint that a later callback saves still needs the count of batches."""
+        self._saved = None
+        self._resumed = []
+
+    def _forget(self) -> None:
+        self._saved = None
+        self._resumed = []
+        self._begun_at = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_trainer": None, "_resumed": []}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -50,7 +51,11 @@ class StepTimer(Callback):
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, float]] = []
-        """Mean seconds of each part, for each epoch of the last `fit`."""
+        """Mean seconds of each part, for each epoch of the last `fit`, in the process that trained.
+
+        A strategy that trains in processes of its own (`ddp_spawn`, `ddp_fork`) does not bring them back, only the
+        values of the last epoch in `trainer.callback_metrics`.
+        """
         self._clock = StepClock()
         self._methods: list[tuple[Any, str, Any]] = []  # replaced methods: object, name, former attribute
 
@@ -99,11 +104,15 @@ class StepTimer(Callback):
         self._say()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Print the shares after Ctrl-C, too: then Lightning calls neither `on_train_end` nor `teardown`."""
-        if self._methods:
-            self._end_epoch()
-            self._stop()
-            if isinstance(exception, KeyboardInterrupt):
+        """Restore the methods, because Lightning calls no `teardown` now. After Ctrl-C, print the shares, too.
+
+        After any other error the clock is not read: each call of a device that has failed raises an error of its own.
+        """
+        was_running = bool(self._methods)
+        self._stop()
+        if was_running and isinstance(exception, KeyboardInterrupt):
+            with suppress(RuntimeError):  # the device may have failed, too
+                self._end_epoch()
                 self._say()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -140,7 +149,12 @@ def _call_timed(
     if begins:
         clock.start(part)
     try:
-        return method(*args, **kwargs)
-    finally:
+        result = method(*args, **kwargs)
+    except BaseException:
         if ends:
-            clock.stop(part)
+            with suppress(RuntimeError):  # of a device that has failed: the error of the method counts
+                clock.stop(part)
+        raise
+    if ends:
+        clock.stop(part)
+    return result

@@ -21,22 +21,22 @@ def leaves_of(number: int, size: int = 16) -> dict[str, Any]:
     """A leaf of every sort that fixed fields may have, others for each number, with all patterns of bits."""
     generator = torch.Generator().manual_seed(number)
     bits = torch.randint(0, 256, (4, 6, size), dtype=torch.uint8, generator=generator)
-    of_dtypes = {str(dtype): (bits % 2 if dtype == torch.bool else bits).view(dtype) for dtype in DTYPES}
+    of_dtypes = {str(dtype): (bits % 2 if dtype == torch.bool else bits.clone()).view(dtype) for dtype in DTYPES}
     return of_dtypes | {
-        "strided": bits.permute(2, 0, 1)[:, ::2],
-        "expanded": bits[:1, :1].expand(4, 6, size),
+        "strided": bits.clone().permute(2, 0, 1)[:, ::2],
+        "expanded": bits[:1, :1].clone().expand(4, 6, size),
         "conjugate": bits.to(torch.float32).view(torch.complex64).conj(),
         "negative": bits.to(torch.float32).view(torch.complex64).conj().imag,
-        "Image": tv_tensors.Image(bits[..., :3].permute(2, 0, 1)),
-        "Video": tv_tensors.Video(bits[..., None]),
+        "Image": tv_tensors.Image(bits.clone()[..., :3].permute(2, 0, 1)),
+        "Video": tv_tensors.Video(bits.clone()[..., None]),
         "Mask": tv_tensors.Mask(bits[0] > 99),
         "Parameter": torch.nn.Parameter(bits.to(torch.float32), requires_grad=False),
         "scalar": torch.tensor(number, dtype=torch.int16),
         "nothing": torch.zeros(3, 0),
-        "array": bits.numpy().view(np.float32).T,
-        "reversed": bits.numpy()[::2, ::-1],
+        "array": bits.numpy().copy().view(np.float32).T,
+        "reversed": bits.numpy().copy()[::2, ::-1],
         "long double": np.arange(3, dtype=np.longdouble) + number,
-        "foreign": bits.numpy().view(">i2"),
+        "foreign": bits.numpy().copy().view(">i2"),
         "date": np.array([number, 5], "M8[s]"),
         "scalar array": np.array(number),
         "float32": np.float32(number),
@@ -158,5 +158,5 @@ def order(tensor: torch.Tensor) -> list[int] | None:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    plain = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""

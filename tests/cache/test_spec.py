@@ -25,6 +25,27 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
+class Scaled(collections.namedtuple("Scaled", "x y")):
+    """Computes in its constructor."""
+
+    def __new__(cls, x: Any, y: Any = None) -> Any:
+        return super().__new__(cls, x / 255, y)
+
+
+class Swapped(collections.namedtuple("Swapped", "x y")):
+    """Has its items in another order than the arguments of its constructor."""
+
+    def __new__(cls, y: Any, x: Any) -> Any:
+        return super().__new__(cls, x, y)
+
+
+def tagged(number: int) -> Scaled:
+    """A tuple with an attribute."""
+    sample = Scaled(number, 1)
+    sample.path = "a.png"
+    return sample
+
+
 def assert_round_trip(*samples: Any) -> None:
     """Each of them alone, and all of them as the rows of one gather."""
     spec = SampleSpec.infer(samples[0])
@@ -79,6 +100,19 @@ def test_dicts_in_another_order_and_read_only_arrays_are_taken() -> None:
         SampleSpec.infer(OrderedDict(a=1, b=2)).flatten(OrderedDict(b=2, a=1))
 
 
+@pytest.mark.parametrize(
+    "sample",
+    [
+        Scaled(255.0, torch.tensor([1])),
+        {"box": [Swapped(1, 2.0), Swapped(torch.zeros(2), 4)]},
+        torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.zeros(2)]),
+    ],
+)
+def test_a_namedtuple_with_a_constructor_comes_out_as_it_went_in(sample: Any) -> None:
+    """The constructor, which computes or orders its arguments, is not called again."""
+    assert_round_trip(sample, sample)
+
+
 # --- what is refused, and how
 
 
@@ -106,6 +140,12 @@ def test_what_cannot_be_cached_is_refused_in_words() -> None:
             SampleSpec.infer({"x": (0, torch.zeros(2))}).flatten({"x": (0, leaf)}, 5)
 
 
+def test_a_tuple_with_attributes_is_refused() -> None:
+    """Rows would drop the attributes."""
+    with pytest.raises(UnsupportedSampleError, match=r"field \['x'\] is a .*Scaled with attributes of its own: path"):
+        SampleSpec.infer({"x": tagged(1)})
+
+
 def test_every_mismatch_says_where_what_was_expected_and_what_came() -> None:
     """The error names the index, the field, the expected and the actual; nothing is cast, broadcast or cut to fit."""
     mismatches: list[tuple[Any, Any, str, str]] = [
@@ -118,6 +158,10 @@ def test_every_mismatch_says_where_what_was_expected_and_what_came() -> None:
         ((1, 2), (1, 2, 3), "a tuple of 2", "one of 3"),
         (Pair(1, 2), (1, 2), "Pair of 2", "a tuple"),
         ({"a": 1}, {"a": 1, "b": 2}, r"the keys \['a'\]", r"the keys \['a', 'b'\]"),
+        ({1: 1}, {True: 1}, r"the keys \[1\]", r"the keys \[True\]"),
+        ({"a": 1, 2: 1}, {2.0: 1, "a": 1}, r"the keys \['a', 2\]", r"the keys \[2.0, 'a'\]"),
+        (OrderedDict({0: 1}), OrderedDict({False: 1}), r"the keys \[0\]", r"the keys \[False\]"),
+        (Scaled(0, 1), tagged(0), "a .*Scaled without attributes", "one with path"),
         (1, 2**63, "int", "an int of more than 64 bits: 9223372036854775808"),
     ]
     for first, other, expected, came in mismatches:

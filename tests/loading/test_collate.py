@@ -24,6 +24,13 @@ from tests.loading.twins import assert_as_plain, same
 # ---- from fields
 
 
+class Later(collections.namedtuple("Later", "x y")):
+    """Has its items in another order than the arguments of its constructor."""
+
+    def __new__(cls, y, x):
+        return super().__new__(cls, x, y)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # NumPy has not the second
 def test_batches_that_were_gathered_together_are_batches_of_their_own(dtype):
     """Nothing is copied. Who pickles one sends no other, and who changes one in place changes no other."""
@@ -48,6 +55,7 @@ def test_batches_that_were_gathered_together_are_batches_of_their_own(dtype):
         (((), []), "does not keep the bytes"),
         (np.array(0, dtype="datetime64[s]"), "datetime64"),
         (tv_tensors.Mask(torch.zeros(2, 2)), "default_collate makes a Mask of a field"),
+        (Later(torch.zeros(2), torch.zeros(2, dtype=torch.int32)), "the constructor of Later may change its fields"),
     ],
 )
 def test_samples_that_have_no_short_cut(monkeypatch, sample, message):
@@ -55,6 +63,19 @@ def test_samples_that_have_no_short_cut(monkeypatch, sample, message):
     monkeypatch.setitem(default_collate_fn_map, tv_tensors.Mask, lambda masks, *, collate_fn_map: masks[0])
     with pytest.raises(TypeError, match=message):
         Collator(SampleSpec.infer(sample))
+
+
+@pytest.mark.parametrize("sample", [(1, 2.0), {"x": np.zeros(2)}, [torch.zeros(2), True]])
+def test_numbers_under_a_default_device_have_no_short_cut(sample):
+    """There default_collate makes tensors on that device, of numbers and of arrays."""
+    spec = SampleSpec.infer(sample)
+    Collator(spec)
+    torch.set_default_device("meta")
+    try:
+        with pytest.raises(TypeError, match="makes a tensor on meta"):
+            Collator(spec)
+    finally:
+        torch.set_default_device(None)
 
 
 # ---- by a worker
@@ -78,6 +99,7 @@ def through(samples: list[Any]) -> tuple[Any, Any]:
 
 
 Pair = collections.namedtuple("Pair", "image label")
+
 
 SAMPLES: dict[str, Callable[[int], Any]] = {
     "an OrderedDict": lambda i: collections.OrderedDict(b=torch.tensor(i), a=float(i)),

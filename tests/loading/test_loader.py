@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from collections import namedtuple
 from contextlib import closing
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, SequentialSampler
 from torchvision.transforms import v2
 
@@ -231,3 +233,112 @@ def test_a_record_that_cannot_be_decoded_is_a_miss(num_workers: int, monkeypatch
             assert (counts.hits, counts.served) == (0, (epoch + 1) * RECORDS)
             monkeypatch.delattr(f"{__name__}.Point", raising=False)
         loader.close()
+
+
+class Halved(namedtuple("Halved", "x y")):
+    """A batch whose constructor computes."""
+
+    def __new__(cls, x: torch.Tensor, y: int) -> Any:
+        return super().__new__(cls, x / 2, y)
+
+
+class Checked(namedtuple("Checked", "x y")):
+    """A batch that pickles itself, and refuses everything but tensors."""
+
+    def __reduce__(self) -> Any:
+        return checked, tuple(self)
+
+
+def checked(*items: Any) -> Checked:
+    assert all(isinstance(item, torch.Tensor) for item in items)
+    return Checked(*items)
+
+
+def packed(samples: Any) -> Any:
+    return pack_sequence(samples, enforce_sorted=False)
+
+
+def packed_in_a_dict(samples: Any) -> Any:
+    return {"x": pack_sequence(samples), "y": [torch.stack(samples)]}
+
+
+def halved(samples: Any) -> Any:
+    return Halved(torch.stack(samples), 1)
+
+
+def checked_batch(samples: Any) -> Any:
+    return checked(torch.stack(samples), torch.ones(2))
+
+
+def cyclic(samples: Any) -> Any:
+    batch: dict[str, Any] = {"x": torch.stack(samples)}
+    batch["all"] = [batch]
+    return batch
+
+
+def one_element(samples: Any) -> Any:
+    table = torch.stack(samples)
+    return {"x": table[:1, 3], "y": table.bfloat16().t()[2:3, :1], "none": table[:0, 1], "number": table[1, 2]}
+
+
+def twice(samples: Any) -> Any:
+    table = torch.stack(samples)
+    return {"x": table, "same": [table, table[:1, :1]], "again": table}
+
+
+@pytest.mark.parametrize("make", [packed, packed_in_a_dict, halved, checked_batch, cyclic, one_element, twice])
+def test_batches_of_any_container_come_from_workers_as_from_dataloader(make: Any) -> None:
+    """With a constructor or a pickle of their own, inside of themselves, of any strides, and with one tensor twice."""
+    samples = [torch.arange(5.0) + index for index in range(6)]
+    with closing(CachedDataset(samples)) as dataset:
+        options = {"num_workers": 1, "collate_fn": make}
+        got, expected = list(CachedLoader(dataset, 3, **options)), list(DataLoader(samples, 3, **options))
+    assert same(got, expected)
+    if make is twice:
+        assert all(batch["x"] is batch["again"] is batch["same"][0] for batch in got)
+
+
+UNDER_A_DEVICE: list[Any] = [
+    lambda index: torch.from_numpy(np.full((3, 80, 80), index, np.uint8)),
+    lambda index: {
+        "x": torch.from_numpy(np.full((2, 9000), index, np.float32)).bfloat16(),
+        "y": torch.empty(0, 2, device="cpu"),
+    },
+    lambda index: (torch.from_numpy(np.full((4 + index % 2,), index)), "text"),
+]
+
+
+def set_meta(worker: int | None = None) -> None:
+    torch.set_default_device("meta")
+
+
+@pytest.mark.parametrize(("make", "num_workers"), [*((make, 0) for make in UNDER_A_DEVICE), (UNDER_A_DEVICE[1], 1)])
+def test_batches_under_a_default_device_are_those_of_dataloader(make: Any, num_workers: int) -> None:
+    """Samples and the memory of batches stay on the CPU."""
+    source = Made(make, 6)
+    options: dict[str, Any] = {"num_workers": num_workers, "worker_init_fn": set_meta}
+    if make is UNDER_A_DEVICE[2]:
+        options["collate_fn"] = list
+
+    def batches(kind: Any, dataset: Any) -> Any:
+        iterator = iter(kind(dataset, 2, **options))  # draws a seed, for which "meta" will not do
+        try:
+            set_meta()
+            return placed(list(iterator))
+        finally:
+            torch.set_default_device(None)
+
+    expected = batches(DataLoader, source)
+    with closing(CachedDataset(source)) as dataset:
+        for kind in (CachedLoader, DataLoader, CachedLoader):
+            assert batches(kind, dataset) == expected
+        assert totals(dataset).hits > 0
+
+
+def placed(batch: Any) -> Any:
+    """A batch as values that `==` compares, with the devices of its tensors."""
+    if isinstance(batch, torch.Tensor):
+        return str(batch.device), str(batch.dtype), batch.float().tolist() if batch.is_cpu else tuple(batch.shape)
+    if isinstance(batch, dict):
+        return {name: placed(value) for name, value in batch.items()}
+    return [placed(value) for value in batch] if isinstance(batch, list | tuple) else batch

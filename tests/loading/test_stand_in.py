@@ -5,13 +5,23 @@ import pickle
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
+from torch.utils.data.datapipes.map import SequenceWrapper
 
 from lightning_stocache import CachedDataset, CachedLoader, CachedStream, SampleSpec
 from lightning_stocache.loading.dataset import StandIn, cached_in
@@ -184,6 +194,98 @@ def test_a_copy_has_attributes_of_its_own(dataset: Any, wrap: Any, duplicate: An
     other = duplicate(wrap(dataset))
     other.strength = 5
     assert (other[1], dataset[1], dataset.source.strength) == (5, 1, 1)
+
+
+# ---- its class, and the arguments of its `__getitem__`
+
+
+class Sized(Protocol):
+    """What a hook may ask for."""
+
+    def set_strength(self, strength: int) -> None: ...
+
+
+class Base:
+    """A dataset that knows nothing of torch, whose items may be asked for in another form."""
+
+    def __getitem__(self, number: int, scale: int = 1, *, negate: bool = False) -> int:
+        return number * scale * (-1 if negate else 1)
+
+    def __len__(self) -> int:
+        return 6
+
+
+class Derived(Base): ...
+
+
+KINDS: list[tuple[Any, tuple[type, ...]]] = [
+    (ConcatDataset([Plain(), Plain()]), (ConcatDataset, Dataset)),
+    (Subset(Subset(Plain(), range(5)), [0, 3]), (Subset,)),
+    (StackDataset(Plain(), Plain()), (StackDataset,)),
+    (Plain(), (Plain, runtime_checkable(Sized))),
+    (Derived(), (Derived, Base)),
+    ([1, 2, 3], (list,)),
+]
+
+
+@pytest.mark.parametrize(("source", "kinds"), KINDS, ids=lambda value: type(value).__name__)
+def test_a_stand_in_is_an_instance_of_the_class_of_its_source(source: Any, kinds: tuple[type, ...]) -> None:
+    """Of base classes, too, after a copy or a pickle; and it cannot be cached again."""
+    with closing(CachedDataset(source)) as dataset:
+        stand_in: Any = StandIn(dataset)
+        for duplicate in stand_in, copy.copy(stand_in), copy.deepcopy(stand_in), pickle.loads(pickle.dumps(stand_in)):
+            assert all(isinstance(duplicate, kind) for kind in (*kinds, StandIn))
+            assert not isinstance(duplicate, TensorDataset | dict)
+            assert (duplicate.__class__, type(duplicate)) == (type(source), StandIn)
+            assert same(list(DataLoader(duplicate, 2)), list(DataLoader(source, 2)))
+            assert cached_in(duplicate) is not None
+        with pytest.raises(TypeError, match="cached already"):
+            CachedDataset(stand_in)
+    inner = stand_in
+    while isinstance(inner, Subset):
+        inner = inner.dataset
+    assert type(inner) is (Plain if isinstance(source, Subset) else StandIn)
+
+
+def test_a_datapipe_behind_a_stand_in_is_read_through_the_cache() -> None:
+    """A DataLoader, which wraps datapipes, leaves the stand-in as it is."""
+    with closing(CachedDataset(SequenceWrapper(range(6)))) as dataset:
+        loader = DataLoader(StandIn(dataset), 2)
+        assert cached_in(loader.dataset) is dataset
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("kind", [DataLoader, CachedLoader])
+def test_workers_of_every_start_method_get_a_stand_in(method: str, kind: Any) -> None:
+    """A stand-in for a wrapper reaches the workers, and is an instance of the wrapper's class there."""
+    source = ConcatDataset([Plain(), Plain()])
+    with closing(CachedDataset(source)) as dataset:
+        context = get_context(method)
+        loader = kind(StandIn(dataset), 4, num_workers=1, multiprocessing_context=context, worker_init_fn=_is_concat)
+        assert same(list(loader), list(DataLoader(source, 4)))
+        assert totals(dataset).hits > 0
+
+
+def _is_concat(worker: int) -> None:
+    info: Any = get_worker_info()
+    assert isinstance(info.dataset, ConcatDataset)
+
+
+@pytest.mark.parametrize("wrap", [itself, StandIn])
+def test_further_arguments_of_getitem_reach_the_source(wrap: Any) -> None:
+    """By position or by name, uncached; one index alone is served from the cache."""
+    with closing(CachedDataset(Derived(), transform=float)) as dataset:
+        wrapped = wrap(dataset)
+        assert same(wrapped.__getitem__(3, 2), 6.0)
+        assert same(wrapped.__getitem__(3, negate=True), -3.0)
+        assert same(wrapped.__getitem__(number=4), 4.0)
+        assert same(wrapped.__getitem__(*(2, 5), negate=True), -10.0)
+        assert (totals(dataset).bypasses, totals(dataset).hits) == (4, 0)
+        assert same(wrapped.__getitem__(3), 3.0)
+        assert totals(dataset).hits == 1
+        with pytest.raises(TypeError, match="depth"):
+            wrapped.__getitem__(3, depth=1)
 
 
 # ---- how the package finds it

@@ -5,6 +5,7 @@ What is posted reaches every rank, and nobody waits longer than it said.
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -30,6 +31,32 @@ def test_without_a_process_group_there_is_one_rank_on_one_node() -> None:
         NodeGroup(2, ((0, 1),))
 
 
+class Empty(Exception):
+    """A list of errors, here of none, and so false."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Mute(Exception):
+    """An error that cannot be put in words."""
+
+    def __repr__(self) -> str:
+        raise ArithmeticError
+
+
+class Nameless(Exception):
+    """An error without words."""
+
+    def __repr__(self) -> str:
+        return ""
+
+
+def fail(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
 def of_four(rank: int) -> None:
     group = NodeGroup.discover()
     assert group.nodes == ((0, 1, 2, 3),)
@@ -46,6 +73,11 @@ def of_four(rank: int) -> None:
         group.together(failing)
     own = "ValueError('no luck here')"
     assert repr(failed.value) == (own if rank == 1 else f'RuntimeError("setting up the cache failed on rank 1: {own}")')
+    for kind in (Empty, Mute, Nameless):
+        with pytest.raises((kind, RuntimeError)) as failed:
+            group.together(partial(fail, kind() if rank == 2 else None))
+        assert type(failed.value) is (kind if rank == 2 else RuntimeError)
+        assert rank == 2 or f"on rank 2: {kind.__name__}" in str(failed.value)
     with pytest.raises((TypeError, RuntimeError), match="cannot pickle") as refused:
         group.lead(threading.Lock)
     assert rank == 0 or "on rank 0" in str(refused.value)

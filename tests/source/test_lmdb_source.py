@@ -7,14 +7,17 @@ import pickle
 import random
 import shutil
 import struct
+import subprocess
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from torch.utils.data import StackDataset, Subset
 from torchvision import tv_tensors
 
@@ -127,6 +130,82 @@ def test_many_processes_read_at_the_same_time(photos: Path, method: str, crowd: 
     assert call(read_all, 0, source, method=method) == expected
     second_thread(lambda: source[3])
     assert read_all(0, source) == expected
+
+
+def read_pickled(source: bytes) -> list[Any]:
+    return read_all(0, pickle.loads(source))
+
+
+def test_many_threads_open_a_file_at_the_same_time(photos: Path) -> None:
+    """The first reads of several threads, of one source and of several, find one open file."""
+    expected = [bits(photo(index)) for index in range(8)]
+    for _ in range(60):
+        sources = pickle.loads(pickle.dumps([LMDBSource(photos)] * 4 + [LMDBSource(photos)]))
+        start = threading.Barrier(8)
+
+        def read(index: int, sources: Any = sources, start: Any = start) -> Any:
+            start.wait()
+            return bits(sources[index % 5][index])
+
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(read, range(8))) == expected
+        del sources
+
+
+@pytest.mark.processes
+def test_a_process_that_is_forked_while_a_thread_opens_a_file_can_read(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forked process has not the thread, and opens files of its own."""
+    source, opens, forked = pickle.dumps(LMDBSource(photos)), threading.Event(), threading.Event()
+    lmdb = pytest.importorskip("lmdb")
+
+    def slow_open(*args: Any, open_now: Any = lmdb.open, **options: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            opens.set()
+            forked.wait(60)
+        return open_now(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lmdb, "open", slow_open)
+        thread = threading.Thread(target=lambda: LMDBSource(photos))
+        thread.start()
+        opens.wait(60)
+        try:
+            assert call(read_pickled, source, method="fork") == [bits(photo(index)) for index in range(LENGTH)]
+        finally:
+            forked.set()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n",
+        struct.pack("<I6I2x", 0xC6D3D0C5, 32, 90, 0, 0, 0, 0)
+        + b"\0\0%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n",
+    ],
+)
+def test_no_program_runs_on_the_content_of_an_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    """PIL runs Ghostscript on PostScript; here such a value is no image. Other formats are read as before."""
+    started: list[Any] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **_: started.append(args))
+    for name in ("check_call", "run", "call", "check_output"):
+        monkeypatch.setattr(subprocess, name, lambda *args, **_: started.append(args))
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", "gs")
+    source = LMDBSource(write_lmdb(tmp_path / "foreign.lmdb", {0: content, 1: jpeg(1), 2: tiff()}))
+    with pytest.raises(LMDBError, match="cannot be read"):
+        source[0]
+    assert [source[index].size for index in (1, 2)] == [(11, 12), (5, 6)]
+    assert started == []
+
+
+def tiff() -> bytes:
+    with io.BytesIO() as file:
+        Image.new("L", (5, 6)).save(file, "tiff")
+        return file.getvalue()
 
 
 @pytest.mark.processes

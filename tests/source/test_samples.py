@@ -1,16 +1,20 @@
 """Whether two samples or two sources are the same, whatever they are made of, and the marks by which one is found."""
 
 import copy
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_stocache.source.identity import data_digest
-from lightning_stocache.source.samples import mark_of, same_sample
+from lightning_stocache.source.samples import bits, mark_of, part_at, same_sample, with_part
+from tests.cache import leaves
 
 
 def test_samples_are_compared_by_value() -> None:
@@ -86,3 +90,34 @@ def test_other_data_has_another_digest() -> None:
         assert data_digest(left) == data_digest(left)
         assert data_digest(left) != data_digest(right)
     assert data_digest(Files(["a"], rank=0)) == data_digest(Files(["a"], rank=1))
+
+
+class Point(tuple[Any, ...]):
+    """A tuple with a constructor of two arguments, and attributes."""
+
+    def __new__(cls, x: Any, y: Any) -> Any:
+        return super().__new__(cls, (x, y))
+
+
+@pytest.mark.parametrize(
+    ("sample", "path"),
+    [
+        (pack_sequence([torch.ones(3), torch.zeros(2)]), (1,)),
+        ([Point(1, {"a": torch.zeros(2)})], (0, 1, "a")),
+        (time.gmtime(0), (2,)),
+        ((torch.Size([2, 3]), 1), (0, 1)),
+    ],
+)
+def test_a_part_is_replaced_in_containers_of_any_constructor(sample: Any, path: Any) -> None:
+    """The containers around a part keep their class, their other items and their attributes."""
+    other = with_part(sample, path, 7)
+    assert part_at(other, path) == 7
+    assert leaves.same(with_part(other, path, part_at(sample, path)), sample)
+
+
+@pytest.mark.parametrize("column", [lambda t: t[:1, 3], lambda t: t.bfloat16()[2:3, 1:2], lambda t: t.t()[:0, 1]])
+def test_the_bits_of_a_tensor_do_not_depend_on_strides_of_one_element(column: Any) -> None:
+    """A tensor of one element or of none may have any stride, and is contiguous to torch."""
+    table = torch.arange(24.0).reshape(4, 6)
+    assert bits(column(table)) == bits(column(table).clone(memory_format=torch.contiguous_format))
+    assert bits(column(table)) != bits(column(table + 1)) or not column(table).numel()

@@ -163,7 +163,7 @@ def test_a_dataset_goes_on_in_its_cache_while_all_of_it_fits(tmp_path, caplog, n
     assert logged(trainer, "stocache/hits") == [0, SAMPLES, SAMPLES + 4]
     assert logged(trainer, "stocache/bypasses") == bypasses
     assert logged(trainer, "stocache/fill_fraction") == [1, 1, 1]
-    assert trainer.progress_bar_metrics["cache"] == "hit 88 %"
+    assert trainer.progress_bar_metrics["cache_hit"] == 0.875
     assert len(said(caplog, "the new part of CountedSource passes through uncached")) == (4 in bypasses)
     assert "came with a new" not in caplog.text
     if not new and budget == "auto":  # with each growth four samples are compared

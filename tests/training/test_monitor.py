@@ -334,18 +334,19 @@ def test_mlflow_keeps_what_was_logged(tmp_path, monkeypatch, caplog):
 # ---- in the progress bar ----
 
 FULL = "stocache: the cache is full"
-FILLS = [f"fill {percent} %" for percent in (17, 33, 50, 67, 83, 100)]
-WHOLE = [*FILLS, *["hit 100 %"] * 6]
+FILLS = [{"cache_fill": batches / 6} for batches in range(1, 7)]
+WHOLE = [*FILLS, *[{"cache_hit": 1.0}] * 6]
 
 
 def fit_with_bar(tmp_path, callbacks, data, bar=TQDMProgressBar, key="cache", epochs=2):
-    """What a bar has shown under a key after each batch."""
+    """What a bar has shown under names that begin with a key after each batch."""
     shown = []
 
     class Watching(bar):
         def on_train_batch_end(self, trainer, pl_module, *rest):
             super().on_train_batch_end(trainer, pl_module, *rest)
-            shown.append(self.get_metrics(trainer, pl_module).get(key))
+            metrics = self.get_metrics(trainer, pl_module)
+            shown.append({name: value for name, value in metrics.items() if name.startswith(key)})
 
     trainer = make_trainer(tmp_path, [*callbacks, Watching()], epochs=epochs, enable_progress_bar=True)
     trainer.fit(Model(), data)
@@ -372,13 +373,27 @@ def test_the_bar_of_half_a_cache_of_a_full_one_and_of_one_that_is_off(tmp_path, 
     """The bar has the rate of the epoch so far, from the start if the cache is full, and nothing if it is off."""
     callbacks = [StochasticCache(budget="50%"), FillProgress("photos")]
     shown = fit_with_bar(tmp_path, callbacks, Data(source(tmp_path)), key="photos", epochs=3)
-    assert shown[5::6] == ["fill 100 %", "hit 50 %", "hit 50 %"]
+    assert shown[5::6] == [{"photos_fill": 1.0}, {"photos_hit": 0.5}, {"photos_hit": 0.5}]
     [line] = said(caplog, FULL)
     assert re.search(r"12 of 24 samples, .* \d+\.\d s of waiting for data will not be repeated", line)
     caplog.clear()
-    for options, expected in ({"keep_cache": True}, "hit 100 %"), ({"budget": 0}, None):
+    for options, expected in ({"keep_cache": True}, {"cache_hit": 1.0}), ({"budget": 0}, {}):
         dm = StocacheDataModule(source(tmp_path), batch_size=4, **options)
         make_trainer(tmp_path).fit(Model(), dm)
         assert fit_with_bar(tmp_path, [FillProgress()], dm, epochs=1) == [expected] * 6
         dm.close()
     assert said(caplog, FULL) == []
+
+
+@pytest.mark.parametrize("form", ["{:.3e}", "{:8.4f}", "{:.1%}"])
+def test_a_bar_that_formats_numbers_trains(tmp_path, form):
+    """A bar that formats or rounds each of its metrics as a number works with the cache's values in it."""
+
+    class Formats(TQDMProgressBar):
+        def get_metrics(self, trainer, pl_module):
+            metrics = super().get_metrics(trainer, pl_module)
+            return {name: form.format(round(value, 5)) for name, value in metrics.items() if name != "v_num"}
+
+    trainer = make_trainer(tmp_path, [StochasticCache(), Formats()], epochs=2, enable_progress_bar=True)
+    trainer.fit(Model(), plain_loader(source(tmp_path)))
+    assert trainer.progress_bar_metrics["cache_hit"] == 1

@@ -338,3 +338,42 @@ def test_an_epoch_that_is_about_to_begin_is_whole(tmp_path):
     for number in (0, 2):
         fit(tmp_path, "ours", second := Seen(), ckpt=tmp_path / f"begins-{number}.ckpt")
         assert second.seen == {at: then for at, then in whole.seen.items() if at[0] >= number}
+
+
+class Stops(Callback):
+    """Raises an error at the first call of a named hook."""
+
+    def __init__(self, hook: str, error: type[BaseException]) -> None:
+        self.error: type[BaseException] | None = error
+        setattr(self, hook, self.stop)
+
+    def stop(self, *args: Any) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize(
+    ("door", "hook", "error"),
+    [
+        ("callback", "on_train_batch_start", ArithmeticError),
+        ("cache_datamodule", "on_train_batch_end", KeyboardInterrupt),
+        ("ours", "on_train_start", SystemExit),
+        ("callback", "on_train_epoch_start", KeyboardInterrupt),
+        ("ours", "on_before_optimizer_step", ArithmeticError),
+    ],
+)
+def test_a_resumed_fit_that_ends_in_an_error_leaves_nothing_to_the_next_fit(tmp_path, saved, door, hook, error):
+    """The next fit of the same Trainer without a checkpoint has the batches that it has without a cache."""
+    folder, _ = saved(door)
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 0, "logger": False}
+    batches = []
+    for way in door, "none":
+        more, data = behind(way, Users("distributed"))
+        trainer = make_trainer(tmp_path, [*more, Stops(hook, error), seen := Seen()], epochs=EPOCHS, **options)
+        with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+            trainer.fit(Model(), datamodule=data, ckpt_path=at_step(folder, 2))
+        seen.seen.clear()
+        trainer.fit(Model(), datamodule=data)
+        batches.append(seen.batches)
+    assert batches[0] == batches[1]

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -159,6 +160,62 @@ def test_a_line_at_the_end(tmp_path, caplog, error):
     shares = "wait 1 %, transfer 2 %, forward 6 %, backward 13 %, optimizer 25 %, rest 54 %"
     line = f"stocache: a training step took 63500.00 ms in the last epoch: {shares}"
     assert said(caplog, "a training step took") == ([] if error is ValueError else [line])
+
+
+class Device:
+    """A device with events. After it has failed, each call raises an error, as CUDA's do after a failed assertion."""
+
+    failed = False
+
+    def event(self) -> "Event":
+        self.check()
+        return Event(self, time.perf_counter())
+
+    def check(self) -> None:
+        if self.failed:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+@dataclass
+class Event:
+    """A moment that the device has passed."""
+
+    device: Device
+    seconds: float
+
+    def query(self) -> bool:
+        self.device.check()
+        return True
+
+    def synchronize(self) -> None:
+        self.device.check()
+
+    def elapsed_time(self, end: "Event") -> float:
+        self.device.check()
+        return 1000 * (end.seconds - self.seconds)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("method", ["training_step", "backward", "on_train_batch_end"])
+def test_a_device_that_fails_hides_no_error(tmp_path, method, error):
+    """The error of a step on a device that has failed comes out, later callbacks see it, and no method stays timed."""
+    device, seen = Device(), list[BaseException]()
+
+    class Fails(Model):
+        def fail(self, *args, **kwargs):
+            device.failed = True
+            raise error
+
+    setattr(Fails, method, Fails.fail)
+    timer, model = StepTimer(), Fails()
+    timer.clock = lambda _: StepClock(device.event)
+    late = LambdaCallback(on_exception=lambda trainer, module, exception: seen.append(exception))
+    trainer = make_trainer(tmp_path, [timer, late], limit_val_batches=0)
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+        trainer.fit(model, Data(SAMPLES, batch_size=1))
+    assert [type(exception) for exception in seen] == [error]
+    timed = {"training_step", "backward", "optimizer_step", "transfer_batch_to_device"}
+    assert not timed & {*vars(model), *vars(trainer.strategy)}
 
 
 @pytest.mark.gpu
