@@ -255,6 +255,7 @@ def test_a_datapipe_behind_a_stand_in_is_read_through_the_cache() -> None:
         assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("kind", [DataLoader, CachedLoader])
 def test_workers_of_every_start_method_get_a_stand_in(method: str, kind: Any) -> None:
