@@ -31,12 +31,16 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
+from lightning_stocache.node import isolation
+from lightning_stocache.node.processes import THREAD_PREFIX, other_threads
 from lightning_stocache.setup import find, first_samples
+from lightning_stocache.setup.reader import Reader
 from lightning_stocache.source import random_split
 from tests.processes import (
     collapse,
     command_of,
     descendants,
+    is_pipe,
     leave_names,
     memory_files,
     names_folder,
@@ -174,6 +178,13 @@ def set_up_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.config.getoption("in_process") or request.node.get_closest_marker("gpu"):
         monkeypatch.setattr(find, "start_method", lambda chosen: None)
         monkeypatch.setattr(first_samples, "start_method", lambda chosen: None)
+    # Pipes, sockets and threads that are there before the test are none of the trainer's: of pytest-xdist, of a fork
+    # server, of a logger in an earlier test.
+    foreign = {descriptor for descriptor in isolation.descriptors() if is_pipe(descriptor)}
+    monkeypatch.setattr(isolation, "STANDARD", isolation.STANDARD | foreign)
+    for thread in other_threads():
+        thread.name = f"{THREAD_PREFIX}{thread.name}"
+    monkeypatch.setattr(Reader, "hung", set())
     if request.node.get_closest_marker("epoch_one_reads_all"):
         monkeypatch.setattr(find, "MOST_BYTES", -1)
 

@@ -14,6 +14,7 @@ import os
 import pickle
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 import threading
@@ -410,6 +411,15 @@ def _in_use(path: str) -> bool:
 def command_of(pid: int) -> str:
     """What a process was started as."""
     return f"{pid}: " + _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+
+
+def is_pipe(descriptor: int) -> bool:
+    """Whether an open descriptor of this process is a pipe or a socket."""
+    try:
+        mode = os.fstat(descriptor).st_mode
+        return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+    except OSError:
+        return False
 
 
 def is_alive(pid: int) -> bool:

@@ -50,7 +50,7 @@ from lightning_stocache.node.files import (
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Segment", "SegmentHandle", "fence", "fence_of"]
+__all__ = ["Segment", "SegmentHandle", "fence", "fence_of", "open_descriptors"]
 
 _MOST_PARTS = 1024  # that one call writes (IOV_MAX)
 # The segments that this process has open, by token. A process opens each lock file once: closing a second descriptor
@@ -199,6 +199,11 @@ class Segment:
     def numbers(self) -> memoryview:
         """A live view of two int64 in the header, 0 at first. Release it before `close`."""
         return memoryview(self._check_open())[NUMBERS_OFFSET:MANIFEST_OFFSET].cast("q")
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """The descriptors of the mapped file and of the lock file."""
+        return self._data, self._locks
 
     @property
     def allocated_bytes(self) -> int:
@@ -353,6 +358,12 @@ class Segment:
             return _from_handle, (self.handle,)
         descriptors = reduction.DupFd(self._data), reduction.DupFd(self._locks)
         return _from_descriptors, (*descriptors, self.size, self.path, self.on_disk)
+
+
+def open_descriptors() -> set[int]:
+    """The descriptors of all segments that this process has open."""
+    segments = [segment for segment in list(_open_here.values()) if not segment.closed]
+    return {descriptor for segment in segments for descriptor in segment.descriptors}
 
 
 def fence_of(machine: str, lock: contextlib.AbstractContextManager[Any]) -> Callable[[], None]:

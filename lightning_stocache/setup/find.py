@@ -1,6 +1,6 @@
 """Set-up reads a few samples of a source, to choose their codec and to find the random part of the source.
 
-A `SourceReader` lets a `Child` read the source. The child keeps the samples until they are stored.
+A `SourceReader` lets a `Reader` read the source. The process keeps the samples until they are stored.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from typing import Any, cast
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import SampleCodec
-from lightning_stocache.setup.child import Child, Subject, start_method
+from lightning_stocache.node.group import job_ranks
 from lightning_stocache.setup.first_samples import FirstSampleError, codec_of
 from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files
+from lightning_stocache.setup.reader import Reader, Subject, start_method
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.draws import Draws
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.random_split import Probe, split, spread, why_random
+from lightning_stocache.source.random_split import Probe, Split, split, spread, why_random
+from lightning_stocache.source.snapshot import Counters
 from lightning_stocache.source.transform_split import Cut
 
 __all__ = ["Finding", "SourceReader", "parts_of"]
@@ -35,8 +37,9 @@ _BY_HAND = (
     "the cache; allow_random=True freezes its first draw."
 )
 _FROZEN = 4  # samples that are read with allow_random
+_COUNTED = 3  # samples that are read of a source that counts its reads
 _QUICK = 28  # indices that are read after the first four, if reading is fast
-MOST_BYTES: float = 64 << 20  # of the samples that the child keeps
+MOST_BYTES: float = 64 << 20  # of the samples that the process keeps
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Finding:
         encoded: the costs of samples as their files, if they may be stored in this form.
         as_files: whether samples are stored as their files.
         note: why an option cannot be followed.
-        seen: the indices of the samples that the child keeps until they are stored.
+        seen: the indices of the samples that the process keeps until they are stored.
     """
 
     codec: SampleCodec | None = None
@@ -62,6 +65,7 @@ class Finding:
     as_files: bool = False
     note: str | None = None
     seen: tuple[int, ...] = ()
+    is_certain: bool = True
 
     @property
     def digest(self) -> str:
@@ -75,24 +79,24 @@ class SourceReader:
 
     Args:
         request: the request with the source. The process starts as a worker of its loader does.
-        child: a process that reads several sources; by default a process of its own.
+        reader: a process that reads several sources; by default a process of its own.
         number: number of the source in that process.
     """
 
-    def __init__(self, request: CacheRequest, child: Child | None = None, number: int = 0) -> None:
+    def __init__(self, request: CacheRequest, reader: Reader | None = None, number: int = 0) -> None:
         self.request, self._number, self._failed = request, number, False
-        if child is None:
+        if reader is None:
             method, init = _way(request)
-            child = Child([_subject(request)], method, init=init)
-        self._child = child
+            reader = Reader([_subject(request)], method, init=init)
+        self._reader = reader
 
     @classmethod
     def of(cls, requests: Sequence[CacheRequest]) -> list[SourceReader]:
         """The readers of sources that open together. One forked process reads all without a `worker_init_fn`."""
         shared = [request for request in requests if _way(request) == ("fork", None)]
-        child, numbers = Child(list(map(_subject, shared)), "fork"), count()
+        reader, numbers = Reader(list(map(_subject, shared)), "fork"), count()
         return [
-            cls(request, child, next(numbers)) if _way(request) == ("fork", None) else cls(request)
+            cls(request, reader, next(numbers)) if _way(request) == ("fork", None) else cls(request)
             for request in requests
         ]
 
@@ -111,17 +115,21 @@ class SourceReader:
         if self.request.as_stream:
             try:
                 draws = Draws(self.request.source, shuffle=False, passes=1, as_stream=True)
-                return Finding(codec_of(draws, self.request.layout))
+                return Finding(codec_of(draws, self.request.layout, has_workers=_has_workers(self.request)))
             except FirstSampleError as error:
                 return Finding(reason=str(error))
         if self.request.spec is not None:
             return Finding(self.request.spec)
         try:
-            return cast(Finding, self._child.ask("look", known, number=self._number))
+            found = cast(Finding, self._reader.ask("look", known, number=self._number))
         except Exception as error:  # the source is the user's, and may raise anything
             if self.request.strict:
                 raise
             return Finding(reason=_words(error))
+        # Samples under a name are what the next job compares, and each rank of a job has sockets.
+        by_reach = self.request.name is not None or job_ranks()[0] > 1
+        is_certain = self._reader.is_certain(self._number, by_reach=by_reach)
+        return replace(found, seen=found.seen if is_certain else (), is_certain=is_certain)
 
     def read(self, found: Finding, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:
         """Samples by index, as bytes in a cache. Samples that are random, or cannot be read or stored, are left out.
@@ -134,7 +142,7 @@ class SourceReader:
         if not indices or self._failed:
             return {}
         try:
-            answer = self._child.ask("encoded", found, indices, again, number=self._number)
+            answer = self._reader.ask("encoded", found, indices, again, number=self._number)
             return cast("dict[int, list[bytes]]", answer)
         except Exception as error:  # as in `look`
             log.debug("%s cannot be read: %s", self.request.title, error)
@@ -143,19 +151,23 @@ class SourceReader:
 
     def close(self) -> None:
         """End the process."""
-        self._child.close()
+        self._reader.close()
 
 
 def _way(request: CacheRequest) -> tuple[str | None, Callable[[int], None] | None]:
     """The start method of the process that reads a source, and the user's `worker_init_fn` for it."""
     loader = request.reader
-    if loader is None or not loader.num_workers:
+    if loader is None or not _has_workers(request):
         return start_method(None), None
     return start_method(loader.start_method or multiprocessing.get_start_method()), loader.worker_init_fn
 
 
+def _has_workers(request: CacheRequest) -> bool:
+    return request.reader is not None and request.reader.num_workers > 0
+
+
 def _subject(request: CacheRequest) -> Subject:
-    return Subject(_Reading(request), request.source, request.title)
+    return Subject(_Reading(request), request.source, request.title, _has_workers(request))
 
 
 class _Reading:
@@ -217,8 +229,14 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
     source: Any = request.source
     if request.allow_random:
         return _look_once(request), {}
+    counters = Counters(source)
     parts = split(source, quick=quick, domain=request.domain)
     reads, form, note = parts.reads, None, None
+    if parts.reason is None and counters.look(reads):
+        reads += _COUNTED
+        if (place := _counts_reads(parts, len(source))) is not None:
+            reason = f"its samples depend on how often it was read: on {place}, which each read moves.\n{_BY_HAND}"
+            return Finding(reason=reason, reads=reads), {}
     if request.store == "encoded" or (request.store == "auto" and request.name is None):
         files = look_at_files(source, parts, request.domain, chosen=request.store == "encoded")
         if isinstance(files, EncodedForm):
@@ -241,6 +259,25 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
             return Finding(reason=reason, reads=reads), {}
     codec = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
     return Finding(codec, parts.cut, reads=reads, encoded=form, note=note), parts.intact
+
+
+def _counts_reads(parts: Split, length: int) -> str | None:
+    """Where a source counts its reads, if its samples depend on that, as on `calls // len(dataset)`; else None."""
+    source: Any = parts.source
+    index, places = parts.indices[-1], list[str]()
+    counters = Counters(source)
+    with Probe(source) as probe:
+        for _ in range(_COUNTED - 1):
+            before = probe.read(source, index, 2 * index)
+            places = counters.look()
+        if not places:
+            return None
+        try:
+            with counters.ahead(length):
+                ahead = probe.read(source, index, 2 * index)
+        except Exception:  # a list of as many entries as epochs, for instance
+            return " or ".join(places)
+    return " or ".join(places) if ahead.bits != before.bits else None
 
 
 def _look_once(request: CacheRequest) -> Finding:

@@ -1,4 +1,4 @@
-"""Read the first samples of a stream, or of the source of a rolling cache, in a `Child`.
+"""Read the first samples of a stream, or of the source of a rolling cache, in a `Reader`.
 
 Set-up reads 16 samples of a stream. It reads two samples of a rolling cache, because its sources are slow.
 """
@@ -13,9 +13,11 @@ from contextlib import closing
 from functools import partial
 from typing import Any, cast
 
+from torch.utils.data import get_worker_info
+
 from lightning_stocache.cache.records import SampleCodec
-from lightning_stocache.setup.child import Child, Subject, start_method
 from lightning_stocache.setup.forms import choose_codec
+from lightning_stocache.setup.reader import Reader, Subject, start_method
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.source.generators import Generators
@@ -33,13 +35,16 @@ class FirstSampleError(RuntimeError):
     """No sample of a source could be read, or samples cannot be stored."""
 
 
-def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -> SampleCodec:
+def codec_of(
+    draws: Draws, layout: Layout = "auto", method: str | None = None, *, has_workers: bool = True
+) -> SampleCodec:
     """Choose the codec by the first samples that are drawn.
 
     Args:
         draws: the draws from the source.
         layout: "rows", "records", or "auto": rows if these samples allow it.
         method: start method of the process that reads the source; None: fork, if the system has it.
+        has_workers: whether workers, or fillers, read the source, not this process.
 
     Raises:
         FirstSampleError: none of the first samples could be read, or they cannot be stored.
@@ -49,9 +54,9 @@ def codec_of(draws: Draws, layout: Layout = "auto", method: str | None = None) -
     if must:  # read here, a generator would lose these samples
         method = method or multiprocessing.get_start_method()
     try:
-        subject = Subject(partial(_codec, draws), draws.source, title)
-        with closing(Child([subject], method, must=must)) as child:
-            return cast(SampleCodec, child.ask(layout))
+        subject = Subject(partial(_codec, draws), draws.source, title, has_workers)
+        with closing(Reader([subject], method, must=must)) as reader:
+            return cast(SampleCodec, reader.ask(layout))
     except Exception as error:  # the source is the user's, and may raise anything
         raise FirstSampleError(f"{title} cannot be cached: {error}") from error
 
@@ -64,9 +69,9 @@ def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None
         known: returns the stored samples with a mark.
     """
     try:
-        subject = Subject(partial(_differs, source, known), source, "a stream")
-        with closing(Child([subject], start_method(None))) as child:
-            return cast("str | None", child.ask())
+        subject = Subject(partial(_differs, source, known), source, "a stream", get_worker_info() is not None)
+        with closing(Reader([subject], start_method(None))) as reader:
+            return cast("str | None", reader.ask())
     except (RuntimeError, OSError) as error:
         return f"reading it again: {str(error).partition(chr(10))[0]}"
 

@@ -79,6 +79,8 @@ def store_or_refuse(opened: OpenCache, found: Finding, read: Read) -> bool:
     if request.name is None:
         _store(cache, contents, counters)
         return True
+    if not cache.filled and not found.is_certain:
+        return True  # epoch one stores the first samples
     if not cache.filled:
         others = (index for index in map(cache.handle.arc.index, range(len(cache))) if index not in contents)
         contents |= read(found, list(islice(others, max(_COMPARED - len(contents), 0))), False)

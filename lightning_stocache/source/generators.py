@@ -3,7 +3,8 @@
 A state consists of plain values: `==` compares it (`states_of`, `restore`), and JSON writes it, with bytes and arrays
 as hexadecimal digits, so a checkpoint holds text, which is never unpickled (`as_text`, `put_back`).
 
-`Generators` says which generators draw inside a `with` (`watch`), seeds them, and puts them back.
+`Generators` says which generators draw inside a `with` (`watch`), seeds them, and puts them back. In a process with
+several threads it says and seeds nothing: any of them may draw.
 
 `reachable` walks from a source to the objects that its code can reach: attributes, containers, closures and defaults of
 functions, and the globals that those functions name. `owned_generators` picks the generators among them: NumPy's
@@ -27,12 +28,18 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
+from lightning_stocache.node.processes import other_threads
+
 __all__ = [
     "KINDS",
     "PROCESS_WIDE",
     "Generators",
     "State",
     "as_text",
+    "are_draws_evidence",
+    "claim_threads",
+    "is_of_library",
+    "named_globals",
     "owned_generators",
     "put_back",
     "reachable",
@@ -135,8 +142,24 @@ def _with_arrays(state: Any) -> Any:
 # ---- of a process and of a source ----
 
 
+_are_threads_of_source = False
+
+
+def claim_threads() -> None:
+    """Declare that this process only reads a source: each thread that starts from now on is the source's."""
+    global _are_threads_of_source
+    _are_threads_of_source = True
+
+
+def are_draws_evidence() -> bool:
+    """Whether a generator that has moved was moved by the source that is read: no other thread could have drawn."""
+    return _are_threads_of_source or not other_threads()
+
+
 class Generators:
     """The process-wide generators, and those of a source if there is one. A `with` puts all of them back at its end.
+
+    In a process with several threads no generator counts as moved, and none is seeded (`are_draws_evidence`).
 
     Example:
         >>> generators = Generators()
@@ -174,6 +197,10 @@ class Generators:
 
     def moved(self, before: State, after: State | None = None) -> list[str]:
         """The names of generators that have drawn between two states; `after` is by default that of now."""
+        return self.changed(before, after) if are_draws_evidence() else []
+
+    def changed(self, before: State, after: State | None = None) -> list[str]:
+        """The names of generators that have drawn between two states, for whatever thread."""
         now = self.state() if after is None else after
         return [name for name in before if before[name] != now.get(name)]
 
@@ -189,6 +216,8 @@ class Generators:
 
     def seed(self, seed: int) -> None:
         """Seed the process-wide generators. The source's go on; a repeated seed restarts them as at its first use."""
+        if not are_draws_evidence():
+            return
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue the seed for a CUDA that starts later
         np.random.seed(seed)
         random.seed(seed)
@@ -227,7 +256,19 @@ _FIRST = 256  # items of a container that are: a list of a million paths has no 
 # their code is not followed, which would take a quarter of a second in albumentations alone.
 _KNOWN = sys.stdlib_module_names | {
     *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "kornia", "lightning", "lightning_stocache"),
-    *("lmdb", "monai", "numpy", "omegaconf", "pandas", "pyarrow", "pydantic", "pytorch_lightning", "scipy", "skimage"),
+    *(
+        "lmdb",
+        "monai",
+        "numpy",
+        "omegaconf",
+        "pandas",
+        "polars",
+        "pyarrow",
+        "pydantic",
+        "pytorch_lightning",
+        "scipy",
+        "skimage",
+    ),
     *("sklearn", "tensordict", "timm", "torch", "torch_geometric", "torchaudio", "torchvision", "transformers"),
     *("webdataset", "zarr"),
 }
@@ -320,7 +361,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
     yield ".__kwdefaults__", function.__kwdefaults__
     yield ".__defaults__", function.__defaults__
-    if _top(function.__module__) in _KNOWN:
+    if is_of_library(function):
         return
     names = list(_names(function.__code__))
     for name in names:
@@ -329,6 +370,16 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield f"{function.__module__}.{name}", value
         elif _top(value.__name__) not in _KNOWN:
             yield from ((f"{value.__name__}.{inner}", vars(value).get(inner)) for inner in names)
+
+
+def named_globals(function: types.FunctionType) -> list[str]:
+    """The names in a function's code that may be globals; none for a library's."""
+    return [] if is_of_library(function) else list(dict.fromkeys(_names(function.__code__)))
+
+
+def is_of_library(node: Any) -> bool:
+    """Whether a class or function comes from a library whose code is not followed."""
+    return _top(node.__module__) in _KNOWN
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

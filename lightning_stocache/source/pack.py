@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from lightning_stocache.cache.codec import UnsupportedSampleError
-from lightning_stocache.node.processes import end_with_parent
+from lightning_stocache.node.processes import THREAD_PREFIX, end_with_parent
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.blob import decode_blob, encode_blob
 from lightning_stocache.source.encoded import packed_reader
@@ -211,7 +211,7 @@ class _Writer:
             if isinstance(error, BlockingIOError):
                 raise LMDBError(f"another process is packing into {path}: wait for its end") from None
             raise
-        self._thread = ThreadPoolExecutor(1, "lmdb-writer")
+        self._thread = ThreadPoolExecutor(1, f"{THREAD_PREFIX}lmdb")
 
     def compare(self, index: int, blob: bytes) -> None:
         """Refuse to go on if the source gives another sample than the committed one."""

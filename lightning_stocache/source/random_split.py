@@ -21,6 +21,7 @@ is random in few samples only, and draws from a hidden generator, is not recogni
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 
 from lightning_stocache.cache.placement import Domain
+from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.generators import Generators, State, watch_entropy
 from lightning_stocache.source.samples import Bits, Path, bits, difference, walk
@@ -61,6 +63,8 @@ __all__ = ["Probe", "Read", "Split", "split", "spread", "why_random"]
 
 _PROBED = 4  # indices, spread evenly from the first to the last
 QUICK_SECONDS = 0.2
+_MOST_BYTES = 64 << 20  # of samples of further indices
+_ANY_SAMPLE = RecordCodec(0)
 _SLOW_SECONDS = 20.0  # after which two indices are enough
 _NOT_HELD = "the sample does not hold what its transform returns, but something made of it"
 _NAMES = ("transform", "transforms")
@@ -137,6 +141,9 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
         pairs = list(_pairs(source, probe, indices, more))
         originals, again = zip(*pairs, strict=True)
         moved = next(filter(None, map(why_random, originals, again)), None)
+        if moved is None and probe.always:  # another thread may draw now and then, but not during each read
+            reason = f"it is random (each read moves the generator of {' and '.join(sorted(probe.always))})"
+            return Split(source, again, probe.reads, reason=reason)
         if moved is None:
             return Split(source, again, probe.reads)
         reasons = []
@@ -169,16 +176,18 @@ def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, 
 def _pairs(
     source: Dataset[Any], probe: Probe, indices: tuple[int, ...], more: tuple[int, ...]
 ) -> Iterator[tuple[Read, Read]]:
-    """Two reads of each index, and of more as long as that is quick and nothing is random.
+    """Two reads of each index, and of more as long as that is quick, takes little memory, and nothing is random.
 
     An index that raises is skipped, unless all raise: no sampler may ever ask for it.
     """
-    begin, seen, failure = time.perf_counter(), 0, None
+    begin, seen, nbytes, failure = time.perf_counter(), 0, 0, None
     for index in dict.fromkeys((*indices, *more)):
         first = index in indices
         if not (first or seen):
             break
         if seen >= 2 and time.perf_counter() - begin > (_SLOW_SECONDS if first else QUICK_SECONDS):
+            break
+        if nbytes > _MOST_BYTES and not first:
             break
         try:
             pair = probe.read_twice(source, index)
@@ -186,6 +195,7 @@ def _pairs(
             failure = failure or error
             continue
         seen += 1
+        nbytes += _ANY_SAMPLE.least_bytes(pair[1].sample)
         yield pair
         if not first and why_random(*pair) is not None:
             break
@@ -202,7 +212,7 @@ class Read:
 
     Args:
         index: the index that was read, or a list of indices.
-        sample: the sample, or the list of samples.
+        sample: the sample, or the list of samples; None if it was compared, and is no longer needed.
         seed: seed of the read.
         bits: bits of the sample.
         moved: names of the generators that the read drew from.
@@ -226,6 +236,8 @@ class Probe:
 
     def __init__(self, source: Dataset[Any]) -> None:
         self.generators, self.reads = Generators(source), 0
+        self.always: set[str] | None = None
+        """The names of the generators that have drawn during each read, for whatever thread."""
 
     def __enter__(self) -> Probe:
         self.generators.__enter__()
@@ -246,14 +258,17 @@ class Probe:
         with _worker_of(seed):
             sample = source.__getitems__(index) if isinstance(index, list) else source[index]
         after = self.generators.state()
+        changed = set(self.generators.changed(before, after))
+        self.always = changed if self.always is None else self.always & changed
         read = Read(index, sample, seed, bits(sample), self.generators.moved(before, after), after)
         if self.reads == 1:
             self.generators.find_new()
         return read
 
     def read_twice(self, source: Dataset[Any], index: int) -> tuple[Read, Read]:
-        """Read an index under two seeds, which no other index has."""
-        return self.read(source, index, 2 * index), self.read(source, index, 2 * index + 1)
+        """Read an index under two seeds, which no other index has. Only the second read has its sample."""
+        first = replace(self.read(source, index, 2 * index), sample=None)  # samples may be large
+        return first, self.read(source, index, 2 * index + 1)
 
 
 @contextmanager
@@ -390,16 +405,19 @@ class _Recorder(Head):
         end = ends[site]
         super().__init__(function, len(steps_of(function)) if end is None else end)
         self._is_single = end is None and self.end == 1  # it may be no transform, and return anything
-        self._site, self._calls, self._generators = site, calls, generators
+        self._site, self._noted, self._generators = site, calls, generators
+        self._reading = threading.get_ident()
         self._moved = list[bool]()
 
     def __call__(self, *values: Any, **named: Any) -> Any:
-        before, self._moved = len(self._calls), []
+        if threading.get_ident() != self._reading:
+            raise UncuttableError("its transform is called by another thread than the one that reads")
+        before, self._moved = len(self._noted), []
         with self._generators.watch() as moved:
             result = (self.transform if self._is_single else super().__call__)(*values, **named)
         steps = [bool(moved)] if self._is_single else self._moved
         given: Values = {**dict(enumerate(values)), **named}  # type: ignore[dict-item]
-        self._calls.append(_Call(self._site, self.transform, given, result, steps, before))
+        self._noted.append(_Call(self._site, self.transform, given, result, steps, before))
         return result
 
     def run(self, values: Values) -> Values:

@@ -3,7 +3,7 @@
 `walk` gives every container and leaf with its path; `rebuilt` makes the same containers around other leaves. Samples
 are compared in three ways:
 
-- `bits`: values by path that `==` compares bit for bit; `difference` says where two of them differ.
+- `bits`: values by path that `==` compares bit for bit, of large leaves a digest; `difference` says where two differ.
 - `same_sample`: by value, for another job: sets and dicts have no order, and floating-point numbers may differ in
   their last bits.
 - `mark_of`: 64 bits made of the sums and the ends of the leaves, to find a sample among many.
@@ -54,6 +54,7 @@ _DICTS = (dict, UserDict)  # other mappings may not be iterated, or make their v
 _SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
 _NUMBERS = (int, float, bool, type(None))
 _MAKERS = ("__new__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__setstate__")
+_LARGE = 1 << 20  # bytes of a leaf of which a digest is kept: set-up holds the bits of several samples
 _DEEP = 16  # containers or objects inside each other that are looked into
 
 
@@ -148,7 +149,10 @@ def _refilled(node: list[Any] | tuple[Any, ...], items: Sequence[Any]) -> Any:
 
 
 def bits(sample: Any) -> Bits:
-    """A sample as values that `==` compares bit for bit, by path; copies, which no later read can overwrite."""
+    """A sample as values that `==` compares bit for bit, by path; copies, which no later read can overwrite.
+
+    Of leaves of more than 1 MiB it has a digest of 128 bits.
+    """
     return {path: _leaf_bits(node) for path, node in walk(sample)}
 
 
@@ -160,15 +164,25 @@ def _leaf_bits(node: Any) -> Any:
         return kind, len(node)
     if (array := _array_of(node)) is not None:  # by bits: NaN equals itself, 0.0 is not -0.0
         form, content = array
-        return kind, form, content.tobytes(), _attribute_bits(node) if isinstance(node, torch.Tensor) else None
+        return kind, form, _content(content), _attribute_bits(node) if isinstance(node, torch.Tensor) else None
     if is_image(type(node)):
-        return kind, node.mode, node.size, node.getpalette(), node.tobytes()
+        return kind, node.mode, node.size, node.getpalette(), _content(node.tobytes())
+    if kind is bytes:
+        return kind, len(node), _content(node)
     if kind in _PLAIN:
         return kind, node
     if isinstance(node, set | frozenset):  # without order: that of strings differs between processes
         with suppress(TypeError):  # an item's bits may have no hash
             return kind, frozenset(tuple(bits(item).items()) for item in node)
-    return kind, canonical_bytes(node)  # if it cannot be pickled, only its type counts
+    pickled = canonical_bytes(node)
+    return kind, None if pickled is None else _content(pickled)  # if it cannot be pickled, only its type counts
+
+
+def _content(buffer: Any) -> bytes:
+    """The bytes of a leaf, or their digest if they are many."""
+    if len(buffer) > _LARGE:
+        return hashlib.blake2b(buffer, digest_size=16).digest()
+    return bytes(buffer)
 
 
 def _array_of(node: Any) -> tuple[tuple[Any, ...], npt.NDArray[np.uint8]] | None:

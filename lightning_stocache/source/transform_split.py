@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -175,11 +177,16 @@ class Head(Part):
 
     def __init__(self, transform: Callable[..., Any], end: int) -> None:
         super().__init__(transform, 0, end)
-        self.calls = 0
+        self._calls = Counter[int]()  # by thread
+
+    @property
+    def calls(self) -> int:
+        """How many times the calling thread has called it."""
+        return self._calls[threading.get_ident()]
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         """Run the steps. Several values come back as a tuple, named ones as a dict."""
-        self.calls += 1
+        self._calls[threading.get_ident()] += 1
         call: Values = {**dict(enumerate(values)), **named}  # type: ignore[dict-item]
         result = self.run(call)
         if named:

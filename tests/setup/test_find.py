@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from lightning_stocache.setup import child, first_samples
+from lightning_stocache.setup import first_samples, reader
 from lightning_stocache.setup.find import Finding, SourceReader
 from lightning_stocache.setup.first_samples import difference
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
@@ -52,8 +52,8 @@ class Lazy(Dataset[Any]):
 
 def look(source: Any, workers: int = 0, method: str | None = None, **options: Any) -> Finding:
     """What a reader finds that is closed again."""
-    reader = LoaderSettings(4, workers, start_method=method)
-    with closing(SourceReader(CacheRequest(source, reader=reader, **options))) as reading:
+    loader = LoaderSettings(4, workers, start_method=method)
+    with closing(SourceReader(CacheRequest(source, reader=loader, **options))) as reading:
         return reading.look()
 
 
@@ -75,7 +75,7 @@ def test_nothing_is_opened_counted_or_remembered(num_workers: int, wrapped: bool
     assert lazy.is_as_before
 
 
-def test_where_no_process_is_started_all_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_process_is_started_all_is_put_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In a daemonic process, without fork, and for samples that cannot be sent, the source is read here, and attributes
     and generators are put back. A source that workers cannot import passes through, with the way out."""
     cell: Any = types.ModuleType("a_cell")
@@ -83,22 +83,20 @@ def test_where_no_process_is_started_all_is_put_back(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "a_cell", cell)
     of_a_notebook = cell.Made(_squares)
     assert look(of_a_notebook, 2, "fork").codec is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(child, "REPORT_SECONDS", 1.0)
-        reason = str(look(of_a_notebook, 2, "forkserver").reason)
+    reason = str(look(of_a_notebook, 2, "forkserver").reason)
     assert "exited unexpectedly. A process that is started by 'forkserver'" in reason
     assert 'multiprocessing_context="fork"' in reason
     assert "notebook" in reason
     pair: Any = namedtuple("Hidden", "image label")
     assert look(Made(lambda index: pair(torch.tensor(index), index))).codec is not None
-    lazy, own, readers = Lazy(), np.random.default_rng(3), set[int]()
+    lazy, own = Lazy(), np.random.default_rng(3)
     with monkeypatch.context() as patch:
-        patch.setattr(child, "DataLoader", lambda *_, **__: _raises(0))
+        patch.setattr(os, "fork", lambda: _raises(0))
         assert look(lazy).codec is not None
-    monkeypatch.setattr("lightning_stocache.setup.child.sys.platform", "darwin")
+    monkeypatch.setattr("lightning_stocache.setup.reader.sys.platform", "darwin")
     assert look(of_a_notebook).codec is not None
-    assert look(Made(lambda index: readers.add(os.getpid()) or torch.tensor(index))).codec is not None
-    assert readers == {os.getpid()}
+    assert look(Made(partial(_report, tmp_path / "pids"))).codec is not None
+    assert set((tmp_path / "pids").read_text().split()) == {str(os.getpid())}
     assert look(lazy).codec is not None
     assert "moves the generator of own" in str(look(Made(lambda index: own.random())).reason)
     assert own.random() == np.random.default_rng(3).random()
@@ -136,9 +134,7 @@ def test_one_broken_sample_does_not_switch_the_cache_off() -> None:
 def test_a_source_that_blocks_is_given_up(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """After a time-out, with a word on what is being read meanwhile; the process that waits for it is gone."""
     minutes = SimpleNamespace(monotonic=partial(next, itertools.count(0, 60)))  # one at each look
-    monkeypatch.setattr(child, "time", minutes)
-    monkeypatch.setattr(child, "REPORT_SECONDS", 0.1)
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # else it is waited for 5 s at its end
+    monkeypatch.setattr(reader, "time", minutes)
     finding = look(Made(lambda index: time.sleep(600)))
     assert finding.reason == "reading it has not ended in 120 s"
     assert "set-up waits for Made (12 samples, train)" in caplog.text
@@ -167,9 +163,9 @@ def test_one_process_reads_all_sources_of_a_call(tmp_path: Path) -> None:
     requests += [CacheRequest(Made(_raises), reader=LoaderSettings(4, 1, worker_init_fn=init))]
     openings = SourceReader.of(requests)
     with ExitStack() as stack:
-        for reader in openings:
-            stack.enter_context(closing(reader))
-        founds = [reader.look() for reader in openings]
+        for opening in openings:
+            stack.enter_context(closing(opening))
+        founds = [opening.look() for opening in openings]
         assert [found.codec is not None for found in founds] == [True, True, False, False, True, True]
         assert "the disk is gone" in str(founds[2].reason)
         again = openings[0].read(founds[0], [0, 5], True)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import random
+import threading
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_stocache.source.generators import as_text, owned_generators, put_back, reachable, restore, states_of
+from lightning_stocache.source.generators import (
+    Generators,
+    as_text,
+    owned_generators,
+    put_back,
+    reachable,
+    restore,
+    states_of,
+)
 
 GLOBAL = np.random.default_rng(1)
 Pair = namedtuple("Pair", "left right")
@@ -104,3 +113,23 @@ def test_a_generator_goes_on_where_its_state_was_taken(name: str, seed: int, dra
         assert draws(each, 5) == following
     restore({"mine": generator}, state)
     assert draws(generator, 5) == following
+
+
+def test_beside_another_thread_a_move_is_no_evidence_and_nothing_is_seeded() -> None:
+    """Threads of this package and of progress bars do not count."""
+    ends = threading.Event()
+    for name, is_evidence in (("jitter", False), ("stocache-prefetch", True)):
+        thread = threading.Thread(target=ends.wait, name=name)
+        thread.start()
+        state = random.getstate()
+        with Generators() as generators:
+            with generators.watch() as moved:
+                random.random()
+            assert moved == ["random"] * is_evidence
+            drawn = random.getstate()
+            generators.seed(3)
+            assert (random.getstate() == drawn) is not is_evidence
+        assert random.getstate() == state
+        ends.set()
+        thread.join()
+        ends.clear()

@@ -5,7 +5,9 @@ import itertools
 import pickle
 import random
 import sys
+import weakref
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from lightning_stocache.source.random_split import Probe, Split, split
+from lightning_stocache.source.transform_split import Tail
 from lightning_stocache.torch_internals import become_worker
 from tests.loading.twins import copied, same
 from tests.sources import Made
@@ -341,3 +344,57 @@ def test_a_worker_keeps_its_seed_and_number(monkeypatch: pytest.MonkeyPatch) -> 
     first, second = Probe(Made(of_worker)).read_twice(Made(of_worker), 1)
     assert first.sample != second.sample
     assert of_worker(0) == (7, 3)
+
+
+class Large(Dataset[Any]):
+    """Samples of 2 MiB, of which it notes how many are alive."""
+
+    def __init__(self) -> None:
+        self.alive, self.most = weakref.WeakSet[torch.Tensor](), 0
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample = torch.full((1 << 21,), index, dtype=torch.uint8)
+        self.alive.add(sample)
+        self.most = max(self.most, len(self.alive))
+        return sample
+
+
+def test_of_large_samples_few_are_in_memory() -> None:
+    """One for each index that decides on the codec, and 64 MiB of others."""
+    source = Large()
+    parts = split(source)
+    assert len(parts.samples) == 4
+    assert source.most == 4
+    with_more = Large()
+    assert len(split(with_more, quick=90).samples) <= 34
+    assert with_more.most <= 34
+
+
+def test_a_byte_of_a_large_sample_counts() -> None:
+    """Of leaves that are kept as digests, too: arrays, bytes and pickled objects."""
+    reads = itertools.count()
+
+    def make(kind: Any, index: int) -> Any:
+        content = bytearray(1 << 21)
+        content[-1] = next(reads) % 2
+        return kind(content)
+
+    for kind in (bytes, lambda content: np.frombuffer(content, np.uint8), lambda content: {bytes(content)}):
+        assert "differ in sample" in str(split(Made(lambda index, kind=kind: make(kind, index))).reason)
+
+
+def test_calls_of_a_head_are_counted_by_thread() -> None:
+    """A thread that reads beside does not make a sample odd."""
+    parts = split(CUT["nested"][0])
+    assert isinstance(parts.tail, Tail)
+    [head] = parts.tail.heads
+    before = head.calls
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(parts.source.__getitem__, 0).result()
+        assert head.calls == before
+        assert executor.submit(lambda: head.calls).result() == 1
+    parts.source[0]
+    assert head.calls == before + 1
