@@ -149,7 +149,7 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
     unused = unused_names if request.node.get_closest_marker("named") else set[tuple[str, str]]
     children = look()
     memory = _memory_here() | memory_files(children) | unused()
-    anew = not is_quick  # torch's files are not counted
+    anew = not is_quick
     yield
     if _has_failed(request):
         return  # the traceback holds on to the test's objects
@@ -274,7 +274,7 @@ def _has_workers(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if any(item.get_closest_marker("processes") for item in session.items):
+    if not session.config.getoption("in_process"):
         collapse()
 
 
