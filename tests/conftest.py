@@ -32,6 +32,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
 from lightning_stocache.node import isolation
+from lightning_stocache.node.processes import THREAD_PREFIX, other_threads
 from lightning_stocache.setup import find, first_samples
 from lightning_stocache.setup.reader import Reader
 from lightning_stocache.source import random_split
@@ -148,7 +149,7 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
     unused = unused_names if request.node.get_closest_marker("named") else set[tuple[str, str]]
     children = look()
     memory = _memory_here() | memory_files(children) | unused()
-    anew = not is_quick  # torch's files are not counted
+    anew = not is_quick
     yield
     if _has_failed(request):
         return  # the traceback holds on to the test's objects
@@ -177,9 +178,12 @@ def set_up_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if request.config.getoption("in_process") or request.node.get_closest_marker("gpu"):
         monkeypatch.setattr(find, "start_method", lambda chosen: None)
         monkeypatch.setattr(first_samples, "start_method", lambda chosen: None)
-    # Pipes and sockets that are open before the test are none of the trainer's: of pytest-xdist, of a fork server.
+    # Pipes, sockets and threads that are there before the test are none of the trainer's: of pytest-xdist, of a fork
+    # server, of a logger in an earlier test.
     foreign = {descriptor for descriptor in isolation.descriptors() if is_pipe(descriptor)}
     monkeypatch.setattr(isolation, "STANDARD", isolation.STANDARD | foreign)
+    for thread in other_threads():
+        thread.name = f"{THREAD_PREFIX}{thread.name}"
     monkeypatch.setattr(Reader, "hung", set())
     if request.node.get_closest_marker("epoch_one_reads_all"):
         monkeypatch.setattr(find, "MOST_BYTES", -1)
@@ -270,7 +274,7 @@ def _has_workers(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if any(item.get_closest_marker("processes") for item in session.items):
+    if not session.config.getoption("in_process"):
         collapse()
 
 

@@ -286,6 +286,7 @@ def twice(samples: Any) -> Any:
     return {"x": table, "same": [table, table[:1, :1]], "again": table}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("make", [packed, packed_in_a_dict, halved, checked_batch, cyclic, one_element, twice])
 def test_batches_of_any_container_come_from_workers_as_from_dataloader(make: Any) -> None:
     """With a constructor or a pickle of their own, inside of themselves, of any strides, and with one tensor twice."""
