@@ -19,7 +19,6 @@ import sys
 import time
 import traceback
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from multiprocessing import process, util
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
 from lightning_stocache.node import isolation
-from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.processes import THREAD_PREFIX, other_threads
 from lightning_stocache.setup import find, first_samples
 from lightning_stocache.setup.reader import Reader
@@ -66,7 +64,6 @@ if "forkserver" in multiprocessing.get_all_start_methods():  # a rank or a worke
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # some tests crash a child
 
-_TRAINER_BYTES = 128 << 20  # of memory that a small trainer has
 _PATIENCE_SECONDS = 60.0  # for what ends by itself: a killed worker, a thread that holds a batch
 _LAUNCH_VARIABLES = re.compile(
     r"PYTEST_|PL_|KMP_|CUDA_|TORCH|PYTORCH_NVML|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE$|MASTER_|OMP_"
@@ -151,8 +148,8 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
     look = set[int] if is_quick else descendants
     unused = unused_names if request.node.get_closest_marker("named") else set[tuple[str, str]]
     children = look()
+    memory = _memory_here() | memory_files(children) | unused()
     anew = not is_quick
-    memory = _memory_here(anew=anew) | memory_files(children) | unused()
     yield
     if _has_failed(request):
         return  # the traceback holds on to the test's objects
@@ -190,21 +187,6 @@ def set_up_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Reader, "hung", set())
     if request.node.get_closest_marker("epoch_one_reads_all"):
         monkeypatch.setattr(find, "MOST_BYTES", -1)
-
-
-@pytest.fixture(autouse=True)
-def has_the_memory_of_a_trainer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache leaves as much memory free as its process has taken. This one has the libraries of all tests, and what
-    earlier tests have left: no trainer has that."""
-    if request.path.parent.name == "node":  # measuring is on trial there
-        return
-    measure, before = FreeMemory.measure, FreeMemory.measure(None).own
-
-    def measured(directory: str | None, *args: Any) -> FreeMemory:
-        free = measure(directory, *args)
-        return replace(free, own=max(free.own - before, _TRAINER_BYTES))
-
-    monkeypatch.setattr(FreeMemory, "measure", measured)
 
 
 @pytest.fixture

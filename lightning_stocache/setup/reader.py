@@ -40,7 +40,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from multiprocessing import connection, pool, queues
 from typing import Any, ClassVar, NamedTuple
@@ -49,7 +49,7 @@ import torch
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.node.hang import LOOK_SECONDS, HangWatch
-from lightning_stocache.node.isolation import descriptors, end_openmp_threads, end_with_creator, isolate
+from lightning_stocache.node.isolation import File, descriptors, end_openmp_threads, end_with_creator, isolate
 from lightning_stocache.node.processes import REPORT_SECONDS, end_with_parent, other_threads, why_not_begun
 from lightning_stocache.node.segment import open_descriptors
 from lightning_stocache.source.generators import Generators, claim_threads, reachable
@@ -336,13 +336,13 @@ class _Trainer(NamedTuple):
     Args:
         pid: its process id.
         pipe: its descriptor of the pipe.
-        shared: its descriptors before it made the pipe.
+        shared: its descriptors before it made the pipe, with their files.
         kept: those that stay shared.
     """
 
     pid: int
     pipe: int
-    shared: set[int]
+    shared: Mapping[int, File]
     kept: set[int]
 
 
