@@ -22,17 +22,21 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import reduce
+from typing import TypeAlias
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["STANDARD", "descriptors", "end_openmp_threads", "end_with_creator", "isolate"]
+__all__ = ["STANDARD", "File", "descriptors", "end_openmp_threads", "end_with_creator", "isolate"]
 
 STANDARD = {0, 1, 2}
 """Descriptors that each process shares with its parent."""
+
+File: TypeAlias = tuple[int, int]
+"""A file as the system knows it: its device and its inode."""
 
 _DIRECTORY = "/proc/self/fd"
 # Others belong to the first opening alone: O_TMPFILE, O_EXCL, O_TRUNC, and the O_NOFOLLOW of sqlite, which would refuse
@@ -44,19 +48,25 @@ _END_ALL = 2  # omp_pause_hard
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
-def descriptors() -> set[int]:
-    """The open descriptors of this process; none where the system does not list them."""
+def descriptors() -> dict[int, File]:
+    """The open descriptors of this process, with the file of each; none where the system does not list them."""
+    found: dict[int, File] = {}
     try:
-        return set(map(int, os.listdir(_DIRECTORY)))
+        numbers = list(map(int, os.listdir(_DIRECTORY)))
     except OSError:
-        return set()
+        return found
+    for number in numbers:
+        with suppress(OSError):  # that of the listing itself is closed
+            status = os.fstat(number)
+            found[number] = status.st_dev, status.st_ino
+    return found
 
 
-def isolate(shared: Collection[int], kept: Collection[int] = ()) -> list[str]:
+def isolate(shared: Mapping[int, File], kept: Collection[int] = ()) -> list[str]:
     """In a forked process: replace inherited descriptors by descriptors of this process.
 
     Args:
-        shared: the descriptors that the parent had at the fork.
+        shared: the descriptors that the parent had before the fork. One that was closed since may have another file.
         kept: those of them that stay shared, beside `STANDARD`.
 
     Returns:
@@ -64,16 +74,20 @@ def isolate(shared: Collection[int], kept: Collection[int] = ()) -> list[str]:
     """
     if not os.path.isdir(_DIRECTORY):
         return ["any file"]
-    replaced = (_replace(descriptor) for descriptor in sorted(set(shared) - STANDARD - set(kept)))
+    others = sorted(set(shared) - STANDARD - set(kept))
+    replaced = (_replace(descriptor, shared[descriptor]) for descriptor in others)
     return [name for name in replaced if name is not None]
 
 
-def _replace(descriptor: int) -> str | None:
-    """Replace a descriptor. Returns what it was, if the parent can read from it and this process no longer can."""
+def _replace(descriptor: int, file: File) -> str | None:
+    """Replace a descriptor of a file. Returns its name, if the parent can read from it and this process cannot."""
     try:
-        kind = os.fstat(descriptor).st_mode
-    except OSError:  # closed since: that of the listing itself
+        status = os.fstat(descriptor)
+    except OSError:  # closed since
         return None
+    if (status.st_dev, status.st_ino) != file:  # closed since, and its number is that of another file
+        return None
+    kind = status.st_mode
     if stat.S_ISDIR(kind) or stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
         return None
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)

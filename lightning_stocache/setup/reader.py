@@ -40,7 +40,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from multiprocessing import connection, pool, queues
@@ -50,7 +50,7 @@ import torch
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.node.hang import LOOK_SECONDS, HangWatch
-from lightning_stocache.node.isolation import descriptors, end_openmp_threads, end_with_creator, isolate
+from lightning_stocache.node.isolation import File, descriptors, end_openmp_threads, end_with_creator, isolate
 from lightning_stocache.node.processes import REPORT_SECONDS, end_with_parent, other_threads, why_not_begun
 from lightning_stocache.node.segment import open_descriptors
 from lightning_stocache.source.generators import Generators, claim_threads, reachable
@@ -370,13 +370,13 @@ def _serve(
         return
 
 
-def _begin_fork(parent: int, pipe: int, shared: set[int], kept: set[int]) -> list[str]:
+def _begin_fork(parent: int, pipe: int, shared: Mapping[int, File], kept: set[int]) -> list[str]:
     """Prepare a forked process. Returns what its parent can read and it cannot.
 
     Args:
         parent: process id of the parent.
         pipe: the parent's descriptor of the pipe.
-        shared: the parent's descriptors before it made the pipe.
+        shared: the parent's descriptors before it made the pipe, with their files.
         kept: those that stay shared.
     """
     os.close(pipe)

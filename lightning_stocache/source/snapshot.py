@@ -346,7 +346,7 @@ def _descriptor(file: io.IOBase) -> int | None:
 def _offsets() -> dict[int, tuple[int, int]]:
     """The inode and the position of each regular file that this process reads, by its descriptor."""
     found = dict[int, tuple[int, int]]()
-    for descriptor in descriptors() - STANDARD:
+    for descriptor in descriptors().keys() - STANDARD:
         with suppress(OSError):  # closed since
             status = os.fstat(descriptor)
             is_read = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY

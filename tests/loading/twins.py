@@ -240,3 +240,14 @@ def pairwise(**factors: Sequence[Any]) -> list[dict[str, Any]]:
         wanted.difference_update(itertools.combinations(best.items(), 2))
         chosen.append({name: factors[name][place] for name, place in best.items()})
     return chosen
+
+
+@contextmanager
+def default_device(name: str) -> Iterator[None]:
+    """`torch.set_default_device`, and then none."""
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)  # torch 2.4 would ask None for its device
