@@ -62,6 +62,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _TERMINATED_SECONDS = 2.0  # for a worker to end after SIGTERM, which torch's handler obeys at once
+_LOCKED_SECONDS = 1.0  # that the thread of a queue may have it locked: microseconds
 _ENDING_SECONDS = 10.0  # for a worker to end after its socket has closed: milliseconds, on a busy machine seconds
 
 _OF_WORKERS = (
@@ -230,12 +231,22 @@ class _Mailbox:
 
 def shut_down(iterator: Any) -> None:
     """End the workers of a loader's iterator, and wait for them. A worker that hangs is terminated."""
+    for queue in iterator._index_queues:
+        _unlock(queue)
     iterator._shutdown_workers()
     left = [process for process in iterator._workers if process.is_alive()]
     for process in left:
         process.terminate()  # the iterator does not do so while the interpreter ends
     for process in left:
         process.join(_TERMINATED_SECONDS)
+
+
+def _unlock(queue: Any) -> None:
+    """Unlock a queue that Ctrl-C has left locked, in the middle of a `put`: the next `put` would wait for ever."""
+    lock = getattr(queue, "_notempty", None)
+    if lock is not None:
+        lock.acquire(timeout=_LOCKED_SECONDS)
+        lock.release()
 
 
 def set_worker_dataset(dataset: Any) -> None:

@@ -17,6 +17,7 @@ import weakref
 from contextlib import closing, nullcontext, suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -303,6 +304,32 @@ def test_ctrl_c_ends_the_epoch_and_the_next_one_is_whole(
         assert [labels.tolist() for _, labels in got] == [labels.tolist() for _, labels in plain]
         assert transform is not None or same(got, plain)
         assert presses > 6
+        loader.close()
+
+
+class KeyboardAtLock(Keyboard):
+    """Presses Ctrl-C at the n-th moment at which a queue locks itself to send."""
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Keyboard:
+        is_lock = frame.f_code is threading.Condition.__enter__.__code__
+        if is_lock and frame.f_back is not None and frame.f_back.f_code is Queue.put.__code__:
+            return super().__call__(frame, event, argument)
+        return self
+
+
+@pytest.mark.parametrize("arguments", [{"num_workers": 2}, PERSISTENT])
+def test_ctrl_c_while_a_queue_is_locked_ends_the_epoch(arguments: dict[str, Any]) -> None:
+    """The workers end, although the queue that they are told by has been left locked."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        loader = CachedLoader(dataset, 4, **arguments)
+        batches = iter(loader)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                KeyboardAtLock().next(batches, 2)
+        assert [process for process in active_children() if process.is_alive()] == []
+        assert [labels.tolist() for _, labels in loader] == [
+            labels.tolist() for _, labels in DataLoader(Numbers(LENGTH), 4)
+        ]
         loader.close()
 
 
