@@ -231,8 +231,8 @@ class _Mailbox:
 
 def shut_down(iterator: Any) -> None:
     """End the workers of a loader's iterator, and wait for them. A worker that hangs is terminated."""
-    for queue in iterator._index_queues:
-        _unlock(queue)
+    for indices in iterator._index_queues:
+        _unlock(indices)
     iterator._shutdown_workers()
     left = [process for process in iterator._workers if process.is_alive()]
     for process in left:
@@ -241,9 +241,9 @@ def shut_down(iterator: Any) -> None:
         process.join(_TERMINATED_SECONDS)
 
 
-def _unlock(queue: Any) -> None:
+def _unlock(locked: Any) -> None:
     """Unlock a queue that Ctrl-C has left locked, in the middle of a `put`: the next `put` would wait for ever."""
-    lock = getattr(queue, "_notempty", None)
+    lock = getattr(locked, "_notempty", None)
     if lock is not None:
         lock.acquire(timeout=_LOCKED_SECONDS)
         lock.release()

@@ -322,10 +322,9 @@ def test_ctrl_c_while_a_queue_is_locked_ends_the_epoch(arguments: dict[str, Any]
     """The workers end, although the queue that they are told by has been left locked."""
     with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
         loader = CachedLoader(dataset, 4, **arguments)
-        batches = iter(loader)
+        keyboard, batches = KeyboardAtLock(), iter(loader)
         with pytest.raises(KeyboardInterrupt):
-            while True:
-                KeyboardAtLock().next(batches, 2)
+            list(iter(lambda: keyboard.next(batches, 2), None))
         assert [process for process in active_children() if process.is_alive()] == []
         assert [labels.tolist() for _, labels in loader] == [
             labels.tolist() for _, labels in DataLoader(Numbers(LENGTH), 4)
