@@ -600,7 +600,10 @@ class CachedSource:
         self._count_look(look)
         if look.change is not None:
             return min(paths)
-        self.witness.excuse(paths)
+        if look.samples:
+            self.witness.excuse(paths)
+        elif cast(Store, self.cache).some_stored(1):  # which cannot be read now
+            self.witness.doubtful.update(paths)
         return None
 
     def look_by_itself(self, samples: int) -> None:

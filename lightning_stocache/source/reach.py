@@ -90,6 +90,8 @@ class Reach:
         self.complete = True
         self.names = {"forward"}
         """The names that the code of a read uses."""
+        self.written = set[str]()
+        """The names of attributes that the code of a read sets."""
         self._source, self._tail = source, tail
         self._bytes = self._objects = 0
         self._known: dict[int, Any] = {}
@@ -355,8 +357,10 @@ class Reach:
             yield inside(prefix, name), value, around.inside(name)
 
     def _read_code(self, code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-        """The global names that code loads, and all its names; its texts are noted."""
-        spaces = {step.argval for step in dis.get_instructions(code) if step.opname in _LOADS}
+        """The global names that code loads, and all its names; its texts and what it sets are noted."""
+        steps = list(dis.get_instructions(code))
+        spaces = {step.argval for step in steps if step.opname in _LOADS}
+        self.written.update(step.argval for step in steps if step.opname == "STORE_ATTR")
         names = {*code.co_names, *code.co_freevars}
         for constant in code.co_consts:
             if isinstance(constant, str):

@@ -83,9 +83,9 @@ class Witness:
     copy who it is.
 
     Every read of this process stands in a `with`, which learns the attributes that reads move; `reading` learns all
-    places. Where several threads run, nobody can tell what moved an attribute: a read, or the user. Its path is
-    `doubtful` until samples have been read again (`take_doubtful`, `excuse`). So is a number that no code of a read
-    names.
+    places. Where several threads run, nobody can tell what moved an attribute during a read: the read, or the user. Its
+    path is `doubtful` until samples have been read again (`take_doubtful`, `excuse`). So is a number that no code of a
+    read names, and, where several threads run, an attribute that the code of a read sets.
 
     Args:
         source: the user's dataset.
@@ -122,7 +122,7 @@ class Witness:
         self._unread = set[str]()  # places with differences that no code of a read names
         self._reading = dict[int, int]()  # how deep each thread is in a read
         self.doubtful = set[str]()
-        """Paths where a change may be none: a read of another thread may have moved them, or no read names them."""
+        """Paths where a change may be none: reads or other threads may move them, or no read names them."""
         self._remember()
 
     def _remember(self) -> None:
@@ -155,10 +155,10 @@ class Witness:
         if moved and self._is_read_elsewhere():
             self.doubtful.update(moved)
             return None
-        read = [path for path, is_read in moved.items() if is_read]
-        self.doubtful.update(moved.keys() - read)
-        if read:
-            self._change = read[0]
+        certain = [path for path, is_certain in moved.items() if is_certain]
+        self.doubtful.update(moved.keys() - certain)
+        if certain:
+            self._change = certain[0]
             self._forget()
         return self._change
 
@@ -200,10 +200,7 @@ class Witness:
         return any(reading != thread for reading in list(self._reading))
 
     def _moved(self) -> dict[str, bool]:
-        """The paths of watched attributes that have changed since the last call.
-
-        Also whether they count as read: all but plain values that no code of a read names.
-        """
+        """The paths of watched attributes that have changed since the last call; whether each is certainly one."""
         found: dict[str, bool] = {}
         for path, place in list(self._watched.items()):
             content = place.read()
@@ -216,9 +213,16 @@ class Witness:
             for name, old, new in values:
                 child = _child_path(path, place, name)
                 if child not in self._machinery and self._is_change(old, new):
-                    is_plain = all(value is MISSING or is_plain_value(value) for value in (old, new))
-                    found[child] = not is_plain or not _is_of_user(place) or self._is_named(place.around.inside(name))
+                    found[child] = self._is_certain(place, name, old, new)
         return found
+
+    def _is_certain(self, place: Place, name: Any, old: Any, new: Any) -> bool:
+        """Whether another value of an attribute is a change that no sample need prove."""
+        is_plain = all(value is MISSING or is_plain_value(value) for value in (old, new))
+        if is_plain and _is_of_user(place) and not self._is_named(place.around.inside(name)):
+            return False
+        # What reads set themselves may be of no consequence, whichever thread sets it.
+        return name not in self._reach.written or are_draws_evidence()
 
     def _forget(self) -> None:
         """Let go of the copies: they hold objects that the user may have replaced to free them."""

@@ -293,6 +293,34 @@ def test_harmless_sources_stay_cached(name: str, options: dict[str, Any], caplog
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+class Ringed(Dataset[Any]):
+    """Each read writes into a ring of the last hundred."""
+
+    def __init__(self) -> None:
+        self.last, self.reads = np.zeros(100), 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        self.last[self.reads % 100] = index + 1
+        self.reads += 1
+        return torch.full((3,), float(index))
+
+
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("options", [NONE, WORKERS, PERSISTENT])
+def test_what_reads_move_is_known_since_set_up(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The first look can learn nothing where nothing is stored; the array is no change all the same."""
+    with closing(CachedDataset(Ringed())) as dataset:
+        loader = CachedLoader(dataset, 8, **options)
+        for _ in range(4):
+            assert torch.cat(list(loader))[:, 0].tolist() == list(range(LENGTH))
+        loader.close()
+        assert totals(dataset).hits == 3 * LENGTH
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 @pytest.mark.parametrize("kind", [DataLoader, partial(DataLoader, batch_size=None)])
 @pytest.mark.parametrize("place", ["array", "dict", "file"])
 def test_another_loader_class_sees_it_too(kind: Any, place: str, tmp_path: Path) -> None:
@@ -542,14 +570,37 @@ def test_a_thread_that_draws_beside_it_is_no_evidence(work: Any, caplog: pytest.
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_thread_that_logs_beside_it_is_no_evidence(caplog: pytest.LogCaptureFixture) -> None:
-    """Also one that writes into the dataset, where no sample depends on it."""
+@pytest.mark.parametrize("options", [NONE, {"spec": SampleSpec.infer(Reads()[0])}])
+def test_a_thread_that_logs_beside_it_is_no_evidence(options: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Also one that writes where reads write, and no sample depends on it; also if set-up has read none."""
     source = Reads()
-    with closing(CachedDataset(source)) as dataset, running(lambda: setattr(source, "last", time.monotonic())):
+    writes = partial(setattr, source, "last")
+    with closing(CachedDataset(source, **options)) as dataset, running(lambda: writes(time.monotonic())):
         for _ in range(3):
+            writes(time.monotonic())  # at least once between two reads, however busy the machine is
             list(DataLoader(dataset, 8))
         assert totals(dataset).hits >= 2 * LENGTH
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.epoch_one_reads_all
+def test_nothing_is_excused_without_a_sample() -> None:
+    """A number that reads set and a thread may have set: if nothing was stored when it moved, it is compared later."""
+
+    class Scaled(Reads):
+        scale = 1
+
+        def __getitem__(self, index: int) -> Any:
+            if self.scale < 0:
+                self.scale = 0
+            return index * self.scale
+
+    source = Scaled()
+    with closing(CachedDataset(source)) as dataset, running(random.random):
+        for scale in (2, 2, 2, 3):  # no look is due in epoch four
+            source.scale = scale
+            assert torch.cat(list(DataLoader(dataset, 8))).tolist() == [index * scale for index in range(LENGTH)]
+        assert dataset.cache is None
 
 
 @pytest.mark.parametrize("kind", [DataLoader, CachedLoader])

@@ -593,6 +593,18 @@ def test_what_reading_moves_is_no_change() -> None:
     assert with_tail.look() == "transform.transforms[1]"
 
 
+def test_beside_a_thread_what_reads_set_is_left_to_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread may have set it. What no read sets is a change."""
+    monkeypatch.setattr("lightning_stocache.source.witness.are_draws_evidence", lambda: False)
+    images = Images()
+    state = Witness(images)
+    images.reads = 5
+    assert state.look() is None
+    assert state.take_doubtful() == {"reads"}
+    images.strength = 2
+    assert state.look() == "strength"
+
+
 def test_a_copy_is_compared_with_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sees its own changes, and those that were there; a name that worker_init_fn adds to a copy is none."""
     source = Images()
