@@ -162,6 +162,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], Callable[[Any, int], bytes]]] = {
 }
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("kind", FILES)
 def test_a_file_of_the_trainer_stays_where_it_is(kind: str, tmp_path: Path) -> None:
     """In order, shuffled and again: each sample is that of the file, whose position set-up does not move."""
@@ -303,6 +304,7 @@ def test_a_failure_that_a_source_hides_is_not_stored(kind: str) -> None:
             assert served(dataset, 1) == list(range(LENGTH))
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.named
 def test_under_a_name_only_what_a_source_reaches_is_a_doubt(name: str) -> None:
     """The next job compares its samples with the first ones, so these are stored beside pipes of others."""
@@ -315,6 +317,7 @@ def test_under_a_name_only_what_a_source_reaches_is_a_doubt(name: str) -> None:
             assert dataset.cache.filled == LENGTH
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_beside_a_thread_or_a_pipe_samples_decide_and_are_not_stored() -> None:
     """A pipe to which the trainer only writes is no reason; a thread of the trainer, or a pipe that it reads, is."""
     reads, writes = os.pipe()

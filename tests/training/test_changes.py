@@ -363,6 +363,7 @@ class ArrayOfLabels(Made):
         return torch.tensor(float(index)), self.labels[index].clone()
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize(("reload", "calls"), [(True, 1), (False, 1), (False, 2)])
 def test_labels_that_are_written_are_trained_on_from_then_on(tmp_path, caplog, reload, calls):
     """Their epoch passes through, with one warning. With new loaders, or in the next call, a new cache opens."""
