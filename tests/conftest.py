@@ -35,7 +35,7 @@ from lightning_stocache.node import isolation
 from lightning_stocache.node.processes import THREAD_PREFIX, other_threads
 from lightning_stocache.setup import find, first_samples
 from lightning_stocache.setup.reader import Reader
-from lightning_stocache.source import random_split
+from lightning_stocache.source import looks, random_split
 from tests.processes import (
     collapse,
     command_of,
@@ -191,8 +191,11 @@ def set_up_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set-up reads all that it reads of a quick source, however busy the machine is: its limit is a time."""
+    """Set-up reads all that it reads of a quick source, and looks read and compare what they do of a quick one, however
+    busy the machine is: their limits are times."""
     monkeypatch.setattr(random_split, "QUICK_SECONDS", math.inf)
+    monkeypatch.setattr(looks, "SMALL_COMPARE_NS", 10**15)
+    monkeypatch.setattr(looks, "SMALL_READ_NS", 10**15)
 
 
 @pytest.fixture

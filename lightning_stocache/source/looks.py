@@ -40,8 +40,8 @@ MOST = 4
 AT_ONCE = 8
 """The samples that are read at once if a state has moved."""
 _SHARE = 0.01  # of the training's time
-_SMALL_COMPARE_NS = 5_000_000  # a comparison that takes less is made in any case
-_SMALL_READ_NS = 20_000_000  # so are the reads of a state that has moved
+SMALL_COMPARE_NS = 5_000_000  # a comparison that takes less is made in any case
+SMALL_READ_NS = 20_000_000  # so are the reads of a state that has moved
 _SURE = 2  # the first epochs, which have a look in any case
 _TRIED = 16  # stored samples among which those of a look are drawn
 
@@ -91,12 +91,12 @@ class Schedule:
 
     def at_once(self, spent_ns: int, elapsed_ns: int) -> int:
         """How many samples may be read at once, if a state has moved."""
-        left_ns = max(_SHARE * elapsed_ns - spent_ns, _SMALL_READ_NS)
+        left_ns = max(_SHARE * elapsed_ns - spent_ns, SMALL_READ_NS)
         return min(int(left_ns / self.load_ns), AT_ONCE) if self.load_ns else AT_ONCE
 
     def compares(self, epoch: int, elapsed_ns: int) -> bool:
         """Whether the source's state is compared in an epoch: in the first two, and where that takes little time."""
-        left_ns = max(_SHARE * (elapsed_ns - self._compared_ns), _SMALL_COMPARE_NS)
+        left_ns = max(_SHARE * (elapsed_ns - self._compared_ns), SMALL_COMPARE_NS)
         if epoch > _SURE and self.compare_ns > left_ns:
             return False
         self._compared_ns = elapsed_ns
@@ -159,14 +159,17 @@ def judged(differences: Sequence[Difference], allowed: int) -> Verdict:
         if difference.kind == "machinery":
             hastens = True
             continue
-        is_data = difference.kind == "data"
-        if (is_data and not difference.indices) or (not is_data and allowed < AT_ONCE):
+        is_everywhere = difference.kind == "data" and not difference.indices
+        if is_everywhere or (difference.kind == "setting" and allowed < AT_ONCE):
             return Verdict(change=difference.path)
         path = path or difference.path
-        if difference.indices:
-            indices += spread_over(difference.indices, AT_ONCE)
+        most = min(allowed, AT_ONCE) if difference.kind == "unread" else AT_ONCE
+        if most == 0:
+            hastens = True
+        elif difference.indices:
+            indices += spread_over(difference.indices, most)
         else:
-            samples = AT_ONCE
+            samples = max(samples, most)
     return Verdict(None, tuple(indices), samples, hastens, path)
 
 

@@ -4,8 +4,9 @@ A `Witness` keeps copies of the state that the source's code can reach (`reach`)
 
 - "data": an array, or a container of more than 64 items, that the code of a read names. It is a change of the source,
   unless the samples at `indices` prove otherwise.
-- "setting": a number, a text, a small container, a network, another function or object in a place; also data that no
-  code of a read names, or that merely grew. Samples that are read again decide whether it is a change.
+- "setting": a number, a text, a small container, a network, another function or object in a place. Samples that are
+  read again decide whether it is a change; it is one where there is no time for them.
+- "unread": data that no code of a read names, or that merely grew. Samples decide, as many as there is time for.
 - "machinery": a handle, or what a read itself moves (a counter, a memo). It is a reason to look at some samples.
 
 Bounds are bytes and objects, never time: 64 MiB of copies, 4,000 objects, 1,024 spread items of a long container of
@@ -46,7 +47,7 @@ from lightning_stocache.source.reach import Reach, covers, inside, is_handle
 
 __all__ = ["Difference", "Kind", "StateDigest", "Sums", "Witness", "digest_of_state", "same_state"]
 
-Kind = Literal["data", "setting", "machinery"]
+Kind = Literal["data", "setting", "unread", "machinery"]
 
 Sums: TypeAlias = "dict[str, tuple[Kind, bytes]]"
 """A digest of each place of a state, and whether it is data or a setting."""
@@ -357,15 +358,17 @@ class Witness:
         if not is_named:
             self._unread.add(path)
         if around.sample is not None:
-            return Difference(path, "data" if is_named else "setting", self._sample(around))
+            return Difference(path, "data" if is_named else "unread", self._sample(around))
         if place.is_of_samples and changed and not grew:
             indices = self._indices(place, changed)
             if indices is not None:
                 outer = tuple(around.outer(indices))
-                return Difference(path, "data" if is_named and outer else "setting", outer or None)
+                return Difference(path, "data" if is_named and outer else "unread", outer or None)
         is_small = not place.is_of_samples and (place.length is None or place.length <= SMALL)
         only_grew = grew and not changed
-        return Difference(path, "setting" if is_small or not is_named or only_grew else "data")
+        if is_small and (is_named or place.length is None):
+            return Difference(path, "setting")
+        return Difference(path, "data" if is_named and not only_grew else "unread")
 
     def _indices(self, place: Place, keys: list[Any]) -> list[int] | None:
         """The indices of samples, given keys of a container with an item for each sample."""

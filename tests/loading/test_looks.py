@@ -211,6 +211,7 @@ class Labelled(Dataset[Any]):
         return index, int(label["label"] if self.kind == "rows" else label)
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
