@@ -2,8 +2,8 @@
 
 - `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, which `WorkerIterator` feeds. `_try_put_index`
   sends the next request, `_tasks_outstanding` and `_rcvd_idx` count requests and replies, `_data_queue` has the
-  replies, `_index_queues` the requests, `_workers` are the processes, `_shutdown_workers` ends them. Without one of
-  these, a loader with workers is a plain DataLoader, with one warning (`knows_workers`).
+  replies, `_workers` are the processes, `_shutdown_workers` ends them. Without one of these, a loader with workers is a
+  plain DataLoader, with one warning (`knows_workers`).
 - `_utils.collate` and `_utils.pin_memory`: without them, the import of this module fails.
 - `RandomSampler._num_samples`: without it, a RandomSampler is treated as a sampler of the user's own class.
 - Workers wait for requests in `get` of a queue that DataLoader makes with its `multiprocessing_context`. If a worker
@@ -11,7 +11,6 @@
 - `_BaseDataLoaderIter`: the base class of DataLoader's iterators. Without it, `is_loader_iterator` fails.
 - `_utils.worker._worker_info` and `WorkerInfo`: give a filler of a rolling cache its part of a stream. Without them,
   the filler draws the whole stream.
-- `Tensor._version`: the number of writes to a tensor. Without it, only a network's first bytes tell of a change.
 - `distributed_c10d._get_default_store`: without it, ranks send messages over a store that this package makes.
 
 The names are the same from torch 2.4 to 2.15.
@@ -21,11 +20,9 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import multiprocessing
 import queue
 import time
-from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from multiprocessing import connection
@@ -35,7 +32,6 @@ from multiprocessing.queues import Queue
 from typing import Any, ClassVar, cast
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import dataloader as dataloaders
 from torch.utils.data._utils import pin_memory as pinning
@@ -56,7 +52,6 @@ __all__ = [
     "pinned",
     "set_worker_dataset",
     "shut_down",
-    "version_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -64,12 +59,7 @@ log = logging.getLogger(__name__)
 _TERMINATED_SECONDS = 2.0  # for a worker to end after SIGTERM, which torch's handler obeys at once
 _ENDING_SECONDS = 10.0  # for a worker to end after its socket has closed: milliseconds, on a busy machine seconds
 
-_OF_WORKERS = (
-    *("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_data_queue", "_index_queues", "_workers"),
-    "_shutdown_workers",
-)
-_ASIDE = -1  # the number of a question beside the requests
-_POLL_SECONDS = 5.0  # between two looks whether a worker is alive
+_OF_WORKERS = ("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_data_queue", "_workers", "_shutdown_workers")
 
 
 @cache
@@ -97,8 +87,7 @@ class WorkerIterator:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._iterator = cast(Any, iter(loader))
-        self._mailbox = _Mailbox(self._iterator._data_queue, self._iterator._workers)
-        self._iterator._data_queue = self._mailbox
+        self._iterator._data_queue = _Mailbox(self._iterator._data_queue, self._iterator._workers)
 
     def begin_epoch(self) -> None:
         """Wait for the replies of the last epoch and drop them. The first worker gets the next request."""
@@ -111,18 +100,6 @@ class WorkerIterator:
     def receive(self) -> Any:
         """The next reply. Raises the worker's error, if there was one."""
         return next(self._iterator)
-
-    def ask(self, number: int, question: Any) -> Any:
-        """The reply of one worker to a question, which leaves the order of requests and replies as it is.
-
-        None if the worker has ended, or if its reply is an error.
-
-        Raises:
-            RuntimeError: the loader's `timeout` has passed, as for a batch.
-        """
-        self._iterator._index_queues[number].put((_ASIDE, question))
-        reply = self._mailbox.aside(number, self._loader.timeout or math.inf)
-        return None if isinstance(reply, ExceptionWrapper) else reply
 
     @property
     def outstanding(self) -> int:
@@ -185,40 +162,11 @@ class _Mailbox:
 
     def __init__(self, replies: Any, workers: list[BaseProcess]) -> None:
         self._replies, self._workers = replies, workers
-        self._early = deque[Any]()  # replies that have come before the answer to a question
-
-    def aside(self, number: int, seconds: float) -> Any:
-        """The answer of a worker to a question beside the requests; None if it has ended.
-
-        Raises:
-            RuntimeError: no answer has come within so many seconds.
-        """
-        end = time.monotonic() + seconds
-        while True:
-            left = end - time.monotonic()
-            if left <= 0:
-                raise RuntimeError(f"DataLoader timed out after {seconds} seconds")
-            try:
-                reply = self._replies.get(timeout=min(left, _POLL_SECONDS))
-            except queue.Empty:
-                if not self._workers[number].is_alive():
-                    return None
-                continue
-            except (EOFError, ConnectionError, FileNotFoundError):
-                return None  # a worker was killed: DataLoader raises its own error when it asks for a reply
-            if reply[0] == _ASIDE:
-                return reply[1]
-            self._early.append(reply)
 
     def get(self, timeout: float | None = None) -> Any:
         """The next reply. Raises `queue.Empty` if none comes within the timeout, in seconds."""
-        if self._early:
-            return self._early.popleft()
         try:
-            reply = self._replies.get(timeout=timeout)
-            while reply[0] == _ASIDE:  # an answer that came too late
-                reply = self._replies.get(timeout=timeout)
-            return reply
+            return self._replies.get(timeout=timeout)
         except (EOFError, ConnectionError, FileNotFoundError):
             # A killed worker closes its sockets before it has ended. DataLoader raises its own error after the end.
             ended = connection.wait([worker.sentinel for worker in self._workers], _ENDING_SECONDS)
@@ -253,11 +201,6 @@ def become_worker(number: int, workers: int, seed: int, dataset: Any) -> None:
 def is_loader_iterator(value: Any) -> bool:
     """Whether a value is an iterator of a DataLoader."""
     return isinstance(value, dataloaders._BaseDataLoaderIter)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor has been written to in place, as far as torch counts it."""
-    return getattr(tensor, "_version", 0)
 
 
 def draws_all_once(sampler: Sampler[Any]) -> bool:

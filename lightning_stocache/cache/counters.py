@@ -1,8 +1,7 @@
 """Counters of a cache: every process counts on its own row.
 
 A segment holds rows of sixteen 64-bit numbers: the rank plus one (zero marks an unused row), then the columns of
-`Counts`. The last numbers of the first row belong to all processes: which warnings the node has had, whether the source
-has changed, and what it has cost so far to read stored samples again.
+`Counts`. The last number of the first row notes the warnings that the node has had.
 
 A process takes a row at its first count, with the lock of the row's byte, which the kernel frees when the process ends.
 A free row with a rank is taken only by a process of the same rank, which goes on adding. So nothing is ever reset, no
@@ -14,7 +13,6 @@ nothing.
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -84,12 +82,7 @@ class Counts:
 
 
 _PLACE = {column.name: place for place, column in enumerate(fields(Counts), start=1)}
-# In the first row, for all processes:
-_WARNINGS = _COLUMNS - 1  # one bit for each matter
-_CHANGED = _COLUMNS - 2  # whether the source has changed
-_BEGUN = _COLUMNS - 3  # the moment, in nanoseconds, from which the time of the training counts
-_SPENT = _COLUMNS - 4  # nanoseconds in which stored samples were read again
-_LOOKED = _COLUMNS - 5  # number of these samples
+_WARNINGS = _COLUMNS - 1  # in the first row: one bit for each matter
 _MATTERS = {matter: 1 << place for place, matter in enumerate(get_args(Matter))}
 
 
@@ -140,37 +133,6 @@ class Counters:
     def take_matters(self, other: Counters) -> None:
         """Give no warning that the node has had from counters that these replace."""
         self._rows[0, _WARNINGS] |= other._rows[0, _WARNINGS]
-
-    def say_changed(self) -> None:
-        """Say to all processes that the source has changed: none serves a stored sample from now on."""
-        if not self.closed:
-            self._rows[0, _CHANGED] = 1
-
-    @property
-    def says_changed(self) -> bool:
-        """Whether a process has said that the source has changed."""
-        return not self.closed and bool(self._rows[0, _CHANGED])
-
-    def begin_looks(self) -> int:
-        """The time of the training so far, in nanoseconds; the first call of all processes begins it."""
-        now = time.monotonic_ns()
-        if self.closed:
-            return 0
-        if not self._rows[0, _BEGUN]:
-            self._rows[0, _BEGUN] = now
-        return now - int(self._rows[0, _BEGUN])
-
-    def add_look(self, samples: int, spent_ns: int) -> None:
-        """Note that stored samples were read again. They are in no count: they count as hits when they are served."""
-        if not self.closed:
-            with Claims(self.segment).waiting(_ROWS):
-                self._rows[0, _LOOKED] += samples
-                self._rows[0, _SPENT] += spent_ns
-
-    @property
-    def looks(self) -> tuple[int, int]:
-        """The number of stored samples that all processes have read again, and the nanoseconds that this took."""
-        return (0, 0) if self.closed else (int(self._rows[0, _LOOKED]), int(self._rows[0, _SPENT]))
 
     def totals(self, rank: int | None = None) -> Counts:
         """The sum over all rows, or over the rows of one rank."""

@@ -253,17 +253,12 @@ class CachedDataset(Forwarding):
 
     def __getitem__(self, *key: Any, **options: Any) -> Any:
         """The sample of an index. The source answers for any other key (a list, a slice) or with further arguments."""
-        self.__cached.look_by_itself(1)
         if options or len(key) != 1:
             return self.__cached.sample_with(*key, **options)
         return self.__cached.sample(key[0])
 
     def __getitems__(self, indices: Sequence[SupportsIndex]) -> Any:
         """The samples of a batch, as a list: all hits are copied out by one gather per field."""
-        self.__cached.look_by_itself(len(indices))
-        return self.__cached.made(lambda: self.__finished(indices))
-
-    def __finished(self, indices: Sequence[SupportsIndex]) -> Any:
         samples = self.__cached.samples(indices)
         return list(samples) if isinstance(samples, GeneratorType) and self.__cached.transforms else samples
 

@@ -7,10 +7,6 @@ A batch is planned when its indices are drawn, on the caller's thread, and made 
     made by workers         ask a worker for the whole batch
     passed through          read the source itself: the cache is closed, the source has changed, or a sampler draws keys
 
-Before the first batch is handed out, a few stored samples may be read again: by a worker, by this process if the loader
-has no workers, or by a process like a worker if none runs. Once the source has changed, batches that were made or asked
-for are made anew: by workers if the loader has some, which have the source as it is for them.
-
 Once every index is READY and the stream draws only indices of the dataset, many batches are planned at once, and small
 ones are gathered together in blocks of up to 2 MiB. A thread gathers the next block while the consumer computes.
 
@@ -25,7 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -41,13 +37,11 @@ from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch, fields
 from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader_sampler import batches_of
-from lightning_stocache.loading.look_apart import look_apart
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.prefetch import WORTHWHILE_NS, Job, Prefetcher, held_back
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.worker_pool import Request, WorkerPool, under_way, unpacked
 from lightning_stocache.sampling.sampler_domain import sampler_domain
-from lightning_stocache.source.looks import Look
 from lightning_stocache.torch_internals import pinned
 
 __all__ = ["Epoch", "Resources", "Route"]
@@ -66,8 +60,7 @@ class Resources:
     """The memory of batches and the persistent workers, which outlive an epoch.
 
     They belong to one cache, which the workers have. A second epoch at the same time gets its own resources. Workers
-    end when all samples that the loader's sampler can draw are READY, unless they are persistent: these have a source
-    of their own, which may change otherwise than that of this process, so they read samples again.
+    end when all samples that the loader's sampler can draw are READY.
 
     Args:
         loader: the loader.
@@ -118,18 +111,13 @@ class Resources:
     def begin_epoch(self, loader: DataLoader[Any], seed_state: torch.Tensor | None) -> None:
         """Start workers, or call them back from a broken-off epoch; end them if there is nothing to load."""
         self.in_use = True
-        if self.workers is not None:
+        if self.route == "main" and (self.cache.full or (loader.num_workers and self._holds_all_of(loader))):
+            self.end_workers()
+        elif self.workers is not None:
             self.workers.begin_epoch()
-        elif loader.num_workers and (self.persistent or not self._has_nothing_to_load(loader)):
-            self.start_workers(loader, seed_state)
-
-    def start_workers(self, loader: DataLoader[Any], seed_state: torch.Tensor | None) -> None:
-        """Start workers."""
-        with held_back():
-            self.workers = WorkerPool(loader, seed_state)
-
-    def _has_nothing_to_load(self, loader: DataLoader[Any]) -> bool:
-        return self.route == "main" and (self.cache.full or self._holds_all_of(loader))
+        elif loader.num_workers:
+            with held_back():
+                self.workers = WorkerPool(loader, seed_state)
 
     def _holds_all_of(self, loader: DataLoader[Any]) -> bool:
         """Whether all samples that a loader's sampler can draw are known to be READY."""
@@ -139,15 +127,13 @@ class Resources:
         return bool((self.cache.lookup(drawn.indices) != NO_PLACE).all())
 
     def end_epoch(self, prefetcher: Prefetcher) -> None:
-        """Stop the epoch's thread, and the workers unless they are persistent."""
+        """Stop the epoch's thread, and the workers unless they are persistent and may have more to load."""
         if os.getpid() != self._pid:
             return  # a worker has inherited a copy of the iterator, which ends nothing
         with held_back():
             prefetcher.stop()
-            if not self.persistent or self.released:
+            if not self.persistent or self.released or (self.route == "main" and self.cache.full):
                 self.end_workers()
-            elif self.route == "main" and self.cache.full:
-                self.pool.trim()  # later epochs need no shared memory
             self.in_use = False
 
     def end_workers(self) -> None:
@@ -206,7 +192,6 @@ class Epoch:
         resources: memory and workers.
         state: counts the batches that are handed out.
         warm: whether every index is READY, and the stream can be trusted.
-        passes: whether all samples pass through, made by persistent workers that go on.
     """
 
     def __init__(
@@ -218,19 +203,15 @@ class Epoch:
         state: LoaderState,
         *,
         warm: bool,
-        passes: bool = False,
     ) -> None:
         self._cached, self._stream, self._resources, self._state = cached, stream, resources, state
-        self._loader: DataLoader[Any] | None = loader
         self._batch_sampler = cast(Any, loader.batch_sampler)
         self._warm, self._with_workers = warm, loader.num_workers > 0
-        self._workers, self._requests, self._first_batch = loader.num_workers, 0, state.batches
-        self._is_anew = False  # whether the requests of the epoch's beginning are made a second time
         self._size = int(self._batch_sampler.batch_size) if warm else 0
         self._plans: deque[Plan] = deque()
         self._batches: list[_Batch] = []  # of the plan that is handed out, the last first
         self._block: Any = None  # the indices of that plan
-        self._open, self._passes, self._has_looked = True, passes, passes
+        self._open, self._passes = True, False
         self._prefetcher = Prefetcher()
         self._finalizer = weakref.finalize(self, resources.end_epoch, self._prefetcher)
         try:
@@ -253,13 +234,9 @@ class Epoch:
         """The next batch."""
         try:
             with self._state.waiting as waiting:
-                self._look()
                 if not self._passes and self._is_stale():
                     self._pass_through()
                 if not self._batches:
-                    self._complete()
-                if not self._passes and self._cached.hears_change:  # since this batch was begun
-                    self._pass_through()
                     self._complete()
                 batch, hits = self._batches.pop()
                 if not self._batches and waiting.last_away_ns > WORTHWHILE_NS:
@@ -277,33 +254,11 @@ class Epoch:
         self._open, self._batches = False, []
         self._plans.clear()
         self._finalizer()
-        self._loader = None
 
     def _break_off(self) -> None:
         """End the epoch, its workers and its memory."""
         self._resources.release()
         self.close()
-
-    # ---- look ----
-
-    def _look(self) -> None:
-        """Before the epoch's first batch: read some stored samples again where plain training would read them."""
-        if self._has_looked or not self._open:
-            return
-        self._has_looked = True
-        due = self._cached.due()
-        workers = self._resources.workers
-        if workers is not None:
-            look = workers.look(due) if due.samples or due.is_compared else Look()
-        elif self._with_workers:
-            # A process that is started for it has the state of this one.
-            due, compare_ns = self._cached.compared(due)
-            is_asked = due.samples or due.differences
-            look = look_apart(self._cached, cast(Any, self._loader), due) if is_asked else Look()
-            look = replace(look, compare_ns=compare_ns)
-        else:
-            look = self._cached.look(due)
-        self._cached.end_look(look)
 
     # ---- plan ----
 
@@ -315,9 +270,7 @@ class Epoch:
         if indices is None:
             return False
         if self._passes:
-            for plan in self._passing(indices):
-                self._plans.append(plan)
-                self._request_whole(plan)
+            self._plans.extend(self._passing(indices))
         elif self._warm:
             self._plan_blocks(indices)
         else:
@@ -349,20 +302,12 @@ class Epoch:
                     plan.rows = resources.gather(places, plan.missing, fields_of(shared, sizes))
                 self._request(plan, shared)
 
-    def _request_whole(self, plan: Plan) -> None:
-        """Ask a worker for a batch that passes through, if there are workers."""
-        if self._resources.workers is not None:
-            self._request(plan, self._resources.pool.take_shared())
-
     def _request(self, plan: Plan, shared: SharedBatch | None) -> None:
         """Ask a worker to load the missing samples into the rows, or to make the whole batch."""
         missing = None if plan.rows is None else plan.missing
         plan.shared, plan.requested = shared, True
         handle = None if shared is None else shared.handle
-        begins = self._requests < self._workers
-        self._requests += 1
-        request = Request(_as_list(plan.indices), missing, handle, begins, begins and self._is_anew)
-        cast(WorkerPool, self._resources.workers).send(request)
+        cast(WorkerPool, self._resources.workers).send(Request(_as_list(plan.indices), missing, handle))
 
     # ---- make ----
 
@@ -430,7 +375,7 @@ class Epoch:
     def _received(self, plan: Plan) -> _Batch:
         """A batch whose missing samples a worker has loaded, or that a worker has made."""
         resources, samples = self._resources, len(plan.indices)
-        batch, packed, _ = cast(WorkerPool, resources.workers).receive()
+        batch, packed = cast(WorkerPool, resources.workers).receive()
         shared, rows = plan.shared, plan.rows
         plan.shared = plan.rows = None  # memory that is not lent is free again for the next plan
         if batch is not None or rows is None:
@@ -462,40 +407,18 @@ class Epoch:
 
     def _is_stale(self) -> bool:
         """Whether to read the source as it is now. Workers go on with the source that they were started with."""
-        if self._cached.hears_change or (not self._with_workers and self._cached.changed):
+        if not self._with_workers and self._cached.changed:
             return True
         return not self._batches and self._resources.route == "main" and self._is_closed
 
     def _pass_through(self) -> None:
-        """Make all later batches of the source itself, including those that were made or asked for."""
-        is_change = self._cached.hears_change
-        if is_change:
-            self._cached.refresh()
+        """Read all later samples from the source, including planned ones that no worker was asked for."""
         plans, self._plans, self._passes = list(self._plans), deque(), True
         if self._batches:
-            block = self._block
-            if self._warm:
-                block = block[-sum(hits for _, hits in self._batches) :]
-            plans.insert(0, Plan(block))
+            plans.insert(0, Plan(self._block[-sum(hits for _, hits in self._batches) :]))
             self._batches = []
-        if not is_change:  # the cache was closed: what workers were asked for still comes
-            for plan in plans:
-                self._plans.extend([plan] if plan.requested else self._passing(plan.indices))
-            return
-        workers = self._resources.workers
-        if workers is not None:
-            dropped = workers.drop(
-                sum(plan.requested for plan in plans)
-            )  # they may hold samples from before the change
-            count(self._cached.opened.counters, bypasses=-dropped)  # these are made, and counted, anew
-            workers.begin_epoch()
-            self._requests, self._is_anew = 0, self._state.batches == self._first_batch
-        elif self._with_workers and self._loader is not None:
-            self._resources.start_workers(self._loader, self._stream.seed_state)
         for plan in plans:
-            for passing in self._passing(plan.indices):
-                self._plans.append(passing)
-                self._request_whole(passing)
+            self._plans.extend([plan] if plan.requested else self._passing(plan.indices))
 
     def _passing(self, indices: Any) -> list[Plan]:
         """Plans for batches of these indices that pass through."""

@@ -137,12 +137,10 @@ class CachedLoader(DataLoader[Any]):
         started = persistent and (self._started or self._plain is not None)
         self.position.begin(self)
         cached = self._cached()
-        if cached is not None and not started and not cached.knows_ranks:
-            cached.look_at_ranks()
-        if cached is not None and (not started or cached.hears_change):
+        if not started and cached is not None:
+            if not cached.knows_ranks:
+                cached.look_at_ranks()
             cached.refresh()  # persistent workers have a source of their own, which stays as it was
-        if cached is not None:
-            cached.share_with(self._other_readers, [self.dataset, cached_in(self.dataset)])
         resources = None if cached is None else self._resources_for(cached)
         if resources is not self.resources:
             self._change(resources)
@@ -153,9 +151,7 @@ class CachedLoader(DataLoader[Any]):
         stream = IndexStream(self, first, self.position)
         self._started = True
         whole = resources.route == "main" and resources.cache.full and len(self.dataset) <= resources.cache.length  # type: ignore[arg-type]
-        passes = cached.cache is None
-        warm = whole and stream.trusted and not passes
-        epoch = Epoch(self, cached, stream, resources, self.position, warm=warm, passes=passes)
+        epoch = Epoch(self, cached, stream, resources, self.position, warm=whole and stream.trusted)
         self._current = weakref.ref(epoch)
         return epoch
 
@@ -246,25 +242,16 @@ class CachedLoader(DataLoader[Any]):
 
     def _resources_for(self, cached: CachedSource) -> Resources | None:
         """The resources for this cache and this route, kept or new; None if there is no short cut."""
-        cache, route, last = cached.cache, self.route, self.resources
-        if last is not None and cached.hears_change and not last.cache.closed and last.workers is not None:
-            return last if last.persistent and last.is_usable() and last.workers is not None else None
+        cache, route = cached.cache, self.route
         if cache is None or route is None:
             return None
+        last = self.resources
         if last is not None and last.cache is cache and last.route == route and last.is_usable():
             return last
         try:
             return Resources(self, cache, route)
         except (TypeError, RuntimeError):  # default_collate refuses these samples, or keeps a subclass
             return None
-
-    @property
-    def _other_readers(self) -> list[Any]:
-        """The user's own code that may read the state of the dataset: of workers only what runs there, or is shared."""
-        readers: list[Any] = [] if self.collate_fn is default_collate else [self.collate_fn]
-        if not self.num_workers:
-            readers += [part for part in (self.sampler, self.batch_sampler) if part is not None]
-        return readers
 
     def _cached(self) -> CachedSource | None:
         """The cached source of the dataset, if it is cached."""

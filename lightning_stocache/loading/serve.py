@@ -12,20 +12,18 @@ holds twice, that another job is loading or that cannot be decoded are served on
 are counted when they have been served. If loading fails, what was loaded before is stored and counted, and the hits of
 the batch are not counted.
 
-A source that has changed is served as it is now, uncached, by every process of the job: one number in shared memory
-says so. It is read before each look-up, and again after the gather; what was made of stored samples meanwhile is made
-anew. Stored samples are read again from time to time to find that out (`source.looks`).
+A source that has changed is served as it is now, uncached.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, SupportsIndex, TypeVar, cast
+from functools import cached_property, partial
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
@@ -39,18 +37,13 @@ from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.node.group import job_ranks
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, warn_of_odd
-from lightning_stocache.source.common_state import CommonState
-from lightning_stocache.source.generators import Generators, are_draws_evidence
-from lightning_stocache.source.looks import AT_ONCE, Due, Look, Schedule, judged, read_again
-from lightning_stocache.source.samples import Bits, bits
-from lightning_stocache.source.transform_split import Head, Tail, reading
-from lightning_stocache.source.witness import Witness
+from lightning_stocache.source.generators import Generators
+from lightning_stocache.source.guards import Recheck, SourceState
+from lightning_stocache.source.transform_split import Tail
 
 __all__ = ["CachedSource"]
 
 log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 _AT_ONCE = 1 << 20  # bytes that are copied into a batch, then stored: they are still in the processor's cache
 
@@ -61,30 +54,28 @@ class CachedSource:
     Args:
         opened: the opened cache, with the source: the user's dataset with its whole transform.
         transform: the user's transform of each sample after the cache.
-        is_copy: whether the source is a copy in the process of the original: if it changes, the original has not.
 
     Raises:
         SampleMismatchError: (all methods that serve, `strict`) a loaded sample differs from the cache's codec.
         TypeError: (`samples`) the source's `__getitems__` does not give one sample per index.
     """
 
-    def __init__(
-        self, opened: OpenCache, transform: Callable[[Any], Any] | None = None, *, is_copy: bool = False
-    ) -> None:
+    def __init__(self, opened: OpenCache, transform: Callable[[Any], Any] | None = None) -> None:
         self.transform, self.knows_ranks = transform, False
-        self._is_copy = is_copy
-        self.witness = Witness(opened.request.source, getattr(opened.tail, "steps", ()))
-        self.witness.learn(opened.machinery)
-        self._served = _Served()
-        self._schedule = Schedule()
-        self._epoch = 0  # of the CachedLoaders in this process
-        self._common: CommonState | None = None
-        self._lent: list[tuple[Any, Bits]] | None = None  # the samples of the first batch, with their bits
+        self._state = SourceState(opened.request.source, getattr(opened.tail, "steps", ()))
         self._serve_from(opened)
 
     def _serve_from(self, opened: OpenCache) -> None:
         self.opened, self._pool = opened, BatchPool()
         self._pace = None if opened.request.dir is None else Pace()
+        vars(self).pop("_recheck", None)
+
+    @cached_property
+    def _recheck(self) -> Recheck | None:
+        """Reads some samples again; None if the user wants a random source cached as it is."""
+        if self.opened.request.allow_random:
+            return None
+        return Recheck(self.opened.source, partial(_is_first, self.opened.counters, "random sample"))
 
     @property
     def source(self) -> Dataset[Any]:
@@ -106,27 +97,20 @@ class CachedSource:
     def sample(self, index: SupportsIndex) -> Any:
         """The finished sample of an index. The source itself answers for a list, a slice or another key."""
         self.refresh()
-        with self.witness:
+        with self._state:
             try:
                 position = position_of(index, self.source)
             except TypeError:
                 return self._uncached(self.source, [index], self._transformed)[0]
-            cache = self.cache
-            if cache is None:
+            if (cache := self.cache) is None:
                 return self._uncached(self.opened.source, [position], self._finished)[0]
-            if self._lent == []:
-                return self._lend([position])[0]
-            sample = self._serve_one(cache, position)
-            if self.hears_change:
-                self.refresh()
-                return self._uncached(self.opened.source, [position], self._finished)[0]
-            return self._finished(sample)
+            return self._finished(self._serve_one(cache, position))
 
     def sample_with(self, *key: Any, **options: Any) -> Any:
         """The finished sample for several arguments, which only the source's own `__getitem__` understands."""
         source: Any = self.source
         self.refresh()
-        with self.witness:
+        with self._state:
             sample = source.__getitem__(*key, **options)
             count(self.opened.counters, bypasses=1)
             return self._transformed(sample)
@@ -137,17 +121,14 @@ class CachedSource:
         Without a cache and without transforms they are the result of the source's own `__getitems__`.
         """
         self.refresh()
-        with self.witness:
+        with self._state:
             try:
                 positions = [position_of(index, self.source) for index in indices]
             except TypeError:  # a sampler's keys, which only the source understands
                 return self._uncached(self.source, indices, self._transformed)
             if not self.knows_ranks:
                 self.look_at_ranks()
-            cache = self.cache
-            if cache is not None and self._lent == []:
-                return self._lend(positions)
-            if cache is not None:
+            if (cache := self.cache) is not None:
                 return self._each_finished(self._serve(cache, positions))
             if (read := batch_reader(self.opened.source)) is None:
                 return self._uncached(self.opened.source, positions, self._finished)
@@ -179,7 +160,7 @@ class CachedSource:
         Returns:
             The odd samples, by row; the content of their rows is undefined.
         """
-        with self.witness:
+        with self._state:
             cache, positions = cast(Store, self.opened.cache), [position_of(index, self.source) for index in indices]
             places = cache.lookup(np.array(positions, dtype=np.int64), verify=True)
             once = len(set(positions)) == len(positions)
@@ -198,7 +179,7 @@ class CachedSource:
         self.refresh()
         if (cache := self.cache) is None:
             return False
-        with self.witness:
+        with self._state:
             mine, _ = cache.divide([index])
             return not mine or cache.has_room(self.load(cache, mine, served=False)[0])
 
@@ -295,32 +276,28 @@ class CachedSource:
         source: Any = self.opened.source
         samples: list[Any] = []
         # Made anew: a forked worker has no CUDA, whatever its parent had. A sample without a slot cannot be frozen.
-        watched = not self.opened.request.allow_random and any(map(cache.has_place, indices))
-        is_alone = are_draws_evidence()  # else a generator that has moved is no evidence
-        generators = Generators() if watched and is_alone else None
+        watched = self._recheck is not None and any(map(cache.has_place, indices))
+        generators = Generators() if watched else None
         before = {} if generators is None else generators.state()
         start = time.perf_counter_ns()
         try:
-            with reading(self._heads):
-                if in_one_call and (read := batch_reader(source)) is not None:
-                    samples += one_per_index(read(indices), len(indices), source)
-                for index in indices[len(samples) :]:
-                    samples.append(self._read(cache, source, index))
+            if in_one_call and (read := batch_reader(source)) is not None:
+                samples += one_per_index(read(indices), len(indices), source)
+            for index in indices[len(samples) :]:
+                samples.append(self._read(cache, source, index))
         finally:
             source_ns = time.perf_counter_ns() - start
             try:
-                if any(head.is_strayed for head in self._heads):
-                    self._leave_strayed(indices, samples)
-                elif samples and generators is not None and generators.moved(before) and are_draws_evidence():
+                if samples and generators is not None and generators.moved(before):
                     self._leave_random(cache, indices, samples)
                 self._store(cache, indices, samples, source_ns, served, batch, rows)
             finally:
                 cache.release(indices)
+        if self._recheck is not None:
+            for index, sample in zip(indices, samples, strict=True):
+                if type(sample) is not Odd and cache.has_place(index):
+                    self._recheck.after(index, sample)
         return samples
-
-    @property
-    def _heads(self) -> Sequence[Head]:
-        return getattr(self.opened.tail, "heads", ())
 
     def _read(self, cache: Store, source: Any, index: int) -> Any:
         """Read a sample. It is odd if the source has not called its transform as usual: the tail cannot finish it.
@@ -330,11 +307,9 @@ class CachedSource:
         tail = self.opened.tail
         if not isinstance(tail, Tail):
             return source[index]
-        before = sum(head.calls.count for head in tail.heads)
+        before = sum(head.calls for head in tail.heads)
         sample = source[index]
-        if any(head.is_strayed for head in tail.heads):
-            return sample  # `load` leaves it
-        calls = sum(head.calls.count for head in tail.heads) - before
+        calls = sum(head.calls for head in tail.heads) - before
         if not cache.codec.is_alike(sample) or calls == tail.calls(sample):
             return sample
         words = f"For sample {index} the transform is called {calls} times, not as for the samples that set-up has read"
@@ -419,17 +394,8 @@ class CachedSource:
             Odd(index, sample, cache.codec.is_alike(sample)) for index, sample in zip(indices, samples, strict=False)
         ]
 
-    def _leave_strayed(self, indices: list[int], samples: list[Any]) -> None:
-        """Keep samples out of the cache: another thread has called the transform, nobody knows for which of them."""
-        self._give_up(
-            "its transform is called by another thread than the one that reads the sample, so that it cannot be cut. "
-            "All samples are loaded uncached"
-        )
-        samples[:] = [Odd(index, sample, has_all_places=False) for index, sample in zip(indices, samples, strict=False)]
-
     def _is_first(self, matter: Matter) -> bool:
-        """Whether no process on the node has warned of this."""
-        return self.opened.counters is None or self.opened.counters.is_first(matter)
+        return _is_first(self.opened.counters, matter)
 
     # ---- after the cache ----
 
@@ -445,7 +411,7 @@ class CachedSource:
     def _finished(self, sample: Any) -> Any:
         if type(sample) is not Odd:
             return self._transformed(self.opened.with_tail(sample))
-        with self.witness:  # the whole source may read the sample again
+        with self._state:  # the whole source may read the sample again
             whole = self.opened.with_tail(sample)
         return self._transformed(whole)
 
@@ -457,25 +423,22 @@ class CachedSource:
     @property
     def change(self) -> str | None:
         """The place in the source that has changed since it was cached; None without a change."""
-        return self.witness.look()
-
-    @property
-    def hears_change(self) -> bool:
-        """Whether a process of the job has said that the source has changed."""
-        counters = self.opened.counters
-        return counters is not None and counters.says_changed
+        return self._state.look()
 
     @property
     def changed(self) -> bool:
-        """Whether the source has changed since it was cached: another process says so, or it is seen here."""
-        if self.hears_change:
-            return True
-        change = self.change
-        if change is None and self.witness.doubtful:
-            change = self._look_for(self.witness.take_doubtful())
-        if change is None:
+        """Whether the source has changed since it was cached. The first process of rank zero to see it warns."""
+        if (change := self.change) is None:
             return False
-        self._give_up(_changed(f"its `{change}`"))
+        counters = self.opened.counters
+        if self.opened.group.rank == 0 and counters is not None and counters.is_first("changed source"):
+            log.warning(
+                "%s: its `%s` has changed since it was cached. Epochs that begin now load all samples uncached, as "
+                "changed.\nTo keep the cache, change what comes after it: transform= of CachedDataset or "
+                "StocacheDataModule, or the model's on_after_batch_transfer",
+                type(self.source).__name__,
+                change,
+            )
         return True
 
     def refresh(self) -> None:
@@ -483,161 +446,6 @@ class CachedSource:
         opened = self.opened
         if (opened.cache is not None or opened.source is not self.source) and self.changed:
             self._serve_from(opened.given_up())
-
-    def made(self, make: Callable[[], _T]) -> _T:
-        """What `make` makes of served samples; made anew if the source is said to have changed meanwhile."""
-        self.refresh()
-        was_cached = self.cache is not None
-        result = make()
-        return make() if was_cached and self.hears_change else result
-
-    def _give_up(self, words: str) -> None:
-        """Say to every process that no stored sample may be served, and warn, once on the node."""
-        counters = self.opened.counters
-        if counters is None:
-            return
-        if not self._is_copy:
-            counters.say_changed()
-        if counters.is_first("changed source"):
-            log.warning("%s: %s", type(self.source).__name__, words)
-
-    # ---- looks ----
-
-    def due(self) -> Due:
-        """What to do in an epoch of a CachedLoader that begins now."""
-        self._epoch += 1
-        return self._due(self._epoch)
-
-    def _due(self, epoch: int) -> Due:
-        counters = self.opened.counters
-        if counters is None or not self._can_look:
-            return Due()
-        elapsed_ns, spent_ns = counters.begin_looks(), counters.looks[1]
-        samples = self._schedule.samples(epoch, spent_ns, elapsed_ns)
-        is_compared = self._schedule.compares(epoch, elapsed_ns)
-        return Due(samples, self._schedule.at_once(spent_ns, elapsed_ns), is_compared)
-
-    @property
-    def _can_look(self) -> bool:
-        """Whether there are stored samples that can be read again."""
-        return self.cache is not None and not self.opened.request.allow_random
-
-    def compared(self, due: Due) -> tuple[Due, int]:
-        """What to do, with what has moved in the source's state. Also the nanoseconds that it took to find that out."""
-        if not due.is_compared:
-            return due, 0
-        begun = time.perf_counter_ns()
-        moved = tuple(self.witness.differences())
-        return due._replace(is_compared=False, differences=(*due.differences, *moved)), time.perf_counter_ns() - begun
-
-    def look(self, due: Due, *, finds_lent: bool = False) -> Look:
-        """Read stored samples again in this process, and compare them, as the source's state is compared."""
-        self.refresh()
-        if not self._can_look:
-            return Look()
-        due, compare_ns = self.compared(due)
-        verdict = judged(due.differences, due.at_once)
-        if verdict.change is not None:
-            return Look(change=f"its `{verdict.change}`", compare_ns=compare_ns)
-        look = self._read_again(max(due.samples, verdict.samples), verdict.indices, finds_lent=finds_lent)
-        if look.change is None and look.samples:
-            self.witness.excuse_unread(due.differences)
-        if look.cause != "written" and look.change is not None and verdict.path is not None:
-            look = replace(look, change=f"its `{verdict.path}`", cause="changed")
-        return replace(look, hastens=verdict.hastens, compare_ns=compare_ns, machinery=self.witness.machinery)
-
-    def _read_again(self, samples: int, indices: Sequence[int] = (), *, finds_lent: bool = False) -> Look:
-        """Read stored samples again. What that moves is learned, and what others reach is put back."""
-        if not samples and not indices:
-            return Look()
-        common = self._common
-        content = common.content() if common else None
-        with self.witness, self.witness.reading(), reading(self._heads):
-            look = read_again(self.opened.source, cast(Store, self.cache), samples, indices, finds_lent=finds_lent)
-        if common is not None and content is not None:
-            place = common.written(content)
-            if place is not None:
-                return Look(look.samples, look.spent_ns, _WRITES % place, "written")
-        return look
-
-    def end_look(self, look: Look, epoch: int | None = None) -> None:
-        """Note a look of this or another process: what it took, and what follows from it."""
-        epoch = self._epoch if epoch is None else epoch
-        self.witness.learn(look.machinery)
-        if look.compare_ns:
-            self._schedule.note_comparison(look.compare_ns)
-        if look.samples:
-            self._schedule.load_ns = look.load_ns // look.samples
-            self._schedule.end(epoch, look.samples, look.spent_ns)
-            self._count_look(look)
-        if look.hastens:
-            self._schedule.hasten(epoch)
-        if look.change is not None:
-            words = {"random": _RANDOM % look.change, "changed": _changed(look.change), "written": look.change}
-            self._give_up(words[look.cause])
-            self.refresh()
-
-    def share_with(self, others: Sequence[Any], datasets: Sequence[Any]) -> None:
-        """Say what else may reach the source's state: the samplers and the `collate_fn` of a loader.
-
-        Args:
-            others: these objects.
-            datasets: the wrappers around the source, which these may hold.
-        """
-        if self._can_look and self._common is None:
-            self._common = CommonState(self.source, others, datasets)
-
-    def _count_look(self, look: Look) -> None:
-        log.debug("%s: %d stored samples were read again", type(self.source).__name__, look.samples)
-        if self.opened.counters is not None:
-            self.opened.counters.add_look(look.samples, look.spent_ns)
-
-    def _look_for(self, paths: set[str]) -> str | None:
-        """Read samples again because attributes have moved, and it is not known why. Returns one that is a change."""
-        if not self._can_look:
-            return None
-        look = self._read_again(AT_ONCE)
-        self._count_look(look)
-        if look.change is not None:
-            return min(paths)
-        self.witness.excuse(paths)
-        return None
-
-    def look_by_itself(self, samples: int) -> None:
-        """Where no CachedLoader iterates: look at the first call of a process, and after each pass over the dataset.
-
-        Args:
-            samples: how many are asked for now.
-        """
-        self._take_back()
-        if self._can_look and self._served.passes(samples, len(cast(Any, self.source))):
-            counters = cast(Counters, self.opened.counters)
-            epoch = 1 + counters.totals().served // max(len(cast(Any, self.source)), 1)
-            due = self._due(epoch)
-            look = self.look(due, finds_lent=epoch == 1 and not self.transforms)
-            self.end_look(look, epoch)
-            if due.samples:
-                self._lent = [] if look.lends else None
-
-    def _lend(self, indices: Sequence[int]) -> list[Any]:
-        """The source's own samples for its first batch: nobody knows yet whether they are changed in place."""
-        read = batch_reader(self.opened.source)
-        start = time.perf_counter_ns()
-        if read is None:
-            samples = [self.opened.source[index] for index in indices]
-        else:
-            samples = one_per_index(read(list(indices)), len(indices), self.opened.source)
-        count(self.opened.counters, bypasses=len(samples), source_ns=time.perf_counter_ns() - start)
-        self._lent = [(sample, bits(sample)) for sample in samples]
-        return samples
-
-    def _take_back(self) -> None:
-        """Before the second batch: give up if the samples of the first, the source's own memory, have been changed."""
-        if not self._lent:
-            return
-        lent, self._lent = self._lent, None
-        if any(bits(sample) != before for sample, before in lent):
-            self._give_up(_CHANGED_IN_PLACE)
 
     def view(self, transform: Callable[[Any], Any] | None) -> CachedSource:
         """A view that serves the same cache with another transform, and does not close the cache."""
@@ -650,7 +458,7 @@ class CachedSource:
         self.refresh()
         opened, request = self.opened, replace(self.opened.request, source=source)
         inner = source if opened.source is self.source else opened.source
-        return CachedSource(replace(opened, request=request, source=inner, borrowed=True), self.transform, is_copy=True)
+        return CachedSource(replace(opened, request=request, source=inner, borrowed=True), self.transform)
 
     def close(self) -> None:
         """Give the cache up in this process; from then on samples pass through."""
@@ -658,54 +466,8 @@ class CachedSource:
         self._serve_from(OpenCache.without(self.opened.request, self.opened.group))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Also for a copy: batch memory belongs to one process.
-        return vars(self) | {"_pool": BatchPool(), "_lent": None, "_copied_in": os.getpid()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._is_copy = state.pop("_copied_in") == os.getpid()
-        vars(self).update({**state, "_is_copy": self._is_copy or state["_is_copy"]})
-
-
-class _Served:
-    """The samples that a process has served since its last look."""
-
-    def __init__(self) -> None:
-        self._process = self._samples = 0
-
-    def passes(self, samples: int, length: int) -> bool:
-        """Count samples. Returns whether they are the process's first, or begin another pass over the dataset."""
-        is_first = self._process != os.getpid()
-        if is_first or self._samples >= length:
-            self._process, self._samples = os.getpid(), samples
-            return True
-        self._samples += samples
-        return False
-
-
-_WAYS_OUT = (
-    "From now on all samples are loaded uncached, as changed.\nTo keep the cache, let it hold what stays: give what "
-    "changes as transform= of CachedDataset or StocacheDataModule, which runs after the cache, or the label beside the "
-    "cached image. For data that grows or is replaced there is RollingCache"
-)
-_RANDOM = (
-    "%s is another one each time it is read: its source is random, and the cache would freeze its first draw. All "
-    "samples are loaded uncached.\nGive its deterministic part to CachedDataset, and the random rest as transform="
-)
-_WRITES = (
-    "reading a sample writes into `%s`, which the loader's sampler, batch sampler or collate_fn reads, too. A sample "
-    "from the cache would write nothing, so all samples are loaded uncached.\nTo cache it, count elsewhere: in the "
-    "sampler, or in transform= of CachedDataset, which runs after the cache"
-)
-
-_CHANGED_IN_PLACE = (
-    "collate_fn, or the model, changes samples in place that are the dataset's own memory: the next epoch reads them "
-    "as changed. All samples are loaded uncached.\nTo cache it, let the dataset give a copy, or change a copy"
-)
-
-
-def _changed(what: str) -> str:
-    """The warning of a change."""
-    return f"{what} has changed since it was cached. {_WAYS_OUT}"
+        # Also for a copy: batch memory and the `Recheck` belong to one process.
+        return {name: value for name, value in vars(self).items() if name != "_recheck"} | {"_pool": BatchPool()}
 
 
 def _contents(
@@ -722,3 +484,8 @@ def _contents(
         places = [rows[number] for number in fitting]
     copied: list[list[memoryview]] = codec.put_many(batch, places, parts)
     return copied
+
+
+def _is_first(counters: Counters | None, matter: Matter) -> bool:
+    """Whether no process on the node has warned of this. A function: a `Recheck` would keep a method's cache alive."""
+    return counters is None or counters.is_first(matter)

@@ -36,8 +36,6 @@ from lightning_stocache.loading.prefetch import held_back
 from lightning_stocache.loading.prefill import prefill
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.segment import Segment, SegmentHandle
-from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.looks import Due, Look
 from lightning_stocache.source.samples import is_plain, rebuilt
 from lightning_stocache.torch_internals import (
     WorkerIterator,
@@ -61,15 +59,11 @@ class Request(NamedTuple):
         indices: the indices of the batch, or a sampler's keys, which only the source understands.
         missing: the positions of the missing samples, if the others lie in the memory; None for the whole batch.
         memory: the shared memory of the batch, if there is any.
-        begins: whether it is the first one of this worker in an epoch.
-        is_anew: whether the worker draws what it drew after the first request of the epoch, whose replies were dropped.
     """
 
     indices: list[Any]
     missing: list[int] | None = None
     memory: SegmentHandle | None = None
-    begins: bool = False
-    is_anew: bool = False
 
 
 class Reply(NamedTuple):
@@ -79,12 +73,10 @@ class Reply(NamedTuple):
         batch: the batch, whose samples the worker has counted. None if the missing samples lie in their rows of the
             memory.
         packed: whether the batch has `Packed` in the place of tensors.
-        counted: number of samples that the worker has counted.
     """
 
     batch: Any = None
     packed: bool = False
-    counted: int = 0
 
 
 class Responder(Dataset[Any]):
@@ -98,32 +90,17 @@ class Responder(Dataset[Any]):
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] = default_collate) -> None:
         self.dataset, self.collate_fn = dataset, collate_fn
         self.attached = Attached()
-        self._generators: Generators | None = None  # as they were when the epoch began
 
-    def __getitems__(self, request: Request | Due) -> Reply | Look:
+    def __getitems__(self, request: Request) -> Reply:
         """The reply to a request."""
         dataset = cached_in(self.dataset)
         assert dataset is not None  # else the loader is a plain DataLoader
-        cached = cached_source(dataset)
-        if isinstance(request, Due):
-            return cached.look(request)
-        if request.is_anew or (request.begins and cached.transforms):
-            self._begin(cached, request.is_anew)
-        segment = self.attached.segment(request.memory)
+        cached, segment = cached_source(dataset), self.attached.segment(request.memory)
         if request.missing is not None and segment is not None:
             cached.refresh()
             if (cache := cached.cache) is not None:
                 return self._missing(cached, cache, request.indices, request.missing, segment)
-        reply = cached.made(lambda: self._whole(cached, request.indices, segment))
-        return Reply(reply.batch, reply.packed, len(request.indices))
-
-    def _begin(self, cached: CachedSource, is_anew: bool) -> None:
-        """Note the states of generators at the beginning of an epoch, or return to them."""
-        if is_anew:
-            if self._generators is not None:
-                self._generators.__exit__()
-        else:
-            self._generators = Generators((cached.source, cached.transform)).__enter__()
+        return self._whole(cached, request.indices, segment)
 
     def _missing(
         self, cached: CachedSource, cache: Store, indices: list[Any], missing: list[int], segment: Segment
@@ -133,10 +110,10 @@ class Responder(Dataset[Any]):
         memory = fields_of(segment, codec.sizes(count))
         odd = cached.load_into(codec.rows(memory, count), [indices[at] for at in missing], missing)
         if not odd:
-            return Reply(counted=len(missing))
+            return Reply()
         cached.count_hits(count - len(missing))
         samples = codec.split([field.copy() for field in memory], count)
-        return Reply(default_collate([odd.get(at, sample) for at, sample in enumerate(samples)]), counted=count)
+        return Reply(default_collate([odd.get(at, sample) for at, sample in enumerate(samples)]))
 
     def _whole(self, cached: CachedSource, indices: list[Any], segment: Segment | None) -> Reply:
         """Make a whole batch, in the memory that came with the request."""
@@ -246,7 +223,6 @@ class WorkerPool:
             persistent_workers=True,  # an empty feed must not end them
         )
         self._workers = WorkerIterator(fed)
-        self._number, self._next_look = loader.num_workers, 0
         self._has_raised_death = False  # an epoch has raised that a worker was killed
 
     def are_alive(self) -> bool:
@@ -288,28 +264,6 @@ class WorkerPool:
         except Exception:
             self._has_raised_death = bool(self._workers.ended)
             raise
-
-    def drop(self, replies: int) -> int:
-        """Wait for replies, and drop them. Returns the number of samples that workers have counted for them.
-
-        Raises:
-            RuntimeError: a time-out, or a worker was killed.
-        """
-        counted = 0
-        for _ in range(replies):
-            before = self.replies
-            try:
-                counted += self.receive().counted
-            except Exception:  # an error of the source comes again with the new batch
-                if self.replies == before:
-                    raise
-        return counted
-
-    def look(self, due: Due) -> Look:
-        """Let a worker read stored samples again, and compare its state: another one each time."""
-        number, self._next_look = self._next_look, (self._next_look + 1) % self._number
-        look = self._workers.ask(number, due)
-        return Look() if look is None else cast(Look, look)
 
     @property
     def replies(self) -> int:

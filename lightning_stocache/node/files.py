@@ -69,7 +69,7 @@ LOCKS = ".locks"
 HEADER_BYTES = 4096
 NUMBERS_OFFSET = 48
 MANIFEST_OFFSET = 64
-FORMAT = 8  # of header, manifest and payload: change it with any of them, and files of other formats are refused
+FORMAT = 7  # of header, manifest and payload: change it with any of them, and files of other formats are refused
 _MAGIC = b"STOCACHE"
 _TOKEN_BYTES = 16
 _NUMBER = struct.Struct("<I")  # the format, and the manifest's length
@@ -104,7 +104,6 @@ class Manifest:
     budget: str = ""  # budget of the job that made the segment
     fingerprint: Mapping[str, str | int] = field(default_factory=dict)  # equal in all jobs that share the segment
     found: str = ""  # digest of what set-up learned about the samples
-    state: str = ""  # digest of the state of the dataset: jobs in which it differs compare more samples
 
 
 def memory_directory() -> str:

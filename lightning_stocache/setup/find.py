@@ -27,7 +27,6 @@ from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.random_split import Probe, Split, split, spread, why_random
 from lightning_stocache.source.snapshot import Counters
 from lightning_stocache.source.transform_split import Cut
-from lightning_stocache.source.witness import Witness
 
 __all__ = ["Finding", "SourceReader", "parts_of"]
 
@@ -56,7 +55,6 @@ class Finding:
         as_files: whether samples are stored as their files.
         note: why an option cannot be followed.
         seen: the indices of the samples that the process keeps until they are stored.
-        machinery: places of the source's state that reads move.
     """
 
     codec: SampleCodec | None = None
@@ -68,7 +66,6 @@ class Finding:
     note: str | None = None
     seen: tuple[int, ...] = ()
     is_certain: bool = True
-    machinery: frozenset[str] = frozenset()
 
     @property
     def digest(self) -> str:
@@ -185,18 +182,16 @@ class _Reading:
         return getattr(self, method)(*arguments)
 
     def look(self, known: str) -> Finding:
-        witness = Witness(self.request.source)
-        with witness.reading():
-            found, samples = _find(self.request, quick=0 if known else _QUICK)
-            if known and found.digest != known:
-                found, samples = _find(self.request, quick=_QUICK)
+        found, samples = _find(self.request, quick=0 if known else _QUICK)
+        if known and found.digest != known:
+            found, samples = _find(self.request, quick=_QUICK)
         size = 0
         for index, sample in samples.items():
             nbytes = 0 if found.codec is None else found.codec.least_bytes(sample)
             if size + nbytes <= MOST_BYTES:
                 self._samples[index] = sample
                 size += nbytes
-        return replace(found, seen=tuple(self._samples), machinery=witness.machinery)
+        return replace(found, seen=tuple(self._samples))
 
     def encoded(self, found: Finding, indices: Sequence[int], again: bool) -> dict[int, list[bytes]]:
         assert found.codec is not None

@@ -35,7 +35,7 @@ from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.same_data import FingerprintError, check_pool
 from lightning_stocache.source.identity import identity
 
-__all__ = ["CacheInUseError", "fingerprint", "found_before", "has_state_of", "open_named_cache", "open_pool"]
+__all__ = ["CacheInUseError", "fingerprint", "found_before", "open_named_cache", "open_pool"]
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +74,6 @@ def found_before(request: CacheRequest) -> str:
     return "" if manifest is None else manifest.found
 
 
-def has_state_of(request: CacheRequest, state: str) -> bool:
-    """Whether the dataset of the job that made an existing cache had this state."""
-    manifest = None if request.name is None else manifest_of(request.name, request.dir)
-    return manifest is not None and manifest.state == state
-
-
 def open_named_cache(
     request: CacheRequest,
     codec: SampleCodec,
@@ -88,7 +82,6 @@ def open_named_cache(
     granted: int = 0,
     found: str = "",
     kind: type[Store] = Store,
-    state: str = "",
 ) -> Store | None:
     """Open the cache of the request's name, or make it if `arc` has slots. Returns None if neither is possible.
 
@@ -100,7 +93,6 @@ def open_named_cache(
         granted: bytes that a new cache may take.
         found: the `Finding.digest` of the samples.
         kind: the class of the store.
-        state: digest of the state of the dataset.
 
     Raises:
         CacheInUseError: it is a rolling cache, and another job has it open.
@@ -132,7 +124,6 @@ def open_named_cache(
             "budget": str(budget),
             "fingerprint": ours,
             "found": found,
-            "state": state,
         }
         size, made = kind.plan(codec, arc, whose, granted=granted, on_disk=directory is not None)
         segment, manifest = open_named(name, size, made, directory, mend)

@@ -1,15 +1,12 @@
 """How caches open: look at the sources, divide the memory, make the segments, attach them on all ranks.
 
 All requests of one call open together, because they share budgets. The steps are collective over the job's ranks. All
-ranks must hold the same data: a source whose data differs between ranks (`witness`) passes through. The indices that
-they draw may differ: each index that any rank draws gets a slot.
+ranks must hold the same data. The indices that they draw may differ: each index that any rank draws gets a slot.
 
 1. The leader of each node looks at every source (`find`): its samples give the codec, and the random part is found. It
    joins the named caches that exist on its node (`named_cache`), and divides the memory among the other requests
    (`allocation`). The granted bytes decide whether samples are stored as their files (`forms`).
-2. The other ranks read nothing; they cut their own copy of the source at the same place. Where only settings of the
-   source differ between ranks (its rank, a device, a path), every rank reads the same 32 indices, and their samples are
-   compared.
+2. The other ranks read nothing; they cut their own copy of the source at the same place.
 3. The leaders exchange their numbers of slots, and every rank lays the same rings: which node stores which index.
 4. Each leader makes the segments of its node, and the other ranks attach them (`segments`).
 5. The samples that set-up has read are stored, or compared with the samples of a named cache (`same_data`). A named
@@ -44,13 +41,12 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.allocation import allocate
 from lightning_stocache.setup.find import Finding, SourceReader, parts_of
 from lightning_stocache.setup.forms import keeps_files
-from lightning_stocache.setup.named_cache import found_before, has_state_of, open_named_cache
+from lightning_stocache.setup.named_cache import found_before, open_named_cache
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
-from lightning_stocache.setup.same_data import MORE_COMPARED, sample_digests, store_or_refuse
+from lightning_stocache.setup.same_data import store_or_refuse
 from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
-from lightning_stocache.source.random_split import spread
-from lightning_stocache.source.witness import StateDigest, Sums, Witness, digest_of_state
+from lightning_stocache.source.identity import data_digest
 
 __all__ = ["drawn_by_any", "open_caches", "united"]
 
@@ -79,7 +75,6 @@ class _Opening:
         joined: on a leader, the existing cache of this name.
         slots: on a leader, the expected number of samples with room on this node.
         keep_free: on a leader, the bytes that filling leaves free.
-        state: a digest of each place of the source's state.
     """
 
     request: CacheRequest
@@ -90,7 +85,6 @@ class _Opening:
     joined: Store | None = None
     slots: int = 0
     keep_free: int = 0
-    state: Sums = field(default_factory=dict)
 
     @property
     def wanted(self) -> int:
@@ -134,8 +128,7 @@ def open_caches(
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: all samples pass through uncached")
         return [OpenCache.without(request, group) for request in requests]
-    witnesses = [None if request.as_stream else Witness(request.source) for request in requests]
-    are_apart, are_doubtful = _compare_states(requests, witnesses, group)
+    apart = _are_apart(requests, group)
     if not requests:
         return []
     domains = drawn_by_any([request.domain for request in requests], group)
@@ -152,14 +145,8 @@ def open_caches(
             stack.enter_context(closing(_Opening(request, budgets[request.pot], reader)))
             for request, reader in zip(requests, SourceReader.of(requests), strict=True)
         ]
-        for opening, witness in zip(openings, witnesses, strict=True):
-            opening.state = {} if witness is None else witness.sums()
-        findings = group.lead(lambda: list(map(_look, openings, are_apart)))
-        for opening, found in zip(openings, findings, strict=True):
-            opening.found = found
-        _compare_samples(openings, are_doubtful, group)
         later = Reserve(kept_back, later_bytes * len(group.members))
-        plan, kind = group.lead(lambda: _plan(openings, budgets, len(group.members), backend, later))
+        plan, kind = group.lead(lambda: _plan(openings, apart, budgets, len(group.members), backend, later))
         for opening, (found, granted) in zip(openings, plan, strict=True):
             opening.found, opening.granted = found, granted
         parts = group.together(lambda: [parts_of(opening.request.source, opening.found) for opening in openings])
@@ -173,8 +160,6 @@ def open_caches(
                 group=group,
                 budget_bytes=opening.granted,
                 expected_ring=expected,
-                state=opening.state,
-                machinery=opening.found.machinery,
             )
             for opening, (source, tail), (ring, expected) in zip(openings, parts, rings, strict=True)
         ]
@@ -206,10 +191,8 @@ def united(domains: Sequence[Domain | None]) -> Domain | None:
     return reduce(Domain.__or__, known) if len(known) == len(domains) else None
 
 
-def _compare_states(
-    requests: Sequence[CacheRequest], witnesses: Sequence[Witness | None], group: NodeGroup
-) -> tuple[list[bool], list[bool]]:
-    """Whether the ranks hold different data under one index, and whether their settings differ. Collective.
+def _are_apart(requests: Sequence[CacheRequest], group: NodeGroup) -> list[bool]:
+    """Whether the ranks hold different data under one index, for each request. Collective.
 
     One cache serves all ranks of a node, so a rank would get the samples of another rank.
 
@@ -217,8 +200,8 @@ def _compare_states(
         ValueError: the ranks have sources of different lengths.
     """
     if group.world == 1:
-        return [False] * len(requests), [False] * len(requests)
-    digests = [StateDigest("", "") if witness is None else witness.digest() for witness in witnesses]
+        return [False] * len(requests)
+    digests = ["" if request.as_stream else data_digest(request.source) for request in requests]
     facts = group.exchange(([request.length for request in requests], digests))
     first = facts[0][0]
     for rank, (lengths, _) in enumerate(facts):
@@ -227,39 +210,7 @@ def _compare_states(
                 f"all ranks must open the same sources; those of rank 0 have {first} samples, those of rank {rank} "
                 f"{lengths}. Give every rank the whole dataset and let a DistributedSampler divide it"
             )
-    by_source = list(zip(*(digests for _, digests in facts), strict=True))
-    return (
-        [len({digest.data for digest in of_ranks}) > 1 for of_ranks in by_source],
-        [len({digest.settings for digest in of_ranks}) > 1 for of_ranks in by_source],
-    )
-
-
-def _compare_samples(openings: Sequence[_Opening], are_doubtful: Sequence[bool], group: NodeGroup) -> None:
-    """Let sources pass through whose samples differ between ranks, where their settings differ. Collective."""
-    if not any(are_doubtful):
-        return
-
-    def read(opening: _Opening, is_doubtful: bool) -> dict[int, str]:
-        request = opening.request
-        if not is_doubtful or request.allow_random:
-            return {}
-        return sample_digests(opening.found, opening.reader.read, spread(request.length, MORE_COMPARED, request.domain))
-
-    by_rank = group.exchange(group.together(lambda: list(map(read, openings, are_doubtful))))
-    for opening, is_doubtful, digests in zip(openings, are_doubtful, zip(*by_rank, strict=True), strict=True):
-        indices = set.intersection(*map(set, digests))
-        request = opening.request
-        if any(len({of_rank[index] for of_rank in digests}) > 1 for index in indices):
-            if request.strict:
-                raise ValueError(f"{request.title} cannot be cached: {_APART}")
-            opening.found = Finding(reason=_APART)
-            if group.is_leader:
-                log.warning("%s passes through uncached: %s", request.title, _APART)
-        elif is_doubtful and not indices and opening.found.codec is not None and group.rank == 0:
-            log.warning(
-                "%s has other settings on each rank, and no sample could be compared: it is taken for the same data",
-                request.title,
-            )
+    return [len(set(of_ranks)) > 1 for of_ranks in zip(*(digests for _, digests in facts), strict=True)]
 
 
 def _with_directory(request: CacheRequest) -> CacheRequest:
@@ -272,16 +223,19 @@ def _with_directory(request: CacheRequest) -> CacheRequest:
 
 def _plan(
     openings: Sequence[_Opening],
+    apart: Sequence[bool],
     budgets: Mapping[str, Budget],
     ranks: int,
     backend: BackendChoice,
     later: Reserve,
 ) -> tuple[list[tuple[Finding, int]], Backend | None]:
-    """Join the named caches that exist, and divide the memory of a node among the other requests.
+    """Look at the sources, join the named caches that exist, and divide the memory of a node among the others.
 
     Returns:
         The finding and the granted bytes of each request, and the kind of segment; None is the system's default.
     """
+    for opening, is_apart in zip(openings, apart, strict=True):
+        opening.found = _look(opening, is_apart)
     for opening in openings:
         if opening.request.name is not None and opening.found.codec is not None:
             opening.joined = open_named_cache(opening.request, opening.found.codec, opening.budget)
@@ -384,9 +338,7 @@ def _make(opening: _Opening, arc: Arc, group: NodeGroup, kind: Backend | None) -
     if codec is not None and request.as_stream and granted >= _LEAST:
         store = StreamStore.empty(codec, granted, len(group.members), kind)
     elif store is None and codec is not None and request.name is not None:  # another job may have made it since
-        store = open_named_cache(
-            request, codec, opening.budget, arc, granted, found.digest, state=digest_of_state(opening.state)
-        )
+        store = open_named_cache(request, codec, opening.budget, arc, granted, found.digest)
     elif store is None and codec is not None and arc.slots:
         whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
         store = Store.create(codec, arc, None if request.dir else kind, whose, granted=granted, directory=request.dir)
@@ -405,12 +357,7 @@ def _store_or_refuse(openings: Sequence[_Opening], caches: Sequence[OpenCache], 
     try:
         usable = group.lead(
             lambda: [
-                store_or_refuse(
-                    opened,
-                    opening.found,
-                    opening.reader.read,
-                    has_state_of(opening.request, digest_of_state(opening.state)),
-                )
+                store_or_refuse(opened, opening.found, opening.reader.read)
                 for opening, opened in zip(openings, caches, strict=True)
             ]
         )

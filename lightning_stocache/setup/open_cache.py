@@ -22,7 +22,6 @@ from lightning_stocache.node.named import clean_command
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import Odd, batch_reader
 from lightning_stocache.source.transform_split import FormatTail, Tail
-from lightning_stocache.source.witness import Sums
 
 __all__ = ["OpenCache"]
 
@@ -43,8 +42,6 @@ class OpenCache:
         group: the ranks that share the cache.
         budget_bytes: memory that was granted on this node.
         borrowed: whether this is a copy, which does not close the memory.
-        state: a digest of each place of the source's state at opening; empty for a stream.
-        machinery: places of that state that reads have moved at set-up.
         expected_ring: the arcs, with only the slots for which there will be room. With records these may be fewer.
     """
 
@@ -58,8 +55,6 @@ class OpenCache:
     budget_bytes: int = 0
     borrowed: bool = False
     expected_ring: Ring | None = None
-    state: Sums = field(default_factory=dict)
-    machinery: frozenset[str] = frozenset()
 
     @classmethod
     def without(cls, request: CacheRequest, group: NodeGroup | None = None) -> OpenCache:
@@ -162,4 +157,4 @@ class OpenCache:
         # Closed memory cannot be sent to another process: samples pass through there, too. A copy may share the memory
         # of this process, so it does not close it.
         counters = None if self.counters is None or self.counters.closed else self.counters
-        return self.__dict__ | {"cache": self.live_cache, "counters": counters, "borrowed": True, "state": {}}
+        return self.__dict__ | {"cache": self.live_cache, "counters": counters, "borrowed": True}

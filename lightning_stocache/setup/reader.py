@@ -40,9 +40,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from functools import partial
 from multiprocessing import connection, pool, queues
 from typing import Any, ClassVar, NamedTuple
 
@@ -50,7 +49,7 @@ import torch
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.node.hang import LOOK_SECONDS, HangWatch
-from lightning_stocache.node.isolation import descriptors, end_openmp_threads, end_with_creator, isolate
+from lightning_stocache.node.isolation import File, descriptors, end_openmp_threads, end_with_creator, isolate
 from lightning_stocache.node.processes import REPORT_SECONDS, end_with_parent, other_threads, why_not_begun
 from lightning_stocache.node.segment import open_descriptors
 from lightning_stocache.source.generators import Generators, claim_threads, reachable
@@ -176,7 +175,7 @@ class Reader:
         """
         if not self._missing or number in self._read_here:
             return True
-        return by_reach and not _reached(self._subjects[number].source, (*_QUEUES, *_THREADS))
+        return by_reach and not _reaches(self._subjects[number].source, (*_QUEUES, *_THREADS))
 
     def close(self) -> None:
         """End the process."""
@@ -204,18 +203,18 @@ class Reader:
         try:
             self._pipe.send_bytes(message)
             self._wait(subject.title)
-            value, failure, missing = pickle.loads(self._pipe.recv_bytes())
+            answer: _Answer = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, ConnectionError):
             raise self._end() from None
         except HungError:
             self.hung.add(subject.has_workers)
             raise
-        self._missing.update(missing)
+        self._missing.update(answer.missing)
         if self._missing:
             log.debug("no sample of %s is stored at set-up, because of %s", subject.title, sorted(self._missing))
-        if failure is not None:
-            raise failure
-        return value
+        if answer.error is not None:
+            raise answer.error
+        return answer.value
 
     def _start(self) -> None:
         is_forked, threads = self._method == "fork", torch.get_num_threads()
@@ -228,9 +227,9 @@ class Reader:
         if parent is not None:
             kept.add(parent.sentinel)
         ours, theirs = multiprocessing.Pipe()
-        prepare = partial(_begin_fork, os.getpid(), ours.fileno(), shared, kept) if is_forked else end_with_parent
+        trainer = _Trainer(os.getpid(), ours.fileno(), shared, kept)
         context: Any = multiprocessing.get_context(self._method)
-        arguments = (theirs, self._subjects, self._init, prepare, threads)
+        arguments = (theirs, self._subjects, self._init, trainer if is_forked else None, threads)
         process = context.Process(target=_serve, args=arguments, daemon=True)
         try:
             with warnings.catch_warnings():
@@ -310,8 +309,13 @@ def _refusal(subject: Subject, error: Exception, is_certain: bool) -> Exception 
 
 def _has_queue(source: Any) -> bool:
     """Whether a source reaches a pipe, a socket or a queue, apart from those of an executor."""
-    asked = tuple(f"{where}." for where, _ in _reached(source, _ASKED))
-    return any(not where.startswith(asked) for where, _ in _reached(source, _QUEUES))
+    asked = tuple(f"{where}." for where, node in reachable(source) if issubclass(type(node), _ASKED))
+    return _reaches(source, _QUEUES, outside=asked)
+
+
+def _reaches(source: Any, kinds: tuple[type, ...], outside: tuple[str, ...] = ()) -> bool:
+    nodes = reachable(source)
+    return any(issubclass(type(node), kinds) and not where.startswith(outside) for where, node in nodes)
 
 
 def _has_remote_queue(source: Any) -> bool:
@@ -319,44 +323,68 @@ def _has_remote_queue(source: Any) -> bool:
     managers: Any = sys.modules.get("multiprocessing.managers")
     if managers is None:
         return False
-    return any("Queue" in type(proxy).__name__ for _, proxy in _reached(source, (managers.BaseProxy,)))
-
-
-def _reached(source: Any, kinds: tuple[type, ...]) -> list[tuple[str, Any]]:
-    """The objects of some classes that a source reaches, and where they lie."""
-    return [(where, node) for where, node in reachable(source) if issubclass(type(node), kinds)]
+    proxies = (node for _, node in reachable(source) if issubclass(type(node), managers.BaseProxy))
+    return any("Queue" in type(proxy).__name__ for proxy in proxies)
 
 
 # ---- in the process ----
+
+
+class _Trainer(NamedTuple):
+    """What a forked process has to know of its parent.
+
+    Args:
+        pid: its process id.
+        pipe: its descriptor of the pipe.
+        shared: its descriptors before it made the pipe, with their files.
+        kept: those that stay shared.
+    """
+
+    pid: int
+    pipe: int
+    shared: Mapping[int, File]
+    kept: set[int]
+
+
+class _Answer(NamedTuple):
+    """The answer to a question.
+
+    Args:
+        value: the result.
+        error: the error, instead of a result.
+        missing: what the process cannot read, and the source may need.
+    """
+
+    value: Any
+    error: Exception | None
+    missing: list[str]
 
 
 def _serve(
     pipe: connection.Connection,
     subjects: Sequence[Subject],
     init: Callable[[int], None] | None,
-    prepare: Callable[[], list[str] | None],
+    trainer: _Trainer | None,
     threads: int,
 ) -> None:
     """Answer questions until the pipe ends.
 
-    An answer is the result, or the error instead of it, and what the process cannot read although the source may
-    need it.
-
     Args:
-        pipe: carries questions and answers.
+        pipe: the pipe.
         subjects: the sources.
         init: the user's `worker_init_fn`.
-        prepare: called before anything is read. Returns what the trainer can read and this process cannot.
+        trainer: of a forked process, the parent.
         threads: threads for parallel loops; a loader's workers have one.
     """
+    missing, failure, last = list[str](), None, None
     claim_threads()
     try:
-        missing = prepare() or []
+        if trainer is None:
+            end_with_parent()
+        else:
+            missing = _begin(trainer)
     except OSError as error:  # no descriptor is left
-        pipe.recv_bytes()
-        pipe.send_bytes(pickle.dumps((None, NoProcessError(f"{type(error).__name__}: {error}"), [])))
-        return
-    last = None
+        failure = NoProcessError(f"{type(error).__name__}: {error}")
     try:
         while True:
             number, question = pickle.loads(pipe.recv_bytes())
@@ -364,45 +392,43 @@ def _serve(
             if number != last:
                 torch.set_num_threads(1 if subject.has_workers else threads)
                 last = number
-            pipe.send_bytes(_answer(subject, question, init, missing))
-            init = None
+            first, init = init, None
+            pipe.send_bytes(_answer(subject, question, first, missing, failure))
     except (EOFError, OSError, KeyboardInterrupt):  # the trainer has gone, or ends
         return
 
 
-def _begin_fork(parent: int, pipe: int, shared: set[int], kept: set[int]) -> list[str]:
-    """Prepare a forked process. Returns what its parent can read and it cannot.
-
-    Args:
-        parent: process id of the parent.
-        pipe: the parent's descriptor of the pipe.
-        shared: the parent's descriptors before it made the pipe.
-        kept: those that stay shared.
-    """
-    os.close(pipe)
-    if not end_with_creator(parent):
+def _begin(trainer: _Trainer) -> list[str]:
+    """Prepare a forked process. Returns what its parent can read and it cannot."""
+    os.close(trainer.pipe)
+    if not end_with_creator(trainer.pid):
         end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handlers are the trainer's
-    missing = isolate(shared, kept)
+    missing = isolate(trainer.shared, trainer.kept)
     gc.freeze()  # a collection would copy every page of the trainer's objects that the process shares
     return missing
 
 
 def _answer(
-    subject: Subject, question: tuple[Any, ...], init: Callable[[int], None] | None, missing: list[str]
+    subject: Subject,
+    question: tuple[Any, ...],
+    init: Callable[[int], None] | None,
+    missing: list[str],
+    failure: Exception | None,
 ) -> bytes:
-    value, error = None, None
+    value, error = None, failure
     try:
-        become_worker(0, 1, torch.Generator().initial_seed(), subject.source)
-        if init is not None:
-            init(0)
-        value = subject.answer(*question)
+        if failure is None:
+            become_worker(0, 1, torch.Generator().initial_seed(), subject.source)
+            if init is not None:
+                init(0)
+            value = subject.answer(*question)
     except Exception as raised:  # the source is the user's, and may raise anything
         error = _sendable(raised, bool(missing))
     try:
-        return pickle.dumps((value, error, missing))
+        return pickle.dumps(_Answer(value, error, missing))
     except Exception as raised:  # whatever pickle raises of a class that other processes cannot find
-        return pickle.dumps((None, NoProcessError(f"{type(raised).__name__}: {raised}"), missing))
+        return pickle.dumps(_Answer(None, NoProcessError(f"{type(raised).__name__}: {raised}"), missing))
 
 
 def _sendable(error: Exception, is_shared: bool) -> Exception:

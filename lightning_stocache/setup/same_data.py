@@ -6,8 +6,7 @@ folders of photographs can have the same class, length and shapes, so samples ar
 
 1. If no slot is ready, the samples that set-up has read are stored, under a lock that every job takes before its first
    fill. So a ready slot has a sample of the first job, or of a job that has compared its own samples.
-2. Else at least four samples of ready slots are compared, or 32 if the state of the dataset differs from its state in
-   the job that made the cache (`witness`). A sample of the source is encoded and decoded first.
+2. Else at least four samples of ready slots are compared. A sample of the source is encoded and decoded first.
 3. A sample that differs is read again under other seeds. A sample that differs from itself is random, and is skipped.
 
 The compared samples are in their cached form: the deterministic part of a split source, the files of `store="encoded"`.
@@ -16,15 +15,15 @@ warning says so.
 
 The resident samples of a rolling cache on a disk are compared in the same way, by their indices (`check_pool`).
 
-A dataset object that replaces another, as some loader hooks make it, goes on in its cache if its state is equal and 32
-samples are (`is_continued`). A dataset that has grown gets a larger cache, which takes over the samples of the smaller
-one under the same condition (`take_over`): new files may come before old files, or the contents may change.
+`is_continued` compares four samples of a dataset object that replaces another, as some loader hooks make it. A dataset
+that has grown gets a larger cache, which takes over the samples of the smaller one if four of them are still the same
+(`take_over`): new files may come before old files, or the contents may change.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -40,28 +39,17 @@ from lightning_stocache.node.named import way_out
 from lightning_stocache.setup.find import Finding, SourceReader
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
-from lightning_stocache.source.samples import digest_of, same_sample
-from lightning_stocache.source.witness import Witness, same_state
+from lightning_stocache.source.samples import same_sample
 
-__all__ = [
-    "FingerprintError",
-    "check_pool",
-    "MORE_COMPARED",
-    "is_continued",
-    "sample_digests",
-    "store_or_refuse",
-    "take_over",
-]
+__all__ = ["FingerprintError", "check_pool", "is_continued", "store_or_refuse", "take_over"]
 
 log = logging.getLogger(__name__)
 
 Read: TypeAlias = Callable[[Finding, Sequence[int], bool], Mapping[int, list[bytes]]]
 """`SourceReader.read` of a source."""
 
-_COMPARED = 4  # samples at least, if so many are stored, where the state of the dataset is equal
-MORE_COMPARED = 32
-"""Samples that are compared where the state of the dataset differs, or is all that is known of it."""
-_TRIED = 64  # samples that are looked at until so many could be compared
+_COMPARED = 4  # samples at least, if so many are stored
+_TRIED = 64  # samples that are looked at until four could be compared
 _LOOKED_FOR = 256  # stored indices, from which the compared ones are taken
 
 
@@ -69,14 +57,13 @@ class FingerprintError(ValueError):
     """The cache of this name has other data."""
 
 
-def store_or_refuse(opened: OpenCache, found: Finding, read: Read, has_equal_state: bool = False) -> bool:
+def store_or_refuse(opened: OpenCache, found: Finding, read: Read) -> bool:
     """Store the samples that set-up has read. Returns False, with a warning, if the cache has other data.
 
     Args:
         opened: the open cache. Its counters count `setup_fills`.
         found: the finding about its source, with the codec of the cache.
         read: `SourceReader.read` of its source.
-        has_equal_state: whether the source has the state that it had in the job that made the cache.
 
     Raises:
         FingerprintError: (`strict`) the cache has other data.
@@ -103,7 +90,7 @@ def store_or_refuse(opened: OpenCache, found: Finding, read: Read, has_equal_sta
                 return True
     indices = [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]
     places = ((index, cache.place(index, verify=True)) for index in indices)
-    other, equal = _compare(found, read, cache, places, contents, _COMPARED if has_equal_state else MORE_COMPARED)
+    other, equal = _compare(found, read, cache, places, contents)
     if other is None and equal:
         _store(cache, contents, counters)
     words = _refusal(request, other, equal)
@@ -128,7 +115,7 @@ def check_pool(request: CacheRequest, read: Read, pool: RollingStore) -> None:
     indices = np.flatnonzero(slots != NO_PLACE)
     indices = indices[:: max(len(indices) // _TRIED, 1)]
     places = ((index, int(slots[index])) for index in indices.tolist() if pool.is_sound(int(slots[index])))
-    words = _refusal(request, *_compare(Finding(pool.codec), read, pool, places, {}, _COMPARED))
+    words = _refusal(request, *_compare(Finding(pool.codec), read, pool, places, {}))
     if words is not None:
         raise FingerprintError(words)
 
@@ -139,16 +126,15 @@ def _compare(
     cache: Store,
     places: Iterable[tuple[int, int]],
     contents: Mapping[int, list[bytes]],
-    least: int,
 ) -> tuple[int | None, int]:
-    """Compare samples of a cache, given by index and place, with those of a source: all of `contents`, and `least`.
+    """Compare samples of a cache, given by index and place, with those of a source: all of `contents`, or four.
 
     Returns:
         The index of a sample that differs from the source's, or None; and the number of equal samples.
     """
     equal = 0
     for index, place in places:
-        if index not in contents and equal >= least:
+        if index not in contents and equal >= _COMPARED:
             break
         ours = contents.get(index) or read(found, [index], False).get(index)
         if ours is None or place == NO_PLACE:
@@ -177,21 +163,8 @@ def _refusal(request: CacheRequest, other: int | None, equal: int) -> str | None
     return None
 
 
-def sample_digests(found: Finding, read: Read, indices: Sequence[int]) -> dict[int, str]:
-    """Digests of samples, by index. Samples that are random, or cannot be read or stored, are left out."""
-    codec = found.codec
-    if codec is None:
-        return {}
-    return {index: digest_of(_decoded(codec, parts)) for index, parts in read(found, indices, False).items()}
-
-
-def is_continued(opened: OpenCache, dataset: Any, moved: Collection[str] = ()) -> bool:
+def is_continued(opened: OpenCache, dataset: Any) -> bool:
     """Whether another dataset has the samples of a cache. It may have more samples after these.
-
-    Args:
-        opened: the open cache.
-        dataset: the other dataset.
-        moved: the places of the state that reads move.
 
     Returns False if this is unknown: nothing is stored, the transform of the source was split, or allow_random is
     set.
@@ -201,22 +174,11 @@ def is_continued(opened: OpenCache, dataset: Any, moved: Collection[str] = ()) -
         return False
     if request.allow_random or request.name is not None or request.domain is not None or length < cache.length:
         return False
-    return _has_state(opened, cache, dataset, moved) and _has_samples_of(cache, request, dataset)
+    return _has_samples_of(cache, request, dataset)
 
 
-def _has_state(opened: OpenCache, cache: Store, dataset: Any, moved: Collection[str]) -> bool:
-    """Whether a dataset has the state of the one that a cache was opened for, without what came after its samples."""
-    has_grown = len(dataset) > cache.length
-    return same_state(opened.state, Witness(dataset).sums(cache.length if has_grown else None), moved)
-
-
-def take_over(larger: OpenCache, before: OpenCache, moved: Collection[str] = ()) -> bool:
-    """Copy the samples of the smaller cache of a dataset that has grown, unless its earlier part is different now.
-
-    Args:
-        larger: the new cache.
-        before: the smaller cache.
-        moved: the places of the state that reads move.
+def take_over(larger: OpenCache, smaller: Store) -> bool:
+    """Copy the samples of the smaller cache of a dataset that has grown, unless compared samples are different now.
 
     With `allow_random` no sample can be compared: samples are copied if the dataset is otherwise unchanged, so that
     its new cache has the codec of the old one.
@@ -226,15 +188,10 @@ def take_over(larger: OpenCache, before: OpenCache, moved: Collection[str] = ())
     Returns:
         False if the smaller cache must stay: not all samples have room in the larger one, or it has another codec.
     """
-    cache, request, smaller = larger.live_cache, larger.request, before.live_cache
-    if cache is None or smaller is None:
+    cache, request, count = larger.live_cache, larger.request, smaller.filled
+    if cache is None:
         return False
-    count = smaller.filled
-    if request.allow_random:
-        is_same = request.spec is not None
-    else:
-        is_same = _has_state(before, smaller, request.source, moved)
-        is_same = is_same and _has_samples_of(smaller, request, larger.source)
+    is_same = request.spec is not None if request.allow_random else _has_samples_of(smaller, request, larger.source)
     if not is_same:
         return True
     if len(cache) < cache.length or cache.granted_bytes <= smaller.granted_bytes:
@@ -249,15 +206,15 @@ def take_over(larger: OpenCache, before: OpenCache, moved: Collection[str] = ())
 
 
 def _has_samples_of(cache: Store, request: CacheRequest, source: Any) -> bool:
-    """Whether 32 stored samples of a cache are those of a source. The last sample shows that no other one moved."""
+    """Whether four stored samples of a cache are those of a source. The last sample shows that no other one moved."""
     tried = np.unique([*cache.some_stored(_LOOKED_FOR), cache.length - 1])
     stored = tried[cache.lookup(tried) != NO_PLACE]
     if not len(stored):
         return False
-    indices = np.unique(stored[np.linspace(0, len(stored) - 1, MORE_COMPARED).astype(np.int64)])
+    indices = np.unique(stored[np.linspace(0, len(stored) - 1, _COMPARED).astype(np.int64)])
     places = list(zip(indices.tolist(), cache.lookup(indices).tolist(), strict=True))
     with closing(SourceReader(replace(request, source=source, reader=None))) as reader:
-        other, equal = _compare(Finding(cache.codec), reader.read, cache, places, {}, MORE_COMPARED)
+        other, equal = _compare(Finding(cache.codec), reader.read, cache, places, {})
     return other is None and equal == len(places)
 
 

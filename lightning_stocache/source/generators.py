@@ -19,7 +19,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count, islice
@@ -33,17 +33,13 @@ from lightning_stocache.node.processes import other_threads
 __all__ = [
     "KINDS",
     "PROCESS_WIDE",
-    "WRAPPED",
     "Generators",
     "State",
     "as_text",
     "are_draws_evidence",
-    "attributes_of",
     "claim_threads",
     "is_of_library",
     "named_globals",
-    "names_in",
-    "node_dict",
     "owned_generators",
     "put_back",
     "reachable",
@@ -259,21 +255,31 @@ _FIRST = 256  # items of a container that are: a list of a million paths has no 
 # Packages whose functions draw from the process-wide generators, or from one that an object or a class of theirs has:
 # their code is not followed, which would take a quarter of a second in albumentations alone.
 _KNOWN = sys.stdlib_module_names | {
-    *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "hydra", "kornia", "lightning"),
-    *("lightning_stocache", "lmdb", "monai", "numpy", "omegaconf", "pandas", "polars", "pyarrow"),
-    *("pydantic", "pytorch_lightning", "scipy", "skimage", "sklearn", "tensordict", "timm", "torch"),
-    *("torch_geometric", "torchaudio", "torchvision", "transformers", "webdataset", "zarr"),
+    *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "kornia", "lightning", "lightning_stocache"),
+    *(
+        "lmdb",
+        "monai",
+        "numpy",
+        "omegaconf",
+        "pandas",
+        "polars",
+        "pyarrow",
+        "pydantic",
+        "pytorch_lightning",
+        "scipy",
+        "skimage",
+    ),
+    *("sklearn", "tensordict", "timm", "torch", "torch_geometric", "torchaudio", "torchvision", "transformers"),
+    *("webdataset", "zarr"),
 }
 _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
-_ARRAYS = (bytearray, torch.Tensor, np.ndarray)
-WRAPPED: dict[type, tuple[str, ...]] = {
+_WRAPPED: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__self__", "__func__"),
     partial: ("func", "args", "keywords"),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
     property: ("fget",),
 }
-"""The attributes of objects that stand for a function or a method."""
 
 
 def owned_generators(source: Any) -> dict[str, Any]:
@@ -294,26 +300,17 @@ def owned_generators(source: Any) -> dict[str, Any]:
     }
 
 
-def reachable(source: Any, *, skip: Iterable[Any] = (), arrays: bool = False) -> Iterator[tuple[str, Any]]:
-    """The first 20,000 objects that can be reached from a source, with their places: no numbers, strings or arrays.
-
-    Args:
-        source: where the walk begins.
-        skip: objects that are given, and not entered.
-        arrays: whether arrays and tensors are given, too.
-    """
-    known, skipped = {id(source)}, set(map(id, skip))
-    leaves = tuple(kind for kind in _LEAVES if not (arrays and kind in _ARRAYS))
+def reachable(source: Any) -> Iterator[tuple[str, Any]]:
+    """The first 20,000 objects that can be reached from a source, with their places: no numbers, strings or arrays."""
+    known = {id(source)}
     waiting = deque([(type(source).__name__, source)])
     for _ in range(_MOST):
         if not waiting:
             return
         where, node = waiting.popleft()
         yield where, node
-        if id(node) in skipped:
-            continue
         for step, child in _children(node):
-            if not issubclass(type(child), leaves) and id(child) not in known:
+            if not issubclass(type(child), _LEAVES) and id(child) not in known:
                 known.add(id(child))
                 waiting.append((where + step if step[0] in ".[" else step, child))
 
@@ -332,42 +329,10 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{number}]", child) for number, child in enumerate(islice(kind.__iter__(node), _FIRST)))
     elif kind is types.FunctionType:
         yield from _of_function(node)
-    elif kind in WRAPPED:
-        yield from ((f".{name}", getattr(node, name)) for name in WRAPPED[kind])
+    elif kind in _WRAPPED:
+        yield from ((f".{name}", getattr(node, name)) for name in _WRAPPED[kind])
     if kind.__module__ != "builtins":  # also of a subclass of a container
-        yield from ((f".{name}", value) for name, value in list(attributes_of(node).items()))
-        yield f".{kind.__name__}", kind
-
-
-def attributes_of(node: Any) -> dict[str, Any]:
-    """The attributes in an object's `__dict__` and slots. The object itself is not asked: a proxy might load."""
-    slots = {}
-    for base in type(node).__mro__:
-        if "__slots__" not in vars(base):
-            continue
-        for name, member in vars(base).items():
-            if type(member) is types.MemberDescriptorType:
-                with suppress(AttributeError):
-                    slots[name] = member.__get__(node)
-    named = node_dict(node)
-    if named is None:
-        return slots
-    return slots | named if slots else named
-
-
-def node_dict(node: Any) -> dict[str, Any] | None:
-    """The `__dict__` of an object, or None. The object itself is not asked."""
-    try:
-        attributes = object.__getattribute__(node, "__dict__")
-    except AttributeError:
-        return None
-    return attributes if type(attributes) is dict else None
-
-
-def is_of_library(owner: Any) -> bool:
-    """Whether a class, function or module belongs to a library whose code need not be followed."""
-    name = getattr(owner, "__name__" if isinstance(owner, types.ModuleType) else "__module__", None)
-    return isinstance(name, str) and _top(name) in _KNOWN
+        yield from _attributes(node)
 
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
@@ -376,6 +341,17 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
         for name, value in list(vars(base).items()):
             if not known or issubclass(type(value), KINDS):
                 yield f".{name}", value
+
+
+def _attributes(node: Any) -> Iterator[tuple[str, Any]]:
+    with suppress(AttributeError):
+        yield from ((f".{name}", value) for name, value in list(object.__getattribute__(node, "__dict__").items()))
+    for kind in type(node).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            with suppress(AttributeError):
+                yield f".{name}", object.__getattribute__(node, name)
+    yield f".{type(node).__name__}", type(node)
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -387,7 +363,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield ".__defaults__", function.__defaults__
     if is_of_library(function):
         return
-    names = list(names_in(function.__code__))
+    names = list(_names(function.__code__))
     for name in names:
         value = function.__globals__.get(name)
         if not isinstance(value, types.ModuleType):
@@ -398,15 +374,19 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 def named_globals(function: types.FunctionType) -> list[str]:
     """The names in a function's code that may be globals; none for a library's."""
-    return [] if is_of_library(function) else list(dict.fromkeys(names_in(function.__code__)))
+    return [] if is_of_library(function) else list(dict.fromkeys(_names(function.__code__)))
 
 
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of attributes and globals in some code, also in the functions inside it."""
+def is_of_library(node: Any) -> bool:
+    """Whether a class or function comes from a library whose code is not followed."""
+    return _top(node.__module__) in _KNOWN
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):  # a lambda, a comprehension
-            yield from names_in(constant)
+            yield from _names(constant)
 
 
 def _top(module: str | None) -> str:

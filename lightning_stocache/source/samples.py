@@ -6,7 +6,6 @@ are compared in three ways:
 - `bits`: values by path that `==` compares bit for bit, of large leaves a digest; `difference` says where two differ.
 - `same_sample`: by value, for another job: sets and dicts have no order, and floating-point numbers may differ in
   their last bits.
-- `digest_of`: all bits in one text, for another process of the job.
 - `mark_of`: 64 bits made of the sums and the ends of the leaves, to find a sample among many.
 """
 
@@ -34,7 +33,6 @@ __all__ = [
     "Path",
     "bits",
     "difference",
-    "digest_of",
     "is_namedtuple",
     "is_plain",
     "mark_of",
@@ -55,8 +53,8 @@ _PLAIN = (str, bytes, int, bool, type(None))
 _DICTS = (dict, UserDict)  # other mappings may not be iterated, or make their values anew
 _SCALARS = frozenset((int, float, bool, str, bytes, type(None)))
 _NUMBERS = (int, float, bool, type(None))
-_LARGE = 1 << 20  # bytes of a leaf of which a digest is kept: set-up holds the bits of several samples
 _MAKERS = ("__new__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__", "__setstate__")
+_LARGE = 1 << 20  # bytes of a leaf of which a digest is kept: set-up holds the bits of several samples
 _DEEP = 16  # containers or objects inside each other that are looked into
 
 
@@ -164,9 +162,6 @@ def _leaf_bits(node: Any) -> Any:
         return kind, tuple(node)
     if isinstance(node, list | tuple):
         return kind, len(node)
-    if isinstance(node, torch.Tensor) and (parts := _parts_of(node)) is not None:
-        form, tensors = parts
-        return kind, form, tuple(map(_leaf_bits, tensors)), _attribute_bits(node) if node.layout in _SPARSE else None
     if (array := _array_of(node)) is not None:  # by bits: NaN equals itself, 0.0 is not -0.0
         form, content = array
         return kind, form, _content(content), _attribute_bits(node) if isinstance(node, torch.Tensor) else None
@@ -193,10 +188,8 @@ def _content(buffer: Any) -> bytes:
 def _array_of(node: Any) -> tuple[tuple[Any, ...], npt.NDArray[np.uint8]] | None:
     """Dtype and shape of a tensor, array or floating-point number, and its bytes in row order, uint8 `[nbytes]`."""
     if isinstance(node, torch.Tensor):
-        if node.is_meta:
-            return (node.dtype, tuple(node.shape)), np.empty(0, np.uint8)
-        if not _is_dense(node):
-            return None
+        if node.layout is not torch.strided or node.is_meta or node.is_nested or node.is_quantized:
+            return (node.dtype, node.layout), np.empty(0, np.uint8)
         plain = node.as_subclass(torch.Tensor).detach().cpu().resolve_conj().resolve_neg()
         return (plain.dtype, tuple(plain.shape)), memory_of(plain)
     if isinstance(node, np.ndarray | np.generic | float | complex):
@@ -205,42 +198,6 @@ def _array_of(node: Any) -> tuple[tuple[Any, ...], npt.NDArray[np.uint8]] | None
             rows = array if array.nbytes else np.empty(0, np.uint8)
             return (array.dtype, array.shape), np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
     return None
-
-
-_SPARSE: dict[torch.layout, tuple[str, ...]] = {
-    torch.sparse_coo: ("indices", "values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-
-
-def _parts_of(tensor: torch.Tensor) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
-    """A sparse, nested, jagged or quantised tensor as its form and dense tensors; None for any other."""
-    if tensor.is_meta or _is_dense(tensor):
-        return None
-    form: tuple[Any, ...] = tensor.dtype, tensor.layout
-    if tensor.is_nested:
-        ragged: Any = tensor
-        if tensor.layout is torch.strided:
-            return form, list(ragged.unbind())
-        lengths = [] if ragged.lengths() is None else [ragged.lengths()]
-        return form, [ragged.values(), ragged.offsets(), *lengths]
-    form = *form, tuple(tensor.shape)
-    if tensor.layout in _SPARSE:
-        whole = tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor
-        return form, [getattr(whole, name)() for name in _SPARSE[tensor.layout]]
-    if not tensor.is_quantized:
-        return form, [tensor.to_dense()]
-    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return (*form, tensor.qscheme(), tensor.q_scale(), tensor.q_zero_point()), [tensor.int_repr()]
-    scales = [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
-    return (*form, tensor.qscheme(), tensor.q_per_channel_axis()), [tensor.int_repr(), *scales]
 
 
 def _attribute_bits(tensor: torch.Tensor) -> Bits:
@@ -285,12 +242,6 @@ def _is_near(left: Any, right: Any) -> bool:
         return False
     if isinstance(left, _DICTS):  # they have the same keys, because there are the same paths
         return True
-    if isinstance(left, torch.Tensor) and (parts := _parts_of(left)) is not None:
-        others = _parts_of(right)
-        if others is None or parts[0] != others[0] or len(parts[1]) != len(others[1]):
-            return False
-        pairs = zip(parts[1], others[1], strict=True)
-        return all(_leaf_bits(ours) == _leaf_bits(theirs) or _is_near(ours, theirs) for ours, theirs in pairs)
     if isinstance(left, torch.Tensor):
         if left.dtype != right.dtype or not (left.is_floating_point() or left.is_complex()):
             return False
@@ -307,38 +258,7 @@ def _is_near(left: Any, right: Any) -> bool:
     return left.shape == right.shape and np.allclose(left, right, rtol=0, atol=allowed, equal_nan=True)
 
 
-# ---- digests and marks ----
-
-
-def digest_of(sample: Any) -> str:
-    """A digest of a sample that is equal in other processes; of objects that cannot be compared, of their class.
-
-    Example:
-        >>> digest_of({"tags": {"a", "b"}}) == digest_of({"tags": {"b", "a"}}), digest_of(1) == digest_of(2)
-        (True, False)
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for part in _stable(bits(sample)):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
-
-
-def _stable(value: Any) -> Iterator[bytes]:
-    """The bits of a sample as bytes that do not depend on the process."""
-    if isinstance(value, bytes):
-        yield value
-    elif isinstance(value, frozenset):
-        yield from sorted(b"\0".join(_stable(item)) for item in value)
-    elif isinstance(value, dict):
-        for item in value.items():
-            yield from _stable(item)
-    elif isinstance(value, tuple):
-        yield b"%d" % len(value)
-        for item in value:
-            yield from _stable(item)
-    else:
-        yield (value.__qualname__ if isinstance(value, type) else repr(value)).encode(errors="replace")
-
+# ---- marks ----
 
 _ENDS = 64  # bytes of either end of a leaf
 
@@ -371,10 +291,6 @@ def _feed(digest: Any, node: Any, deep: int) -> None:
     elif isinstance(node, bytes | bytearray | str):
         text = node.encode(errors="replace") if isinstance(node, str) else node
         digest.update(_digested(np.frombuffer(text, dtype=np.uint8)))
-    elif isinstance(node, torch.Tensor) and (parts := _parts_of(node)) is not None:
-        digest.update(repr(parts[0]).encode())
-        for part in parts[1]:
-            _feed(digest, part, deep)
     elif (array := _array_of(node)) is not None:
         digest.update(repr(array[0]).encode() + _digested(array[1]))
     elif is_image(type(node)):  # a row of it: the bytes of all would take half a millisecond

@@ -1,10 +1,8 @@
 """The state that reading a source moves: attributes, containers, globals, arrays, and positions in files.
 
-`Snapshot` notes it before a read, and puts it back afterwards. Not seen are memory that processes share, and the state
-of libraries in C, but for the positions of files.
-
-`Contents` holds the copies: of containers, of arrays, and of single values. They are shallow, because each container
-that can be reached is noted by itself.
+`Snapshot` notes it before a read, and puts it back afterwards. Copies are shallow, because each container that can be
+reached is noted by itself. Not seen are memory that processes share, and the state of libraries in C, but for the
+positions of files.
 
 `Counters` finds the numbers that grow with each read (`self.calls += 1`), and sets them far ahead.
 """
@@ -16,70 +14,35 @@ import os
 import stat
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import CellType, FunctionType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lightning_stocache.node.isolation import STANDARD, descriptors
-from lightning_stocache.source.generators import is_of_library, named_globals, node_dict, reachable
-from lightning_stocache.source.places import MISSING
+from lightning_stocache.source.generators import is_of_library, named_globals, reachable
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Contents", "Counters", "Snapshot", "live_content"]
+__all__ = ["Counters", "Snapshot"]
 
 _MOST_BYTES = 64 << 20  # of copies of arrays
 _MOST_ITEMS = 100_000  # of a container in which counters are looked for
 _MOST_NUMBERS = 64  # of an array in which they are
 _MOST_RISE = 1_000  # of a counter in one read; a clock rises more
 _EPOCHS_AHEAD = 1_000_003  # a prime, so that no cycle of a few epochs hides a difference
+_MISSING = object()
 _OF_FILES = {"_compression", "_io", "bz2", "compression", "gzip", "io", "lzma"}  # their objects move with a file
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)  # a subclass may do more when it is filled
 _UNSEEKABLE = (AttributeError, OSError, ValueError)  # a pipe, a closed file, a text file in the middle of an iteration
 
 _Place: TypeAlias = tuple[Any, Any]
 """An object that holds a value, and the key or name of the value."""
-
-
-class Contents:
-    """Copies of containers, of arrays and of values.
-
-    Args:
-        nodes: containers and arrays, with the places where they lie. The copies of arrays take 64 MiB at most.
-        values: the places of single values, with their names.
-    """
-
-    def __init__(self, nodes: Iterable[tuple[str, Any]], values: Iterable[tuple[str, _Place]]) -> None:
-        self._copies = list[tuple[str, Any, Any]]()
-        left = _MOST_BYTES
-        for where, node in nodes:
-            live = live_content(node)
-            nbytes = live.nbytes if isinstance(live, np.ndarray) else 0
-            if nbytes <= left:
-                left -= nbytes
-                self._copies.append((where, node, live.copy()))
-        self._values = [(where, place, _value_at(place)) for where, place in values]
-
-    def put_back(self) -> str | None:
-        """Put back what differs. Returns the first place that differed; None if there is none."""
-        moved = list[str]()
-        for where, node, before in self._copies:
-            live = live_content(node)
-            if live is not None and not _is_same(live, before):
-                moved.append(where)
-                with suppress(Exception):  # what cannot be put back stays as the read has left it
-                    _refill(live, before)
-        for where, place, value in self._values:
-            if not _is_same_item(_value_at(place), value):
-                moved.append(where)
-                _put(place, value)
-        return moved[0] if moved else None
 
 
 class Snapshot:
@@ -103,12 +66,10 @@ class Snapshot:
 
     def __init__(self, source: Any) -> None:
         nodes = list(reachable(source))
-        containers = [(where, live) for where, node in nodes for live in _containers_of(node)]
-        places = [(where, place) for where, node in nodes for place in _places_of(node)]
-        held = [(where, value) for where, live in containers for value in _items(live).values()]
-        held += [(where, _value_at(place)) for where, place in places]
-        arrays = {id(value): (where, value) for where, value in held if _own_array(value) is not None}
-        self._contents = Contents([*containers, *arrays.values()], places)
+        self._containers = [(live, live.copy()) for _, node in nodes for live in _containers_of(node)]
+        self._values = [(place, _value_at(place)) for _, node in nodes for place in _places_of(node)]
+        held = [value for _, content in self._containers for value in _items(content).values()]
+        self._arrays = _copies([*held, *(value for _, value in self._values)])
         files = [(where, node) for where, node in nodes if issubclass(type(node), io.IOBase)]
         outer = tuple(f"{where}." for where, _ in files)
         # A compressed file moves the file inside it, which must stay where the decompressor expects it.
@@ -118,7 +79,14 @@ class Snapshot:
 
     def put_back(self) -> str | None:
         """Put all back. Returns where a state differs that cannot be put back; None if there is none."""
-        self._contents.put_back()
+        for live, before in self._containers:
+            if not _is_same(live, before):
+                _refill(live, before)
+        for place, value in self._values:
+            if _value_at(place) is not value:
+                _put(place, value)
+        for array, copy in self._arrays:
+            array[...] = copy
         for _, file, position in self._files:
             if position is not None and _position(file) != position:
                 with suppress(*_UNSEEKABLE):
@@ -201,10 +169,8 @@ def _number_places(source: Any) -> Iterator[tuple[str, _Place]]:
             value = _value_at(place)
             if type(value) is int:
                 yield _words(where, node, place), place
-                continue
-            array = _own_array(value)
-            if array is not None and array.size <= _MOST_NUMBERS and array.dtype == np.int64:
-                yield from ((_words(where, node, place), (array.flat, position)) for position in range(array.size))
+            elif (array := _flat(value)) is not None and array.size <= _MOST_NUMBERS and array.dtype == np.int64:
+                yield from ((_words(where, node, place), (array, position)) for position in range(array.size))
 
 
 # ---- places ----
@@ -217,9 +183,10 @@ def _containers_of(node: Any) -> Iterator[Any]:
         return
     if kind in _CONTAINERS:
         yield node
-    attributes = node_dict(node)
-    if attributes is not None:
-        yield attributes
+    with suppress(AttributeError):
+        attributes = object.__getattribute__(node, "__dict__")
+        if type(attributes) is dict:
+            yield attributes
 
 
 def _places_of(node: Any) -> Iterator[_Place]:
@@ -235,19 +202,19 @@ def _value_at(place: _Place) -> Any:
     owner, key = place
     if isinstance(owner, CellType | type):
         try:
-            return vars(owner).get(key, MISSING) if isinstance(owner, type) else owner.cell_contents
+            return vars(owner).get(key, _MISSING) if isinstance(owner, type) else owner.cell_contents
         except ValueError:  # an empty cell
-            return MISSING
+            return _MISSING
     if isinstance(owner, dict):
-        return owner.get(key, MISSING)
-    return owner[key] if key < len(owner) else MISSING
+        return owner.get(key, _MISSING)
+    return owner[key] if key < len(owner) else _MISSING
 
 
 def _put(place: _Place, value: Any) -> None:
     owner, key = place
     if isinstance(owner, CellType | type):
-        setattr(owner, key, value) if value is not MISSING else delattr(owner, key)
-    elif value is MISSING:
+        setattr(owner, key, value) if value is not _MISSING else delattr(owner, key)
+    elif value is _MISSING:
         owner.pop(key, None)
     else:
         owner[key] = value
@@ -257,6 +224,28 @@ def _items(container: Any) -> dict[Any, Any]:
     return container if isinstance(container, dict) else dict(enumerate(container))
 
 
+def _is_same(live: Any, before: Any) -> bool:
+    """By identity: two arrays that are compared have no single truth value."""
+    if isinstance(live, set):
+        return bool(live == before)
+    if len(live) != len(before):
+        return False
+    if isinstance(live, dict):
+        return all(key in live and live[key] is value for key, value in before.items())
+    return all(value is other for value, other in zip(live, before, strict=True))
+
+
+def _refill(live: Any, before: Any) -> None:
+    if isinstance(live, dict | set):
+        live.clear()
+        live.update(before)
+    elif isinstance(live, deque):
+        live.clear()
+        live.extend(before)
+    else:
+        live[:] = before
+
+
 def _words(where: str, node: Any, place: _Place) -> str:
     owner, key = place
     if isinstance(owner, CellType):
@@ -264,66 +253,36 @@ def _words(where: str, node: Any, place: _Place) -> str:
     return f"{where}[{key!r}]" if owner is node and isinstance(node, dict | list) else f"{where}.{key}"
 
 
-# ---- contents ----
+# ---- arrays ----
 
 
-def live_content(node: Any) -> Any:
-    """A container itself, or a view of the memory of an array; None for an object that has neither."""
-    kind = type(node)
-    if issubclass(kind, dict | list | set | deque):
-        return node
-    live = None
-    if issubclass(kind, np.ndarray):
-        live = np.asarray(node)
-    elif issubclass(kind, torch.Tensor):
-        with suppress(TypeError, RuntimeError):  # bfloat16, a quantised tensor, another device
-            live = node.detach().numpy()
-    elif kind is bytearray or kind.__module__ != "builtins":  # an `array`, a `multiprocessing.Array`
-        with suppress(TypeError, ValueError, BufferError):
-            live = np.frombuffer(memoryview(node).cast("B"), dtype=np.uint8)
-    return live if live is not None and live.flags.writeable else None
+def _copies(values: list[Any]) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+    """Arrays among some values with their copies, which take 64 MiB together at most."""
+    found, left = dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]](), _MOST_BYTES
+    for value in values:
+        array = _flat(value)
+        if array is not None and id(value) not in found and array.nbytes <= left:
+            found[id(value)] = array, array.copy()
+            left -= array.nbytes
+    return list(found.values())
 
 
-def _own_array(value: Any) -> npt.NDArray[Any] | None:
-    """A view of an array or a tensor of this process; None for anything else.
+def _flat(value: Any) -> npt.NDArray[Any] | None:
+    """A live view of an array or a tensor of this process, `[size]`; None for anything else.
 
     Other processes may write to shared memory at any time, so it is left alone.
     """
-    kind = type(value)
-    if kind not in (np.ndarray, torch.Tensor) or (kind is torch.Tensor and value.is_shared()):
+    if type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu":
+        try:
+            value = None if cast(Any, value).is_shared() else value.detach().numpy()
+        except (TypeError, RuntimeError):  # bfloat16, a quantised tensor
+            return None
+    if type(value) is not np.ndarray or not value.flags.c_contiguous or not value.flags.writeable:
         return None
-    live: npt.NDArray[Any] | None = live_content(value)
-    owner: Any = live
+    owner: Any = value
     while type(owner) is np.ndarray and owner.base is not None:
         owner = owner.base
-    return live if type(owner) in (np.ndarray, torch.Tensor) else None
-
-
-def _is_same(live: Any, before: Any) -> bool:
-    if isinstance(live, np.ndarray):
-        return bool(live.shape == before.shape and live.tobytes() == before.tobytes())
-    if isinstance(live, set):
-        return bool(live == before)
-    if isinstance(live, dict):
-        return live.keys() == before.keys() and all(_is_same_item(live[key], value) for key, value in before.items())
-    return len(live) == len(before) and all(map(_is_same_item, live, before))
-
-
-def _is_same_item(item: Any, before: Any) -> bool:
-    """Whether it is the same object, or an equal number or text. Others are not asked: an array has no truth value."""
-    if item is before:
-        return True
-    return type(item) is type(before) and isinstance(item, int | float | str | bytes) and item == before
-
-
-def _refill(live: Any, before: Any) -> None:
-    if isinstance(live, np.ndarray):
-        live[...] = before
-    elif isinstance(live, list):
-        live[:] = before
-    else:
-        live.clear()
-        live.extend(before) if isinstance(live, deque) else live.update(before)
+    return value.reshape(-1) if type(owner) in (np.ndarray, torch.Tensor) else None
 
 
 # ---- files ----
@@ -346,7 +305,7 @@ def _descriptor(file: io.IOBase) -> int | None:
 def _offsets() -> dict[int, tuple[int, int]]:
     """The inode and the position of each regular file that this process reads, by its descriptor."""
     found = dict[int, tuple[int, int]]()
-    for descriptor in descriptors() - STANDARD:
+    for descriptor in descriptors().keys() - STANDARD:
         with suppress(OSError):  # closed since
             status = os.fstat(descriptor)
             is_read = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY

@@ -22,8 +22,9 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from inspect import getattr_static
@@ -51,7 +52,6 @@ __all__ = [
     "format_of",
     "packed",
     "part_of",
-    "reading",
     "sites_of",
     "steps_of",
     "with_transforms",
@@ -172,50 +172,26 @@ class Part:
         return values
 
 
-class Calls(threading.local):
-    """The calls of a head in this thread, and whether this thread reads the source now. A copy begins anew."""
-
-    count = 0
-    is_reading = False
-
-    def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
-        return Calls, ()
-
-
 class Head(Part):
-    """The first `end` steps of a transform, called as the transform is.
-
-    Attributes:
-        calls: the calls in each thread.
-        is_strayed: whether another thread has called it than one that reads: nobody can tell for which sample.
-    """
+    """The first `end` steps of a transform, called as the transform is."""
 
     def __init__(self, transform: Callable[..., Any], end: int) -> None:
         super().__init__(transform, 0, end)
-        self.calls = Calls()
-        self.is_strayed = False
+        self._calls = Counter[int]()  # by thread
+
+    @property
+    def calls(self) -> int:
+        """How many times the calling thread has called it."""
+        return self._calls[threading.get_ident()]
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         """Run the steps. Several values come back as a tuple, named ones as a dict."""
-        self.calls.count += 1
-        self.is_strayed |= not self.calls.is_reading
+        self._calls[threading.get_ident()] += 1
         call: Values = {**dict(enumerate(values)), **named}  # type: ignore[dict-item]
         result = self.run(call)
         if named:
             return result
         return tuple(result.values()) if len(result) > 1 else result[0]
-
-
-@contextmanager
-def reading(heads: Sequence[Head]) -> Iterator[None]:
-    """Read the source of these heads in this thread."""
-    for head in heads:
-        head.calls.is_reading = True
-    try:
-        yield
-    finally:
-        for head in heads:
-            head.calls.is_reading = False
 
 
 class _TransformTail(Tail):

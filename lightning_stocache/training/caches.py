@@ -3,17 +3,14 @@
 The datasets of a call share the budget as they become known (`call_loaders`). A dataset is recognised by its object,
 and has one cache for the call. A later stage that draws indices without a slot gets a cache of its own.
 
-A hook may return another object in place of a dataset. If its state and the compared samples are equal (`same_data`),
-the new object uses the cache of the old one. If they differ, the old cache is closed, and the new cache starts empty.
-When that has happened twice without a hit, the stage is not cached any more.
+A hook may return another object in place of a dataset. If the compared samples are equal (`same_data`), the new object
+uses the cache of the old one. If samples differ, the old cache is closed, and the new cache starts empty. When that has
+happened twice without a hit, the stage is not cached any more.
 
 The new object may be longer, and a dataset may grow in place. When its loaders are made again, a larger cache opens,
 and takes over the samples of the smaller one, if the compared ones are equal; both take memory meanwhile. There is no
 larger cache, and new samples pass through with one warning, if not all samples have room; on several nodes; with
 store="auto"; if the cache has a name, a directory or a domain; or if the loader's persistent workers go on.
-
-A dataset that has changed passes through, until its loaders are made again, or the next call begins: then a new cache
-opens. Not so if persistent workers go on.
 
 Caches that were opened for other ranks (by hand, before the Trainer started its processes) are closed, and opened again
 for all ranks. A copy in another process (pickled for ddp_spawn) has the options and no open caches.
@@ -77,19 +74,7 @@ class _Open:
         if store is None or not isinstance(self.dataset, CachedDataset):
             return None
         cached = cached_source(self.dataset)
-        has_changed = cached.hears_change or cached.change is not None
-        return store.codec if cached.opened.source is self.source and not has_changed else None
-
-    def has_changed(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
-        """Whether the dataset has changed, and its loaders in these requests can begin with a new cache.
-
-        A training epoch passes through to its end, and a loader goes on as long as its persistent workers.
-        """
-        served = [request for request in requests if self.serves(request)]
-        if not served or isinstance(self.dataset, CachedStream) or not cached_source(self.dataset).hears_change:
-            return False
-        is_running = any(request.reader is not None and request.reader.is_running for request in served)
-        return not is_running and ("train" not in self.stages or "train" in stages or self.idle)
+        return store.codec if cached.opened.source is self.source and cached.change is None else None
 
     def may_grow(self, request: CacheRequest, stages: Collection[str]) -> bool:
         """Whether the dataset has grown, and a larger cache may take the place of this one.
@@ -112,8 +97,7 @@ class _Open:
             before, after = (cached_source(cast(CachedDataset, opened.dataset)).opened for opened in (self, larger))
             if before.counters is not None and after.counters is not None:
                 after.counters.take_matters(before.counters)
-            moved = cached_source(cast(CachedDataset, self.dataset)).witness.machinery
-            return take_over(after, before, moved)
+            return before.cache is not None and take_over(after, before.cache)
 
         if not group.lead(copy):
             larger.dataset.close()
@@ -199,7 +183,6 @@ class CallCaches:
         drawn = drawn_by_any(known, group)
         requests = [replace(request, domain=domain) for request, domain in zip(requests, drawn, strict=True)]
         self._replace_sources(requests)
-        self._close_changed(requests, stages)
         grown = self._take_grown(requests, stages)
         self._close_unread(requests, stages)
         new: dict[int, CacheRequest] = {}
@@ -269,35 +252,17 @@ class CallCaches:
     def _replace_sources(self, requests: Sequence[CacheRequest]) -> None:
         """Let an open cache serve the object that replaces its dataset, if both have the same samples."""
         asked = {id(request.source) for request in requests}
-        stages: dict[str, dict[int, CacheRequest]] = {}
-        for request in requests:
-            stages.setdefault(_stage(request), {})[id(request.source)] = request
-        pairs: list[tuple[_Open, CacheRequest]] = []
-        for stage, asked_for in stages.items():
-            caches = [opened for opened in self._open if stage in opened.stages]
-            if len(caches) == len(asked_for):  # the loaders of a stage come in one order
-                pairs += zip(caches, asked_for.values(), strict=True)
-        for opened, new in pairs:
-            if new.source in self or new.domain is not None:
+        for new in requests:
+            caches = [opened for opened in self._open if _stage(new) in opened.stages]
+            if new.source in self or new.domain is not None or len(caches) != 1:
                 continue
+            [opened] = caches
             if opened.idle or id(opened.source) in asked or not isinstance(opened.dataset, CachedDataset):
                 continue
-            cached = cached_source(opened.dataset)
-            before = cached.opened
-            if all(self._group.exchange(is_continued(before, new.source, cached.witness.machinery))):
+            before = cached_source(opened.dataset).opened
+            if all(self._group.exchange(is_continued(before, new.source))):
                 cache = replace(before, request=replace(before.request, source=new.source), source=new.source)
                 opened.source, opened.dataset = new.source, dataset_over(CachedSource(cache))
-
-    def _close_changed(self, requests: Sequence[CacheRequest], stages: Collection[str]) -> None:
-        """Close the caches of datasets that have changed; new ones open. Collective."""
-        here = [opened.has_changed(requests, stages) for opened in self._open]
-        changed = [any(ranks) for ranks in zip(*self._group.exchange(here), strict=True)]
-        for opened, has_changed in zip(list(self._open), changed, strict=True):
-            if has_changed:
-                for stage in sorted(opened.stages & set(stages)):
-                    self._count_fruitless(stage, opened, "has changed")
-                opened.dataset.close()
-                self._open.remove(opened)
 
     def _take_grown(self, requests: Sequence[CacheRequest], stages: Collection[str]) -> dict[int, _Open]:
         """Remove the caches of grown datasets from the open ones; return them by the id of the dataset. Collective."""
@@ -335,25 +300,20 @@ class CallCaches:
 
     def _warn_of_another(self, stage: str, before: _Open) -> None:
         """Warn of a replaced dataset; after the second one without a hit, stop caching its stage. Collective."""
-        if before.dataset.cache is not None:
-            self._warn_once(
-                f"the {stage} loader came with a new {type(before.source).__name__}: the cache of the old one is "
-                "closed, and a new one starts empty.\nMake the dataset once, outside of the loader hook (with "
-                "keep_cache: outside of setup)"
-            )
-        self._count_fruitless(stage, before, "was replaced")
-
-    def _count_fruitless(self, stage: str, before: _Open, what: str) -> None:
-        """Note that a cache ends early; after the second one without a hit, stop caching its stage. Collective."""
-        counters = before.dataset.counters
+        counters, kind = before.dataset.counters, type(before.source).__name__
         counts = Counts() if counters is None else counters.totals()
         hit = any(self._group.exchange(counts.hits > counts.setup_fills))  # epoch one hits what set-up stored
         self._fruitless[stage] += not hit
+        if before.dataset.cache is not None:
+            self._warn_once(
+                f"the {stage} loader came with a new {kind}: the cache of the old one is closed, and a new one starts "
+                "empty.\nMake the dataset once, outside of the loader hook (with keep_cache: outside of setup)"
+            )
         if not hit and self._fruitless[stage] == _MOST_FRUITLESS:
             self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
             self._warn_once(
-                f"the {stage} loader is not cached any more: its {type(before.source).__name__} {what} twice before a "
-                "sample was hit.\nMake the dataset once; for data that grows there is RollingCache"
+                f"the {stage} loader is not cached any more: its {kind} was replaced twice before a sample was hit."
+                "\nMake the dataset once; for data that grows there is RollingCache"
             )
 
     def _warn_once(self, message: str) -> None:

@@ -19,7 +19,7 @@ from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.worker_pool import Reply, Request, Responder, unpacked
-from tests.loading.twins import assert_as_plain, same
+from tests.loading.twins import assert_as_plain, default_device, same
 
 # ---- from fields
 
@@ -70,12 +70,8 @@ def test_numbers_under_a_default_device_have_no_short_cut(sample):
     """There default_collate makes tensors on that device, of numbers and of arrays."""
     spec = SampleSpec.infer(sample)
     Collator(spec)
-    torch.set_default_device("meta")
-    try:
-        with pytest.raises(TypeError, match="makes a tensor on meta"):
-            Collator(spec)
-    finally:
-        torch.set_default_device(None)
+    with default_device("meta"), pytest.raises(TypeError, match="makes a tensor on meta"):
+        Collator(spec)
 
 
 # ---- by a worker
@@ -123,7 +119,6 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
 """What samples look like: a sample for each index."""
 
 
-@pytest.mark.processes  # where nothing is left to load, one that reads a sample again
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("name", SAMPLES)
 def test_batches_have_the_structure_and_types_that_dataloader_gives_them(name):

@@ -18,7 +18,18 @@ from torchvision.transforms import v2
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from tests.cache.leaves import same
-from tests.loading.twins import AnyKey, Augmented, InBatches, Numbers, assert_as_plain, copied, jitter, pairwise, totals
+from tests.loading.twins import (
+    AnyKey,
+    Augmented,
+    InBatches,
+    Numbers,
+    assert_as_plain,
+    copied,
+    default_device,
+    jitter,
+    pairwise,
+    totals,
+)
 from tests.sources import Made
 
 LENGTH, RECORDS = 50, 26
@@ -309,7 +320,7 @@ UNDER_A_DEVICE: list[Any] = [
 ]
 
 
-def set_meta(worker: int | None = None) -> None:
+def set_meta(worker: int) -> None:
     torch.set_default_device("meta")
 
 
@@ -323,11 +334,8 @@ def test_batches_under_a_default_device_are_those_of_dataloader(make: Any, num_w
 
     def batches(kind: Any, dataset: Any) -> Any:
         iterator = iter(kind(dataset, 2, **options))  # draws a seed, for which "meta" will not do
-        try:
-            set_meta()
+        with default_device("meta"):
             return placed(list(iterator))
-        finally:
-            torch.set_default_device(None)
 
     expected = batches(DataLoader, source)
     with closing(CachedDataset(source)) as dataset:

@@ -137,11 +137,6 @@ def plain_batches(source: Any, transform: Callable[[Any], Any] | None = None) ->
     return list(DataLoader(uncached(source, transform), 4))
 
 
-def looked(dataset: CachedDataset) -> int:
-    """How many stored samples were read again, by all processes."""
-    return 0 if dataset.counters is None else dataset.counters.looks[0]
-
-
 def totals(dataset: Any) -> Any:
     """What has been counted of a cache that is open."""
     return dataset.counters.totals()
@@ -240,3 +235,14 @@ def pairwise(**factors: Sequence[Any]) -> list[dict[str, Any]]:
         wanted.difference_update(itertools.combinations(best.items(), 2))
         chosen.append({name: factors[name][place] for name, place in best.items()})
     return chosen
+
+
+@contextmanager
+def default_device(name: str) -> Iterator[None]:
+    """`torch.set_default_device`, and then none."""
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)  # torch 2.4 would ask None for its device

@@ -27,7 +27,7 @@ from lightning_stocache.setup.same_data import FingerprintError
 from lightning_stocache.source.samples import bits
 from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.jobs import warnings
-from tests.loading.twins import looked, same
+from tests.loading.twins import same
 from tests.processes import call, call_many, hanging, path_of, run_ranks
 from tests.sources import CountedSource
 
@@ -84,14 +84,13 @@ def epoch(dataset: CachedDataset, num_workers: int) -> None:
 
 
 def read_all(folder: Path, name: str, kind: type[CountedSource], options: dict[str, Any]) -> tuple[int, ...]:
-    """A job that reads everything once: the slots that were filled before, its misses, its hits, the filled slots, and
-    the samples of its looks."""
+    """A job that reads everything once: the slots that were filled before, its misses, its hits, the filled slots."""
     dataset = cached(source(folder, kind), name, **options)
     before = dataset.cache.filled
     check(dataset)
-    counts, filled, looks = dataset.counters.totals(), dataset.cache.filled, looked(dataset)
+    counts, filled = dataset.counters.totals(), dataset.cache.filled
     dataset.close()
-    return before, counts.misses, counts.hits, filled, looks
+    return before, counts.misses, counts.hits, filled
 
 
 @pytest.mark.processes
@@ -102,11 +101,11 @@ def test_the_next_job_goes_on_filling(name: str, where: str, kind: type[CountedS
     with hanging(lambda: check(cached(source(tmp_path, kind), name, **options), 19)):
         pass  # and then it is killed
     loads = source(tmp_path).loads
-    before, misses, hits, filled, looks = call(read_all, tmp_path, name, kind, options)
+    before, misses, hits, filled = call(read_all, tmp_path, name, kind, options)
     assert 19 <= before < LENGTH
     assert (misses, hits, filled) == (LENGTH - before, before, LENGTH)
-    assert source(tmp_path).loads == loads + COMPARED + misses + looks
-    assert call(read_all, tmp_path, name, kind, options)[:4] == (LENGTH, 0, LENGTH, LENGTH)
+    assert source(tmp_path).loads == loads + COMPARED + misses
+    assert call(read_all, tmp_path, name, kind, options) == (LENGTH, 0, LENGTH, LENGTH)
 
 
 @pytest.mark.processes
@@ -171,10 +170,9 @@ def test_the_indices_of_one_fold_are_not_those_of_another(tmp_path: Path, name: 
         assert len(first.cache) == len(fold)
         for index in fold:
             first[index]
-        looks = looked(first)
     with closing(cached(source(tmp_path), name, indices=fold[::-1])) as second:
         assert [second[index][1] for index in fold] == [index % 10 for index in fold]
-        assert source(tmp_path).loads == len(fold) + COMPARED + looks + looked(second)
+        assert source(tmp_path).loads == len(fold) + COMPARED
     for others in ({"indices": range(0, LENGTH, 5)}, {"indices": range(len(fold))}, {}):
         with pytest.raises(FingerprintError, match=r"\(dataset: "):
             cached(source(tmp_path), name, **others)
@@ -231,22 +229,22 @@ def test_two_ranks_share_it_and_the_next_job_is_warm(name: str, tmp_path: Path) 
     """The leader opens it and the other rank attaches, twice; the leader finds other data, for both."""
     (cold, warm), of_the_other = run_ranks(halves, 2, str(tmp_path), name)
     assert of_the_other == [cold, warm]
-    assert cold[:2] == warm[:2]
+    assert cold == warm
     assert cold[0] == LENGTH
-    assert source(tmp_path).loads == LENGTH + COMPARED + cold[2] + warm[2]
+    assert source(tmp_path).loads == LENGTH + COMPARED
 
 
-def halves(rank: int, folder: str, name: str) -> list[tuple[int, int, int]]:
+def halves(rank: int, folder: str, name: str) -> list[tuple[int, int]]:
     return [half(rank, folder, name) for _ in range(2)]
 
 
-def half(rank: int, folder: str, name: str) -> tuple[int, int, int]:
+def half(rank: int, folder: str, name: str) -> tuple[int, int]:
     dataset = cached(source(folder), name, defer=True)
     dataset.share()
     for index in range(rank, LENGTH, 2):
         assert bits(dataset[index]) == bits(WHOLE.expected(index))
     dist.barrier()
-    answer = dataset.cache.filled, dataset.cache.segment.handle.inode, looked(dataset)
+    answer = dataset.cache.filled, dataset.cache.segment.handle.inode
     other = cached(CountedSource(LENGTH, classes=7), name, defer=True)
     other.share()
     assert other.cache is None

@@ -161,48 +161,8 @@ def split_for_itself(rank: int, folder: Path) -> Any:
     return result
 
 
-class Part(Dataset[Any]):
-    """Samples that depend on a part, which a rank may have for itself."""
-
-    def __init__(self, part: Any, **others: Any) -> None:
-        self.part = part
-        vars(self).update(others)
-
-    def __len__(self) -> int:
-        return 96
-
-    def __getitem__(self, index: int) -> Any:
-        if callable(self.part):
-            return self.part(index)
-        part = os.environ["TEST_PART"] if self.part is None else self.part
-        return torch.tensor(float(part[index]) if isinstance(part, list | dict | torch.Tensor) else int(part) + index)
-
-
-def added(number: int) -> Callable[[int], Any]:
-    return lambda index: torch.tensor(index + number)
-
-
-def parts(rank: int, folder: Path) -> Any:
-    """Which sources are cached: those of which each rank has its own part, and those that only know their rank."""
-    os.environ["TEST_PART"] = str(rank)
-    middle, table = torch.zeros(96), dict.fromkeys(range(96), 0.0)
-    middle[50] = rank
-    table[50] = rank
-    choices = [rank, str(rank), middle, table, list(table.values()), added(rank), None]
-    same = [Part(3, rank=rank), Part(3, folder=f"runs/{rank}"), Part(3, device=torch.device("meta", rank))]
-    outcomes = []
-    for source in [*map(Part, choices), *same]:
-        with closing(opened(source)) as cache:
-            outcomes.append(cache.cache is not None)
-            dist.barrier()
-    return outcomes
-
-
 def cut(rank: int, folder: Path) -> Any:
-    where = folder / str(rank)
-    where.mkdir()
-    os.chdir(where)
-    source = Dropped(LENGTH, log_path="loads")  # one name, which leads to a file of this rank
+    source = Dropped(LENGTH, log_path=folder / f"cut{rank}")
     its = opened(source)
     at_set_up = source.loads
     served = CachedSource(its)
@@ -265,7 +225,7 @@ def unlike(rank: int, folder: Path) -> Any:
     return opened(source)
 
 
-WORKS = (folds, open_some, split_for_itself, parts, cut, blind, blind_to_names, broken, unlike)
+WORKS = (folds, open_some, split_for_itself, cut, blind, blind_to_names, broken, unlike)
 
 
 @pytest.fixture(scope="module")
@@ -298,12 +258,6 @@ def test_nodes_divide_what_any_rank_draws(on_two_ranks: Any) -> None:
     assert set(first) | set(second) < drawn
     assert coverage == 10 / 11
     assert on_two_ranks[split_for_itself] == ((None, True), (None, True))
-
-
-@pytest.mark.processes
-def test_ranks_with_data_of_their_own_pass_through(on_two_ranks: Any) -> None:
-    """Chosen by a number, a text, the middle of a container, a closure or the environment; a rank's name is no data."""
-    assert on_two_ranks[parts] == ([False] * 7 + [True] * 3,) * 2
 
 
 @pytest.mark.processes

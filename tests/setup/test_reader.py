@@ -31,6 +31,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_stocache import CachedDataset, CachedStream
+from lightning_stocache.node import isolation
 from lightning_stocache.setup.find import Finding, SourceReader
 from lightning_stocache.setup.reader import Reader, Subject
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
@@ -193,6 +194,22 @@ def test_the_position_in_a_file_is_that_of_the_trainer(tmp_path: Path) -> None:
     ) as dataset:
         assert {int(sample) for sample in served(dataset)} == {16}
     os.close(descriptor)
+
+
+@pytest.mark.processes
+def test_a_number_that_has_another_file_by_now_stays() -> None:
+    """A descriptor that was closed before the fork may have given its number to the reader's own pipe."""
+
+    def read_all() -> list[bytes]:
+        (first, written), (second, written_too) = os.pipe(), os.pipe()
+        os.write(written, b"a"), os.write(written_too, b"b")
+        shared = isolation.descriptors()
+        isolation.isolate({first: shared[second]} | {second: shared[second]})
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.read(second, 1)
+        return [os.read(first, 1)]
+
+    assert call(read_all) == [b"a"]
 
 
 def test_a_log_of_the_trainer_is_not_written_over(tmp_path: Path) -> None:

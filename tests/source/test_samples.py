@@ -1,8 +1,7 @@
-"""Whether two samples are the same, whatever they are made of, and the marks by which one is found."""
+"""Whether two samples or two sources are the same, whatever they are made of, and the marks by which one is found."""
 
 import copy
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +10,10 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_stocache.source.samples import bits, digest_of, mark_of, part_at, same_sample, with_part
+from lightning_stocache.source.identity import data_digest
+from lightning_stocache.source.samples import bits, mark_of, part_at, same_sample, with_part
 from tests.cache import leaves
 
 
@@ -58,35 +59,37 @@ def test_other_contents_have_other_marks() -> None:
         assert all(0 <= mark < 2**64 for mark in marks)
 
 
-def ragged(kind: str, value: float) -> torch.Tensor:
-    """A tensor without dense memory of its own, whose last number is the value."""
-    dense = torch.eye(4) * 7
-    dense[3, 3] = value
-    make: dict[str, Callable[[], Any]] = {
-        "coo": dense.to_sparse,
-        "csr": dense.to_sparse_csr,
-        "csc": dense.to_sparse_csc,
-        "bsr": lambda: dense.to_sparse_bsr((2, 2)),
-        "nested": lambda: torch.nested.nested_tensor([dense[:2], dense]),
-        "jagged": lambda: torch.nested.nested_tensor([dense[:2], dense], layout=torch.jagged),
-        "quantised": lambda: torch.quantize_per_tensor(dense, 0.5, 3, torch.quint8),
-        "by channel": lambda: torch.quantize_per_channel(dense, torch.ones(4), torch.zeros(4), 0, torch.qint8),
-    }
-    return make[kind]()
+class Files(Dataset[Any]):
+    def __init__(self, files: Any, rank: int = 0) -> None:
+        self.files, self.rank, self.path = files, rank, f"/tmp/{rank}"
+
+    def __len__(self) -> int:
+        return len(self.files)
 
 
-@pytest.mark.filterwarnings("ignore")  # prototypes of torch
-@pytest.mark.parametrize("kind", ["coo", "csr", "csc", "bsr", "nested", "jagged", "quantised", "by channel"])
-def test_content_of_tensors_without_dense_memory_is_compared(kind: str) -> None:
-    """Sparse, nested, jagged and quantised ones are equal by content, and by the last bits where they hold floats."""
-    ours, same, other = (ragged(kind, value) for value in (5.0, 5.0, 9.0))
-    assert bits([ours]) == bits([same])
-    assert same_sample([ours], [same])
-    assert not same_sample([ours], [other])
-    assert digest_of(ours) == digest_of(same) != digest_of(other)
-    assert mark_of(ours) == mark_of(same) != mark_of(other)
-    near = ragged(kind, 5.0 + 5 * torch.finfo(torch.float32).eps)
-    assert same_sample([ours], [near])
+def framed(value: float) -> torch.Tensor:
+    """Images with a black frame, whose middle has this value."""
+    images = torch.zeros(40, 1, 28, 28)
+    images[:, :, 8:20, 8:20] = value
+    return images
+
+
+def test_other_data_has_another_digest() -> None:
+    """Subsets, lists of files, tensors and arrays, inside other datasets too. What ranks have of their own is none."""
+    for left, right in (
+        (Subset(range(10), range(0, 10, 2)), Subset(range(10), range(1, 10, 2))),
+        (Files(["a", "b"]), Files(["a", "c"])),
+        (Files(torch.arange(3)), Files(torch.arange(3) + 1)),
+        (Files(np.array(3)), Files(np.array(4))),
+        (Files(np.arange(40).reshape(2, 20).T), Files(np.arange(1, 41).reshape(2, 20).T)),
+        (Files(framed(1.0)), Files(framed(1.00001))),
+        (Subset(Subset(Files(["a", "b"]), [0]), [0]), Subset(Subset(Files(["a", "c"]), [0]), [0])),
+        (ConcatDataset([Files(["a"])]), ConcatDataset([Files(["b"])])),
+        ([1, 2], (1, 2)),
+    ):
+        assert data_digest(left) == data_digest(left)
+        assert data_digest(left) != data_digest(right)
+    assert data_digest(Files(["a"], rank=0)) == data_digest(Files(["a"], rank=1))
 
 
 class Point(tuple[Any, ...]):

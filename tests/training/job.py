@@ -72,11 +72,6 @@ def read_at_setup(folder: Path, stage: str = "") -> int:
     return sum(map(int, found))
 
 
-def read_again(folder: Path, kind: str = "") -> int:
-    """How many stored samples were read again while the training went on, of a class of datasets or in all."""
-    return sum(map(int, re.findall(rf"{kind}: (\d+) stored samples were read again", logs(folder))))
-
-
 def write(folder: Path, name: str, saw: Any) -> None:
     """Add a line to a file of results."""
     with open(folder / name, "a") as file:
@@ -263,7 +258,6 @@ def log_to(folder: Path) -> None:
     """Write the log lines of this process from now on to a file in this folder."""
     folder.mkdir(exist_ok=True)
     logging.basicConfig(filename=folder / f"{os.getpid()}.log", level=logging.INFO, force=True)
-    logging.getLogger("lightning_stocache.loading.serve").setLevel(logging.DEBUG)  # which says what is read again
 
 
 if __name__ == "__mp_main__":  # in a spawned rank

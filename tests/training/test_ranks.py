@@ -20,7 +20,7 @@ import pytest
 
 from tests.jobs import OWN_SHM, exit_codes, job_environment, skip_without, start
 from tests.processes import is_alive, memory_files, wait_until
-from tests.training.job import logs, printed, read_again, read_at_setup, read_ranks, start_nodes, words
+from tests.training.job import logs, printed, read_at_setup, read_ranks, start_nodes, words
 from tests.training.tiny import DOORS, SAMPLES, source
 
 pytestmark = [
@@ -89,8 +89,8 @@ def test_ranks_share_one_cache(tmp_path, door, strategy, fits):
         assert epochs["bypasses"] == [0, 0, 0]
         all_stored += stored
     train, val = (read_at_setup(tmp_path, stage) for stage in ("train", "val"))
-    seldom = source(tmp_path, "val").loads - val + source(tmp_path).loads - (fits * SAMPLES + train - all_stored)
-    assert 0 <= seldom - read_again(tmp_path) <= 4 * fits, "of eight at least four are stored"
+    assert source(tmp_path).loads == fits * SAMPLES + train - all_stored
+    assert 0 <= source(tmp_path, "val").loads - val <= 4 * fits, "of eight at least four are stored"
     assert "sync_dist" not in printed(tmp_path)
 
 
@@ -261,8 +261,8 @@ def test_the_memory_of_two_nodes_adds_up(tmp_path, request, name):
     assert all(epochs[2][f"node{node}/fill_fraction"] > 0.99 for node in (0, 1))
     stored = read_at_setup(folder) / 2  # by each node, where it has a slot
     assert rates[0] <= stored / len(drawn)
-    misses = sum(epoch["misses"] + epoch["bypasses"] for epoch in epochs)
-    assert source(folder).loads == 2 * stored + misses + read_again(folder)
+    second_reads = source(folder).loads - 2 * stored - sum(epoch["misses"] + epoch["bypasses"] for epoch in epochs)
+    assert 0 < second_reads <= 8 * 4  # of each rank, while the cache fills, to see whether the source is random
 
 
 def test_no_collective_of_others_is_crossed(job):

@@ -289,8 +289,3 @@ def said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
 def announced(caplog: pytest.LogCaptureFixture) -> int:
     """How many samples the package says that it has read at set-up."""
     return sum(map(int, re.findall(r"(\d+) reads at set-up", caplog.text)))
-
-
-def read_again(caplog: pytest.LogCaptureFixture) -> int:
-    """How many stored samples the package says that it has read again while the training went on."""
-    return sum(map(int, re.findall(r"(\d+) stored samples were read again", caplog.text)))
