@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from multiprocessing import process, util
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,13 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from tqdm import tqdm
 
 from lightning_stocache.node import isolation
+from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.processes import THREAD_PREFIX, other_threads
 from lightning_stocache.setup import find, first_samples
 from lightning_stocache.setup.reader import Reader
 from lightning_stocache.source import looks, random_split
 from tests.processes import (
+    anonymous_memory,
     collapse,
     command_of,
     descendants,
@@ -64,6 +67,7 @@ if "forkserver" in multiprocessing.get_all_start_methods():  # a rank or a worke
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # some tests crash a child
 
+_TRAINER_BYTES = 128 << 20  # anonymous memory of a small trainer
 _PATIENCE_SECONDS = 60.0  # for what ends by itself: a killed worker, a thread that holds a batch
 _LAUNCH_VARIABLES = re.compile(
     r"PYTEST_|PL_|KMP_|CUDA_|TORCH|PYTORCH_NVML|(LOCAL_|NODE_|GROUP_)?RANK$|WORLD_SIZE$|MASTER_|OMP_"
@@ -139,8 +143,7 @@ def has_names_and_variables_to_itself(request: pytest.FixtureRequest) -> Iterato
 @pytest.fixture(autouse=True)
 def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Children have ended, and no process has a file in memory open that it did not have before: anonymous ones, too.
-    Fixtures are set up by name: this one after the first guard, so that names are left last, and before
-    `monkeypatch`."""
+    Fixtures are set up by name: this one after the first guard, so that names are left last."""
     if not os.path.isdir("/proc/self/fd"):
         yield
         return
@@ -172,6 +175,12 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
     pytest.fail(f"the test left files in memory behind: {sorted(left_memory)}")
 
 
+@pytest.fixture
+def monkeypatch(leaves_no_process_and_no_memory_behind: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Patches are undone before the guard looks: a patch may hold an error, and with it all that the test has made."""
+    return monkeypatch
+
+
 @pytest.fixture(autouse=True)
 def set_up_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set-up reads samples in a process of its own, as it does for users; with `--in-process` in that of the test."""
@@ -187,6 +196,22 @@ def set_up_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Reader, "hung", set())
     if request.node.get_closest_marker("epoch_one_reads_all"):
         monkeypatch.setattr(find, "MOST_BYTES", -1)
+
+
+@pytest.fixture(autouse=True)
+def trainer_has_taken_little(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache leaves as much memory free as its process has taken. The process of the tests has taken what no trainer
+    has, the libraries of all tests and what earlier tests have left: 1 GiB. What a test takes itself counts."""
+    if request.path.parent.name == "node":  # measuring is tested there
+        return
+    measure = FreeMemory.measure
+    before = anonymous_memory()
+
+    def measured(directory: str | None, *args: Any) -> FreeMemory:
+        free = measure(directory, *args)
+        return replace(free, own=max(free.own - before, _TRAINER_BYTES))
+
+    monkeypatch.setattr(FreeMemory, "measure", measured)
 
 
 @pytest.fixture

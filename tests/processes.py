@@ -12,6 +12,7 @@ import glob
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import stat
@@ -420,6 +421,12 @@ def is_pipe(descriptor: int) -> bool:
         return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
     except OSError:
         return False
+
+
+def anonymous_memory() -> int:
+    """Bytes of anonymous memory that this process has; 0 where the system does not say."""
+    line = re.search(r"^RssAnon:\s*(\d+) kB", _read("/proc/self/status"), re.MULTILINE)
+    return int(line[1]) << 10 if line else 0
 
 
 def is_alive(pid: int) -> bool:

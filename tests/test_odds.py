@@ -1,5 +1,6 @@
-"""The odds end with their test: nothing of a crowd is left where one of it fails."""
+"""The odds are what they say, and end with their test: nothing of a crowd is left where one of it fails."""
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.odds import Disk
 from tests.processes import ChildError, is_alive, wait_until
 
 
@@ -27,3 +29,29 @@ def test_the_first_error_of_a_crowd_ends_it(tmp_path: Path, crowd: Any) -> None:
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 32
     wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def write(path: Path) -> int:
+    """Write 1 MiB, to the disk itself. Returns the number of the error, or 0."""
+    try:
+        with open(path, "wb") as file:
+            file.write(bytes(2**20))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno or -1
+    return 0
+
+
+def write_before_and_after(disk: Disk) -> list[int]:
+    results = [write(disk.directory / "before")]
+    disk.take_all()
+    results.append(write(disk.directory / "full"))
+    disk.make_room()
+    return [*results, write(disk.directory / "after")]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("filesystem", ["tmpfs", "ext4", "btrfs"])
+def test_a_full_disk_is_full_until_others_make_room(filesystem: str, full_disk: Any) -> None:
+    """Whether or not the filesystem writes over a file in place. The least that btrfs takes is 109 MiB."""
+    assert full_disk(write_before_and_after, filesystem=filesystem, mib=128) == [0, errno.ENOSPC, 0]

@@ -1,6 +1,7 @@
 """A store on a disk serves what was stored, or nothing: whatever happened to the file in between."""
 
 import errno
+import faulthandler
 import logging
 import os
 import random
@@ -40,6 +41,7 @@ from tests.cache.stores import (
 )
 from tests.jobs import Log
 from tests.odds import stop
+from tests.processes import ChildError
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -176,6 +178,7 @@ def test_what_the_disk_refuses_is_not_stored(disk: Disk, monkeypatch: Any, caplo
 
 def fill_until_full(disk: Any, layout: str) -> Any:
     """What is served from a disk that becomes full after ten samples, later, and after others have made room."""
+    faulthandler.disable()  # a SIGBUS is reported by its number alone
     store, log = Disk(disk.directory, layout).open(), Log(logging.WARNING)
     filled(store, ALL[:10])
     disk.take_all()
@@ -189,12 +192,17 @@ def fill_until_full(disk: Any, layout: str) -> Any:
     return len(stored), served(store), log.lines
 
 
+# Numbers of slots are written through the mapping. Where a filesystem writes no block over, each needs a free one.
+COPIES = pytest.mark.xfail(raises=ChildError, reason="a full disk that copies on write is a SIGBUS")
+FILESYSTEMS = [("tmpfs", 96), ("ext4", 96), pytest.param("btrfs", 256, marks=COPIES)]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("filesystem", ["tmpfs", "ext4"])
+@pytest.mark.parametrize(("filesystem", "mib"), FILESYSTEMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_has_no_room_on_the_disk_is_not_stored(layout: str, filesystem: str, full_disk: Any) -> None:
+def test_what_has_no_room_on_the_disk_is_not_stored(layout: str, filesystem: str, mib: int, full_disk: Any) -> None:
     """A full disk is one warning; what was stored is served, and the next job stores the rest where it has room."""
-    count, served_later, [warning] = full_disk(fill_until_full, layout, filesystem=filesystem)
+    count, served_later, [warning] = full_disk(fill_until_full, layout, filesystem=filesystem, mib=mib)
     assert 10 <= count < LENGTH
     assert served_later == ALL
     assert "the cache stops" in warning

@@ -33,8 +33,6 @@ from tests.processes import run_ranks
 from tests.sources import CountedSource
 from tests.training.tiny import SAMPLES, Model, logged, make_trainer
 
-pytestmark = pytest.mark.epoch_one_reads_all
-
 SECONDS = {"data_wait_seconds", "compute_seconds", "samples_per_second"}
 
 
@@ -171,6 +169,7 @@ def on_two_nodes(rank: int) -> Any:
     return found, granted["ranks"], granted["nodes"]
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 def test_ranks_and_nodes_sum_up():
     """Ranks get the same metrics, over all; a node is expected to hit the smaller of its share and its slots."""

@@ -29,8 +29,6 @@ from tests.loading.twins import Augmented, InBatches, looked, same, totals
 from tests.processes import memory_files
 from tests.sources import CountedSource, CountedStream, Made
 
-pytestmark = pytest.mark.epoch_one_reads_all
-
 LENGTH = 24
 SLOT_BYTES = 3 * 8 * 8 + 8 + 1  # the image, the label, the state
 
@@ -54,6 +52,7 @@ WAYS: dict[str, tuple[Any, str | int, int, dict[str, Any]]] = {
 """Loaders, budgets, the slots that these pay for, and arguments of the loaders."""
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)
 def test_what_has_a_slot_is_loaded_once(source: CountedSource, caplog: pytest.LogCaptureFixture, way: str) -> None:
@@ -101,6 +100,7 @@ def record(index: int) -> Any:
     return {"text": f"sample {index}"}
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
     ("make", "budget", "indices", "count"),
     [
@@ -168,6 +168,7 @@ def fill_in_small_shm(kind: Any, transform: Any) -> tuple[int, int, str, list[st
         return len(dataset.cache), totals(dataset).hits, where, log.lines
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "transform"), [(DataLoader, None), (CachedLoader, torch.Tensor.float)])
 def test_a_small_dev_shm_is_never_overdrawn(kind: Any, transform: Any, small_shm: Any) -> None:
@@ -318,6 +319,7 @@ def test_what_is_kept_is_described() -> None:
         assert re.fullmatch(described, dataset.describe())
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("duplicate", [lambda dataset: pickle.loads(pickle.dumps(dataset)), copy.deepcopy, copy.copy])
 def test_copies_share_the_cache(source: CountedSource, duplicate: Callable[[Any], Any]) -> None:
     """Fills and counts are shared. Closed, a copy gives up its own use alone; it outlives the original, uncached."""

@@ -45,13 +45,14 @@ SAMPLE_BYTES = 3 * 5 * 7 + 8
 BLOCK = (3, 300, 300)  # over 1 MiB in a batch of 4: gathered alone
 BIG = (3, 64, 64)  # 48 KiB in a batch of 4: recycled, not too small
 
-pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.epoch_one_reads_all]
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def fill(dataset: CachedDataset, indices: Any) -> None:
     dataset.__getitems__(list(indices))
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 def test_a_batch_without_a_miss_wakes_no_worker(monkeypatch):
     """Only what is not READY is sent, and where nothing is missing nothing is."""
@@ -106,6 +107,7 @@ def test_later_epochs_take_no_new_memory(num_workers):
             assert sum(address - size * 270_000 not in addresses for address in addresses) == blocks
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
     ("kind", "arguments", "budget", "transform"),
     [*((CachedLoader, *way) for way in WAYS.values()), (DataLoader, {}, "auto", None)],
@@ -166,6 +168,7 @@ def test_a_cache_may_end_in_the_middle_of_an_epoch(monkeypatch, arguments, budge
         loader.close()
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 @pytest.mark.parametrize(("transform", "reachable"), [(None, True), (to_float, True), (None, False)])
 def test_without_memory_that_workers_can_write_to_batches_are_sent(monkeypatch, transform, reachable):
@@ -191,6 +194,7 @@ def test_without_memory_that_workers_can_write_to_batches_are_sent(monkeypatch, 
         loader.close()
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(("indices", "warm"), [(None, True), (None, False), (range(10), True)])
 def test_a_source_that_has_grown_is_loaded_beyond_its_cache(indices: Any, warm: bool) -> None:
     """Samples that the cache does not know come from the source, and take nobody's slot, also in the first epoch."""

@@ -34,7 +34,7 @@ from tests.sources import Made
 
 LENGTH, RECORDS = 50, 26
 
-pytestmark = [pytest.mark.usefixtures("seeded"), pytest.mark.epoch_one_reads_all]
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 NUMBERS = Numbers(LENGTH)
@@ -93,6 +93,7 @@ DESIGNS = pairwise(
 )
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("design", DESIGNS)
 def test_batches_and_draws_are_those_of_dataloader(design):
     """Whatever samples are, whatever is cached, whatever a transform draws from: nothing tells the two apart."""
@@ -206,6 +207,7 @@ def test_arguments_that_cannot_be_are_refused_in_words(arguments, message):
         CachedLoader(Numbers(4), **arguments)
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 def test_a_loader_that_is_running_can_be_copied_and_sent():
     """A copy, or a loader that comes out of a pickle, iterates for itself."""
@@ -228,6 +230,7 @@ class Point:
         self.x = x
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_record_that_cannot_be_decoded_is_a_miss(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class that was renamed since its samples were stored costs loads, and ends no training."""
@@ -324,6 +327,7 @@ def set_meta(worker: int) -> None:
     torch.set_default_device("meta")
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(("make", "num_workers"), [*((make, 0) for make in UNDER_A_DEVICE), (UNDER_A_DEVICE[1], 1)])
 def test_batches_under_a_default_device_are_those_of_dataloader(make: Any, num_workers: int) -> None:
     """Samples and the memory of batches stay on the CPU."""

@@ -188,11 +188,12 @@ def test_a_sequential_read_goes_on_where_the_trainer_was(tmp_path: Path) -> None
 
 
 def test_the_position_in_a_file_is_that_of_the_trainer(tmp_path: Path) -> None:
-    """A source that reads on from there reads the same."""
+    """The process of set-up begins there, whether or not its samples are stored."""
     descriptor = _descriptor(tmp_path / "file")
-    with closing(
-        CachedDataset(Opened(descriptor, lambda number, index: bytes([os.lseek(number, 0, os.SEEK_CUR)])))
-    ) as dataset:
+    source = Opened(descriptor, lambda number, index: bytes([os.lseek(number, 0, os.SEEK_CUR)]))
+    with closing(Reader([Subject(source.__getitem__, source, "a source")], "fork")) as reader:
+        assert int(reader.ask(0)) == 16
+    with closing(CachedDataset(source)) as dataset:
         assert {int(sample) for sample in served(dataset)} == {16}
     os.close(descriptor)
 
@@ -718,7 +719,7 @@ def test_a_source_that_draws_here_is_random() -> None:
 
 
 class Lazy(Dataset[Any]):
-    """Draws for samples that do not show it, beside a thread that it has started at its first read."""
+    """Draws for its first sample, which does not show it, in a thread that it has started at its first read."""
 
     executor: Any = None
 
@@ -728,7 +729,8 @@ class Lazy(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if self.executor is None:
             self.executor = ThreadPoolExecutor(1)
-        self.executor.submit(random.random).result()
+        if index == 0:
+            self.executor.submit(random.random).result()
         return torch.tensor(index)
 
 

@@ -37,7 +37,7 @@ from tests.training.tiny import (
     source,
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.epoch_one_reads_all]
+pytestmark = pytest.mark.processes
 
 KEYS = {
     *("hit_rate", "fill_fraction", "coverage", "hits", "misses", "bypasses", "fills", "memory_bytes", "budget_bytes"),
@@ -47,6 +47,7 @@ LIVE = "stocache/live/hit_rate"
 OF_TRAINING = {"data_wait_seconds", "compute_seconds", "samples_per_second", "hit_rate_expected"}
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(("budget", "slots", "workers"), [("auto", 24, 0), ("50%", 12, 2), (0, 0, 0)])
 def test_values_are_the_sources_own(tmp_path, caplog, workers, budget, slots):
     """Hits, misses and bypasses add up to the served samples, and misses and bypasses to the source's loads."""
@@ -72,6 +73,7 @@ def test_values_are_the_sources_own(tmp_path, caplog, workers, budget, slots):
     assert len(said(caplog, "stocache: the cache is off (budget=0)")) == (budget == 0)
 
 
+@pytest.mark.epoch_one_reads_all
 def test_each_key_is_logged_once_per_epoch_and_can_be_watched(tmp_path):
     """Exactly the documented keys are logged; fills of the sanity check are hits of the first validation."""
     saver = ModelCheckpoint(tmp_path / "kept", monitor="stocache/hit_rate", mode="max")
@@ -92,6 +94,7 @@ def test_each_key_is_logged_once_per_epoch_and_can_be_watched(tmp_path):
     assert trainer.current_epoch == 4
 
 
+@pytest.mark.epoch_one_reads_all
 def test_a_trainer_that_logs_no_steps_gets_no_live_values(tmp_path):
     """With `log_every_n_steps=0` only the values of epochs are logged."""
     trainer = make_trainer(tmp_path, [CacheMonitor(), FillProgress()], epochs=2, log_every_n_steps=0)
@@ -110,6 +113,7 @@ def test_an_epoch_with_a_limit_counts_the_batches_of_the_limit(tmp_path):
         assert [sum(epoch) for epoch in zip(*counts, strict=True)] == [samples] * 3
 
 
+@pytest.mark.epoch_one_reads_all
 def test_wait_and_compute_are_the_epoch(tmp_path):
     """Waiting for a slow source and computing in a slow step are separate; validation is in neither."""
 
@@ -284,6 +288,7 @@ def trained(tmp_path: Path, logger: Any) -> None:
     trainer.fit(Model(), dm)
 
 
+@pytest.mark.epoch_one_reads_all
 def test_wandb_keeps_what_was_logged(tmp_path, monkeypatch):
     """Its run gets all values with epoch and step, the axis of each key, and the granted memory in the config."""
     wandb = pytest.importorskip("wandb")
@@ -306,6 +311,7 @@ def test_wandb_keeps_what_was_logged(tmp_path, monkeypatch):
     assert (config["stocache"]["budget"], config["stocache"]["val"]["samples"]) == ("50%", 8)
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.soak
 def test_mlflow_keeps_what_was_logged(tmp_path, monkeypatch, caplog):
     """Its client returns the values with their steps; that it refuses other params later stops no training."""
@@ -356,6 +362,7 @@ def fit_with_bar(tmp_path, callbacks, data, bar=TQDMProgressBar, key="cache", ep
     return shown
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
     ("progress", "bar", "shown", "lines"),
     [
@@ -372,6 +379,7 @@ def test_the_bar_shows_the_fill_and_later_the_hit_rate(tmp_path, caplog, progres
     assert len(said(caplog, FULL)) == lines
 
 
+@pytest.mark.epoch_one_reads_all
 def test_the_bar_of_half_a_cache_of_a_full_one_and_of_one_that_is_off(tmp_path, caplog):
     """The bar has the rate of the epoch so far, from the start if the cache is full, and nothing if it is off."""
     callbacks = [StochasticCache(budget="50%"), FillProgress("photos")]
@@ -388,6 +396,7 @@ def test_the_bar_of_half_a_cache_of_a_full_one_and_of_one_that_is_off(tmp_path, 
     assert said(caplog, FULL) == []
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("form", ["{:.3e}", "{:8.4f}", "{:.1%}"])
 def test_a_bar_that_formats_numbers_trains(tmp_path, form):
     """A bar that formats or rounds each of its metrics as a number works with the cache's values in it."""
