@@ -266,7 +266,9 @@ def read_again(
                 continue
             start = time.perf_counter_ns()
             try:
-                now = _loaded(source, index)
+                now = _loaded(source, index) if proof is None else proof.load(index)
+            except UncuttableError as error:
+                return Look(read + 1, time.perf_counter_ns() - begun, LOST_CUT % error, "uncut")
             except Exception:  # the source is the user's, and may raise anything
                 log.debug("sample %d could not be read again", index, exc_info=True)
                 continue
@@ -275,23 +277,10 @@ def read_again(
             if not _is_same(before, now, cache.codec, index):
                 cause: Cause = "random" if _differs_each_time(source, index, now, dice.getrandbits(31)) else "changed"
                 return Look(read, time.perf_counter_ns() - begun, f"sample {index}", cause)
-            if proof is not None and (objection := _lost(proof, index)) is not None:
-                return Look(read, time.perf_counter_ns() - begun, objection, "uncut")
             if finds_lent and read == 1:
                 read += 1
                 lends = _is_lent(source, index, now)
     return Look(read, time.perf_counter_ns() - begun, lends=lends, load_ns=load_ns)
-
-
-def _lost(proof: CutProof, index: int) -> str | None:
-    """Why a source cannot be cut, if it cannot."""
-    try:
-        proof.look(index)
-    except UncuttableError as error:
-        return LOST_CUT % error
-    except Exception:  # the source is the user's, and may raise anything
-        log.debug("the cut could not be proved for sample %d", index, exc_info=True)
-    return None
 
 
 def _is_lent(source: Any, index: int, now: Any) -> bool:

@@ -75,7 +75,7 @@ class Proof:
         once = self._probe.read(self._head, original.index, original.seed)
         if found := why_random(once, again):
             raise UncuttableError(f"its dataset is random outside the transform ({found})")
-        self._compare(once, original)
+        self._compare(once.sample, original)
         return again
 
     def at(self, index: int, seed: int, times: int = 1) -> None:
@@ -88,7 +88,8 @@ class Proof:
         sample = self._probe.read(self._head, index, seed).sample
         for chosen in self._telling_seeds(sample, index, seed, times):
             original = self._probe.read(self._source, index, chosen)
-            self._compare(self._probe.read(self._head, index, chosen), original)
+            self._probe.generators.seed(chosen)
+            self._compare(copy.deepcopy(sample), original)
 
     def go_on(self, indices: Sequence[int], least: int) -> int:
         """Prove the cut for more samples. Returns how many are left for epoch one.
@@ -145,8 +146,9 @@ class Proof:
                     raise
         return True
 
-    def _compare(self, once: Read, original: Read) -> None:
-        index, sample, tail = original.index, once.sample, self._tail
+    def _compare(self, sample: Any, original: Read) -> None:
+        """Compare a sample of the head, finished from here on, with that of the source."""
+        index, tail = original.index, self._tail
         whole = tail.of_batch(sample, index) if isinstance(index, list) else tail(sample, index)
         if self._probe.generators.moved(original.after) or bits(whole) != original.bits:
             raise UncuttableError(
@@ -275,17 +277,17 @@ class CutProof:
             self._compare(index, 1)
             self._unproved -= 1
 
-    def look(self, index: int) -> None:
-        """Prove the cut for a sample once more.
+    def load(self, index: int) -> Any:
+        """A sample of the head, for which the cut is proved once more.
 
         Raises:
-            UncuttableError: head and tail do not make it.
+            UncuttableError: head and tail do not make the sample of the source.
             Exception: an error of the source.
         """
-        if self._is_blind:
-            self.read(partial(_read_head, self._head, index), [index])
-        else:
+        if not self._is_blind:
             self._compare(index, 1)
+        [sample], _ = self.read(partial(_read_head, self._head, index), [index])
+        return sample
 
     @property
     def _calls(self) -> int:
@@ -324,6 +326,6 @@ class BlindSource:
         return sample
 
 
-def _read_head(head: Any, index: int) -> Sequence[Any]:
+def _read_head(head: Any, index: int) -> list[Any]:
     read = batch_reader(head)
     return [head[index]] if read is None else one_per_index(read([index]), 1, head)

@@ -118,7 +118,7 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
     Args:
         source: a map-style dataset with at least one sample. Four indices are probed, two if these take 20 s. A
             deterministic source is read twice per index, a random one up to ten times. If all raise, so does this.
-        quick: how many more indices to probe within 0.2 s.
+        quick: how many more indices to probe within 0.2 s. If 0, none is read that need not be.
         domain: which indices may be read; by default all.
 
     Example:
@@ -161,7 +161,7 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
                     Proof(source, head, tail, probe).of(probe.read(source, [read.index for read in again[:2]], 0))
                 proof = Proof(source, head, tail, probe)
                 others = _others(len(source), domain)
-                if proof.is_blind([read.index for read in again], others, QUICK_SECONDS):
+                if proof.is_blind([read.index for read in again], others if quick else (), QUICK_SECONDS):
                     cut = replace(cut, is_blind=True)
                 else:
                     cut = replace(cut, unproved=proof.go_on(others, LEAST_PROVED - len(originals)))
