@@ -297,8 +297,8 @@ def read_blindly(read: Callable[[], Sequence[Any]], indices: Sequence[int], tail
     return samples, objection
 
 
-def depends_on_none(read: Callable[[], Any], index: int, tail: Tail) -> str | None:
-    """Whether code behind a transform asks if its result is None, in words. The source is read once or twice.
+def depends_on_none(read: Callable[[], Any], index: int, tail: Tail) -> bool:
+    """Whether code behind a transform asks if its result is None. The source is read once or twice.
 
     Args:
         read: reads the sample of the index, of a copy of a source.
@@ -312,10 +312,10 @@ def depends_on_none(read: Callable[[], Any], index: int, tail: Tail) -> str | No
         # Code that takes a part of the result raises if there is none.
         is_natural = shown == "one None" and isinstance(error, Exception)
         if not is_natural and (error is not None or not blind.holds_none(sample, tail.calls(index))):
-            return "code behind its transform asks if the result is None"
+            return True
         if not any(call.has_parts for call in blind.calls):
             break
-    return None
+    return False
 
 
 def _read(read: Callable[[], Any], tail: Tail, blind: BlindRead) -> tuple[Any, BaseException | None]:

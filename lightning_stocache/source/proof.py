@@ -10,8 +10,8 @@ the same state, and the head draws nothing. What the code behind the transforms 
   the tail is run under many, and the source is read under those that give the rarest result, the shortest, or the one
   with the least or largest sum.
 
-Where no code looks at first, some later sample may be looked at. Then this sample is compared eight times; after 32
-of these comparisons samples are loaded as in the second case.
+Where no code looks in the samples that set-up has read, it may look in a later one. Then this sample is compared eight
+times, or once after four of this kind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lightning_stocache.source.probe import Probe, Read, why_random
 from lightning_stocache.source.samples import bits, part_at, walk
 from lightning_stocache.source.transform_split import Tail, UncuttableError, reading, reads_as_library
 
-__all__ = ["LEAST_PROVED", "MOST_PROVED", "BlindSource", "CutProof", "Proof"]
+__all__ = ["LEAST_PROVED", "MOST_PROVED", "PROVING_SECONDS", "BlindSource", "CutProof", "Proof"]
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +46,13 @@ LEAST_PROVED = 8
 """The least comparisons of a cut where code looks at the result of a transform."""
 MOST_PROVED = 32
 """The comparisons after which the cut is taken to be proved."""
-_SECONDS = 2.0  # for more than the least; the rest is proved in epoch one
+PROVING_SECONDS = 2.0
+"""The time for more than these; the rest is proved in epoch one."""
 _SHARE = 8  # of so many samples that epoch one loads, one is compared
+_LOOKED = 3  # comparisons of a sample in a look
 _TRIED = 64  # seeds under which the tail is run, for a comparison
-_TRYING_SECONDS = 0.05  # for these
+_TRYING_SECONDS = 0.2  # for more than the least of these
+_LEAST_TRIED = 16
 
 
 class Proof:
@@ -103,7 +106,7 @@ class Proof:
         """
         begin = time.perf_counter()
         for number, index in enumerate(indices):
-            if number >= least and time.perf_counter() - begin > _SECONDS:
+            if number >= least and time.perf_counter() - begin > PROVING_SECONDS:
                 return len(indices) - number
             try:
                 self.at(index, 2 * len(self._source) + number * _TRIED)
@@ -114,37 +117,48 @@ class Proof:
         return 0
 
     def is_blind(self, probed: Sequence[int], others: Sequence[int], seconds: float) -> bool:
-        """Whether the code behind the transforms looks at none of their results.
+        """Whether the code behind the transforms looks at none of the results in probed samples.
 
         Args:
             probed: indices of samples that are read blindly.
-            others: indices of more samples, which are read in the time that is left.
+            others: indices of more samples, which are read in the time that is left. One that is looked at is compared.
             seconds: this time.
+
+        Raises:
+            UncuttableError: head and tail do not make a sample that is looked at.
         """
         if not self._tail.heads:  # the code behind a format is that of its library, if no subclass changes it
             return reads_as_library(self._source)
-        begin = time.perf_counter()
+        begin, looked_at = time.perf_counter(), 0
         parts = [0, *self._source.cumulative_sizes[:-1]] if type(self._source) is ConcatDataset else []
-        with_none = {probed[0], *parts}
         for index in dict.fromkeys((*probed, *parts, *others)):
-            is_sure = index in probed or index in parts
-            if not is_sure and time.perf_counter() - begin > seconds:
+            is_other = index not in probed and index not in parts
+            if is_other and time.perf_counter() - begin > seconds:
                 break
-            read = partial(self._probe.sample, self._head, index, 2 * index)
             try:
-                _, objection = read_blindly(partial(_listed, read), [index], self._tail)
-                # A sample of another form is no objection: it is served as the source reads it.
-                if objection is not None and index in probed:
+                if not self._is_looked_at(index, is_probed=index in probed, with_none=index not in probed[1:]):
+                    continue
+                if not is_other:
                     return False
-                asks_with_none = objection is None and (index in with_none or not is_sure)
-                if asks_with_none and depends_on_none(read, index, self._tail) is not None:
-                    return False
-            except LookedAtError:
-                return False
+                self.at(index, 2 * len(self._source) + index * _TRIED, times_for(looked_at))
+                looked_at += 1
+            except UncuttableError:
+                raise
             except Exception:  # as in `go_on`
                 if index in probed:
                     raise
         return True
+
+    def _is_looked_at(self, index: int, *, is_probed: bool, with_none: bool) -> bool:
+        """Whether code looks at a result in a sample."""
+        read = partial(self._probe.sample, self._head, index, 2 * index)
+        try:
+            _, objection = read_blindly(lambda: [read()], [index], self._tail)
+        except LookedAtError:
+            return True
+        if objection is not None:  # a sample of another form is served as the source reads it
+            return is_probed
+        return with_none and depends_on_none(read, index, self._tail)
 
     def _compare(self, sample: Any, original: Read) -> None:
         """Compare a sample of the head, finished from here on, with that of the source."""
@@ -167,7 +181,7 @@ class Proof:
             except Exception:  # of the user's transform, or a class that cannot be copied
                 log.debug("the tail cannot be run for sample %d", index, exc_info=True)
                 break
-            if time.perf_counter() - begin > _TRYING_SECONDS:
+            if len(results) >= _LEAST_TRIED and time.perf_counter() - begin > _TRYING_SECONDS:
                 break
         if not results:
             return [seed]
@@ -215,8 +229,9 @@ def _form(leaves: Sequence[_Leaf]) -> tuple[tuple[type, tuple[int, ...]], ...]:
     return tuple((leaf.kind, leaf.shape) for leaf in leaves)
 
 
-def _listed(read: Callable[[], Any]) -> list[Any]:
-    return [read()]
+def times_for(looked_at: int) -> int:
+    """How often a sample that code looks at is compared, after some others of this kind."""
+    return LEAST_PROVED if looked_at * LEAST_PROVED < MOST_PROVED else 1
 
 
 # ---- while samples are served ----
@@ -235,7 +250,7 @@ class CutProof:
         self._source, self._head, self._tail = source, head, tail
         self._is_blind = tail.is_blind
         self._unproved: int | None = None  # until the first samples are loaded
-        self._looked_at = 0  # comparisons of samples that are looked at
+        self._looked_at = 0  # samples at whose results code has looked
 
     def read(self, read: Callable[[], Sequence[Any]], indices: Sequence[int]) -> tuple[list[Any], str | None]:
         """Samples of the head, and why the tail cannot finish one of them.
@@ -253,9 +268,8 @@ class CutProof:
                 return read_blindly(read, indices, self._tail)
             except LookedAtError as looked:
                 for index in indices:
-                    self._compare(index, LEAST_PROVED, looked)
-                self._looked_at += LEAST_PROVED
-                self._is_blind = self._looked_at < MOST_PROVED
+                    self._compare(index, times_for(self._looked_at), looked)
+                    self._looked_at += 1
         before = self._calls
         samples = list(read())
         calls, expected = self._calls - before, sum(len(self._tail.calls(index)) for index in indices)
@@ -285,7 +299,7 @@ class CutProof:
             Exception: an error of the source.
         """
         if not self._is_blind:
-            self._compare(index, 1)
+            self._compare(index, _LOOKED)
         [sample], _ = self.read(partial(_read_head, self._head, index), [index])
         return sample
 
