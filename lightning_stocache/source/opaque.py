@@ -200,8 +200,8 @@ class BlindRead:
                 if call.head is not head:
                     return "the transforms are called in another order"
                 for key, path in keys:
-                    places |= {(*path, *inner): id(leaf) for inner, leaf in self._shown_in(call.shown.get(key))}
-            if places != {path: id(leaf) for path, leaf in self._shown_in(sample)}:
+                    places |= {(*path, *inner): id(leaf) for inner, leaf in self._opaque_in(call.shown.get(key))}
+            if places != {path: id(leaf) for path, leaf in self._opaque_in(sample)}:
                 return "the sample does not hold the results of the transform at the usual places"
             used.update(places.values())
         return None if used == self._leaves.keys() else "the sample does not hold all results of the transform"
@@ -222,7 +222,7 @@ class BlindRead:
 
     def uncovered(self, sample: Any) -> Any:
         """The sample with the real results. Containers around them are copied."""
-        for path, leaf in self._shown_in(sample):
+        for path, leaf in self._opaque_in(sample):
             sample = with_part(sample, path, self._leaves[id(leaf)][1])
         return sample
 
@@ -249,7 +249,7 @@ class BlindRead:
         self._leaves[id(leaf)] = leaf, value
         return leaf
 
-    def _shown_in(self, node: Any) -> list[tuple[Path, Any]]:
+    def _opaque_in(self, node: Any) -> list[tuple[Path, Any]]:
         """The opaque objects in a sample, by path."""
         return [(path, inner) for path, inner in walk(node) if type(inner) is Opaque]
 
