@@ -35,7 +35,7 @@ from lightning_stocache.source.access import batch_reader, one_per_index
 from lightning_stocache.source.generators import are_draws_evidence
 from lightning_stocache.source.opaque import LookedAtError, depends_on_none, read_blindly
 from lightning_stocache.source.probe import Probe, Read, why_random
-from lightning_stocache.source.samples import bits, part_at, walk
+from lightning_stocache.source.samples import Bits, bits, part_at, walk
 from lightning_stocache.source.transform_split import Tail, UncuttableError, reading, reads_as_library
 
 __all__ = ["LEAST_PROVED", "MOST_PROVED", "PROVING_SECONDS", "BlindSource", "CutProof", "Proof"]
@@ -116,11 +116,11 @@ class Proof:
                 continue
         return 0
 
-    def is_blind(self, probed: Sequence[int], others: Sequence[int], seconds: float) -> bool:
-        """Whether the code behind the transforms looks at none of the results in probed samples.
+    def is_blind(self, reads: Sequence[Read], others: Sequence[int], seconds: float) -> bool:
+        """Whether the code behind the transforms looks at none of the results in some samples.
 
         Args:
-            probed: indices of samples that are read blindly.
+            reads: reads of the head, whose samples are read blindly, too.
             others: indices of more samples, which are read in the time that is left. One that is looked at is compared.
             seconds: this time.
 
@@ -130,13 +130,15 @@ class Proof:
         if not self._tail.heads:  # the code behind a format is that of its library, if no subclass changes it
             return reads_as_library(self._source)
         begin, looked_at = time.perf_counter(), 0
+        probed = {read.index: read.bits for read in reads}
         parts = [0, *self._source.cumulative_sizes[:-1]] if type(self._source) is ConcatDataset else []
+        with_none = {next(iter(probed)), *parts, *others}
         for index in dict.fromkeys((*probed, *parts, *others)):
             is_other = index not in probed and index not in parts
             if is_other and time.perf_counter() - begin > seconds:
                 break
             try:
-                if not self._is_looked_at(index, is_probed=index in probed, with_none=index not in probed[1:]):
+                if not self._is_looked_at(index, probed.get(index), with_none=index in with_none):
                     continue
                 if not is_other:
                     return False
@@ -149,15 +151,17 @@ class Proof:
                     raise
         return True
 
-    def _is_looked_at(self, index: int, *, is_probed: bool, with_none: bool) -> bool:
-        """Whether code looks at a result in a sample."""
+    def _is_looked_at(self, index: int, expected: Bits | None, *, with_none: bool) -> bool:
+        """Whether code looks at a result in a sample, whose bits may be known."""
         read = partial(self._probe.sample, self._head, index, 2 * index)
         try:
-            _, objection = read_blindly(lambda: [read()], [index], self._tail)
+            [sample], objection = read_blindly(lambda: [read()], [index], self._tail)
         except LookedAtError:
             return True
+        if expected is not None and bits(sample) != expected:  # the code asks for the type of a result
+            return True
         if objection is not None:  # a sample of another form is served as the source reads it
-            return is_probed
+            return expected is not None
         return with_none and depends_on_none(read, index, self._tail)
 
     def _compare(self, sample: Any, original: Read) -> None:

@@ -161,7 +161,7 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
                     Proof(source, head, tail, probe).of(probe.read(source, [read.index for read in again[:2]], 0))
                 proof = Proof(source, head, tail, probe)
                 others = _others(len(source), domain)
-                if proof.is_blind([read.index for read in again], others if quick else (), QUICK_SECONDS):
+                if proof.is_blind(heads, others if quick else (), QUICK_SECONDS):
                     cut = replace(cut, is_blind=True)
                 else:
                     cut = replace(cut, unproved=proof.go_on(others, LEAST_PROVED - len(originals)))

@@ -190,6 +190,11 @@ def asks_for_its_type(held: Boxes, index: int) -> Any:
     return (boxes if type(boxes) is torch.Tensor else WHOLE), index
 
 
+def notes_its_type(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return boxes, type(boxes).__name__
+
+
 def compares(held: Boxes, index: int) -> Any:
     boxes = held.drawn(index)
     return (WHOLE if (boxes > 1.93).any() else boxes), index
@@ -227,7 +232,7 @@ LOST: dict[str, Boxes] = {
         ),
         drop_to_none: (
             *(replaces_none, takes_the_next_for_none, leaves_none_out),
-            *(asks_for_its_class, asks_for_a_dunder_class, asks_for_its_type),
+            *(asks_for_its_class, asks_for_a_dunder_class, asks_for_its_type, notes_its_type),
         ),
         drop_to_one_none: (asks_for_one_none,),
         drop_as_list: (matches,),
@@ -285,6 +290,11 @@ def replaces_if_short_but_never_is(held: Boxes, index: int) -> Any:
     return replaces_if_short(held, index)
 
 
+def notes_a_type(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return boxes, type(boxes).__name__
+
+
 def keeps_the_last(held: Any, index: int) -> Any:
     held.last = held.drawn(index)
     return held.last, index
@@ -302,7 +312,15 @@ BLIND: dict[str, Boxes] = {
 
 LOOKING: dict[str, Boxes] = {
     behind.__name__: Boxes(behind, shift_dict if behind is writes_into_the_dict else shift)
-    for behind in (checks, logs, remembers, writes_into_the_dict, replaces_if_short_but_never_is, keeps_the_last)
+    for behind in (
+        checks,
+        logs,
+        remembers,
+        notes_a_type,
+        writes_into_the_dict,
+        replaces_if_short_but_never_is,
+        keeps_the_last,
+    )
 }
 """Datasets whose code looks at them, and makes nothing of it."""
 
