@@ -1,7 +1,7 @@
 """Every private name of torch that this package uses, and what happens without it.
 
 - `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, which `WorkerIterator` feeds. `_try_put_index`
-  sends the next request, `_tasks_outstanding` and `_rcvd_idx` count requests and replies, `_data_queue` has the
+  sends the next request, `_send_idx` and `_rcvd_idx` count requests and replies, `_data_queue` has the
   replies, `_index_queues` the requests, `_workers` are the processes, `_shutdown_workers` ends them. Without one of
   these, a loader with workers is a plain DataLoader, with one warning (`knows_workers`).
 - `_utils.collate` and `_utils.pin_memory`: without them, the import of this module fails.
@@ -66,7 +66,7 @@ _LOCKED_SECONDS = 1.0  # that the thread of a queue may have it locked: microsec
 _ENDING_SECONDS = 10.0  # for a worker to end after its socket has closed: milliseconds, on a busy machine seconds
 
 _OF_WORKERS = (
-    *("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_data_queue", "_index_queues", "_workers"),
+    *("_try_put_index", "_send_idx", "_rcvd_idx", "_data_queue", "_index_queues", "_workers"),
     "_shutdown_workers",
 )
 _ASIDE = -1  # the number of a question beside the requests
@@ -127,8 +127,8 @@ class WorkerIterator:
 
     @property
     def outstanding(self) -> int:
-        """Number of requests without a reply."""
-        return int(self._iterator._tasks_outstanding)
+        """Number of requests whose reply has not been received, although it may have come before an earlier one."""
+        return int(self._iterator._send_idx - self._iterator._rcvd_idx)
 
     @property
     def answered(self) -> int:

@@ -31,6 +31,7 @@ from lightning_stocache.setup.forms import choose_codec
 from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.random_split import split
+from lightning_stocache.source.transform_split import ConcatCut, Cut, Tail
 
 __all__ = ["Arm", "Curves", "Data", "Kind", "Paces", "PlanError", "Spread", "measure", "measure_curves"]
 
@@ -202,13 +203,19 @@ class Trial:
         self.codec: SampleCodec | None = None
         self.reason: str | None = None
         indices: tuple[int, ...] = (0,)
-        samples, cut = (data.source[0],) if data.allow_random else (), None
+        samples: tuple[Any, ...] = (data.source[0],) if data.allow_random else ()
+        cut: Cut | None = None
         if not data.allow_random:
             parts = split(data.source, quick=_QUICK)
             self.source, self.reason, cut = parts.source, parts.reason, parts.cut
             indices, samples = parts.indices, parts.samples
-            if (tail := parts.tail) is not None:
-                self.transform = tail if data.transform is None else partial(_both, tail, data.transform)
+            if parts.tail is not None:
+                finish = partial(_finished, parts.tail, data.transform)
+                self.transform = finish
+                if isinstance(cut, ConcatCut):  # its tail asks for the index
+                    self.source, cut = _Numbered(parts.source), None
+                    samples = tuple(zip(indices, samples, strict=True))
+                    self.transform = partial(_finished_part, finish)
         try:
             self.codec = choose_codec(indices, samples, cut=cut) if self.reason is None else None
         except (UnsupportedSampleError, SampleMismatchError) as error:
@@ -304,5 +311,24 @@ def _reading(source: Dataset[Any]) -> Iterator[None]:
         raise PlanError(f"a sample of {type(source).__name__} cannot be loaded: {words}") from error
 
 
-def _both(tail: Callable[[Any], Any], transform: Callable[[Any], Any], sample: Any) -> Any:
-    return transform(tail(sample))
+class _Numbered(Dataset[Any]):
+    """Samples with their index."""
+
+    def __init__(self, source: Dataset[Any]) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        return index, self._source[index]
+
+
+def _finished_part(finish: Callable[[Any, int], Any], numbered: tuple[int, Any]) -> Any:
+    index, sample = numbered
+    return finish(sample, index)
+
+
+def _finished(tail: Tail, transform: Callable[[Any], Any] | None, sample: Any, index: int = 0) -> Any:
+    whole = tail(sample, index)
+    return whole if transform is None else transform(whole)

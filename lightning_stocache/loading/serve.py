@@ -25,6 +25,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, SupportsIndex, TypeVar, cast
 
 import numpy as np
@@ -41,9 +42,10 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, warn_of_odd
 from lightning_stocache.source.common_state import CommonState
 from lightning_stocache.source.generators import Generators, are_draws_evidence
-from lightning_stocache.source.looks import AT_ONCE, Due, Look, Schedule, judged, read_again
+from lightning_stocache.source.looks import AT_ONCE, LOST_CUT, Due, Look, Schedule, judged, read_again
+from lightning_stocache.source.proof import CutProof
 from lightning_stocache.source.samples import Bits, bits
-from lightning_stocache.source.transform_split import Head, Tail, reading
+from lightning_stocache.source.transform_split import Head, Tail, UncuttableError, reading
 from lightning_stocache.source.witness import Witness
 
 __all__ = ["CachedSource"]
@@ -85,6 +87,8 @@ class CachedSource:
     def _serve_from(self, opened: OpenCache) -> None:
         self.opened, self._pool = opened, BatchPool()
         self._pace = None if opened.request.dir is None else Pace()
+        tail = opened.tail
+        self._proof = CutProof(opened.request.source, opened.source, tail) if isinstance(tail, Tail) else None
 
     @property
     def source(self) -> Dataset[Any]:
@@ -110,17 +114,17 @@ class CachedSource:
             try:
                 position = position_of(index, self.source)
             except TypeError:
-                return self._uncached(self.source, [index], self._transformed)[0]
+                return self._uncached(self.source, [index], is_whole=True)[0]
             cache = self.cache
             if cache is None:
-                return self._uncached(self.opened.source, [position], self._finished)[0]
+                return self._uncached(self.opened.source, [position])[0]
             if self._lent == []:
                 return self._lend([position])[0]
             sample = self._serve_one(cache, position)
             if self.hears_change:
                 self.refresh()
-                return self._uncached(self.opened.source, [position], self._finished)[0]
-            return self._finished(sample)
+                return self._uncached(self.opened.source, [position])[0]
+            return self._finished(sample, position)
 
     def sample_with(self, *key: Any, **options: Any) -> Any:
         """The finished sample for several arguments, which only the source's own `__getitem__` understands."""
@@ -141,20 +145,20 @@ class CachedSource:
             try:
                 positions = [position_of(index, self.source) for index in indices]
             except TypeError:  # a sampler's keys, which only the source understands
-                return self._uncached(self.source, indices, self._transformed)
+                return self._uncached(self.source, indices, is_whole=True)
             if not self.knows_ranks:
                 self.look_at_ranks()
             cache = self.cache
             if cache is not None and self._lent == []:
                 return self._lend(positions)
             if cache is not None:
-                return self._each_finished(self._serve(cache, positions))
+                return self._each_finished(self._serve(cache, positions), positions)
             if (read := batch_reader(self.opened.source)) is None:
-                return self._uncached(self.opened.source, positions, self._finished)
+                return self._uncached(self.opened.source, positions)
             start = time.perf_counter_ns()
             samples = read(positions)
             count(self.opened.counters, bypasses=len(positions), source_ns=time.perf_counter_ns() - start)
-            return self._each_finished(samples)
+            return self._each_finished(samples, positions)
 
     def look_at_ranks(self) -> None:
         """Warn once, on rank zero, if the ranks of a job do not share the cache.
@@ -257,14 +261,20 @@ class CachedSource:
             yield sample
         count(self.opened.counters, gather_ns=gather_ns)
 
-    def _uncached(self, source: Any, indices: Sequence[Any], finish: Callable[[Any], Any]) -> list[Any]:
-        """Finished samples of a source, one after the other as without a cache, counted when all have come."""
+    def _uncached(self, source: Any, indices: Sequence[Any], *, is_whole: bool = False) -> list[Any]:
+        """Finished samples of a source, one after the other as without a cache, counted when all have come.
+
+        Args:
+            source: the user's dataset, or its part that is cached.
+            indices: the indices, or other keys.
+            is_whole: whether `source` is the user's dataset.
+        """
         samples, source_ns = [], 0
         for index in indices:
             start = time.perf_counter_ns()
             sample = source[index]
             source_ns += time.perf_counter_ns() - start
-            samples.append(finish(sample))
+            samples.append(self._transformed(sample) if is_whole else self._finished(sample, index))
         count(self.opened.counters, bypasses=len(samples), source_ns=source_ns)
         return samples
 
@@ -303,9 +313,14 @@ class CachedSource:
         try:
             with reading(self._heads):
                 if in_one_call and (read := batch_reader(source)) is not None:
-                    samples += one_per_index(read(indices), len(indices), source)
+                    samples += self._read(lambda some: one_per_index(read(some), len(some), source), indices)
                 for index in indices[len(samples) :]:
-                    samples.append(self._read(cache, source, index))
+                    samples += self._read(lambda some: [source[some[0]]], [index])
+            if self._proof is not None:
+                self._proof.go_on(indices)
+        except UncuttableError as error:
+            self._give_up(LOST_CUT % error)
+            samples[:] = [Odd(index, None, has_all_places=False) for index in indices]
         finally:
             source_ns = time.perf_counter_ns() - start
             try:
@@ -322,27 +337,29 @@ class CachedSource:
     def _heads(self) -> Sequence[Head]:
         return getattr(self.opened.tail, "heads", ())
 
-    def _read(self, cache: Store, source: Any, index: int) -> Any:
-        """Read a sample. It is odd if the source has not called its transform as usual: the tail cannot finish it.
+    def _read(self, read: Callable[[list[int]], list[Any]], indices: list[int]) -> list[Any]:
+        """Read samples. One is odd if the source has not called its transform as usual: the tail cannot finish it.
 
         A sample without a place for the tail is refused later, by the codec.
+
+        Raises:
+            UncuttableError: the cut is wrong.
         """
-        tail = self.opened.tail
-        if not isinstance(tail, Tail):
-            return source[index]
-        before = sum(head.calls.count for head in tail.heads)
-        sample = source[index]
-        if any(head.is_strayed for head in tail.heads):
-            return sample  # `load` leaves it
-        calls = sum(head.calls.count for head in tail.heads) - before
-        if not cache.codec.is_alike(sample) or calls == tail.calls(sample):
-            return sample
-        words = f"For sample {index} the transform is called {calls} times, not as for the samples that set-up has read"
+        if self._proof is None:
+            return read(indices)
+        samples, objection = self._proof.read(partial(read, indices), indices)
+        if objection is None or any(head.is_strayed for head in self._heads):  # `load` leaves these
+            return samples
+        if len(indices) > 1:
+            return [sample for index in indices for sample in self._read(read, [index])]
+        if not cast(Store, self.opened.cache).codec.is_alike(samples[0]):
+            return samples
+        words = f"For sample {indices[0]} {objection}, not as for the samples that set-up has read"
         if self.opened.request.strict:
             raise SampleMismatchError(words)
         if self._is_first("odd sample"):
             warn_of_odd(self.source, words)
-        return Odd(index, sample, has_all_places=False)
+        return [Odd(indices[0], samples[0], has_all_places=False)]
 
     def _store(
         self,
@@ -433,20 +450,20 @@ class CachedSource:
 
     # ---- after the cache ----
 
-    def _each_finished(self, samples: Iterable[Any]) -> Any:
+    def _each_finished(self, samples: Iterable[Any], indices: Sequence[int]) -> Any:
         # Generators, not `map`: a StopIteration of a transform must not end the batch.
         if batch_reader(self.opened.source) is None and self.transforms:
-            return (self._finished(sample) for sample in samples)
+            return (self._finished(sample, index) for sample, index in zip(samples, indices, strict=True))
         # Where the source loads whole batches, all of its draws come first, as without a cache.
         if self.cache is not None or self.opened.tail is not None:
-            samples = self.opened.with_tails(list(samples))
+            samples = self.opened.with_tails(list(samples), indices)
         return samples if self.transform is None else (self._transformed(sample) for sample in samples)
 
-    def _finished(self, sample: Any) -> Any:
+    def _finished(self, sample: Any, index: int) -> Any:
         if type(sample) is not Odd:
-            return self._transformed(self.opened.with_tail(sample))
+            return self._transformed(self.opened.with_tail(sample, index))
         with self.witness:  # the whole source may read the sample again
-            whole = self.opened.with_tail(sample)
+            whole = self.opened.with_tail(sample, index)
         return self._transformed(whole)
 
     def _transformed(self, sample: Any) -> Any:
@@ -542,7 +559,7 @@ class CachedSource:
         look = self._read_again(max(due.samples, verdict.samples), verdict.indices, finds_lent=finds_lent)
         if look.change is None and look.samples:
             self.witness.excuse_unread(due.differences)
-        if look.cause != "written" and look.change is not None and verdict.path is not None:
+        if look.cause not in ("written", "uncut") and look.change is not None and verdict.path is not None:
             look = replace(look, change=f"its `{verdict.path}`", cause="changed")
         return replace(look, hastens=verdict.hastens, compare_ns=compare_ns, machinery=self.witness.machinery)
 
@@ -553,7 +570,8 @@ class CachedSource:
         common = self._common
         content = common.content() if common else None
         with self.witness, self.witness.reading(), reading(self._heads):
-            look = read_again(self.opened.source, cast(Store, self.cache), samples, indices, finds_lent=finds_lent)
+            cache = cast(Store, self.cache)
+            look = read_again(self.opened.source, cache, samples, indices, finds_lent=finds_lent, proof=self._proof)
         if common is not None and content is not None:
             place = common.written(content)
             if place is not None:
@@ -573,7 +591,12 @@ class CachedSource:
         if look.hastens:
             self._schedule.hasten(epoch)
         if look.change is not None:
-            words = {"random": _RANDOM % look.change, "changed": _changed(look.change), "written": look.change}
+            words = {
+                "random": _RANDOM % look.change,
+                "changed": _changed(look.change),
+                "written": look.change,
+                "uncut": look.change,
+            }
             self._give_up(words[look.cause])
             self.refresh()
 

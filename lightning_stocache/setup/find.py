@@ -24,9 +24,11 @@ from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.draws import Draws
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.random_split import Probe, Split, split, spread, why_random
+from lightning_stocache.source.probe import Probe, why_random
+from lightning_stocache.source.proof import BlindSource
+from lightning_stocache.source.random_split import Split, split, spread
 from lightning_stocache.source.snapshot import Counters
-from lightning_stocache.source.transform_split import Cut
+from lightning_stocache.source.transform_split import Cut, Tail
 from lightning_stocache.source.witness import Witness
 
 __all__ = ["Finding", "SourceReader", "parts_of"]
@@ -201,7 +203,10 @@ class _Reading:
     def encoded(self, found: Finding, indices: Sequence[int], again: bool) -> dict[int, list[bytes]]:
         assert found.codec is not None
         known = {} if again else {index: self._samples[index] for index in indices if index in self._samples}
-        source, encoded = parts_of(self.request.source, found)[0], dict[int, list[bytes]]()
+        source, tail = parts_of(self.request.source, found)
+        encoded = dict[int, list[bytes]]()
+        if isinstance(tail, Tail) and tail.is_blind:
+            source = BlindSource(source, tail)
         with Probe(source) as probe:
             for index in indices:
                 try:

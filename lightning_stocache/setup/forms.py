@@ -27,7 +27,8 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.encoded import EncodedSource, access_to
-from lightning_stocache.source.random_split import Probe, Split
+from lightning_stocache.source.probe import Probe
+from lightning_stocache.source.random_split import Split
 from lightning_stocache.source.samples import bits, difference, part_at
 from lightning_stocache.source.transform_split import Cut
 
@@ -180,7 +181,7 @@ class _Decoded(Dataset[Any]):
         self._files = files
 
     def __getitem__(self, index: int) -> Any:
-        return self._files(self._files[index])
+        return self._files(self._files[index], index)
 
 
 def _timed(files: EncodedSource, head: Any, indices: Sequence[int]) -> EncodedForm:

@@ -21,7 +21,7 @@ from lightning_stocache.node.group import NodeGroup, job_ranks
 from lightning_stocache.node.named import clean_command
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.access import Odd, batch_reader
-from lightning_stocache.source.transform_split import FormatTail, Tail
+from lightning_stocache.source.transform_split import Tail
 from lightning_stocache.source.witness import Sums
 
 __all__ = ["OpenCache"]
@@ -50,7 +50,7 @@ class OpenCache:
 
     request: CacheRequest
     source: Dataset[Any]
-    tail: Callable[[Any], Any] | None = None
+    tail: Callable[[Any, int], Any] | None = None
     cache: Store | None = None
     counters: Counters | None = None
     ring: Ring | None = None
@@ -77,23 +77,24 @@ class OpenCache:
             self, source=self.request.source, tail=None, cache=None, ring=None, expected_ring=None, budget_bytes=0
         )
 
-    def with_tail(self, sample: Any) -> Any:
+    def with_tail(self, sample: Any, index: int) -> Any:
         """Apply the tail to a sample of the source, or to an `Odd`."""
         if type(sample) is not Odd:
-            return sample if self.tail is None else self.tail(sample)
+            return sample if self.tail is None else self.tail(sample, index)
         if self.tail is None:
             return sample.sample
         if sample.has_all_places:
-            return self.tail(sample.sample)
+            return self.tail(sample.sample, index)
         # The tail would not find its fields in this sample, so the whole source reads it again.
         whole: Any = self.request.source
         return whole[sample.index] if batch_reader(self.source) is None else whole.__getitems__([sample.index])[0]
 
-    def with_tails(self, samples: Sequence[Any]) -> list[Any]:
+    def with_tails(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Apply the tail to a batch that the source loads in one call."""
-        if not isinstance(self.tail, FormatTail):
-            return list(map(self.with_tail, samples))
-        return self.tail.of_batch([sample.sample if type(sample) is Odd else sample for sample in samples])
+        is_whole = all(type(sample) is not Odd or sample.has_all_places for sample in samples)
+        if not isinstance(self.tail, Tail) or not is_whole:
+            return list(map(self.with_tail, samples, indices))
+        return self.tail.of_batch([sample.sample if type(sample) is Odd else sample for sample in samples], indices)
 
     @property
     def known_ring(self) -> Ring | None:

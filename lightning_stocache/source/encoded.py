@@ -43,15 +43,8 @@ class EncodedAccess(NamedTuple):
     packed: Callable[[int], Any] | None = None
 
 
-class _Encoded(NamedTuple):
-    """A sample as its file."""
-
-    number: int
-    content: Any
-
-
 class EncodedSource(Dataset[Any]):
-    """The files of a source that has `access_to` them. Called with a file, it gives the sample of the source."""
+    """The files of a source that has `access_to` them. Called with a file and its index, it gives the sample."""
 
     def __init__(self, source: Dataset[Any]) -> None:
         self._source, self._access = source, cast(EncodedAccess, access_to(source))
@@ -62,12 +55,12 @@ class EncodedSource(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._source)  # type: ignore[arg-type]
 
-    def __getitem__(self, index: int) -> _Encoded:
-        return _Encoded(index, self._access.read(index))
+    def __getitem__(self, index: int) -> Any:
+        return self._access.read(index)
 
-    def __call__(self, encoded: _Encoded) -> Any:
+    def __call__(self, content: Any, index: int) -> Any:
         """The sample of a file."""
-        return self._access.decode(encoded.content, encoded.number)
+        return self._access.decode(content, index)
 
     @property
     def steps(self) -> list[Any]:

@@ -27,11 +27,13 @@ from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.source.access import batch_reader, one_per_index
 from lightning_stocache.source.generators import Generators, are_draws_evidence
-from lightning_stocache.source.random_split import Probe
+from lightning_stocache.source.probe import Probe
+from lightning_stocache.source.proof import CutProof
 from lightning_stocache.source.samples import bits, same_sample, walk
+from lightning_stocache.source.transform_split import UncuttableError
 from lightning_stocache.source.witness import Difference
 
-__all__ = ["AT_ONCE", "MOST", "Due", "Look", "Schedule", "Verdict", "judged", "read_again"]
+__all__ = ["AT_ONCE", "LOST_CUT", "MOST", "Due", "Look", "Schedule", "Verdict", "judged", "read_again"]
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +183,12 @@ def spread_over(indices: Sequence[int], count: int) -> list[int]:
 
 # ---- the look ----
 
-Cause: TypeAlias = Literal["changed", "random", "written"]
+Cause: TypeAlias = Literal["changed", "random", "written", "uncut"]
+LOST_CUT = (
+    "it cannot be cut at its random steps, as it seemed: %s. All samples are loaded uncached.\nGive its deterministic "
+    "part to CachedDataset, and the random rest as transform=, which runs after the cache"
+)
+"""The warning of a cut that has turned out to be wrong."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,8 @@ class Look:
         spent_ns: nanoseconds that it took.
         load_ns: of these, nanoseconds in the source.
         change: what is not as it was, in words; None if all is.
-        cause: "changed"; "random": no two reads are equal; "written": a read writes where others read.
+        cause: "changed"; "random": no two reads are equal; "written": a read writes where others read; "uncut": it was
+            cut where it cannot be.
         hastens: whether the next look comes early.
         lends: whether the source hands out its own memory: whoever changes a sample in place changes the source.
         compare_ns: nanoseconds that it took to compare the source's state.
@@ -228,7 +236,13 @@ class Due(NamedTuple):
 
 
 def read_again(
-    source: Any, cache: Store, samples: int, indices: Sequence[int] = (), *, finds_lent: bool = False
+    source: Any,
+    cache: Store,
+    samples: int,
+    indices: Sequence[int] = (),
+    *,
+    finds_lent: bool = False,
+    proof: CutProof | None = None,
 ) -> Look:
     """Read stored samples again in this process, and compare them with what is stored. All generators are put back.
 
@@ -241,6 +255,7 @@ def read_again(
         samples: how many are read, if so many are stored.
         indices: samples that are read besides.
         finds_lent: whether to find out, by one read more, if the source hands out its own memory.
+        proof: of the cut, if the source was cut.
     """
     begun = time.perf_counter_ns()
     dice = random.Random()  # not a process-wide generator, whose draws are the user's
@@ -254,7 +269,9 @@ def read_again(
                 continue
             start = time.perf_counter_ns()
             try:
-                now = _loaded(source, index)
+                now = _loaded(source, index) if proof is None else proof.load(index)
+            except UncuttableError as error:
+                return Look(read + 1, time.perf_counter_ns() - begun, LOST_CUT % error, "uncut")
             except Exception:  # the source is the user's, and may raise anything
                 log.debug("sample %d could not be read again", index, exc_info=True)
                 continue

@@ -21,32 +21,35 @@ is random in few samples only, and draws from a hidden generator, is not recogni
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any, TypeAlias, cast
 
 import numpy as np
-from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.source.access import batch_reader
-from lightning_stocache.source.generators import Generators, State, watch_entropy
-from lightning_stocache.source.samples import Bits, Path, bits, difference, walk
+from lightning_stocache.source.generators import Generators, watch_entropy
+from lightning_stocache.source.probe import Probe, Read, why_random
+from lightning_stocache.source.proof import LEAST_PROVED, MOST_PROVED, Proof
+from lightning_stocache.source.samples import Path, bits, walk
 from lightning_stocache.source.transform_split import (
     ConcatCut,
     Cut,
     FormatCut,
     Head,
-    Part,
     Places,
+    Section,
     Site,
+    Tail,
     TransformCut,
     UncuttableError,
     Values,
@@ -59,7 +62,7 @@ from lightning_stocache.source.transform_split import (
     with_transforms,
 )
 
-__all__ = ["Probe", "Read", "Split", "split", "spread", "why_random"]
+__all__ = ["Split", "split", "spread"]
 
 _PROBED = 4  # indices, spread evenly from the first to the last
 QUICK_SECONDS = 0.2
@@ -89,7 +92,7 @@ class Split:
     source: Dataset[Any]
     probed: tuple[Read, ...]
     reads: int
-    tail: Callable[[Any], Any] | None = None
+    tail: Tail | None = None
     cut: Cut | None = None
     reason: str | None = None
 
@@ -115,7 +118,7 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
     Args:
         source: a map-style dataset with at least one sample. Four indices are probed, two if these take 20 s. A
             deterministic source is read twice per index, a random one up to ten times. If all raise, so does this.
-        quick: how many more indices to probe within 0.2 s.
+        quick: how many more indices to probe within 0.2 s. If 0, none is read that need not be.
         domain: which indices may be read; by default all.
 
     Example:
@@ -153,10 +156,16 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
                 if cut is None:
                     return Split(source, again, probe.reads)
                 head, tail = cut.apply(source)
-                heads = tuple(_proven(head, tail, original, probe) for original in originals)
+                heads = tuple(Proof(source, head, tail, probe).of(original) for original in originals)
                 if batch_reader(source) is not None:
-                    batch = probe.read(source, [read.index for read in again[:2]], 0)
-                    _proven(head, tail.of_batch, batch, probe)
+                    Proof(source, head, tail, probe).of(probe.read(source, [read.index for read in again[:2]], 0))
+                proof = Proof(source, head, tail, probe)
+                others = _others(len(source), domain)
+                if proof.is_blind(heads, others if quick else (), QUICK_SECONDS):
+                    cut = replace(cut, is_blind=True)
+                else:
+                    cut = replace(cut, unproved=proof.go_on(others, LEAST_PROVED - len(originals)))
+                head, tail = cut.apply(source)
                 return Split(head, heads, probe.reads, tail, cut)
             except UncuttableError as error:
                 reasons.append(str(error))
@@ -171,6 +180,15 @@ def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, 
     among = range(length) if domain is None else domain.indices
     count = min(count, len(among))
     return tuple(int(among[k * (len(among) - 1) // max(count - 1, 1)]) for k in range(count))
+
+
+def _others(length: int, domain: Domain | None) -> list[int]:
+    """Indices for further proofs, in no regular order; some come twice if there are only a few."""
+    among = range(length) if domain is None else domain.indices
+    count = MOST_PROVED - _PROBED
+    dice = random.Random(0)  # not a process-wide generator
+    chosen = dice.sample(range(len(among)), min(count, len(among)))
+    return [int(among[chosen[number % len(chosen)]]) for number in range(count)]
 
 
 def _pairs(
@@ -203,97 +221,6 @@ def _pairs(
         raise failure
 
 
-# ---- reads ----
-
-
-@dataclass(frozen=True)
-class Read:
-    """One read of an index.
-
-    Args:
-        index: the index that was read, or a list of indices.
-        sample: the sample, or the list of samples; None if it was compared, and is no longer needed.
-        seed: seed of the read.
-        bits: bits of the sample.
-        moved: names of the generators that the read drew from.
-        after: the state of all generators after the read.
-    """
-
-    index: Any
-    sample: Any
-    seed: int
-    bits: Bits
-    moved: list[str]
-    after: State
-
-
-class Probe:
-    """Reads of one source under given seeds, counted. At the end of a `with` all generators are where they were.
-
-    Args:
-        source: the source, whose own generators are watched, too.
-    """
-
-    def __init__(self, source: Dataset[Any]) -> None:
-        self.generators, self.reads = Generators(source), 0
-        self.always: set[str] | None = None
-        """The names of the generators that have drawn during each read, for whatever thread."""
-
-    def __enter__(self) -> Probe:
-        self.generators.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.generators.__exit__()
-
-    def read(self, source: Any, index: Any, seed: int) -> Read:
-        """Read an index of the source, or of a copy with another transform, under a seed. Its errors are raised.
-
-        Of a list of indices, the source reads all in one call. A generator that the first read has made is watched from
-        then on.
-        """
-        self.generators.seed(seed)
-        self.reads += 1
-        before = self.generators.state()
-        with _worker_of(seed):
-            sample = source.__getitems__(index) if isinstance(index, list) else source[index]
-        after = self.generators.state()
-        changed = set(self.generators.changed(before, after))
-        self.always = changed if self.always is None else self.always & changed
-        read = Read(index, sample, seed, bits(sample), self.generators.moved(before, after), after)
-        if self.reads == 1:
-            self.generators.find_new()
-        return read
-
-    def read_twice(self, source: Dataset[Any], index: int) -> tuple[Read, Read]:
-        """Read an index under two seeds, which no other index has. Only the second read has its sample."""
-        first = replace(self.read(source, index, 2 * index), sample=None)  # samples may be large
-        return first, self.read(source, index, 2 * index + 1)
-
-
-@contextmanager
-def _worker_of(seed: int) -> Iterator[None]:
-    """Give a worker another seed and number for the time of a read, because sources may draw from these."""
-    info: Any = get_worker_info()
-    before = {} if info is None else {"seed": info.seed, "id": info.id}
-    for name, value in zip(before, (seed, seed % 2), strict=False):
-        object.__setattr__(info, name, value)  # its own `__setattr__` refuses
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            object.__setattr__(info, name, value)
-
-
-def why_random(first: Read, second: Read) -> str | None:
-    """The evidence in words that two reads of an index are random; None if there is none."""
-    for read in (first, second):
-        if read.moved:
-            return f"reading index {read.index} moves the generator of {' and '.join(read.moved)}"
-    where = difference(first.bits, second.bits)
-    return None if where is None else f"two reads of index {first.index} differ in sample{where}"
-
-
 # ---- the cut ----
 
 _Pair: TypeAlias = tuple[Read, Read]
@@ -322,7 +249,7 @@ def _cut(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut 
         inside = [pair for pair in shifted if 0 <= pair[0].index < len(part)] or [probe.read_twice(part, 0)]
         cut = _cut(part, inside, probe, named) if any(why_random(*pair) for pair in inside) else None
         if cut is not None:
-            _proven(*cut.apply(part), inside[0][0], probe)
+            Proof(part, *cut.apply(part), probe).of(inside[0][0])
         cuts.append(cut)
     return ConcatCut(tuple(cuts)) if any(cuts) else None
 
@@ -355,21 +282,6 @@ def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bo
     if len(cuts) > 1:
         raise UncuttableError(_NOT_ALIKE)
     return next(iter(cuts), None)
-
-
-def _proven(head: Any, tail: Callable[[Any], Any], original: Read, probe: Probe) -> Read:
-    """Prove that head and tail together make a sample of the source. Returns a read of the head."""
-    again = probe.read(head, original.index, original.seed + 1)  # the tail may change the sample of `once` in place
-    once = probe.read(head, original.index, original.seed)
-    if found := why_random(once, again):
-        raise UncuttableError(f"its dataset is random outside the transform ({found})")
-    whole = tail(once.sample)
-    if probe.generators.moved(original.after) or bits(whole) != original.bits:
-        raise UncuttableError(
-            "its random steps, run after the dataset, do not give its sample again under the same seed (does a sample "
-            "need their result?)"
-        )
-    return again
 
 
 # ---- the calls of transforms ----
@@ -423,7 +335,7 @@ class _Recorder(Head):
     def run(self, values: Values) -> Values:
         for position in range(cast(int, self.end)):
             with self._generators.watch() as moved:
-                values = Part(self.transform, position, position + 1).run(values)
+                values = Section(self.transform, position, position + 1).run(values)
             self._moved.append(bool(moved))
         return values
 

@@ -40,6 +40,7 @@ __all__ = [
     "mark_of",
     "part_at",
     "rebuilt",
+    "refilled",
     "same_sample",
     "walk",
     "with_part",
@@ -69,9 +70,10 @@ def walk(node: Any, path: Path = (), above: tuple[int, ...] = ()) -> Iterator[tu
     `path` says where the node lies. `above` has the ids of the containers around it: none is entered inside itself.
     """
     yield path, node
-    if isinstance(node, (*_DICTS, list, tuple)) and id(node) not in above:
+    kind = type(node)  # never isinstance, which asks the object
+    if issubclass(kind, (*_DICTS, list, tuple)) and id(node) not in above:
         inside = (*above, id(node))
-        for key in node if isinstance(node, _DICTS) else range(len(node)):
+        for key in node if issubclass(kind, _DICTS) else range(len(node)):
             yield from walk(node[key], (*path, key), inside)
 
 
@@ -86,7 +88,7 @@ def with_part(node: Any, path: Path, part: Any) -> Any:
         return part
     key, part = path[0], with_part(node[path[0]], path[1:], part)
     if isinstance(node, tuple):
-        return _refilled(node, (*node[:key], part, *node[key + 1 :]))
+        return refilled(node, (*node[:key], part, *node[key + 1 :]))
     node = copy.copy(node)
     node[key] = part
     return node
@@ -124,7 +126,7 @@ def rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:
     if type(node) is list or isinstance(node, tuple):
         if _is_flat(node):
             return node
-        return _refilled(node, [rebuilt(value, leaf) for value in node])
+        return refilled(node, [rebuilt(value, leaf) for value in node])
     return leaf(node)
 
 
@@ -133,7 +135,7 @@ def _is_flat(node: Any) -> bool:
     return _SCALARS.issuperset(map(type, node))
 
 
-def _refilled(node: list[Any] | tuple[Any, ...], items: Sequence[Any]) -> Any:
+def refilled(node: list[Any] | tuple[Any, ...], items: Sequence[Any]) -> Any:
     """A list or tuple of the same class with other items."""
     kind: Any = type(node)
     if kind in (list, tuple):

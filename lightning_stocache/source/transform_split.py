@@ -24,24 +24,27 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from inspect import getattr_static
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import Dataset, Subset
 
+from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.samples import Path, part_at, with_part
+
+if TYPE_CHECKING:
+    from lightning_stocache.source.opaque import BlindRead
 
 __all__ = [
     "ConcatCut",
     "Cut",
     "FormatCut",
-    "FormatTail",
     "Head",
-    "Part",
     "Places",
+    "Section",
     "Site",
     "Tail",
     "TransformCut",
@@ -52,6 +55,7 @@ __all__ = [
     "packed",
     "part_of",
     "reading",
+    "reads_as_library",
     "sites_of",
     "steps_of",
     "with_transforms",
@@ -74,8 +78,17 @@ class UncuttableError(ValueError):
     """The source cannot be split; the message says why."""
 
 
+@dataclass(frozen=True)
 class Cut(ABC):
-    """Where a source is cut. Found by `split` in one process, it can be applied to the same source in another."""
+    """Where a source is cut. Found by `split` in one process, it can be applied to the same source in another.
+
+    Args:
+        is_blind: whether the code behind the transforms looks at none of their results (`opaque`).
+        unproved: how many samples of head and tail have still to be compared with the source's.
+    """
+
+    is_blind: bool = field(default=False, kw_only=True, compare=False, repr=False)
+    unproved: int = field(default=0, kw_only=True, compare=False, repr=False)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -88,10 +101,16 @@ class Cut(ABC):
         Raises:
             ValueError: `source` holds no transform that could be cut.
         """
-        if type(source) is not Subset:
-            return self._apply(source)
-        clone = copy.copy(source)
-        clone.dataset, tail = self.apply(source.dataset)
+        subsets, inner = [], source
+        while type(inner) is Subset:
+            subsets.append(inner)
+            inner = inner.dataset
+        clone, tail = self._apply(inner)
+        for subset in reversed(subsets):
+            inside, clone = clone, copy.copy(subset)
+            clone.dataset = inside
+            tail = tail.within(subset.indices)
+        tail.is_blind, tail.unproved = self.is_blind, self.unproved
         return clone, tail
 
     @abstractmethod
@@ -101,27 +120,33 @@ class Cut(ABC):
 class Tail(ABC):
     """The random rest of a source, with its `steps`. The given samples keep their containers.
 
-    The copy of the source has the `heads` of the transforms. It calls them `calls(sample)` times for a sample like
-    those that `split` has read; any other sample cannot be finished.
+    The copy of the source has the `heads` of the transforms. It calls them as `calls` says for a sample like those that
+    `split` has read; any other sample cannot be finished.
     """
 
     steps: Sequence[Callable[..., Any]]
     heads: Sequence[Head] = ()
+    is_blind = False
+    unproved = 0
 
-    def calls(self, sample: Any) -> int:
-        """How many calls of transforms the copy needs for a sample."""
-        return 0
+    def calls(self, index: int) -> Sequence[tuple[Head, Places]]:
+        """The heads that the copy calls for a sample, in their order, and where their results lie in it."""
+        return ()
 
     def __str__(self) -> str:
         return ", ".join(map(_step_name, self.steps))
 
     @abstractmethod
-    def __call__(self, sample: Any) -> Any:
+    def __call__(self, sample: Any, index: int) -> Any:
         """Finish a sample of the split source."""
 
-    def of_batch(self, samples: Sequence[Any]) -> list[Any]:
+    def of_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Finish samples that the source loads in one call."""
-        return list(map(self, samples))
+        return list(map(self, samples, indices))
+
+    def within(self, indices: Sequence[int]) -> Tail:
+        """The tail of a Subset with these indices."""
+        return self
 
 
 # ---- by transforms ----
@@ -145,14 +170,13 @@ class TransformCut(Cut):
         return tuple(dict.fromkeys(path for _, places in self.calls for _, path in places))
 
     def _apply(self, source: Any) -> tuple[Any, Tail]:
-        ends = dict(self.ends)
-        parts = {site: Part(part_of(source, site), end) for site, end in self.ends}
-        heads = dict[Site, Head]()
+        ends, heads = dict(self.ends), dict[Site, Head]()
+        rests = {site: Section(part_of(source, site), end) for site, end in self.ends}
         clone = with_transforms(source, ends, lambda site, held: heads.setdefault(site, Head(held, ends[site])))
-        return clone, _TransformTail([(parts[site], places) for site, places in self.calls], list(heads.values()))
+        return clone, _TransformTail([(heads[site], rests[site], places) for site, places in self.calls])
 
 
-class Part:
+class Section:
     """Some consecutive steps of a transform, from `begin` on; to the last one if there is no `end`."""
 
     def __init__(self, transform: Callable[..., Any], begin: int, end: int | None = None) -> None:
@@ -173,16 +197,17 @@ class Part:
 
 
 class Calls(threading.local):
-    """The calls of a head in this thread, and whether this thread reads the source now. A copy begins anew."""
+    """The calls of a head in this thread, and how this thread reads the source now. A copy begins anew."""
 
     count = 0
     is_reading = False
+    blind: BlindRead | None = None
 
     def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
         return Calls, ()
 
 
-class Head(Part):
+class Head(Section):
     """The first `end` steps of a transform, called as the transform is.
 
     Attributes:
@@ -200,40 +225,44 @@ class Head(Part):
         self.calls.count += 1
         self.is_strayed |= not self.calls.is_reading
         call: Values = {**dict(enumerate(values)), **named}  # type: ignore[dict-item]
-        result = self.run(call)
+        result = self.run(call) if self.end else call
+        if self.calls.blind is not None:
+            return self.calls.blind.show(self, result, is_named=bool(named))
         if named:
             return result
         return tuple(result.values()) if len(result) > 1 else result[0]
 
 
 @contextmanager
-def reading(heads: Sequence[Head]) -> Iterator[None]:
-    """Read the source of these heads in this thread."""
+def reading(heads: Sequence[Head], blind: BlindRead | None = None) -> Iterator[None]:
+    """Read the source of these heads in this thread. In a blind read they return opaque objects."""
+    before = [(head.calls.is_reading, head.calls.blind) for head in heads]
     for head in heads:
-        head.calls.is_reading = True
+        head.calls.is_reading, head.calls.blind = True, blind
     try:
         yield
     finally:
-        for head in heads:
-            head.calls.is_reading = False
+        for head, (is_reading, outer) in zip(heads, before, strict=True):
+            head.calls.is_reading, head.calls.blind = is_reading, outer
 
 
 class _TransformTail(Tail):
     """The other steps of each call, applied to those objects of a sample that the heads made, which lie at places."""
 
-    def __init__(self, calls: Sequence[tuple[Part, Places]], heads: Sequence[Head]) -> None:
-        self._calls, self.heads = calls, heads
-        self.steps = [step for part in dict.fromkeys(part for part, _ in calls) for step in part.steps]
+    def __init__(self, calls: Sequence[tuple[Head, Section, Places]]) -> None:
+        self._calls = calls
+        self.heads = list(dict.fromkeys(head for head, _, _ in calls))
+        self.steps = [step for rest in dict.fromkeys(rest for _, rest, _ in calls) for step in rest.steps]
 
-    def __call__(self, sample: Any) -> Any:
-        for part, places in self._calls:
-            values = part.run({key: part_at(sample, path) for key, path in places})
+    def __call__(self, sample: Any, index: int) -> Any:
+        for _, rest, places in self._calls:
+            values = rest.run({key: part_at(sample, path) for key, path in places})
             for key, path in places:
                 sample = with_part(sample, path, values[key])
         return sample
 
-    def calls(self, sample: Any) -> int:
-        return len(self._calls)
+    def calls(self, index: int) -> Sequence[tuple[Head, Places]]:
+        return [(head, places) for head, _, places in self._calls]
 
 
 def _called(step: Callable[..., Any], values: Values) -> Values:
@@ -273,44 +302,45 @@ class ConcatCut(Cut):
     def paths(self) -> tuple[Path, ...]:
         """The paths of the parts, if these are equal."""
         paths = {() if part is None else part.paths for part in self.parts}
-        return tuple((1, *path) for path in paths.pop()) if len(paths) == 1 else ()
+        return paths.pop() if len(paths) == 1 else ()
 
     def _apply(self, source: Any) -> tuple[Any, Tail]:
         parts = zip(self.parts, source.datasets, strict=True)
         heads, tails = zip(*[(part, None) if cut is None else cut.apply(part) for cut, part in parts], strict=True)
-        return _Concat(heads), _ConcatTail(tails)
-
-
-class _PartSample(NamedTuple):
-    """A sample, and the number of the part that it is from."""
-
-    part: int
-    sample: Any
-
-
-class _Concat(ConcatDataset[Any]):
-    """A ConcatDataset that says from which part a sample is."""
-
-    def __getitem__(self, index: int) -> _PartSample:
-        sample = cast(Any, super()).__getitem__(index)  # raises if there is no such index
-        return _PartSample(bisect_right(self.cumulative_sizes, index % len(self)), sample)
+        clone = copy.copy(source)
+        clone.datasets = list(heads)
+        return clone, _ConcatTail(tails, source.cumulative_sizes)
 
 
 class _ConcatTail(Tail):
     """Finishes each sample as its part does; None for a deterministic part."""
 
-    def __init__(self, tails: Sequence[Tail | None]) -> None:
-        self._tails, cut = tails, [tail for tail in tails if tail is not None]
+    def __init__(
+        self, tails: Sequence[Tail | None], ends: Sequence[int], subsets: Sequence[Sequence[int]] = ()
+    ) -> None:
+        self._tails, self._ends, self._subsets = tails, ends, subsets
+        cut = [tail for tail in tails if tail is not None]
         self.steps = [step for tail in cut for step in tail.steps]
         self.heads = [head for tail in cut for head in tail.heads]
 
-    def __call__(self, sample: _PartSample) -> Any:
-        tail = self._tails[sample.part]
-        return sample.sample if tail is None else tail(sample.sample)
+    def __call__(self, sample: Any, index: int) -> Any:
+        tail, inner = self._part(index)
+        return sample if tail is None else tail(sample, inner)
 
-    def calls(self, sample: _PartSample) -> int:
-        tail = self._tails[sample.part]
-        return 0 if tail is None else tail.calls(sample.sample)
+    def calls(self, index: int) -> Sequence[tuple[Head, Places]]:
+        tail, inner = self._part(index)
+        return () if tail is None else tail.calls(inner)
+
+    def within(self, indices: Sequence[int]) -> Tail:
+        return _ConcatTail(self._tails, self._ends, (indices, *self._subsets))
+
+    def _part(self, index: int) -> tuple[Tail | None, int]:
+        """The tail of the part in which an index lies, and the index in that part."""
+        for indices in self._subsets:
+            index = int(indices[index])
+        index %= self._ends[-1]
+        part = bisect_right(self._ends, index)
+        return self._tails[part], index - (self._ends[part - 1] if part else 0)
 
 
 # ---- by a format of Hugging Face ----
@@ -323,20 +353,20 @@ class FormatCut(Cut):
     def _apply(self, source: Any) -> tuple[Any, Tail]:
         columns, clone = source.format["columns"], copy.copy(source)
         clone.set_transform(_as_it_is, columns, source.format["output_all_columns"])
-        return clone, FormatTail(format_of(source), columns)
+        return clone, _FormatTail(format_of(source), columns)
 
 
-class FormatTail(Tail):
+class _FormatTail(Tail):
     """Calls the transform as `__getitems__` does, for one sample with a batch of one. It gets only these columns."""
 
     def __init__(self, transform: Any, columns: Sequence[str]) -> None:
         self.steps, self._columns = [transform], frozenset(columns)
 
-    def __call__(self, sample: Any) -> Any:
+    def __call__(self, sample: Any, index: int) -> Any:
         """Finish a row."""
-        return self.of_batch([sample])[0]
+        return self.of_batch([sample], [index])[0]
 
-    def of_batch(self, samples: Sequence[Any]) -> list[Any]:
+    def of_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Finish the rows of a batch."""
         batch = {name: [row[name] for row in samples] for name in samples[0]}
         others = {name: batch.pop(name) for name in samples[0] if name not in self._columns}
@@ -357,6 +387,13 @@ def format_of(source: Any) -> Any:
     if library is None or not isinstance(source, library.Dataset) or source.format["type"] != "custom":
         return None
     return source.format["format_kwargs"]["transform"]
+
+
+def reads_as_library(source: Any) -> bool:
+    """Whether a dataset of Hugging Face, or a Subset of one, reads its samples as the library does."""
+    kind, library = type(unwrap(source)), sys.modules.get("datasets")
+    names = ("__getitem__", "__getitems__")
+    return library is not None and all(getattr(kind, name, 0) is getattr(library.Dataset, name, 1) for name in names)
 
 
 # ---- the transforms of a dataset ----

@@ -81,7 +81,7 @@ def test_a_source_taken_apart_gives_its_samples(make: Any, folder: Path) -> None
     assert any(content in record and len(record) < len(content) + 500 for content in contents)
     for index in range(len(source)):
         reads = []
-        for read in (lambda: source[index], lambda: files(files[index])):  # noqa: B023
+        for read in (lambda: source[index], lambda: files(files[index], index)):  # noqa: B023
             torch.manual_seed(index)
             random.seed(index)
             reads.append((bits(read()), torch.get_rng_state().tolist(), random.getstate()))

@@ -21,7 +21,8 @@ from torchvision import transforms as v1
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from lightning_stocache.source.random_split import Probe, Split, split
+from lightning_stocache.source.probe import Probe
+from lightning_stocache.source.random_split import Split, split
 from lightning_stocache.source.transform_split import Tail
 from lightning_stocache.torch_internals import become_worker
 from tests.loading.twins import copied, same
@@ -119,7 +120,7 @@ def assert_same_stream(source: Any, parts: Split) -> None:
         seed(1000 + index)
         sample = parts.source[index]
         before = copied(sample)
-        assert same(parts.tail(sample), whole)
+        assert same(parts.tail(sample, index), whole)
         assert states() == after
         assert same(sample, before)
         assert same(parts.source[index], before)
@@ -197,7 +198,7 @@ def test_a_dataset_of_hugging_face_is_cut_at_its_format(options: Any) -> None:
     seed(7)
     whole, after = source.__getitems__([2, 0, 1]), states()
     seed(7)
-    assert same(parts.tail.of_batch(parts.source.__getitems__([2, 0, 1])), whole)
+    assert same(parts.tail.of_batch(parts.source.__getitems__([2, 0, 1]), [2, 0, 1]), whole)
     assert states() == after
     assert isinstance(parts.source[0]["image"], list)
 

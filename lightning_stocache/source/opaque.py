@@ -1,0 +1,329 @@
+"""Blind reads: the code behind a transform gets objects that nobody can look at, in place of the transform's results.
+
+A cut moves the random steps of a transform behind the cache, so that the code between the transform and the end of
+`__getitem__` sees a result without them. Nothing is lost only if that code does not depend on the result. A `BlindRead`
+proves this for one sample, by construction:
+
+1. The transform is called as always. Of its result, dicts and tuples stay, and each leaf becomes an `Opaque`. A list is
+   a leaf, because its length may be random.
+2. Each operation on an opaque object is noted, and raises a `LookedError`, which the code's own `except Exception` does
+   not catch. So does a question for the keys of a dict, and an assignment to one.
+3. If nothing was noted, and the opaque objects lie in the sample exactly where the results belong, the code has not
+   looked: the same sample would hold any other results at the same places.
+
+`is` and `type()` cannot be noted. Other reads show None in place of the leaves, or of a whole result, so that `is None`
+becomes visible; code that asks for the type sees that of a real result in any other read.
+
+Code that looks may be harmless: a check, a log. Then head and tail are compared with the source instead (`proof`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABCMeta
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from lightning_stocache.source.samples import Path, part_at, refilled, walk, with_part
+from lightning_stocache.source.transform_split import Places, Tail, UncuttableError, Values, reading
+
+__all__ = ["LookedAtError", "depends_on_none", "read_blindly"]
+
+_Shown: TypeAlias = Literal["opaque", "None", "one None"]
+"""What the code behind a transform gets: opaque leaves, or None for each leaf or for a whole result."""
+
+_MOST_CALLS = 64  # of transforms for one sample: a loop may wait for a result that pleases it
+_LIKE = (torch.Tensor, np.ndarray, complex, int, float, str, dict, set)  # classes whose methods an opaque object has
+_FURTHER = (
+    "await",
+    "aenter",
+    "buffer",
+    "bytes",
+    "enter",
+    "exit",
+    "fspath",
+    "getattribute",
+    "next",
+    "setattr",
+    "delattr",
+)
+_OF_CLASSES = (
+    "class",
+    "class_getitem",
+    "dict",
+    "doc",
+    "init",
+    "init_subclass",
+    "module",
+    "new",
+    "subclasshook",
+    "weakref",
+)
+_METHODS = {name for kind in _LIKE for name in dir(kind) if name.startswith("__")}
+_METHODS |= {f"__{name}__" for name in _FURTHER}
+_METHODS -= {f"__{name}__" for name in _OF_CLASSES}
+_DICT_METHODS = {name for name in dir(dict) if name in _METHODS or not name.startswith("__")}
+_DICT_METHODS -= {"__getattribute__", "__getitem__", "__setattr__", "__delattr__"}
+_DICT_METHODS |= {"__copy__", "__missing__"}
+
+
+class LookedAtError(UncuttableError):
+    """The code behind a transform depends on its result, or may depend on it."""
+
+
+class LookedError(BaseException):
+    """Code behind a transform has looked at its result. No `Exception`, which the code might catch."""
+
+
+class _Notes:
+    """What a read has noted. After the read nothing is noted any more."""
+
+    def __init__(self) -> None:
+        self.looks: list[str] = []
+        self.is_open = True
+
+    def note(self, look: str) -> LookedError:
+        if self.is_open:
+            self.looks.append(look)
+        return LookedError(look)
+
+
+# ---- objects that nobody can look at ----
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    """A method of `Opaque`."""
+
+    def method(self: Any, *arguments: Any, **_: Any) -> Any:
+        attribute = arguments[0] if name == "__getattribute__" and arguments else name
+        raise _notes_of(self).note(str(attribute))
+
+    return method
+
+
+# A sequence, so that the pattern `case []` asks for its length.
+Opaque: Any = ABCMeta(
+    "Opaque",
+    (Sequence,),
+    {"__slots__": ("_notes", "__weakref__"), **{name: _noting(name) for name in _METHODS}},
+)
+"""The class of objects that note each operation on them."""
+
+_member = vars(Opaque)["_notes"]  # as an attribute it would be noted
+_notes_of = _member.__get__
+_set_notes = _member.__set__
+
+
+class _CoveredDict(dict[Any, Any]):
+    """A dict of opaque objects, whose items can be taken out by key. Anything else is noted."""
+
+    notes: _Notes
+
+
+def _noting_in_dict(name: str) -> Callable[..., Any]:
+    """A method of `_CoveredDict`. After the read it is that of a dict."""
+
+    def method(self: _CoveredDict, *arguments: Any, **named: Any) -> Any:
+        if self.notes.is_open:
+            raise self.notes.note(name)
+        return dict(self) if name == "__copy__" else getattr(dict, name)(self, *arguments, **named)
+
+    return method
+
+
+for _name in _DICT_METHODS:
+    setattr(_CoveredDict, _name, _noting_in_dict(_name))
+
+
+# ---- reads ----
+
+
+class Call(NamedTuple):
+    """A call of a transform in a blind read.
+
+    Args:
+        head: stands for the transform.
+        shown: the objects in place of its results, by position or keyword.
+        has_parts: whether a result is a container, or there are several.
+    """
+
+    head: Any
+    shown: Values
+    has_parts: bool
+
+
+class BlindRead:
+    """One read of one or more samples, in which transforms return other objects in place of their results.
+
+    Args:
+        shown: these objects.
+        samples: the number of samples.
+    """
+
+    def __init__(self, shown: _Shown = "opaque", samples: int = 1) -> None:
+        self.calls, self.notes = list[Call](), _Notes()
+        self._shown, self._most = shown, _MOST_CALLS * samples
+        self._leaves = dict[int, tuple[Any, Any]]()  # by id: the opaque object and the real one
+
+    def show(self, head: Any, result: Values, *, is_named: bool) -> Any:
+        """What the code behind a transform gets in place of its result.
+
+        Args:
+            head: stands for the transform.
+            result: the result, by position or keyword.
+            is_named: whether the transform was called by keywords, and returns a dict.
+        """
+        if len(self.calls) >= self._most:
+            raise self.notes.note("calls it again and again")
+        shown = self._covered(result) if is_named else {key: self._covered(value) for key, value in result.items()}
+        has_parts = is_named or len(result) > 1 or isinstance(result[0], dict | tuple)
+        self.calls.append(Call(head, shown, has_parts))
+        if self._shown == "one None":
+            return None
+        if is_named:
+            return shown
+        return tuple(shown.values()) if len(shown) > 1 else shown[0]
+
+    def objection(self, samples: Sequence[Any], tail: Tail, indices: Sequence[int]) -> str | None:
+        """Why the tail cannot finish the samples that were read; None if it can."""
+        expected = list(map(tail.calls, indices))
+        if len(self.calls) != sum(map(len, expected)):
+            return f"the transform is called {len(self.calls)} times instead of {sum(map(len, expected))}"
+        calls, used = iter(self.calls), set[int]()
+        for sample, heads in zip(samples, expected, strict=True):
+            places = dict[Path, int]()
+            for head, keys in heads:
+                call = next(calls)
+                if call.head is not head:
+                    return "the transforms are called in another order"
+                for key, path in keys:
+                    places |= {(*path, *inner): id(leaf) for inner, leaf in self._opaque_in(call.shown.get(key))}
+            if places != {path: id(leaf) for path, leaf in self._opaque_in(sample)}:
+                return "the sample does not hold the results of the transform at the usual places"
+            used.update(places.values())
+        return None if used == self._leaves.keys() else "the sample does not hold all results of the transform"
+
+    def holds_none(self, sample: Any, expected: Sequence[tuple[Any, Places]]) -> bool:
+        """Whether a sample that was read with None has it where the results belong."""
+        if [call.head for call in self.calls] != [head for head, _ in expected]:
+            return False
+        try:
+            for call, (_, keys) in zip(self.calls, expected, strict=True):
+                for key, path in keys:
+                    inside = [()] if self._shown == "one None" else _paths_of_none(call.shown.get(key))
+                    if any(part_at(sample, (*path, *inner)) is not None for inner in inside):
+                        return False
+        except (LookupError, TypeError, AttributeError):  # the sample has no such place
+            return False
+        return True
+
+    def uncovered(self, sample: Any) -> Any:
+        """The sample with the real results. Containers around them are copied."""
+        for path, leaf in self._opaque_in(sample):
+            sample = with_part(sample, path, self._leaves[id(leaf)][1])
+        return sample
+
+    def forget(self) -> bool:
+        """Forget the opaque objects. Returns whether anything else still holds one of them."""
+        references = [weakref.ref(leaf) for leaf, _ in self._leaves.values()]
+        self.calls.clear()
+        self._leaves.clear()
+        return any(reference() is not None for reference in references)
+
+    def _covered(self, value: Any) -> Any:
+        if type(value) is Opaque:  # of another transform, handed on
+            return value
+        if type(value) is dict and value:
+            covered = _CoveredDict({key: self._covered(item) for key, item in value.items()})
+            covered.notes = self.notes
+            return covered
+        if isinstance(value, tuple) and value:
+            return refilled(value, [self._covered(item) for item in value])
+        if self._shown != "opaque":
+            return None
+        leaf = object.__new__(Opaque)
+        _set_notes(leaf, self.notes)
+        self._leaves[id(leaf)] = leaf, value
+        return leaf
+
+    def _opaque_in(self, node: Any) -> list[tuple[Path, Any]]:
+        """The opaque objects in a sample, by path."""
+        return [(path, inner) for path, inner in walk(node) if type(inner) is Opaque]
+
+
+def _paths_of_none(node: Any) -> list[Path]:
+    return [path for path, inner in walk(node) if inner is None]
+
+
+def read_blindly(read: Callable[[], Sequence[Any]], indices: Sequence[int], tail: Tail) -> tuple[list[Any], str | None]:
+    """Read samples of a copy of a source, whose heads return opaque objects.
+
+    Args:
+        read: reads the samples of the indices.
+        indices: their indices.
+        tail: the tail of the copy.
+
+    Returns:
+        The samples with the results of the heads, and why the tail cannot finish them; None if it can.
+
+    Raises:
+        LookedAtError: the code behind a transform looks at its result, or keeps it.
+        Exception: the source's own error.
+    """
+    blind = BlindRead(samples=len(indices))
+    looks = blind.notes.looks
+    samples: list[Any] = []
+    try:
+        with reading(tail.heads, blind):
+            samples += read()
+    except LookedError:
+        pass
+    except Exception as error:
+        if not looks and not blind.calls:
+            raise
+        if not looks:
+            raise LookedAtError(f"code behind its transform raises {error!r}") from error
+    finally:
+        blind.notes.is_open = False
+    if looks:
+        raise LookedAtError(f"code behind its transform looks at the result ({', '.join(dict.fromkeys(looks))})")
+    objection = blind.objection(samples, tail, indices)
+    samples = [blind.uncovered(sample) for sample in samples]
+    if blind.forget():
+        raise LookedAtError("code behind its transform keeps the result")
+    return samples, objection
+
+
+def depends_on_none(read: Callable[[], Any], index: int, tail: Tail) -> bool:
+    """Whether code behind a transform asks if its result is None. The source is read once or twice.
+
+    Args:
+        read: reads the sample of the index, of a copy of a source.
+        index: its index.
+        tail: the tail of the copy.
+    """
+    ways: list[_Shown] = ["None", "one None"]
+    for shown in ways:
+        blind = BlindRead(shown)
+        sample, error = _read(read, tail, blind)
+        # Code that takes a part of the result raises if there is none.
+        is_natural = shown == "one None" and isinstance(error, Exception)
+        if not is_natural and (error is not None or not blind.holds_none(sample, tail.calls(index))):
+            return True
+        if not any(call.has_parts for call in blind.calls):
+            break
+    return False
+
+
+def _read(read: Callable[[], Any], tail: Tail, blind: BlindRead) -> tuple[Any, BaseException | None]:
+    """A sample and no error, or an error in its place."""
+    try:
+        with reading(tail.heads, blind):
+            return read(), None
+    except (Exception, LookedError) as error:  # of the user's code
+        return None, error
+    finally:
+        blind.notes.is_open = False

@@ -1,0 +1,112 @@
+"""Reads of a source under given seeds, with the generators that each of them moves.
+
+Two reads of an index under different seeds show that a source is random: a generator has moved, or the bits differ.
+They never show that it is not, as long as a generator may be hidden: RandomErasing(p=0.1) leaves four of five pairs
+equal, and only its draws betray it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils.data import Dataset, get_worker_info
+
+from lightning_stocache.source.generators import Generators, State
+from lightning_stocache.source.samples import Bits, bits, difference
+
+__all__ = ["Probe", "Read", "why_random"]
+
+
+@dataclass(frozen=True)
+class Read:
+    """One read of an index.
+
+    Args:
+        index: the index that was read, or a list of indices.
+        sample: the sample, or the list of samples; None if it was compared, and is no longer needed.
+        seed: seed of the read.
+        bits: bits of the sample.
+        moved: names of the generators that the read drew from.
+        after: the state of all generators after the read.
+    """
+
+    index: Any
+    sample: Any
+    seed: int
+    bits: Bits
+    moved: list[str]
+    after: State
+
+
+class Probe:
+    """Reads of one source under given seeds, counted. At the end of a `with` all generators are where they were.
+
+    Args:
+        source: the source, whose own generators are watched, too.
+    """
+
+    def __init__(self, source: Dataset[Any]) -> None:
+        self.generators, self.reads = Generators(source), 0
+        self.always: set[str] | None = None
+        """The names of the generators that have drawn during each read, for whatever thread."""
+
+    def __enter__(self) -> Probe:
+        self.generators.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.generators.__exit__()
+
+    def read(self, source: Any, index: Any, seed: int) -> Read:
+        """Read an index of the source, or of a copy with another transform, under a seed. Its errors are raised.
+
+        Of a list of indices, the source reads all in one call. A generator that the first read has made is watched from
+        then on.
+        """
+        self.generators.seed(seed)
+        before = self.generators.state()
+        sample = self.sample(source, index, seed)
+        after = self.generators.state()
+        changed = set(self.generators.changed(before, after))
+        self.always = changed if self.always is None else self.always & changed
+        read = Read(index, sample, seed, bits(sample), self.generators.moved(before, after), after)
+        if self.reads == 1:
+            self.generators.find_new()
+        return read
+
+    def sample(self, source: Any, index: Any, seed: int) -> Any:
+        """Read an index as a worker with this seed."""
+        self.reads += 1
+        with _worker_of(seed):
+            return source.__getitems__(index) if isinstance(index, list) else source[index]
+
+    def read_twice(self, source: Dataset[Any], index: int) -> tuple[Read, Read]:
+        """Read an index under two seeds, which no other index has. Only the second read has its sample."""
+        first = replace(self.read(source, index, 2 * index), sample=None)  # samples may be large
+        return first, self.read(source, index, 2 * index + 1)
+
+
+@contextmanager
+def _worker_of(seed: int) -> Iterator[None]:
+    """Give a worker another seed and number for the time of a read, because sources may draw from these."""
+    info: Any = get_worker_info()
+    before = {} if info is None else {"seed": info.seed, "id": info.id}
+    for name, value in zip(before, (seed, seed % 2), strict=False):
+        object.__setattr__(info, name, value)  # its own `__setattr__` refuses
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(info, name, value)
+
+
+def why_random(first: Read, second: Read) -> str | None:
+    """The evidence in words that two reads of an index are random; None if there is none."""
+    for read in (first, second):
+        if read.moved:
+            return f"reading index {read.index} moves the generator of {' and '.join(read.moved)}"
+    where = difference(first.bits, second.bits)
+    return None if where is None else f"two reads of index {first.index} differ in sample{where}"

@@ -1,0 +1,349 @@
+"""The proof of a cut: head and tail together make the samples of the source.
+
+Set-up proves it for the samples that it has read: under one seed both give the same bits and leave the generators in
+the same state, and the head draws nothing. What the code behind the transforms may do in other samples is proved
+
+- by construction, if it looks at none of their results. Some samples are read blindly at set-up, and all of them while
+  they are loaded (`opaque`);
+- else by more comparisons: eight in any case, up to 32 within two seconds, the rest in epoch one, and again with each
+  look (`looks`). Code that looks may wait for a rare result, such as an image without boxes. So seeds are searched for:
+  the tail is run under many, and the source is read under those that give the rarest result, the shortest, or the one
+  with the least or largest sum.
+
+Where no code looks in the samples that set-up has read, it may look in a later one. Then this sample is compared eight
+times, or once after four of this kind.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, get_worker_info
+
+from lightning_stocache.cache.records import is_image
+from lightning_stocache.source.access import batch_reader, one_per_index
+from lightning_stocache.source.generators import are_draws_evidence
+from lightning_stocache.source.opaque import LookedAtError, depends_on_none, read_blindly
+from lightning_stocache.source.probe import Probe, Read, why_random
+from lightning_stocache.source.samples import Bits, bits, part_at, walk
+from lightning_stocache.source.transform_split import Tail, UncuttableError, reading, reads_as_library
+
+__all__ = ["LEAST_PROVED", "MOST_PROVED", "PROVING_SECONDS", "BlindSource", "CutProof", "Proof"]
+
+log = logging.getLogger(__name__)
+
+LEAST_PROVED = 8
+"""The least comparisons of a cut where code looks at the result of a transform."""
+MOST_PROVED = 32
+"""The comparisons after which the cut is taken to be proved."""
+PROVING_SECONDS = 2.0
+"""The time for more than these; the rest is proved in epoch one."""
+_SHARE = 8  # of so many samples that epoch one loads, one is compared
+_LOOKED = 3  # comparisons of a sample in a look
+_TRIED = 64  # seeds under which the tail is run, for a comparison
+_TRYING_SECONDS = 0.2  # for more than the least of these
+_LEAST_TRIED = 16
+
+
+class Proof:
+    """Compares head and tail with the source.
+
+    Args:
+        source: the user's dataset.
+        head: its copy with the first steps of the transforms.
+        tail: the other steps.
+        probe: reads them.
+    """
+
+    def __init__(self, source: Any, head: Any, tail: Tail, probe: Probe) -> None:
+        self._source, self._head, self._tail, self._probe = source, head, tail, probe
+
+    def of(self, original: Read) -> Read:
+        """Prove the cut for a sample that was read, and that the head draws nothing. Returns a read of the head.
+
+        Raises:
+            UncuttableError: head and tail do not make the sample.
+        """
+        again = self._probe.read(self._head, original.index, original.seed + 1)  # the tail may change that of `once`
+        once = self._probe.read(self._head, original.index, original.seed)
+        if found := why_random(once, again):
+            raise UncuttableError(f"its dataset is random outside the transform ({found})")
+        self._compare(once.sample, original)
+        return again
+
+    def at(self, index: int, seed: int, times: int = 1) -> None:
+        """Prove the cut for another sample, under seeds that are searched for.
+
+        Raises:
+            UncuttableError: head and tail do not make the sample.
+            Exception: an error of the source.
+        """
+        sample = self._probe.read(self._head, index, seed).sample
+        for chosen in self._telling_seeds(sample, index, seed, times):
+            original = self._probe.read(self._source, index, chosen)
+            self._probe.generators.seed(chosen)
+            self._compare(copy.deepcopy(sample), original)
+
+    def go_on(self, indices: Sequence[int], least: int) -> int:
+        """Prove the cut for more samples. Returns how many are left for epoch one.
+
+        Args:
+            indices: their indices.
+            least: how many of them are compared in any case.
+
+        Raises:
+            UncuttableError: head and tail do not make one of them.
+        """
+        begin = time.perf_counter()
+        for number, index in enumerate(indices):
+            if number >= least and time.perf_counter() - begin > PROVING_SECONDS:
+                return len(indices) - number
+            try:
+                self.at(index, 2 * len(self._source) + number * _TRIED)
+            except UncuttableError:
+                raise
+            except Exception:  # the source is the user's: no sampler may ever ask for the index
+                continue
+        return 0
+
+    def is_blind(self, reads: Sequence[Read], others: Sequence[int], seconds: float) -> bool:
+        """Whether the code behind the transforms looks at none of the results in some samples.
+
+        Args:
+            reads: reads of the head, whose samples are read blindly, too.
+            others: indices of more samples, which are read in the time that is left. One that is looked at is compared.
+            seconds: this time.
+
+        Raises:
+            UncuttableError: head and tail do not make a sample that is looked at.
+        """
+        if not self._tail.heads:  # the code behind a format is that of its library, if no subclass changes it
+            return reads_as_library(self._source)
+        begin, looked_at = time.perf_counter(), 0
+        probed = {read.index: read.bits for read in reads}
+        parts = [0, *self._source.cumulative_sizes[:-1]] if type(self._source) is ConcatDataset else []
+        with_none = {next(iter(probed)), *parts, *others}
+        for index in dict.fromkeys((*probed, *parts, *others)):
+            is_other = index not in probed and index not in parts
+            if is_other and time.perf_counter() - begin > seconds:
+                break
+            try:
+                if not self._is_looked_at(index, probed.get(index), with_none=index in with_none):
+                    continue
+                if not is_other:
+                    return False
+                self.at(index, 2 * len(self._source) + index * _TRIED, times_for(looked_at))
+                looked_at += 1
+            except UncuttableError:
+                raise
+            except Exception:  # as in `go_on`
+                if index in probed:
+                    raise
+        return True
+
+    def _is_looked_at(self, index: int, expected: Bits | None, *, with_none: bool) -> bool:
+        """Whether code looks at a result in a sample, whose bits may be known."""
+        read = partial(self._probe.sample, self._head, index, 2 * index)
+        try:
+            [sample], objection = read_blindly(lambda: [read()], [index], self._tail)
+        except LookedAtError:
+            return True
+        if expected is not None and bits(sample) != expected:  # the code asks for the type of a result
+            return True
+        if objection is not None:  # a sample of another form is served as the source reads it
+            return expected is not None
+        return with_none and depends_on_none(read, index, self._tail)
+
+    def _compare(self, sample: Any, original: Read) -> None:
+        """Compare a sample of the head, finished from here on, with that of the source."""
+        index, tail = original.index, self._tail
+        whole = tail.of_batch(sample, index) if isinstance(index, list) else tail(sample, index)
+        if self._probe.generators.moved(original.after) or bits(whole) != original.bits:
+            raise UncuttableError(
+                "its random steps, run after the dataset, do not give its sample again under the same seed (does a "
+                "sample need their result?)"
+            )
+
+    def _telling_seeds(self, sample: Any, index: int, seed: int, count: int) -> list[int]:
+        """Up to `count` of some seeds: those under which the tail gives the most unusual results first."""
+        begin = time.perf_counter()
+        results = dict[int, list[_Leaf]]()
+        for tried in range(seed, seed + _TRIED):
+            self._probe.generators.seed(tried)
+            try:
+                results[tried] = self._results(self._tail(copy.deepcopy(sample), index), index)
+            except Exception:  # of the user's transform, or a class that cannot be copied
+                log.debug("the tail cannot be run for sample %d", index, exc_info=True)
+                break
+            if len(results) >= _LEAST_TRIED and time.perf_counter() - begin > _TRYING_SECONDS:
+                break
+        if not results:
+            return [seed]
+        seen = Counter(_form(leaves) for leaves in results.values())
+        chosen = [min(results, key=lambda tried: seen[_form(results[tried])])]
+        for number in range(min(map(len, results.values()))):
+            chosen.append(min(results, key=lambda tried: results[tried][number].size))
+            chosen.append(min(results, key=lambda tried: results[tried][number].total))
+            chosen.append(max(results, key=lambda tried: results[tried][number].total))
+        if count == 1:
+            return [chosen[seed // _TRIED % len(chosen)]]  # another one for each sample
+        return list(dict.fromkeys((*chosen, *results)))[:count]
+
+    def _results(self, whole: Any, index: int) -> list[_Leaf]:
+        """What the tail has made, leaf by leaf."""
+        paths = [path for _, places in self._tail.calls(index) for _, path in places]
+        parts = [part_at(whole, path) for path in dict.fromkeys(paths)] if paths else [whole]
+        return [_leaf_of(node) for part in parts for _, node in walk(part)]
+
+
+class _Leaf(NamedTuple):
+    """The features of a result by which code might tell it from others."""
+
+    kind: type
+    shape: tuple[int, ...]
+    size: float
+    total: float
+
+
+def _leaf_of(node: Any) -> _Leaf:
+    kind = type(node)
+    if issubclass(kind, int | float):
+        return _Leaf(kind, (), 0.0, float(node))
+    if issubclass(kind, torch.Tensor | np.ndarray):
+        is_number = not issubclass(kind, np.ndarray) or node.dtype.kind in "buif"
+        shape, total = tuple(node.shape), float(node.sum()) if is_number else 0.0
+    elif is_image(kind):
+        shape, total = node.size, 0.0
+    else:
+        shape, total = (len(node),) if hasattr(kind, "__len__") else (), 0.0
+    return _Leaf(kind, shape, float(math.prod(shape)), total)
+
+
+def _form(leaves: Sequence[_Leaf]) -> tuple[tuple[type, tuple[int, ...]], ...]:
+    return tuple((leaf.kind, leaf.shape) for leaf in leaves)
+
+
+def times_for(looked_at: int) -> int:
+    """How often a sample that code looks at is compared, after some others of this kind."""
+    return LEAST_PROVED if looked_at * LEAST_PROVED < MOST_PROVED else 1
+
+
+# ---- while samples are served ----
+
+
+class CutProof:
+    """Proves a cut while its samples are read. Each process has a proof of its own.
+
+    Args:
+        source: the user's dataset.
+        head: its copy with the first steps of the transforms.
+        tail: the other steps.
+    """
+
+    def __init__(self, source: Any, head: Any, tail: Tail) -> None:
+        self._source, self._head, self._tail = source, head, tail
+        self._is_blind = tail.is_blind
+        self._unproved: int | None = None  # until the first samples are loaded
+        self._looked_at = 0  # samples at whose results code has looked
+
+    def read(self, read: Callable[[], Sequence[Any]], indices: Sequence[int]) -> tuple[list[Any], str | None]:
+        """Samples of the head, and why the tail cannot finish one of them.
+
+        Args:
+            read: reads the samples of the head.
+            indices: their indices.
+
+        Raises:
+            UncuttableError: head and tail do not make the samples of the source.
+            Exception: an error of the source.
+        """
+        if self._is_blind:
+            try:
+                return read_blindly(read, indices, self._tail)
+            except LookedAtError as looked:
+                for index in indices:
+                    self._compare(index, times_for(self._looked_at), looked)
+                    self._looked_at += 1
+        before = self._calls
+        samples = list(read())
+        calls, expected = self._calls - before, sum(len(self._tail.calls(index)) for index in indices)
+        return samples, None if calls == expected else f"the transform is called {calls} times instead of {expected}"
+
+    def go_on(self, indices: Sequence[int]) -> None:
+        """Compare some of the samples that were just loaded, until 32 samples of the cut have been compared.
+
+        Raises:
+            UncuttableError: head and tail do not make a sample of the source.
+        """
+        if self._unproved is None:
+            info = get_worker_info()
+            self._unproved = -(-self._tail.unproved // (1 if info is None else info.num_workers))
+        if not self._unproved:
+            return
+        count = min(len(indices) // _SHARE + 1, self._unproved)
+        for index in indices[:count]:
+            self._compare(index, 1)
+            self._unproved -= 1
+
+    def load(self, index: int) -> Any:
+        """A sample of the head, for which the cut is proved once more.
+
+        Raises:
+            UncuttableError: head and tail do not make the sample of the source.
+            Exception: an error of the source.
+        """
+        if not self._is_blind:
+            self._compare(index, _LOOKED)
+        [sample], _ = self.read(partial(_read_head, self._head, index), [index])
+        return sample
+
+    @property
+    def _calls(self) -> int:
+        return sum(head.calls.count for head in self._tail.heads)
+
+    def _compare(self, index: int, times: int, doubt: LookedAtError | None = None) -> None:
+        if not are_draws_evidence():  # another thread may draw: nothing can be compared
+            if doubt is not None:
+                raise doubt
+            return
+        seed = random.Random().getrandbits(30)  # not of a process-wide generator, whose draws are the user's
+        with Probe(self._source) as probe, reading(self._tail.heads):
+            Proof(self._source, self._head, self._tail, probe).at(index, seed, times)
+
+
+class BlindSource:
+    """The head of a source, each of whose samples is read blindly.
+
+    Args:
+        head: the copy with the first steps of the transforms.
+        tail: the other steps.
+    """
+
+    def __init__(self, head: Any, tail: Tail) -> None:
+        self._head, self._tail = head, tail
+
+    def __getitem__(self, index: int) -> Any:
+        """A sample.
+
+        Raises:
+            UncuttableError: the tail cannot finish it.
+        """
+        [sample], objection = read_blindly(lambda: [self._head[index]], [index], self._tail)
+        if objection is not None:
+            raise UncuttableError(objection)
+        return sample
+
+
+def _read_head(head: Any, index: int) -> list[Any]:
+    read = batch_reader(head)
+    return [head[index]] if read is None else one_per_index(read([index]), 1, head)

@@ -1,0 +1,395 @@
+"""Datasets whose code goes on behind their transform: what it does with the result is named by its function.
+
+The transforms return few rows, none at all, or None now and then, as detection transforms do.
+"""
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset
+
+LENGTH = 150
+WHOLE = torch.zeros(1, 4)
+log = logging.getLogger(__name__)
+
+
+class Boxes(Dataset[Any]):
+    """Three boxes per sample, which `behind` makes the sample of, after the transform or without it."""
+
+    def __init__(self, behind: Callable[[Any, int], Any], transform: Any = None, length: int = LENGTH) -> None:
+        self.boxes = torch.rand(length, 3, 4, generator=torch.Generator().manual_seed(0))
+        self.behind, self.transform, self.sizes = behind, transform or drop, []
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.behind(self, index)
+
+    def drawn(self, index: int) -> Any:
+        return self.transform(self.boxes[index])
+
+    def drawn_dict(self, index: int) -> Any:
+        return self.transform({"boxes": self.boxes[index], "image_id": index})
+
+
+# ---- transforms ----
+
+
+def drop(boxes: Any) -> Any:
+    """Drops all boxes of few samples, and moves the others."""
+    if isinstance(boxes, dict):
+        return {**boxes, "boxes": drop(boxes["boxes"])}
+    moved = boxes + torch.rand(())
+    return moved if torch.rand(()) < 0.93 else moved[:0]
+
+
+def drop_to_none(boxes: Any) -> Any:
+    boxes = drop(boxes)
+    return boxes if len(boxes) else None
+
+
+def drop_to_one_none(sample: Any) -> Any:
+    sample = drop(sample)
+    return sample if len(sample["boxes"]) else None
+
+
+def drop_as_list(boxes: Any) -> Any:
+    return list(drop(boxes))
+
+
+def rows_of_numpy(boxes: Any) -> Any:
+    return drop(boxes).numpy()
+
+
+def shift(boxes: Any) -> Any:
+    """Never changes a shape."""
+    return boxes + torch.rand(())
+
+
+def shift_dict(sample: Any) -> Any:
+    return {**sample, "boxes": shift(sample["boxes"])}
+
+
+# ---- code that depends on the result ----
+
+
+def replaces_if_short(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return (boxes if len(boxes) else WHOLE), index
+
+
+def replaces_in_the_dict(held: Boxes, index: int) -> Any:
+    sample = held.drawn_dict(index)
+    if not sample["boxes"].numel():
+        sample["boxes"] = WHOLE
+    return sample
+
+
+def replaces_after_an_error(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    try:
+        boxes.amax(0)
+    except Exception:
+        boxes = WHOLE
+    return boxes, index
+
+
+def replaces_after_any_error(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    try:
+        boxes[0]
+    except BaseException:
+        boxes = WHOLE
+    return boxes, index
+
+
+def replaces_what_cannot_be_stacked(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    try:
+        torch.cat([boxes, WHOLE])[len(WHOLE)]
+        np.asarray(boxes)[0]
+    except Exception as error:
+        log.debug("no box", exc_info=error)
+        boxes = WHOLE
+    return boxes, index
+
+
+def takes_the_next(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return held[(index + 1) % len(held)] if boxes.shape[0] == 0 else (boxes, index)
+
+
+def takes_the_next_in_a_loop(held: Boxes, index: int) -> Any:
+    while not len(boxes := held.drawn(index)):
+        index = (index + 1) % len(held)
+    return boxes, index
+
+
+def tries_ten_times(held: Boxes, index: int) -> Any:
+    for _ in range(10):
+        boxes = held.drawn(index)
+        if boxes.any():
+            break
+    return boxes, index
+
+
+def counts(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return boxes, len(boxes)
+
+
+def counts_in_the_dict(held: Boxes, index: int) -> Any:
+    sample = held.drawn_dict(index)
+    sample["count"] = sample["boxes"].size(0)
+    return sample
+
+
+def counts_rows(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return {"boxes": boxes, "labels": [1 for _ in boxes]}
+
+
+def replaces_none(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return (WHOLE if boxes is None else boxes), index
+
+
+def takes_the_next_for_none(held: Boxes, index: int) -> Any:
+    while (boxes := held.drawn(index)) is None:
+        index = (index + 1) % len(held)
+    return boxes, index
+
+
+def leaves_none_out(held: Boxes, index: int) -> Any:
+    return [boxes for boxes in [held.drawn(index)] if boxes is not None], index
+
+
+def asks_for_one_none(held: Boxes, index: int) -> Any:
+    sample = held.drawn_dict(index)
+    return {"boxes": WHOLE, "image_id": index} if sample is None else sample
+
+
+def asks_for_its_class(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return (boxes if isinstance(boxes, torch.Tensor) else WHOLE), index
+
+
+def asks_for_a_dunder_class(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return (boxes if boxes.__class__ is torch.Tensor else WHOLE), index
+
+
+def asks_for_its_type(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return (boxes if type(boxes) is torch.Tensor else WHOLE), index
+
+
+def notes_its_type(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return boxes, type(boxes).__name__
+
+
+def compares(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return (WHOLE if (boxes > 1.93).any() else boxes), index
+
+
+def compares_the_sum(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return (WHOLE if boxes.sum() < 6 else boxes), index
+
+
+def matches(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    match boxes:
+        case []:
+            boxes = [WHOLE[0]]
+    return boxes, index
+
+
+def only_later(held: Boxes, index: int) -> Any:
+    return held.drawn(index) if index < 20 else replaces_if_short(held, index)[0]
+
+
+def takes_other_keys(held: Boxes, index: int) -> Any:
+    sample = held.drawn_dict(index)
+    return {"boxes": sample["boxes"], "has_boxes": bool(next(iter(sample.values())).numel())}
+
+
+LOST: dict[str, Boxes] = {
+    behind.__name__: Boxes(behind, transform)
+    for transform, functions in {
+        drop: (
+            *(replaces_if_short, replaces_in_the_dict, replaces_after_an_error, replaces_after_any_error),
+            *(replaces_what_cannot_be_stacked, takes_the_next, takes_the_next_in_a_loop, tries_ten_times),
+            *(counts, counts_in_the_dict, counts_rows, only_later, takes_other_keys),
+        ),
+        drop_to_none: (
+            *(replaces_none, takes_the_next_for_none, leaves_none_out),
+            *(asks_for_its_class, asks_for_a_dunder_class, asks_for_its_type, notes_its_type),
+        ),
+        drop_to_one_none: (asks_for_one_none,),
+        drop_as_list: (matches,),
+        shift: (compares, compares_the_sum),
+    }.items()
+    for behind in functions
+}
+"""Datasets that a cut would change."""
+
+
+# ---- code that does not ----
+
+
+def hands_on(held: Boxes, index: int) -> Any:
+    return held.drawn(index), index
+
+
+def hands_a_dict_on(held: Boxes, index: int) -> Any:
+    return held.drawn_dict(index)
+
+
+def takes_a_key(held: Boxes, index: int) -> Any:
+    return [held.drawn_dict(index)["boxes"]], {"label": index}
+
+
+def draws_two_views(held: Boxes, index: int) -> Any:
+    return [held.drawn(index), held.drawn(index)], index
+
+
+def checks(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    assert boxes.ndim == 2
+    return boxes, index
+
+
+def logs(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    log.debug("boxes of %s", boxes.shape)
+    return boxes, index
+
+
+def remembers(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    held.sizes[:] = [boxes.nbytes]
+    return boxes, index
+
+
+def writes_into_the_dict(held: Boxes, index: int) -> Any:
+    sample = held.drawn_dict(index)
+    sample["area"] = 3
+    return sample
+
+
+def replaces_if_short_but_never_is(held: Boxes, index: int) -> Any:
+    return replaces_if_short(held, index)
+
+
+def notes_a_type(held: Boxes, index: int) -> Any:
+    boxes = held.drawn(index)
+    return boxes, type(boxes).__name__
+
+
+def keeps_the_last(held: Any, index: int) -> Any:
+    held.last = held.drawn(index)
+    return held.last, index
+
+
+BLIND: dict[str, Boxes] = {
+    "hands_on": Boxes(hands_on),
+    "hands_a_dict_on": Boxes(hands_a_dict_on),
+    "draws_two_views": Boxes(draws_two_views),
+    "a list": Boxes(hands_on, drop_as_list),
+    "of a subset": Subset(Boxes(hands_on), range(3, 70, 2)),  # type: ignore[dict-item]
+    "of parts": Boxes(hands_on) + Boxes(hands_a_dict_on, shift_dict),  # type: ignore[dict-item]
+}
+"""Datasets whose code does not look at the results of their transform."""
+
+LOOKING: dict[str, Boxes] = {
+    behind.__name__: Boxes(behind, shift_dict if behind is writes_into_the_dict else shift)
+    for behind in (
+        checks,
+        logs,
+        remembers,
+        notes_a_type,
+        writes_into_the_dict,
+        replaces_if_short_but_never_is,
+        keeps_the_last,
+    )
+}
+"""Datasets whose code looks at them, and makes nothing of it."""
+
+
+# ---- operations ----
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "len": len,
+    "bool": bool,
+    "not": lambda result: not result,
+    "iter": iter,
+    "next": next,
+    "==": lambda result: result == 3,
+    "== from the right": lambda result: 3 == result,  # noqa: SIM300
+    "<": lambda result: result < 3,
+    "in": lambda result: 3 in result,
+    "in a list": lambda result: result in [1, 2],
+    "in a set": lambda result: {result},
+    "str": str,
+    "format": lambda result: f"{result}",
+    "%": lambda result: f"{result!r}",
+    "getattr": lambda result: getattr(result, "shape", None),
+    "hasattr": lambda result: hasattr(result, "shape"),
+    "setattr": lambda result: setattr(result, "label", 1),
+    "isinstance": lambda result: isinstance(result, torch.Tensor),
+    "isinstance of an abstract class": lambda result: isinstance(result, Sequence),
+    "__class__": lambda result: result.__class__,
+    "a method": lambda result: result.numel(),
+    "item": lambda result: result[0],
+    "item to": lambda result: result.__setitem__(0, 1),
+    "+": lambda result: result + 1,
+    "+ from the right": lambda result: 1 + result,
+    "-": lambda result: -result,
+    "abs": abs,
+    "int": int,
+    "float": float,
+    "index": lambda result: [1, 2][result],
+    "hash": hash,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "numpy": np.asarray,
+    "torch": torch.numel,
+    "torch.is_tensor": torch.is_tensor,
+    "dir": dir,
+    "vars": vars,
+    "with": lambda result: result.__enter__(),
+    "unpack": lambda result: [*result],
+}
+"""Operations on a result."""
+
+LOOKS_AT_A_DICT: dict[str, Callable[[Any], Any]] = {
+    "len": len,
+    "bool": bool,
+    "in": lambda result: "boxes" in result,
+    "keys": lambda result: result.keys(),
+    "values": lambda result: list(result.values()),
+    "items": lambda result: dict(result.items()),
+    "iter": list,
+    "get": lambda result: result.get("mask"),
+    "missing": lambda result: result["mask"],
+    "set": lambda result: result.__setitem__("label", 1),
+    "pop": lambda result: result.pop("image_id"),
+    "update": lambda result: result.update(label=1),
+    "dict": dict,
+    "**": lambda result: {**result},
+    "|": lambda result: result | {"label": 1},
+    "==": lambda result: result == {},
+    "copy": copy.copy,
+    "str": str,
+}
+"""Operations on a result that is a dict."""
