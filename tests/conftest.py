@@ -1,9 +1,10 @@
 """What holds for every test: it leaves no memory, no child process and no environment variable behind.
 
 Set-up's reader is a process of its own, as it is for users. Tests that start others are marked `processes`. With
-`--in-process` there are neither: the loop to keep running.
+`--in-process` there are neither, and no slow tests: the loop to keep running.
 """
 
+import faulthandler
 import functools
 import gc
 import importlib.metadata
@@ -18,6 +19,7 @@ import signal
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from multiprocessing import process, util
@@ -172,7 +174,9 @@ def leaves_no_process_and_no_memory_behind(request: pytest.FixtureRequest) -> It
         time.sleep(0.02)
     if left_children:
         pytest.fail(f"the test left child processes behind: {[command_of(pid) for pid in left_children]}")
-    pytest.fail(f"the test left files in memory behind: {sorted(left_memory)}")
+    faulthandler.dump_traceback(all_threads=True)  # a thread that waits in a collection keeps all others from theirs
+    collected = "" if _is_garbage_collected() else ", while no garbage is collected"
+    pytest.fail(f"the test left files in memory behind{collected}: {sorted(left_memory)}")
 
 
 @pytest.fixture
@@ -263,7 +267,7 @@ def leaves_modules_out_of_collections() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    words = "the loop while writing: set-up reads in the process of the test, and tests that start others are left out"
+    words = "the loop while writing: set-up reads in the process of the test; no slow tests, and none that start others"
     parser.addoption("--in-process", action="store_true", help=words)
 
 
@@ -285,7 +289,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: "interop" in item.path.parts)
     for item in filter(_has_workers, items):
         item.add_marker(pytest.mark.processes)
-    left_out = [item for item in items if config.getoption("in_process") and item.get_closest_marker("processes")]
+    marks = ("processes", "slow") if config.getoption("in_process") else ()
+    left_out = [item for item in items if any(map(item.get_closest_marker, marks))]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     for item in items:
@@ -331,6 +336,18 @@ def pytest_unconfigure() -> None:
 
 def _has_failed(request: pytest.FixtureRequest) -> bool:
     return bool(request.node.stash.get(_failed, False))
+
+
+def _is_garbage_collected() -> bool:
+    """Whether a collection finds an object that only refers to itself."""
+
+    class Ring:
+        def __init__(self) -> None:
+            self.itself = self
+
+    ring = weakref.ref(Ring())
+    gc.collect()
+    return ring() is None
 
 
 def _end_plain_loaders() -> None:

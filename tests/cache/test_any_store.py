@@ -207,6 +207,8 @@ class Rolling(Machine):
 
 TestStores = Stores.TestCase
 TestRolling = Rolling.TestCase
+pytest.mark.slow(TestStores)
+pytest.mark.slow(TestRolling)
 TestRolling.settings = TestStores.settings = settings(
     max_examples=20, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )

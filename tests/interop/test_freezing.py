@@ -18,6 +18,8 @@ from lightning_stocache import CachedDataset
 from lightning_stocache.setup import find
 from tests.interop.setting import fingerprint, held, pictures
 
+pytestmark = pytest.mark.slow  # the libraries take seconds to import
+
 # Of six libraries together a thousand. Set-up reads in a process of its own, as it does in the table's trainings, too.
 THOUSAND = pytest.param(170, True, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])
 

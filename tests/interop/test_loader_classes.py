@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.training.tiny import fit, through
 
+pytestmark = pytest.mark.slow  # the libraries take seconds to import
+
 NUMBERS = TensorDataset(torch.arange(48.0).reshape(24, 2))
 
 
