@@ -183,3 +183,44 @@ def test_a_stream_is_read_again_and_nothing_is_left_behind(monkeypatch: pytest.M
     assert difference(lambda: iter([torch.rand(2)]), lambda mark: []) is not None
     assert torch.equal(torch.get_rng_state(), state)
     assert "the disk is gone" in str(difference(lambda: _raises(0), lambda mark: []))
+
+
+class Batched(Made):
+    """Its batches are made by a function of the list of samples."""
+
+    def __init__(self, make: Any, of_batch: Any) -> None:
+        super().__init__(make)
+        self.of_batch = of_batch
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.of_batch([self.make(index) for index in indices])
+
+
+def _padded(samples: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(torch.nn.utils.rnn.pad_sequence(samples, batch_first=True))
+
+
+def _ranked(samples: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    return [(sample, number) for number, sample in enumerate(samples)]
+
+
+@pytest.mark.parametrize(
+    "of_batch",
+    [
+        lambda samples: [sample - torch.cat(samples).mean() for sample in samples],
+        lambda samples: [torch.cat([sample, *samples[:1]])[: len(sample) + 1] for sample in samples],
+        _padded,
+        _ranked,
+    ],
+)
+def test_samples_that_depend_on_their_batch_pass_through(of_batch: Any) -> None:
+    """One that is normalised, padded, mixed or numbered by its batch has no content of its own."""
+    source = Batched(lambda index: torch.full((1 + index % 3,), 1.0 + index), of_batch)
+    assert "gives another sample" in str(look(source).reason)
+
+
+def test_batches_of_independent_samples_are_cached() -> None:
+    """Also of a single sample, and through a Subset."""
+    source = Batched(_squares, list)
+    assert look(source).reason is None
+    assert look(Subset(source, [3])).reason is None
