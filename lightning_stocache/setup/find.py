@@ -233,13 +233,21 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
 
     `quick` is the number of indices to read after the first four.
     """
-    source: Any = request.source
     if request.allow_random:
         return _look_once(request), {}
-    counters = Counters(source)
+    counters = Counters(request.source)
+    try:
+        return _find_by(counters, request, quick)
+    finally:
+        counters.put_shared_back()
+
+
+def _find_by(counters: Counters, request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
+    """Look at a source with the numbers that it may count with."""
+    source: Any = request.source
     parts = split(source, quick=quick, domain=request.domain)
     reads, form, note = parts.reads, None, None
-    if parts.reason is None and counters.look(reads):
+    if parts.reason is None and counters.look():
         reads += _COUNTED
         if (place := _counts_reads(parts, len(source))) is not None:
             reason = f"its samples depend on how often it was read: on {place}, which each read moves.\n{_BY_HAND}"
@@ -292,7 +300,7 @@ def _look_at_batch(parts: Split) -> tuple[str | None, int]:
 def _counts_reads(parts: Split, length: int) -> str | None:
     """Where a source counts its reads, if its samples depend on that, as on `calls // len(dataset)`; else None."""
     source: Any = parts.source
-    index, places = parts.indices[-1], list[str]()
+    index, places = parts.indices[0], list[str]()
     counters = Counters(source)
     with Probe(source) as probe:
         for _ in range(_COUNTED - 1):
