@@ -300,20 +300,20 @@ def _look_at_batch(parts: Split) -> tuple[str | None, int]:
 def _counts_reads(parts: Split, length: int) -> str | None:
     """Where a source counts its reads, if its samples depend on that, as on `calls // len(dataset)`; else None."""
     source: Any = parts.source
-    index, places = parts.indices[0], list[str]()
+    index, known, places = parts.indices[0], [parts.probed[0].bits], list[str]()
     counters = Counters(source)
     with Probe(source) as probe:
         for _ in range(_COUNTED - 1):
-            before = probe.read(source, index, 2 * index)
+            known.append(probe.read(source, index, 2 * index).bits)
             places = counters.look()
         if not places:
             return None
         try:
             with counters.ahead(length):
-                ahead = probe.read(source, index, 2 * index)
+                known.append(probe.read(source, index, 2 * index).bits)
         except Exception:  # a list of as many entries as epochs, for instance
             return " or ".join(places)
-    return " or ".join(places) if ahead.bits != before.bits else None
+    return " or ".join(places) if any(bits_of_read != known[0] for bits_of_read in known) else None
 
 
 def _look_once(request: CacheRequest) -> Finding:
