@@ -399,9 +399,11 @@ def _own_array(value: Any) -> npt.NDArray[Any] | None:
     Other processes may write to shared memory at any time, so it is left alone.
     """
     kind = type(value)
-    if kind not in (np.ndarray, torch.Tensor) or (kind is torch.Tensor and value.is_shared()):
+    if kind not in (np.ndarray, torch.Tensor):
         return None
     live: npt.NDArray[Any] | None = live_content(value)
+    if live is None or (kind is torch.Tensor and value.is_shared()):
+        return None
     owner: Any = live
     while type(owner) is np.ndarray and owner.base is not None:
         owner = owner.base
