@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any, cast
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
-from lightning_stocache.cache.records import SampleCodec
+from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.node.group import job_ranks
 from lightning_stocache.setup.first_samples import FirstSampleError, codec_of
 from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files
@@ -24,9 +24,10 @@ from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.draws import Draws
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.probe import Probe, why_random
+from lightning_stocache.source.probe import Probe, Read, why_random
 from lightning_stocache.source.proof import BlindSource
 from lightning_stocache.source.random_split import Split, split, spread
+from lightning_stocache.source.samples import bits, same_sample
 from lightning_stocache.source.snapshot import Counters
 from lightning_stocache.source.transform_split import Cut, Tail
 from lightning_stocache.source.witness import Witness
@@ -39,6 +40,7 @@ _BY_HAND = (
     "To cache it, give its deterministic part to CachedDataset, and the random rest as transform=, which runs after "
     "the cache; allow_random=True freezes its first draw."
 )
+_IN_COLLATE = "To cache it, let __getitems__ load each sample by itself, and pad or normalise batches in collate_fn."
 _FROZEN = 4  # samples that are read with allow_random
 _COUNTED = 3  # samples that are read of a source that counts its reads
 _QUICK = 28  # indices that are read after the first four, if reading is fast
@@ -236,13 +238,21 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
 
     `quick` is the number of indices to read after the first four.
     """
-    source: Any = request.source
     if request.allow_random:
         return _look_once(request), {}
-    counters = Counters(source)
+    counters = Counters(request.source)
+    try:
+        return _find_by(counters, request, quick)
+    finally:
+        counters.put_shared_back()
+
+
+def _find_by(counters: Counters, request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
+    """Look at a source with the numbers that it may count with."""
+    source: Any = request.source
     parts = split(source, quick=quick, domain=request.domain)
     reads, form, note = parts.reads, None, None
-    if parts.reason is None and counters.look(reads):
+    if parts.reason is None and counters.look():
         reads += _COUNTED
         if (place := _counts_reads(parts, len(source))) is not None:
             reason = f"its samples depend on how often it was read: on {place}, which each read moves.\n{_BY_HAND}"
@@ -261,33 +271,54 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
         return Finding(form.codec, reads=reads, as_files=True), {index: kept[index] for index in parts.indices}
     if parts.reason is not None:
         return Finding(reason=f"{parts.reason}\n{_BY_HAND}", reads=parts.reads), {}
-    if (fetch := batch_reader(source)) is not None:
-        came = fetch([parts.indices[0]] * 2)
-        reads += 2
-        if not isinstance(came, Sequence) or isinstance(came, str) or len(came) != 2:
-            reason = "its __getitems__ gives whole batches, not a list of one sample per index"
-            return Finding(reason=reason, reads=reads), {}
+    if batch_reader(parts.source) is not None:
+        batch_reason, batch_reads = _look_at_batch(parts)
+        reads += batch_reads
+        if batch_reason is not None:
+            return Finding(reason=batch_reason, reads=reads), {}
     codec = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
     return Finding(codec, parts.cut, reads=reads, encoded=form, note=note), parts.intact
+
+
+def _look_at_batch(parts: Split) -> tuple[str | None, int]:
+    """Why samples that are loaded in batches by `__getitems__` cannot be cached, or None; and the number of reads."""
+    probed, nbytes = list[Read](), 0
+    for read in parts.probed:
+        nbytes += RecordCodec(0).least_bytes(read.sample)
+        if len(probed) < 2 or nbytes <= MOST_BYTES:
+            probed.append(read)
+    probed = probed if len(probed) > 1 else probed * 2
+    with Probe(parts.source) as probe:
+        batch = probe.read(parts.source, [read.index for read in probed], 0)
+        reads = len(probed)
+        if not isinstance(batch.sample, Sequence) or isinstance(batch.sample, str) or len(batch.sample) != reads:
+            return "its __getitems__ gives whole batches, not a list of one sample per index", reads
+        if batch.moved:
+            return f"it is random (its __getitems__ moves the generator of {batch.moved[0]})\n{_BY_HAND}", reads
+        for sample, read in zip(batch.sample, probed, strict=True):
+            if bits(sample) != read.bits and not same_sample(sample, read.sample):
+                reason = f"in a batch its __getitems__ gives another sample {read.index} than it gives alone"
+                return f"{reason}.\n{_IN_COLLATE}", reads
+    return None, reads
 
 
 def _counts_reads(parts: Split, length: int) -> str | None:
     """Where a source counts its reads, if its samples depend on that, as on `calls // len(dataset)`; else None."""
     source: Any = parts.source
-    index, places = parts.indices[-1], list[str]()
+    index, known, places = parts.indices[0], [parts.probed[0].bits], list[str]()
     counters = Counters(source)
     with Probe(source) as probe:
         for _ in range(_COUNTED - 1):
-            before = probe.read(source, index, 2 * index)
+            known.append(probe.read(source, index, 2 * index).bits)
             places = counters.look()
         if not places:
             return None
         try:
             with counters.ahead(length):
-                ahead = probe.read(source, index, 2 * index)
+                known.append(probe.read(source, index, 2 * index).bits)
         except Exception:  # a list of as many entries as epochs, for instance
             return " or ".join(places)
-    return " or ".join(places) if ahead.bits != before.bits else None
+    return " or ".join(places) if any(bits_of_read != known[0] for bits_of_read in known) else None
 
 
 def _look_once(request: CacheRequest) -> Finding:

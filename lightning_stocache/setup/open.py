@@ -157,7 +157,7 @@ def open_caches(
         findings = group.lead(lambda: list(map(_look, openings, are_apart)))
         for opening, found in zip(openings, findings, strict=True):
             opening.found = found
-        _compare_samples(openings, are_doubtful, group)
+        _compare_samples(openings, witnesses, are_doubtful, group)
         later = Reserve(kept_back, later_bytes * len(group.members))
         plan, kind = group.lead(lambda: _plan(openings, budgets, len(group.members), backend, later))
         for opening, (found, granted) in zip(openings, plan, strict=True):
@@ -228,24 +228,35 @@ def _compare_states(
                 f"{lengths}. Give every rank the whole dataset and let a DistributedSampler divide it"
             )
     by_source = list(zip(*(digests for _, digests in facts), strict=True))
+    ask_rank = [witness is not None and witness.asks_rank for witness in witnesses]
     return (
         [len({digest.data for digest in of_ranks}) > 1 for of_ranks in by_source],
-        [len({digest.settings for digest in of_ranks}) > 1 for of_ranks in by_source],
+        [
+            asks or len({digest.settings for digest in of_ranks}) > 1
+            for asks, of_ranks in zip(ask_rank, by_source, strict=True)
+        ],
     )
 
 
-def _compare_samples(openings: Sequence[_Opening], are_doubtful: Sequence[bool], group: NodeGroup) -> None:
+def _compare_samples(
+    openings: Sequence[_Opening], witnesses: Sequence[Witness | None], are_doubtful: Sequence[bool], group: NodeGroup
+) -> None:
     """Let sources pass through whose samples differ between ranks, where their settings differ. Collective."""
     if not any(are_doubtful):
         return
 
-    def read(opening: _Opening, is_doubtful: bool) -> dict[int, str]:
+    def read(opening: _Opening, is_doubtful: bool, named: set[int]) -> dict[int, str]:
         request = opening.request
         if not is_doubtful or request.allow_random:
             return {}
-        return sample_digests(opening.found, opening.reader.read, spread(request.length, MORE_COMPARED, request.domain))
+        indices = {*spread(request.length, MORE_COMPARED, request.domain)}
+        if request.domain is not None:
+            named = named.intersection(request.domain.indices)
+        return sample_digests(opening.found, opening.reader.read, sorted(indices | named))
 
-    by_rank = group.exchange(group.together(lambda: list(map(read, openings, are_doubtful))))
+    named_here = [[] if witness is None else witness.named_indices() for witness in witnesses]
+    named = [set().union(*of_ranks) for of_ranks in zip(*group.exchange(named_here), strict=True)]
+    by_rank = group.exchange(group.together(lambda: list(map(read, openings, are_doubtful, named))))
     for opening, is_doubtful, digests in zip(openings, are_doubtful, zip(*by_rank, strict=True), strict=True):
         indices = set.intersection(*map(set, digests))
         request = opening.request

@@ -31,6 +31,7 @@ import torch
 
 from lightning_stocache.cache.codec import memory_of, module_name
 from lightning_stocache.source.generators import attributes_of, is_of_library
+from lightning_stocache.source.samples import parts_of_tensor
 from lightning_stocache.torch_internals import version_of
 
 try:
@@ -51,7 +52,9 @@ __all__ = [
     "Attributes",
     "Column",
     "Content",
+    "Handle",
     "Items",
+    "Mapped",
     "Members",
     "Place",
     "Tensors",
@@ -59,6 +62,7 @@ __all__ = [
     "array_in",
     "is_plain_value",
     "same_value",
+    "tensor_parts",
     "tensors_in",
     "values_of",
 ]
@@ -88,7 +92,8 @@ _WRITTEN = {*SCALARS, *_BUILTIN, np.ndarray, torch.Tensor}  # what `marshal` wri
 _CTYPES: Any = (ctypes.c_int.__base__, ctypes.Array, ctypes.Structure, ctypes.Union)
 _POINTERS = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p, ctypes.py_object)
 _PAGE_BYTES, _PAGES = 4_096, 256
-_TENSOR_BYTES = 64  # of each tensor of a network: every sample depends on all of it
+_BUFFER_PAGES, _PARAMETER_PAGES = _PAGES, 16  # of a network's tensors: every sample depends on all of a parameter
+_BLOCK_ROWS, _ROW_BYTES = 16, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -381,25 +386,56 @@ class Array(Place):
 
 
 class Tensors(Place):
-    """The tensors of a network, without those of the modules inside it: version and first 64 bytes of each."""
+    """The tensors of a network, without those of the modules inside it: version and spread pages of each."""
 
     def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
-        for name, (_, first) in content.items():
-            yield name.encode() + (first or b"")
+        for name, (_, pages) in content.items():
+            yield name.encode() + (pages or b"")
 
 
 class Column(Place):
-    """A column of a frame that Arrow holds."""
+    """A table or a column of Arrow. In a digest stand 4,096 rows in 256 spread blocks, up to 64 MiB of them."""
 
     def is_same(self, content: Any) -> bool:
         """Whether the content equals the copy."""
-        return bool(self.earlier.equals(content))
+        return self.earlier is content or bool(self.earlier.equals(content))
 
     def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
-        length = length if self.is_of_samples else None
-        yield "\0".join(map(_repr, content.to_pylist()[:length])).encode(errors="replace")
+        count = len(content) if length is None or not self.is_of_samples else min(length, len(content))
+        rows = min(_BLOCK_ROWS, max(_ROW_BYTES * len(content) // max(content.nbytes, 1) // _PAGES, 1))
+        step = max(rows, count // _PAGES)
+        yield str(getattr(content, "schema", getattr(content, "type", ""))).encode(errors="replace")
+        for begin in range(0, count, step):
+            yield repr(content.slice(begin, min(rows, count - begin)).to_pylist()).encode(errors="replace")
+
+
+class Mapped(Place):
+    """An array that lies in a file. Of the same array nothing is compared; of another one spread pages are."""
+
+    def is_same(self, content: Any) -> bool:
+        """Whether it is the same array, or one of equal pages."""
+        return self.earlier is content or list(self.parts(self.earlier, None)) == list(self.parts(content, None))
+
+    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+        """The content as bytes that are equal in other processes."""
+        array = content[:length] if length is not None and self.is_of_samples else content
+        yield f"{array.dtype} {array.shape[1:]}".encode()
+        if array.flags.c_contiguous and array.nbytes and not array.dtype.hasobject:
+            yield _pages(np.asarray(array).reshape(-1).view(np.uint8))
+
+
+class Handle(Place):
+    """A handle of a file: its name counts. A closed one has none."""
+
+    def is_same(self, content: Any) -> bool:
+        """Whether both are of one file, or one is closed."""
+        return not self.earlier or not content or bool(self.earlier == content)
+
+    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+        """The content as bytes that are equal in other processes."""
+        yield repr(content).encode(errors="replace")
 
 
 # ---- content ----
@@ -420,8 +456,7 @@ def array_in(node: Any) -> Content | None:
         length = plain.shape[0] if plain.dim() else None
         return Content(f"{plain.dtype} {tuple(plain.shape)}", memory_of(plain), length)
     if issubclass(kind, np.ndarray):
-        is_mapped = issubclass(kind, np.memmap) or issubclass(type(node.base), np.memmap)
-        if is_mapped or node.dtype.hasobject:
+        if _is_mapped(node) or node.dtype.hasobject:
             return None
         live = np.asarray(node)
         length = len(live) if live.ndim else None
@@ -430,11 +465,35 @@ def array_in(node: Any) -> Content | None:
     if kind.__module__ == "multiprocessing.sharedctypes" and hasattr(kind, "get_obj"):
         node = node.get_obj()  # without its lock
         kind = type(node)
-    if issubclass(kind, bytearray | array.array) or (issubclass(kind, _CTYPES) and not issubclass(kind, _POINTERS)):
+    if kind.__module__ == "multiprocessing.shared_memory" and kind.__name__ == "SharedMemory":
+        node = vars(node)["_buf"]  # None once it is closed
+        kind = type(node)
+    if issubclass(kind, bytearray | array.array | memoryview) or (
+        issubclass(kind, _CTYPES) and not issubclass(kind, _POINTERS)
+    ):
         memory = np.frombuffer(node, dtype=np.uint8)
         length = None if issubclass(kind, _CTYPES) and not issubclass(kind, ctypes.Array) else len(node)
         return Content(f"{kind.__name__} {memory.nbytes}", memory, length)
     return None
+
+
+def tensor_parts(tensor: torch.Tensor) -> list[Content]:
+    """The bytes of a sparse, nested, jagged or quantised tensor; none of one on a device."""
+    if tensor.device.type != "cpu":
+        return []
+    if tensor.is_nested and tensor.layout is torch.strided:
+        form: tuple[Any, ...] = ()
+        tensors = [tensor.values()]
+    else:
+        form, tensors = parts_of_tensor(tensor) or ((), [])
+    contents = filter(None, map(array_in, tensors))
+    words = "".join(repr(form).split())
+    return [content._replace(form=content.form.replace(" ", f"{words} ", 1)) for content in contents]
+
+
+def _is_mapped(array: Any) -> bool:
+    """Whether an array lies in a file."""
+    return issubclass(type(array), np.memmap) or issubclass(type(array.base), np.memmap)
 
 
 def _keys_and_values(container: Any) -> _Columns:
@@ -449,20 +508,20 @@ def _keys_and_values(container: Any) -> _Columns:
 
 
 def tensors_in(module: Any) -> dict[str, tuple[int, bytes | None]]:
-    """Version and first bytes of each tensor of a network itself, by name."""
+    """Version and checksums of spread pages of each tensor of a network itself, by name."""
     attributes, found = vars(module), {}
-    for name, tensor in chain(attributes["_parameters"].items(), attributes["_buffers"].items()):
-        if tensor is None or tensor.is_meta:
-            continue
-        is_readable = tensor.is_cpu and tensor.layout is torch.strided and tensor.data_ptr()
-        first = ctypes.string_at(tensor.data_ptr(), min(_TENSOR_BYTES, tensor.nbytes)) if is_readable else None
-        found[name] = version_of(tensor), first
+    for kind, most in (("_parameters", _PARAMETER_PAGES), ("_buffers", _BUFFER_PAGES)):
+        for name, tensor in attributes[kind].items():
+            if tensor is None or tensor.is_meta:
+                continue
+            content = array_in(tensor)
+            found[name] = version_of(tensor), None if content is None else _pages(content.memory, most)
     return found
 
 
-def _pages(memory: npt.NDArray[np.uint8]) -> bytes:
+def _pages(memory: npt.NDArray[np.uint8], most: int = _PAGES) -> bytes:
     """Checksums of spread pages."""
-    step = max(_PAGE_BYTES, memory.nbytes // _PAGES)
+    step = max(_PAGE_BYTES, memory.nbytes // most)
     sums = (_checksum_of(memory[at : at + _PAGE_BYTES].data) for at in range(0, memory.nbytes, step))
     return b"".join(number.to_bytes(8, "little") for number in sums)
 

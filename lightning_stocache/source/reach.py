@@ -5,7 +5,7 @@ closures and defaults of functions, and the globals that their instructions load
 partials, properties and class attributes; environment variables whose names are texts in that code. A method is
 followed when its name is used, so that the code of a logger or a sampler does not count.
 
-Not entered: generators, handles, locks, loggers, devices, memory maps and C objects. Of an object of Lightning only the
+Not entered: generators, handles, locks, loggers, devices and C objects. Of an object of Lightning only the
 attributes that the code names count. The code of libraries is not followed.
 
 The walk ends after 4,000 objects, and copies of at most 64 MiB are kept. `Reach.complete` says whether that was enough.
@@ -41,12 +41,16 @@ from lightning_stocache.source.places import (
     Attributes,
     Column,
     Content,
+    Handle,
     Items,
+    Mapped,
     Members,
     Place,
     Tensors,
     Tree,
     array_in,
+    is_plain_value,
+    tensor_parts,
     tensors_in,
     values_of,
 )
@@ -158,6 +162,7 @@ class Reach:
         if issubclass(kind, (*KINDS, types.ModuleType)):
             return
         is_user_class = not is_of_library(kind)
+        package = module_name(kind.__module__).partition(".")[0]
         is_data = issubclass(kind, torch.nn.Module | Dataset)
         is_machine = any(map(_is_machine, kind.__mro__))
         if kind is types.FunctionType:
@@ -169,12 +174,23 @@ class Reach:
             yield from ((f"{path}.{name}", child, around) for name, child in children if child is not None)
         elif (content := array_in(node)) is not None:
             self._add_array(path, lambda: cast(Any, array_in(node)), content, around)
+            if issubclass(kind, np.ma.MaskedArray):
+                mask = partial(_mask, node)
+                self._add_array(inside(path, "mask"), mask, mask(), around)
         elif issubclass(kind, np.ndarray) and node.dtype == object:
             yield from self._of_container(path, lambda: node.reshape(-1).tolist(), around)
-        elif issubclass(kind, torch.Tensor | np.ndarray):
-            self.complete = False  # on a device, or in a file
-        elif kind.__name__ in ("DataFrame", "Series") and kind.__module__.partition(".")[0] in ("pandas", "polars"):
-            self._add_frame(path, node, around)
+        elif issubclass(kind, torch.Tensor):
+            self._add_parts(path, node, around)
+        elif issubclass(kind, np.ndarray):
+            self.complete = False  # in a file
+            self.add(path, Mapped(partial(_same_object, node), around, len(node) if node.ndim else None))
+            self.add(inside(path, "file"), Handle(partial(_file_of_map, node), around))
+        elif kind.__name__ in ("DataFrame", "Series") and package in ("pandas", "polars"):
+            yield from self._of_frame(path, node, around)
+        elif package == "pyarrow" and hasattr(kind, "slice"):
+            self.add(path, Column(partial(_same_object, node), around, len(node)))
+        elif package == "h5py":
+            self.add(path, Handle(partial(_name_in_file, node), around))
         elif issubclass(kind, CONTAINERS):
             yield from self._of_container(path, partial(_same_object, node), around)
             if is_user_class:
@@ -202,6 +218,8 @@ class Reach:
         read = partial(attributes_of, node) if _has_slots(kind) else partial(_same_object, attributes)
         hidden = _HOOKS if is_module else frozenset[str]()
         self.add(path, Attributes(read, around, None, path, kind, is_known, hidden))
+        if kind.__module__ == "datasets.table":
+            return  # the fingerprint of the dataset around it tells
         if is_module:
             yield from self._of_module(path, node, around)
         for name, child in list(attributes.items()):
@@ -219,6 +237,9 @@ class Reach:
     def _of_module(self, path: str, module: Any, around: Around) -> Iterator[Node]:
         """Of a network: its tensors and the modules inside it."""
         self.add(inside(path, "tensors"), Tensors(partial(tensors_in, module), around))
+        buffers = vars(module)["_buffers"].items()  # one may hold an item for each sample
+        of_samples = ((name, buffer) for name, buffer in buffers if _length_of(buffer) == around.length)
+        yield from ((inside(path, name), buffer, around) for name, buffer in of_samples)
         modules = vars(module)["_modules"]
         if modules:
             self._watch(inside(path, "modules"), module)
@@ -285,19 +306,40 @@ class Reach:
         self.complete &= in_full
         self.add(path, Array(read, around, content.length, in_full), nbytes if in_full else 0)
 
-    def _add_frame(self, path: str, frame: Any, around: Around) -> None:
-        """Add the columns of a frame of pandas or polars, which are read anew each time: a frame replaces them."""
-        names = list(getattr(frame, "columns", [None]))
-        for number, name in enumerate(names):
-            read = partial(_column, frame, None if name is None else number)
-            content, where = read(), path if name is None else inside(path, name, is_item=True)
+    def _add_parts(self, path: str, tensor: torch.Tensor, around: Around) -> None:
+        """Add the tensors of which a sparse, nested, jagged or quantised one consists."""
+        contents = tensor_parts(tensor)
+        self.complete &= bool(contents)  # on a device
+        for number, content in enumerate(contents):
+            read = partial(_part_of_tensor, tensor, number)
+            self._add_array(inside(path, f"part {number}"), read, content, around)
+
+    def _of_frame(self, path: str, frame: Any, around: Around) -> Iterator[Node]:
+        """Of a frame of pandas or polars: its columns, which are read anew because a frame replaces them; its index."""
+        reads = {}
+        if hasattr(frame, "columns"):
+            names = list(frame.columns)
+            self.add(inside(path, "columns"), Items(lambda: list(frame.columns), around, len(names), True))
+            reads = {inside(path, name, is_item=True): partial(_column, frame, k) for k, name in enumerate(names)}
+        else:
+            reads = {path: partial(_column, frame, None)}
+        if hasattr(frame, "index"):
+            reads[inside(path, "index")] = partial(_index, frame)
+        for where, read in reads.items():
+            content = read()
             if isinstance(content, Content):
                 self._add_array(where, read, content, around)
             elif isinstance(content, list):
-                self.complete &= len(content) == len(frame)
-                self.add(where, Items(read, around, len(content), True), content.__sizeof__())
+                self.complete &= len(content) < _ROWS
+                place: Place = Items(read, around, len(content), True)
+                if not all(map(is_plain_value, content)):
+                    with suppress(ValueError):
+                        place = Tree(read, around, COPIED_BYTES - self._bytes)
+                self.add(where, place, place.nbytes or content.__sizeof__())
             else:
                 self.add(where, Column(read, around, len(frame)))
+        if hasattr(frame, "attrs"):
+            yield inside(path, "attrs"), frame.attrs, around
 
     # ---- code ----
 
@@ -474,6 +516,38 @@ def _parts_of(path: str, node: Any, around: Around) -> Iterator[Node]:
 
 def _outside_part(begin: int, around: Around, indices: Iterable[int]) -> list[int]:
     return around.outer([begin + index for index in indices])
+
+
+def _mask(array: Any) -> Content:
+    """Where a masked array has no values."""
+    return cast(Content, array_in(np.ma.getmaskarray(array)))
+
+
+def _part_of_tensor(tensor: torch.Tensor, number: int) -> Content:
+    return tensor_parts(tensor)[number]
+
+
+def _file_of_map(array: Any) -> str:
+    return str(getattr(array, "filename", None) or getattr(array.base, "filename", None))
+
+
+def _name_in_file(node: Any) -> tuple[str, ...]:
+    """The file of an object of h5py, and its name there."""
+    with suppress(Exception):  # closed
+        return str(node.file.filename), str(node.name)
+    return ()
+
+
+def _length_of(tensor: torch.Tensor | None) -> int:
+    return len(tensor) if tensor is not None and tensor.dim() else 0
+
+
+def _index(frame: Any) -> Any:
+    """The index of a frame, as a column."""
+    index = frame.index
+    if type(index).__name__ == "RangeIndex":
+        return [index.start, index.stop, index.step]
+    return _column(index, None)
 
 
 def _column(frame: Any, number: int | None) -> Any:

@@ -6,20 +6,23 @@ of libraries in C, but for the positions of files.
 `Contents` holds the copies: of containers, of arrays, and of single values. They are shallow, because each container
 that can be reached is noted by itself.
 
-`Counters` finds the numbers that grow with each read (`self.calls += 1`), and sets them far ahead.
+`Counters` finds the numbers that each read moves (`self.calls += 1`), and sets them far ahead.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import stat
 import sys
+from ast import literal_eval
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from types import CellType, FunctionType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +39,14 @@ __all__ = ["Contents", "Counters", "Snapshot", "live_content"]
 
 _MOST_BYTES = 64 << 20  # of copies of arrays
 _MOST_ITEMS = 100_000  # of a container in which counters are looked for
-_MOST_NUMBERS = 64  # of an array in which they are
-_MOST_RISE = 1_000  # of a counter in one read; a clock rises more
+_MOST_NUMBERS = 64  # of an array that one read moves
+_MOST_LENGTH = 1 << 20  # of a list that is made longer
+_MOST_STEP = 1e300
 _EPOCHS_AHEAD = 1_000_003  # a prime, so that no cycle of a few epochs hides a difference
 _OF_FILES = {"_compression", "_io", "bz2", "compression", "gzip", "io", "lzma"}  # their objects move with a file
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)  # a subclass may do more when it is filled
+_PLAIN = (int, float, str, bytes, bool, type(None))
+_CTYPE: Any = ctypes.c_int.__base__  # the number of a `multiprocessing.Value`
 _UNSEEKABLE = (AttributeError, OSError, ValueError)  # a pipe, a closed file, a text file in the middle of an iteration
 
 _Place: TypeAlias = tuple[Any, Any]
@@ -139,7 +145,10 @@ class Snapshot:
 
 
 class Counters:
-    """The numbers of a source that grow with each read.
+    """The numbers of a source that each read moves by the same step: counts of reads, of samples, of epochs.
+
+    Numbers are plain ones, those in arrays and in memory that processes share, the next number of `itertools.count`,
+    and the length of a list that reads append numbers or texts to.
 
     Args:
         source: the user's dataset.
@@ -161,50 +170,148 @@ class Counters:
     """
 
     def __init__(self, source: Any) -> None:
-        self._places = list(_number_places(source))
-        self._values = self._read()
-        self._risen = set(self._values)
+        self._source = source
+        self._copies = self._first = _number_copies(source)
+        self._moves: dict[Any, _Move] | None = None
 
-    def look(self, reads: int = 1) -> list[str]:
-        """Look at the numbers after so many reads. Returns where they have grown, in this look and in all before."""
-        before, self._values = self._values, self._read()
-        rises = {number: value - before[number] for number, value in self._values.items() if number in before}
-        self._risen &= {number for number, rise in rises.items() if 0 < rise <= reads * _MOST_RISE}
-        return [self._places[number][0] for number in sorted(self._risen)]
+    def look(self) -> list[str]:
+        """Look at the numbers after a read. Returns what has moved in this look and by the same step in all before."""
+        before, self._copies = self._copies, _number_copies(self._source)
+        moves = dict(_moves(before, self._copies))
+        earlier = moves if self._moves is None else self._moves
+        self._moves = {key: move for key, move in moves.items() if key in earlier and _is_step(earlier[key], move)}
+        return [move.where for move in self._moves.values()]
 
     @contextmanager
     def ahead(self, length: int) -> Iterator[None]:
         """Set the numbers ahead by a million epochs of a dataset of that length, and put them back at the end."""
-        before = {number: self._values[number] for number in self._risen}
-        for number, value in before.items():
-            _put(self._places[number][1], value + _EPOCHS_AHEAD * length)
+        moves = list((self._moves or {}).values())
+        before = [_value_at(move.place) for move in moves]
+        for move, value in zip(moves, before, strict=True):
+            _put(move.place, _advanced(value, move.step * _EPOCHS_AHEAD * length))
         try:
             yield
         finally:
-            for number, value in before.items():
-                _put(self._places[number][1], value)
+            for move, value in zip(moves, before, strict=True):
+                _put(move.place, value)
 
-    def _read(self) -> dict[int, int]:
-        """The values of those places that hold whole numbers now, by the number of the place."""
-        values = (_value_at(place) for _, place in self._places)
-        return {number: int(value) for number, value in enumerate(values) if type(value) in (int, np.int64)}
+    def put_shared_back(self) -> None:
+        """Put back what reads have moved in each `multiprocessing.Value`: the trainer sees it, too."""
+        for _, move in _moves(self._first, _number_copies(self._source)):
+            value = _value_at(move.place)
+            if issubclass(type(value), _CTYPE):
+                value.value = move.before
 
 
-def _number_places(source: Any) -> Iterator[tuple[str, _Place]]:
-    """Where the code of a source can hold whole numbers that it counts with."""
-    for where, node in reachable(source):
-        places = list(_places_of(node))
+class _Move(NamedTuple):
+    """A number that has moved: where it lies, in words and for code, its value before, and by how much it moved."""
+
+    where: str
+    place: _Place
+    before: Any
+    step: Any
+
+
+class _Copy(NamedTuple):
+    """A container, array or place with the numbers in it, by key; `content` is an array if `owner` is one's `flat`."""
+
+    where: str
+    node: Any
+    owner: Any
+    content: Any
+
+
+class _Length:
+    """The length of a list as its only item. The list grows by repetition of its last item."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, key: int) -> int:
+        return len(self._items)
+
+    def __setitem__(self, key: int, length: int) -> None:
+        more = min(length, _MOST_LENGTH) - len(self._items)
+        self._items[:] = self._items[:length] + self._items[-1:] * more
+
+
+def _number_copies(source: Any) -> dict[Any, _Copy]:
+    """Copies of all that can hold numbers that a source counts with, by identity. Arrays take 64 MiB at most."""
+    copies, left = dict[Any, _Copy](), _MOST_BYTES
+    for where, node in reachable(source, arrays=True):
+        array = _own_array(node)
+        if array is not None and array.dtype.kind in "iuf" and array.nbytes <= left:
+            left -= array.nbytes
+            copies[id(node)] = _Copy(where, node, array.flat, array.flatten())
         for live in _containers_of(node):
             if len(live) <= _MOST_ITEMS and not isinstance(live, set | deque):
-                places += ((live, key) for key in _items(live))
-        for place in places:
-            value = _value_at(place)
-            if type(value) is int:
-                yield _words(where, node, place), place
-                continue
-            array = _own_array(value)
-            if array is not None and array.size <= _MOST_NUMBERS and array.dtype == np.int64:
-                yield from ((_words(where, node, place), (array.flat, position)) for position in range(array.size))
+                content = {key: _number_in(value) for key, value in _items(live).items()}
+                copies[id(live)] = _Copy(where, node, live, content)
+        for owner, key in _places_of(node):
+            copies[id(owner), key] = _Copy(where, node, owner, {key: _number_in(_value_at((owner, key)))})
+    return copies
+
+
+def _moves(before: dict[Any, _Copy], now: dict[Any, _Copy]) -> Iterator[tuple[Any, _Move]]:
+    """The numbers that have moved between two copies, by identity."""
+    for identity, (where, node, owner, content) in now.items():
+        if identity not in before and type(identity) is int:
+            continue
+        earlier = before[identity].content if identity in before else {}
+        if isinstance(content, np.ndarray):
+            keys = np.flatnonzero(content != earlier)[:_MOST_NUMBERS].tolist()
+        else:
+            keys = [key for key, value in content.items() if earlier.get(key, 0) is not value]
+        for key in keys:
+            old = earlier[key] if isinstance(content, np.ndarray) else earlier.get(key, 0)
+            step = _step(old, content[key])
+            if step is not None:
+                words = where if isinstance(content, np.ndarray) else _words(where, node, (owner, key))
+                yield (identity, key), _Move(words.removesuffix("._obj"), (owner, key), old, step)
+        grown = len(content) - len(earlier)
+        if type(owner) is list and grown > 0 and all(type(content[key]) in _PLAIN for key in keys[-grown:]):
+            yield (identity, "length"), _Move(f"the length of {where}", (_Length(owner), 0), len(earlier), grown)
+
+
+def _step(old: Any, new: Any) -> int | float | None:
+    """By how much a number has moved; None if it has not, or is none."""
+    old = 0 if old is MISSING else old
+    old, new = (value.item() if issubclass(type(value), np.generic) else value for value in (old, new))
+    if type(old) not in (int, float) or type(new) not in (int, float):
+        return None
+    step: int | float = new - old
+    return step if step and -_MOST_STEP < step < _MOST_STEP else None
+
+
+def _is_step(before: _Move, now: _Move) -> bool:
+    """Whether a number moves by the same step, unlike a clock."""
+    return bool(abs(now.step - before.step) <= abs(before.step) / 1_000)
+
+
+def _number_in(value: Any) -> Any:
+    """The number of an object that counts; any other object itself."""
+    if type(value) is count:
+        start = literal_eval(repr(value).removeprefix("count"))
+        return start[0] if type(start) is tuple else start
+    return value.value if issubclass(type(value), _CTYPE) else value
+
+
+def _advanced(value: Any, step: Any) -> Any:
+    """An object with a number that is higher by a step; where its type has fewer bits, half of the highest."""
+    kind = type(value)
+    number = _number_in(value) + step if not issubclass(kind, np.generic) else value.item() + step
+    if kind is count:
+        return count(number)
+    if not issubclass(kind, (np.generic, _CTYPE)):
+        return number
+    dtype = np.dtype(kind)
+    limits: Any = np.iinfo(dtype) if dtype.kind in "iu" else np.finfo(dtype)
+    most, least = float(limits.max) / 2, float(limits.min) / 2
+    number = min(max(number, least), most)
+    return kind(int(number) if dtype.kind in "iu" else number)
 
 
 # ---- places ----
@@ -213,6 +320,8 @@ def _number_places(source: Any) -> Iterator[tuple[str, _Place]]:
 def _containers_of(node: Any) -> Iterator[Any]:
     """The containers whose content is part of a source: an object's attributes, or the object itself."""
     kind = type(node)
+    if kind is FunctionType:
+        yield node.__dict__
     if issubclass(kind, (type, FunctionType, ModuleType, io.IOBase)) or kind.__module__.partition(".")[0] in _OF_FILES:
         return
     if kind in _CONTAINERS:
@@ -290,9 +399,11 @@ def _own_array(value: Any) -> npt.NDArray[Any] | None:
     Other processes may write to shared memory at any time, so it is left alone.
     """
     kind = type(value)
-    if kind not in (np.ndarray, torch.Tensor) or (kind is torch.Tensor and value.is_shared()):
+    if kind not in (np.ndarray, torch.Tensor):
         return None
     live: npt.NDArray[Any] | None = live_content(value)
+    if live is None or (kind is torch.Tensor and value.is_shared()):
+        return None
     owner: Any = live
     while type(owner) is np.ndarray and owner.base is not None:
         owner = owner.base

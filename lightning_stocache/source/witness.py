@@ -38,6 +38,7 @@ from lightning_stocache.source.places import (
     Around,
     Attributes,
     Items,
+    Members,
     Place,
     Tensors,
     is_plain_value,
@@ -52,6 +53,7 @@ Kind = Literal["data", "setting", "unread", "machinery"]
 Sums: TypeAlias = "dict[str, tuple[Kind, bytes]]"
 """A digest of each place of a state, and whether it is data or a setting."""
 
+_RANKS = frozenset(("get_rank", "get_node_rank", "get_local_rank", "local_rank", "global_rank", "node_rank"))
 _REPLACED = 256  # objects whose replacements are compared by content at once; of more, the places alone count
 
 
@@ -420,6 +422,21 @@ class Witness:
                     digest.update(part)
                 sums[f"{path}[content]"] = "data" if self._is_data(place) else "setting", digest.digest()
         return sums
+
+    @property
+    def asks_rank(self) -> bool:
+        """Whether the code of a read names the rank of its process."""
+        return not self._reach.names.isdisjoint(_RANKS)
+
+    def named_indices(self) -> list[int]:
+        """Indices of samples that small containers of settings name, at most 64: `{5: "another label"}`."""
+        found = dict[int, None]()
+        for place in self._reach.places.values():
+            with suppress(Exception):  # of objects of the user's that are read
+                content = place.read() if isinstance(place, Items | Members) else ()
+                if len(content) <= SMALL:
+                    found.update((key, None) for key in content if type(key) is int and 0 <= key < self._length)
+        return list(found)[:SMALL]
 
     def _is_data(self, place: Place) -> bool:
         is_long = place.is_of_samples or (place.length or 0) > SMALL or place.around.sample is not None

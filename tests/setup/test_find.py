@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import types
-from collections import namedtuple
+from collections import Counter, defaultdict, namedtuple
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -183,3 +183,133 @@ def test_a_stream_is_read_again_and_nothing_is_left_behind(monkeypatch: pytest.M
     assert difference(lambda: iter([torch.rand(2)]), lambda mark: []) is not None
     assert torch.equal(torch.get_rng_state(), state)
     assert "the disk is gone" in str(difference(lambda: _raises(0), lambda mark: []))
+
+
+class Batched(Made):
+    """Its batches are made by a function of the list of samples."""
+
+    def __init__(self, make: Any, of_batch: Any) -> None:
+        super().__init__(make)
+        self.of_batch = of_batch
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.of_batch([self.make(index) for index in indices])
+
+
+def _padded(samples: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(torch.nn.utils.rnn.pad_sequence(samples, batch_first=True))
+
+
+def _ranked(samples: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    return [(sample, number) for number, sample in enumerate(samples)]
+
+
+@pytest.mark.parametrize(
+    "of_batch",
+    [
+        lambda samples: [sample - torch.cat(samples).mean() for sample in samples],
+        lambda samples: [torch.cat([sample, *samples[:1]])[: len(sample) + 1] for sample in samples],
+        _padded,
+        _ranked,
+    ],
+)
+def test_samples_that_depend_on_their_batch_pass_through(of_batch: Any) -> None:
+    """One that is normalised, padded, mixed or numbered by its batch has no content of its own."""
+    source = Batched(lambda index: torch.full((1 + index % 3,), 1.0 + index), of_batch)
+    assert "gives another sample" in str(look(source).reason)
+
+
+def test_batches_of_independent_samples_are_cached() -> None:
+    """Also of a single sample, and through a Subset."""
+    source = Batched(_squares, list)
+    assert look(source).reason is None
+    assert look(Subset(source, [3])).reason is None
+
+
+class Moving(Dataset[Any]):
+    """Samples of a function that may move what the dataset holds; the number of visits decides what it gives."""
+
+    def __init__(self, visit: Any, **held: Any) -> None:
+        vars(self).update(held)
+        self.visit = visit
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[int, bool]:
+        return index, self.visit(self, index)
+
+
+class Visits:
+    """A count of visits, which objects get when they are first visited."""
+
+    count = 0
+
+
+def _plus(values: Any, key: Any, step: Any = 1) -> Any:
+    values[key] += step
+    return values[key]
+
+
+def _object_visited(source: Any, index: int) -> bool:
+    source.visits[index].count += 1
+    return bool(source.visits[index].count > 7)
+
+
+def _appended(source: Any, index: int) -> bool:
+    source.visits.append(index)
+    return len(source.visits) > 700
+
+
+def _function_visited(source: Any, index: int) -> bool:
+    _function_visited.visits = getattr(_function_visited, "visits", 0) + 1  # type: ignore[attr-defined]
+    return _function_visited.visits > 700  # type: ignore[attr-defined]
+
+
+def _value_visited(source: Any, index: int) -> bool:
+    source.visits.value += 1
+    return bool(source.visits.value > 700)
+
+
+def _each(source: Any, index: int) -> bool:
+    return bool(_plus(source.visits, index) > 7)
+
+
+@pytest.mark.parametrize(
+    ("visit", "visits"),
+    [
+        *((_each, np.zeros(100, kind)) for kind in ("i2", "i4", "i8", "f4")),
+        *((_each, visits) for visits in (torch.zeros(100), torch.zeros(100, dtype=torch.long), [0] * 100)),
+        (lambda source, index: bool(_plus(source.visits, index) > 3), [0] * 100),  # set-up itself reads that often
+        *((_each, visits) for visits in (Counter(), defaultdict(float))),
+        (lambda source, index: vars(source).update(visits=source.visits - 1) or source.visits < 0, 700),
+        (lambda source, index: int(_plus(vars(source), "visits", 0.01)) // 7, 0.0),
+        (lambda source, index: bool(_plus(source.visits, 0) > 700), np.zeros(1, "i4")),
+        (lambda source, index: next(source.visits) > 700, itertools.count(0, 2)),
+        (_object_visited, [Visits() for _ in range(100)]),
+        (_value_visited, multiprocessing.Value("i")),
+        (_value_visited, multiprocessing.RawValue("d")),
+        (_appended, list[int]()),
+        (_function_visited, None),
+    ],
+)
+def test_samples_that_depend_on_how_often_they_were_read_pass_through(visit: Any, visits: Any) -> None:
+    """Whatever number of whatever kind counts the reads; what other processes see has its value again."""
+    before = getattr(visits, "value", None)
+    assert "how often it was read" in str(look(Moving(visit, visits=visits)).reason)
+    assert getattr(visits, "value", None) == before
+
+
+@pytest.mark.parametrize(
+    "visit",
+    [
+        lambda source, index: bool(source.memo.setdefault(index, index)),
+        lambda source, index: vars(source).update(clock=time.time(), calls=source.calls + 1),
+        lambda source, index: source.visits.append(index),
+        lambda source, index: _plus(source.ring, len(source.visits)) < 0,
+    ],
+)
+def test_numbers_that_samples_do_not_depend_on_are_harmless(visit: Any) -> None:
+    """A memo, a clock, a count, a list of what was read, an array that reads write to."""
+    source = Moving(visit, memo={}, clock=0.0, calls=0, visits=[], ring=np.zeros(9))
+    assert look(source).reason is None

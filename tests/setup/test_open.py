@@ -182,6 +182,14 @@ def added(number: int) -> Callable[[int], Any]:
     return lambda index: torch.tensor(index + number)
 
 
+def overridden(labels: dict[int, int]) -> Callable[[int], Any]:
+    return lambda index: torch.tensor(labels.get(index, index))
+
+
+def of_own_rank(index: int) -> torch.Tensor:
+    return torch.tensor(index + 100 * dist.get_rank() * (index % 4 == 1))
+
+
 def parts(rank: int, folder: Path) -> Any:
     """Which sources are cached: those of which each rank has its own part, and those that only know their rank."""
     os.environ["TEST_PART"] = str(rank)
@@ -189,7 +197,9 @@ def parts(rank: int, folder: Path) -> Any:
     middle[50] = rank
     table[50] = rank
     choices = [rank, str(rank), middle, table, list(table.values()), added(rank), None]
+    choices += [overridden(dict.fromkeys((5, 17, 41), -1) if rank else {}), of_own_rank]
     same = [Part(3, rank=rank), Part(3, folder=f"runs/{rank}"), Part(3, device=torch.device("meta", rank))]
+    same += [Part(3, memo={rank: "read before"})]
     outcomes = []
     for source in [*map(Part, choices), *same]:
         with closing(opened(source)) as cache:
@@ -302,8 +312,9 @@ def test_nodes_divide_what_any_rank_draws(on_two_ranks: Any) -> None:
 
 @pytest.mark.processes
 def test_ranks_with_data_of_their_own_pass_through(on_two_ranks: Any) -> None:
-    """Chosen by a number, a text, the middle of a container, a closure or the environment; a rank's name is no data."""
-    assert on_two_ranks[parts] == ([False] * 7 + [True] * 3,) * 2
+    """Chosen by a number, a text, the middle of a container, a closure, the environment, other labels of a few indices,
+    or the rank that a read asks for; a rank's name and its memo are no data."""
+    assert on_two_ranks[parts] == ([False] * 9 + [True] * 4,) * 2
 
 
 @pytest.mark.processes

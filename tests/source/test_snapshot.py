@@ -179,7 +179,7 @@ def test_memory_that_processes_share_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_only_numbers_that_grow_with_each_read_are_counts() -> None:
-    """Not a position, a clock, or a number that has grown once."""
+    """Not a position, a clock, or a number that has grown once; steps are equal."""
     source: Any = Source()
     source.position, source.clock, source.once, source.list, source.array = 0, 0, 0, [5, 5], array.array("i", [1])
     counters = Counters(source)
@@ -188,11 +188,11 @@ def test_only_numbers_that_grow_with_each_read_are_counts() -> None:
         source.list[1] += 2
         source.counts[2] += 1
         source.position = 7 if read else 3
-        source.clock += 10**9
+        source.clock += 10**9 + read * 10**7
         source.once = 1
         found = counters.look()
     assert sorted(found) == ["Source.calls", "Source.counts", "Source.list[1]"]
     with counters.ahead(length=1000):
-        assert source.calls // 1000 == source.list[1] // 1000 == source.counts[2] // 1000 == 1_000_003
+        assert source.calls // 1000 == source.list[1] // 2000 == source.counts[2] // 1000 == 1_000_003
         assert (source.position, source.list[0], source.counts[0]) == (7, 5, 0)
     assert (source.calls, source.list, source.counts[2]) == (6, [5, 11], 3)

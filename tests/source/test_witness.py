@@ -18,6 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -665,6 +666,116 @@ def test_other_data_has_another_digest() -> None:
     assert ours.data == theirs.data
     assert ours.settings != theirs.settings
     assert Witness(Files([0] * 99)).digest().data != Witness(Files([0] * 50 + [1] + [0] * 48)).digest().data
+
+
+def _labels(value: int) -> Any:
+    """Labels that differ at three of 200 places."""
+    labels = np.arange(LENGTH)
+    labels[[20, 101, 150]] += value
+    return labels
+
+
+def _mapped(value: int, path: Path) -> Any:
+    np.save(path / f"{value}.npy", _labels(value))
+    return np.load(path / f"{value}.npy", mmap_mode="r")
+
+
+def _in_hdf5(value: int, path: Path) -> Any:
+    h5py = pytest.importorskip("h5py")
+    if not (path / f"{value}.h5").exists():
+        with h5py.File(path / f"{value}.h5", "w") as file:
+            file["y"] = _labels(value)
+    return h5py.File(path / f"{value}.h5", "r")["y"]
+
+
+def _shared(value: int) -> Any:
+    memory = SharedMemory(create=True, size=LENGTH)
+    memory.buf[:] = bytes(_labels(value).astype(np.uint8))
+    memory.unlink()
+    return memory
+
+
+def _with_buffer(value: int) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.register_buffer("labels", torch.tensor(_labels(value)).repeat(3))
+    return module
+
+
+def _nested(value: int, layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.full((2,), float(label)) for label in _labels(value)], layout=layout)
+
+
+HELD: dict[str, Callable[[int, Path], Any]] = {
+    "a table": lambda value, path: pytest.importorskip("pyarrow").table({"y": _labels(value)}),
+    "a column in a list": lambda value, path: [pytest.importorskip("pyarrow").array(_labels(value))],
+    "the index of a frame": lambda value, path: frames.DataFrame({"y": np.arange(LENGTH)}, index=_labels(value)),
+    "the columns of a frame": lambda value, path: frames.DataFrame({f"y{value}": np.arange(LENGTH)}),
+    "notes of a frame": lambda value, path: _noted_frame(value),
+    "boxes in a frame": lambda value, path: frames.DataFrame({"y": [np.array([y]) for y in _labels(value)]}),
+    "a mask": lambda value, path: np.ma.MaskedArray(np.arange(LENGTH), _labels(value) != np.arange(LENGTH)),
+    "a file map": _mapped,
+    "a part of a file map": lambda value, path: np.asarray(_mapped(value, path))[5:],
+    "a file of h5py": _in_hdf5,
+    "a nested tensor": lambda value, path: _nested(value, torch.strided),
+    "a jagged tensor": lambda value, path: _nested(value, torch.jagged),
+    "a sparse tensor": lambda value, path: torch.diag(torch.tensor(_labels(value)) + 1).to_sparse(),
+    "a quantised tensor": lambda value, path: torch.quantize_per_tensor(
+        torch.tensor(_labels(value)).float(), 1.0, 0, torch.qint32
+    ),
+    "a scale": lambda value, path: torch.quantize_per_tensor(torch.ones(LENGTH), 1.0 + value, 0, torch.qint8),
+    "a buffer": lambda value, path: _with_buffer(value),
+    "shared memory": lambda value, path: _shared(value),
+    "a view of memory": lambda value, path: memoryview(bytes(_labels(value).astype(np.uint8))),
+}
+
+
+def _noted_frame(value: int) -> Any:
+    frame = frames.DataFrame({"y": np.arange(LENGTH)})
+    frame.attrs["offset"] = value
+    return frame
+
+
+@pytest.mark.processes  # shared memory has a process that removes it
+@pytest.mark.filterwarnings("ignore:.*nested tensors|.*quantize:UserWarning")
+@pytest.mark.parametrize("name", HELD)
+def test_whatever_holds_data_has_a_digest_of_its_content(name: str, tmp_path: Path) -> None:
+    """The same for the same content, in the object itself and in one that takes its place; another one otherwise."""
+    make = HELD[name]
+    same, equal, other = (Source(make(value, tmp_path)) for value in (0, 0, 9))
+    witness = Witness(same)
+    assert witness.digest() == Witness(equal).digest() != Witness(other).digest()
+    same.state = equal.state
+    assert [difference for difference in witness.differences() if difference.kind != "machinery"] == []
+    same.state = other.state
+    assert witness.differences()
+
+
+IN_PLACE: dict[str, tuple[Callable[[], Any], Change]] = {
+    "an index": (lambda: _noted_frame(0), lambda frame: setattr(frame, "index", frame.index[::-1])),
+    "a new column": (lambda: _noted_frame(0), lambda frame: frame.insert(1, "z", np.zeros(LENGTH))),
+    "notes": (lambda: _noted_frame(0), lambda frame: frame.attrs.update(offset=3)),
+    "a box": (lambda: HELD["boxes in a frame"](0, Path()), lambda frame: frame["y"].iloc[5].__setitem__(0, -1)),
+    "a mask": (lambda: np.ma.MaskedArray(np.zeros(LENGTH), np.zeros(LENGTH, bool)), lambda a: a.mask.__setitem__(5, 1)),
+    "a nested tensor": (lambda: _nested(0, torch.strided), lambda tensor: tensor[5].fill_(-1)),
+    "a sparse tensor": (lambda: torch.eye(LENGTH).to_sparse(), lambda tensor: tensor.values().__setitem__(5, 7)),
+    "a buffer": (lambda: _with_buffer(0), lambda module: module.labels.data.__setitem__(300, -1)),
+    "shared memory": (lambda: _shared(0), lambda memory: memory.buf.__setitem__(5, 77)),
+    "a view": (lambda: memoryview(bytearray(LENGTH)), lambda view: view.__setitem__(5, 7)),
+}
+
+
+@pytest.mark.processes  # shared memory has a process that removes it
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_is_written_in_place_is_seen(name: str) -> None:
+    """In frames, masks, tensors of other layouts, buffers and shared memory."""
+    make, change = IN_PLACE[name]
+    source = Source(make())
+    witness = Witness(source)
+    assert witness.differences() == []
+    change(source.state)
+    assert witness.differences()
+    assert witness.differences() == []
 
 
 def test_a_source_that_grew_has_the_state_that_it_had() -> None:
