@@ -779,6 +779,19 @@ def test_samples_that_are_changed_in_place_are_a_plain_loaders(
         assert (dataset.cache is not None) == is_kept
 
 
+@pytest.mark.parametrize("kind", ["array", "tensor", "dicts"])
+def test_samples_that_were_lent_are_stored(kind: str) -> None:
+    """The first batch, the source's own memory, is stored, and counted as any other: the second epoch is hits alone."""
+    with closing(CachedDataset(Views(kind))) as dataset:
+        stored = len(dataset.cache.some_stored(LENGTH))  # type: ignore[union-attr]
+        loader = DataLoader(dataset, 8)
+        list(loader)
+        before = totals(dataset)
+        assert (before.hits, before.misses, before.bypasses) == (stored, LENGTH - stored, 0)
+        list(loader)
+        assert totals(dataset).hits - before.hits == LENGTH
+
+
 class OpensLate(Dataset[Any]):
     """Opens a file at its first read, in any process, and says where."""
 
