@@ -253,6 +253,8 @@ class Epoch:
         """The next batch."""
         try:
             with self._state.waiting as waiting:
+                if not self._batches:
+                    self._draw()  # first: a sampler may change the source as it draws
                 self._look()
                 if not self._passes and self._is_stale():
                     self._pass_through()
@@ -364,14 +366,18 @@ class Epoch:
         request = Request(_as_list(plan.indices), missing, handle, begins, begins and self._is_anew)
         cast(WorkerPool, self._resources.workers).send(request)
 
+    def _draw(self) -> None:
+        """Draw what the next batch needs; with workers it has been drawn when the batch before was made."""
+        if self._with_workers and not self._warm:
+            return
+        ahead = 2 if self._stream.ahead_unseen and not self._warm else 1
+        while len(self._plans) < ahead and self._plan():
+            pass
+
     # ---- make ----
 
     def _complete(self) -> None:
         """Make the batches of the next plan, or end the epoch."""
-        if self._warm or not self._with_workers:
-            ahead = 2 if self._stream.ahead_unseen and not self._warm else 1
-            while len(self._plans) < ahead and self._plan():
-                pass
         if not self._plans:
             self._state.ended = self._state.ended or self._open
             self.close()

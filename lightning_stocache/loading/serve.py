@@ -119,7 +119,7 @@ class CachedSource:
             if cache is None:
                 return self._uncached(self.opened.source, [position])[0]
             if self._lent == []:
-                return self._lend([position])[0]
+                return self._lend(cache, [position])[0]
             sample = self._serve_one(cache, position)
             if self.hears_change:
                 self.refresh()
@@ -150,7 +150,7 @@ class CachedSource:
                 self.look_at_ranks()
             cache = self.cache
             if cache is not None and self._lent == []:
-                return self._lend(positions)
+                return self._lend(cache, positions)
             if cache is not None:
                 return self._each_finished(self._serve(cache, positions), positions)
             if (read := batch_reader(self.opened.source)) is None:
@@ -645,17 +645,19 @@ class CachedSource:
             if due.samples:
                 self._lent = [] if look.lends else None
 
-    def _lend(self, indices: Sequence[int]) -> list[Any]:
+    def _lend(self, cache: Store, indices: Sequence[int]) -> list[Any]:
         """The source's own samples for its first batch: nobody knows yet whether they are changed in place."""
-        read = batch_reader(self.opened.source)
-        start = time.perf_counter_ns()
-        if read is None:
-            samples = [self.opened.source[index] for index in indices]
-        else:
-            samples = one_per_index(read(list(indices)), len(indices), self.opened.source)
-        count(self.opened.counters, bypasses=len(samples), source_ns=time.perf_counter_ns() - start)
-        self._lent = [(sample, bits(sample)) for sample in samples]
-        return samples
+        different = list(dict.fromkeys(indices))
+        ready = int((cache.lookup(np.array(different, dtype=np.int64)) != NO_PLACE).sum())
+        loaded = self.load(cache, different, in_one_call=True)
+        by_index = {
+            index: sample.sample if type(sample) is Odd else sample
+            for index, sample in zip(different, loaded, strict=True)
+        }
+        # As in a look, stored samples that are read again are hits.
+        count(self.opened.counters, hits=ready + len(indices) - len(different), misses=-ready)
+        self._lent = [(sample, bits(sample)) for sample in by_index.values()]
+        return [by_index[index] for index in indices]
 
     def _take_back(self) -> None:
         """Before the second batch: give up if the samples of the first, the source's own memory, have been changed."""

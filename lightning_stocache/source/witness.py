@@ -179,8 +179,10 @@ class Witness:
         self.excuse(self._unread.intersection(difference.path for difference in differences))
 
     def __enter__(self) -> None:
-        """Begin a read of the source by this thread."""
+        """Begin a read of the source by this thread. What has moved before is not moved by the read."""
         thread = threading.get_ident()
+        if thread not in self._reading:
+            self.look()
         self._reading[thread] = self._reading.get(thread, 0) + 1
 
     def __exit__(self, *_: object) -> None:

@@ -780,6 +780,19 @@ def test_samples_that_are_changed_in_place_are_a_plain_loaders(
         assert (dataset.cache is not None) == is_kept
 
 
+@pytest.mark.parametrize("kind", ["array", "tensor", "dicts"])
+def test_samples_that_were_lent_are_stored(kind: str) -> None:
+    """The first batch, the source's own memory, is stored, and counted as any other: the second epoch is hits alone."""
+    with closing(CachedDataset(Views(kind))) as dataset:
+        stored = len(dataset.cache.some_stored(LENGTH))  # type: ignore[union-attr]
+        loader = DataLoader(dataset, 8)
+        list(loader)
+        before = totals(dataset)
+        assert (before.hits, before.misses, before.bypasses) == (stored, LENGTH - stored, 0)
+        list(loader)
+        assert totals(dataset).hits - before.hits == LENGTH
+
+
 class OpensLate(Dataset[Any]):
     """Opens a file at its first read, in any process, and says where."""
 
@@ -817,3 +830,71 @@ def test_no_handle_comes_from_one_loader_to_another(tmp_path: Path) -> None:
         for _ in range(3):
             list(train)
         assert set(tmp_path.glob("opened-*")) - others == {here}
+
+
+# ---- a sampler that changes the source ----
+
+
+class Ordered(Dataset[Any]):
+    """Samples that depend on what a sampler may set."""
+
+    def __init__(self) -> None:
+        self.order, self.epoch, self.size, self.scale = list(range(LENGTH)), 0, 3, np.ones(1)
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((self.size,), float(self.order[index]) * float(self.scale[0])), self.epoch
+
+
+def shuffle_order(source: Ordered, epoch: int, batch: int) -> None:
+    if batch == 0:
+        source.order = torch.randperm(LENGTH).tolist()
+
+
+def late_epoch(source: Ordered, epoch: int, batch: int) -> None:
+    source.epoch = max(epoch - 1, 0)
+
+
+def other_sizes(source: Ordered, epoch: int, batch: int) -> None:
+    source.size = 3 + batch % 3
+
+
+def scale_in_place(source: Ordered, epoch: int, batch: int) -> None:
+    source.scale[0] = 1 + epoch // 2
+
+
+class Sets(Sampler[Any]):
+    """A batch sampler that changes the dataset before each batch that it draws."""
+
+    def __init__(self, source: Ordered, change: Callable[[Ordered, int, int], None]) -> None:
+        self.source, self.change, self.epoch = source, change, 0
+
+    def __len__(self) -> int:
+        return LENGTH // 8
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in range(len(self)):
+            self.change(self.source, self.epoch, batch)
+            yield list(range(8 * batch, 8 * batch + 8))
+        self.epoch += 1
+
+
+@pytest.mark.parametrize("change", [shuffle_order, late_epoch, other_sizes, scale_in_place])
+def test_what_a_sampler_sets_as_it_draws_holds_for_the_batch_that_it_draws(change: Any) -> None:
+    """As without a cache, from the first batch on; none is taken for a trace of the read that follows."""
+
+    def run(kind: Any, wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(3)
+        source = Ordered()
+        dataset = wrap(source)
+        loader = kind(dataset, batch_sampler=Sets(source, change))
+        got = [[copied(batch) for batch in loader] for _ in range(4)]
+        if dataset is not source:
+            assert dataset.cache is None
+            loader.close()
+            dataset.close()
+        return got
+
+    assert same(run(CachedLoader, CachedDataset), run(DataLoader, lambda source: source))
