@@ -30,6 +30,7 @@ from lightning_stocache.setup.allocation import largest_grant
 from lightning_stocache.setup.forms import choose_codec
 from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.source.access import check_source
+from lightning_stocache.source.probe import FEW, MANY
 from lightning_stocache.source.random_split import split
 from lightning_stocache.source.transform_split import ConcatCut, Cut, Tail
 
@@ -39,7 +40,6 @@ Kind: TypeAlias = Literal["uncached", "missed", "hit"]
 _LARGE = 256 * 2**20  # bytes of the full cache that hits are measured in: larger than the processor's caches
 _ROUNDS = 3
 _READING = 1.0  # seconds in which samples are read to find out their pace; at least one sample is read
-_QUICK = 28  # samples that `split` reads after the first four, if they are read quickly
 
 
 class PlanError(Exception):
@@ -206,7 +206,7 @@ class Trial:
         samples: tuple[Any, ...] = (data.source[0],) if data.allow_random else ()
         cut: Cut | None = None
         if not data.allow_random:
-            parts = split(data.source, quick=_QUICK)
+            parts = split(data.source, quick=MANY - FEW)
             self.source, self.reason, cut = parts.source, parts.reason, parts.cut
             indices, samples = parts.indices, parts.samples
             if parts.tail is not None:

@@ -24,7 +24,7 @@ from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.draws import Draws
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.probe import Probe, Read, why_random
+from lightning_stocache.source.probe import FEW, MANY, Probe, Read, why_random
 from lightning_stocache.source.proof import BlindSource
 from lightning_stocache.source.random_split import Split, split, spread
 from lightning_stocache.source.samples import bits, same_sample
@@ -41,9 +41,8 @@ _BY_HAND = (
     "the cache; allow_random=True freezes its first draw."
 )
 _IN_COLLATE = "To cache it, let __getitems__ load each sample by itself, and pad or normalise batches in collate_fn."
-_FROZEN = 4  # samples that are read with allow_random
 _COUNTED = 3  # samples that are read of a source that counts its reads
-_QUICK = 28  # indices that are read after the first four, if reading is fast
+_QUICK = MANY - FEW  # indices that are read after the first four, if reading is fast
 MOST_BYTES: float = 64 << 20  # of the samples that the process keeps
 
 
@@ -326,7 +325,7 @@ def _look_once(request: CacheRequest) -> Finding:
     source: Any = request.source
     samples, failures = dict[int, Any](), []
     with Generators(source):
-        for index in spread(request.length, _FROZEN, request.domain):
+        for index in spread(request.length, FEW, request.domain):
             try:
                 samples[index] = source[index]
             except Exception as error:  # the source is the user's, and may raise anything

@@ -27,7 +27,7 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.encoded import EncodedSource, access_to
-from lightning_stocache.source.probe import Probe
+from lightning_stocache.source.probe import FEW, Probe
 from lightning_stocache.source.random_split import Split
 from lightning_stocache.source.samples import bits, difference, part_at
 from lightning_stocache.source.transform_split import Cut
@@ -35,7 +35,6 @@ from lightning_stocache.source.transform_split import Cut
 __all__ = ["EncodedForm", "choose_codec", "keeps_files", "look_at_files"]
 
 _ODD = 0.25  # share of the samples that may differ and then pass through
-_PROVEN = 4  # samples that are decoded from their files, and compared
 _TIMED = 12  # files of other samples that are read for the first time, if there are so many
 
 _Failure: TypeAlias = UnsupportedSampleError | SampleMismatchError
@@ -159,7 +158,7 @@ def look_at_files(
     files = EncodedSource(source)
     with Probe(source) as probe:
         try:
-            for index in parts.indices[:_PROVEN]:
+            for index in parts.indices[:FEW]:
                 original = probe.read(source, index, 2 * index)
                 again = probe.read(_Decoded(files), index, 2 * index)
                 if again.bits != original.bits or probe.generators.moved(original.after, again.after):

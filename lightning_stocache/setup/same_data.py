@@ -40,6 +40,7 @@ from lightning_stocache.node.named import way_out
 from lightning_stocache.setup.find import Finding, SourceReader
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.source.probe import FEW, MANY
 from lightning_stocache.source.samples import digest_of, same_sample
 from lightning_stocache.source.witness import Witness, same_state
 
@@ -58,8 +59,8 @@ log = logging.getLogger(__name__)
 Read: TypeAlias = Callable[[Finding, Sequence[int], bool], Mapping[int, list[bytes]]]
 """`SourceReader.read` of a source."""
 
-_COMPARED = 4  # samples at least, if so many are stored, where the state of the dataset is equal
-MORE_COMPARED = 32
+_COMPARED = FEW  # samples at least, if so many are stored, where the state of the dataset is equal
+MORE_COMPARED = MANY
 """Samples that are compared where the state of the dataset differs, or is all that is known of it."""
 _TRIED = 64  # samples that are looked at until so many could be compared
 _LOOKED_FOR = 256  # stored indices, from which the compared ones are taken

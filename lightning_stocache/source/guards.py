@@ -11,10 +11,11 @@ from typing import Any
 
 from lightning_stocache.source.access import iterate
 from lightning_stocache.source.generators import Generators, are_draws_evidence
+from lightning_stocache.source.probe import MANY
 
 __all__ = ["StreamReader"]
 
-_WATCHED = 32  # samples of a stream that are watched in any case
+_WATCHED = MANY  # samples of a stream that are watched in any case
 _SLOW_NS = 1_000_000  # a sample of a stream that takes so long is watched, too: watching takes 0.05 ms
 
 

@@ -27,7 +27,7 @@ from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.source.access import batch_reader, one_per_index
 from lightning_stocache.source.generators import Generators, are_draws_evidence
-from lightning_stocache.source.probe import Probe
+from lightning_stocache.source.probe import FEW, SOME, Probe
 from lightning_stocache.source.proof import CutProof
 from lightning_stocache.source.samples import bits, same_sample, walk
 from lightning_stocache.source.transform_split import UncuttableError
@@ -37,9 +37,9 @@ __all__ = ["AT_ONCE", "LOST_CUT", "MOST", "Due", "Look", "Schedule", "Verdict", 
 
 log = logging.getLogger(__name__)
 
-MOST = 4
+MOST = FEW
 """The most samples of a look."""
-AT_ONCE = 8
+AT_ONCE = SOME
 """The samples that are read at once if a state has moved."""
 _SHARE = 0.01  # of the training's time
 SMALL_COMPARE_NS = 5_000_000  # a comparison that takes less is made in any case

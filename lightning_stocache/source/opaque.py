@@ -22,20 +22,21 @@ from __future__ import annotations
 import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from lightning_stocache.source.samples import Path, part_at, refilled, walk, with_part
-from lightning_stocache.source.transform_split import Places, Tail, UncuttableError, Values, reading
+from lightning_stocache.source.transform_split import Tail, UncuttableError, Values, reading
 
 __all__ = ["LookedAtError", "depends_on_none", "read_blindly"]
 
+_T = TypeVar("_T")
 _Shown: TypeAlias = Literal["opaque", "None", "one None"]
 """What the code behind a transform gets: opaque leaves, or None for each leaf or for a whole result."""
 
-_MOST_CALLS = 64  # of transforms for one sample: a loop may wait for a result that pleases it
+_MORE_CALLS = 64  # of transforms than usual: a loop may wait for a result that pleases it
 _LIKE = (torch.Tensor, np.ndarray, complex, int, float, str, dict, set)  # classes whose methods an opaque object has
 _FURTHER = (
     "await",
@@ -85,9 +86,10 @@ class _Notes:
         self.looks: list[str] = []
         self.is_open = True
 
-    def note(self, look: str) -> LookedError:
-        if self.is_open:
-            self.looks.append(look)
+    def note(self, look: str) -> BaseException:
+        if not self.is_open:  # the object has been kept somewhere
+            return RuntimeError("this object stood for a result while a sample was read, and has no content")
+        self.looks.append(look)
         return LookedError(look)
 
 
@@ -159,13 +161,16 @@ class BlindRead:
     """One read of one or more samples, in which transforms return other objects in place of their results.
 
     Args:
+        tail: the tail of the copy that is read.
+        indices: the indices of the samples.
         shown: these objects.
-        samples: the number of samples.
     """
 
-    def __init__(self, shown: _Shown = "opaque", samples: int = 1) -> None:
+    def __init__(self, tail: Tail, indices: Sequence[int], shown: _Shown = "opaque") -> None:
         self.calls, self.notes = list[Call](), _Notes()
-        self._shown, self._most = shown, _MOST_CALLS * samples
+        self._tail, self._shown = tail, shown
+        self._expected = list(map(tail.calls, indices))
+        self._most = sum(map(len, self._expected)) + _MORE_CALLS
         self._leaves = dict[int, tuple[Any, Any]]()  # by id: the opaque object and the real one
 
     def show(self, head: Any, result: Values, *, is_named: bool) -> Any:
@@ -187,9 +192,17 @@ class BlindRead:
             return shown
         return tuple(shown.values()) if len(shown) > 1 else shown[0]
 
-    def objection(self, samples: Sequence[Any], tail: Tail, indices: Sequence[int]) -> str | None:
+    def read(self, read: Callable[[], _T]) -> _T:
+        """The result of a function that reads."""
+        try:
+            with reading(self._tail.heads, self):
+                return read()
+        finally:
+            self.notes.is_open = False
+
+    def objection(self, samples: Sequence[Any]) -> str | None:
         """Why the tail cannot finish the samples that were read; None if it can."""
-        expected = list(map(tail.calls, indices))
+        expected = self._expected
         if len(self.calls) != sum(map(len, expected)):
             return f"the transform is called {len(self.calls)} times instead of {sum(map(len, expected))}"
         calls, used = iter(self.calls), set[int]()
@@ -206,8 +219,9 @@ class BlindRead:
             used.update(places.values())
         return None if used == self._leaves.keys() else "the sample does not hold all results of the transform"
 
-    def holds_none(self, sample: Any, expected: Sequence[tuple[Any, Places]]) -> bool:
+    def holds_none(self, sample: Any) -> bool:
         """Whether a sample that was read with None has it where the results belong."""
+        [expected] = self._expected
         if [call.head for call in self.calls] != [head for head, _ in expected]:
             return False
         try:
@@ -273,12 +287,11 @@ def read_blindly(read: Callable[[], Sequence[Any]], indices: Sequence[int], tail
         LookedAtError: the code behind a transform looks at its result, or keeps it.
         Exception: the source's own error.
     """
-    blind = BlindRead(samples=len(indices))
+    blind = BlindRead(tail, indices)
     looks = blind.notes.looks
     samples: list[Any] = []
     try:
-        with reading(tail.heads, blind):
-            samples += read()
+        samples += blind.read(read)
     except LookedError:
         pass
     except Exception as error:
@@ -286,11 +299,9 @@ def read_blindly(read: Callable[[], Sequence[Any]], indices: Sequence[int], tail
             raise
         if not looks:
             raise LookedAtError(f"code behind its transform raises {error!r}") from error
-    finally:
-        blind.notes.is_open = False
     if looks:
         raise LookedAtError(f"code behind its transform looks at the result ({', '.join(dict.fromkeys(looks))})")
-    objection = blind.objection(samples, tail, indices)
+    objection = blind.objection(samples)
     samples = [blind.uncovered(sample) for sample in samples]
     if blind.forget():
         raise LookedAtError("code behind its transform keeps the result")
@@ -307,23 +318,15 @@ def depends_on_none(read: Callable[[], Any], index: int, tail: Tail) -> bool:
     """
     ways: list[_Shown] = ["None", "one None"]
     for shown in ways:
-        blind = BlindRead(shown)
-        sample, error = _read(read, tail, blind)
-        # Code that takes a part of the result raises if there is none.
-        is_natural = shown == "one None" and isinstance(error, Exception)
-        if not is_natural and (error is not None or not blind.holds_none(sample, tail.calls(index))):
+        blind = BlindRead(tail, [index], shown)
+        try:
+            is_held = blind.holds_none(blind.read(read))
+        except LookedError:
+            is_held = False
+        except Exception:  # code that takes a part of the result raises if there is none
+            is_held = shown == "one None"
+        if not is_held:
             return True
         if not any(call.has_parts for call in blind.calls):
             break
     return False
-
-
-def _read(read: Callable[[], Any], tail: Tail, blind: BlindRead) -> tuple[Any, BaseException | None]:
-    """A sample and no error, or an error in its place."""
-    try:
-        with reading(tail.heads, blind):
-            return read(), None
-    except (Exception, LookedError) as error:  # of the user's code
-        return None, error
-    finally:
-        blind.notes.is_open = False

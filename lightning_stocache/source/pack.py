@@ -40,6 +40,7 @@ from lightning_stocache.source.lmdb_source import (
     bytes_needed,
     key_of,
 )
+from lightning_stocache.source.probe import FEW, SOME
 from lightning_stocache.source.samples import same_sample
 
 if sys.platform != "win32":
@@ -50,8 +51,7 @@ __all__ = ["PackError", "pack"]
 BATCH_BYTES = 64 << 20  # a commit of 16 MiB has a third of the speed
 BATCH_SECONDS = 2.0
 _MAP_BYTES = 4 << 40  # addresses, not memory: LMDB's file is as long as what was committed
-_COMPARED = 4
-_WATCHED = 8  # reads of each process that are watched for draws
+_WATCHED = SOME  # reads of each process that are watched for draws
 
 
 class PackError(RuntimeError):
@@ -263,7 +263,7 @@ class _Writer:
                 f"{self.path} is not overwritten: {error}. Give another path, or remove it first"
             ) from error
         self._is_complete = stored is not None and stored["complete"]
-        compared = {number * (self.done - 1) // (_COMPARED - 1) for number in range(_COMPARED)} if self.done else ()
+        compared = {number * (self.done - 1) // (FEW - 1) for number in range(FEW)} if self.done else ()
         self.known = {index: file.get(key_of(index)) or b"" for index in sorted(compared)}
 
     def _flush(self, complete: bool) -> None:

@@ -17,7 +17,14 @@ from torch.utils.data import Dataset, get_worker_info
 from lightning_stocache.source.generators import Generators, State
 from lightning_stocache.source.samples import Bits, bits, difference
 
-__all__ = ["Probe", "Read", "why_random"]
+__all__ = ["FEW", "MANY", "SOME", "Probe", "Read", "why_random"]
+
+FEW = 4
+"""Samples on which set-up, a look or a comparison relies where each costs a read and nothing is in doubt."""
+SOME = 8
+"""Samples that are read where there is a doubt."""
+MANY = 32
+"""Samples that are read where reading is quick, or where a doubt has to end."""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 Set-up proves it for the samples that it has read: under one seed both give the same bits and leave the generators in
 the same state, and the head draws nothing. What the code behind the transforms may do in other samples is proved
 
-- by construction, if it looks at none of their results. Some samples are read blindly at set-up, and all of them while
-  they are loaded (`opaque`);
+- by construction, if it looks at none of their results. Some samples are read blindly at set-up, and each one while it
+  is loaded (`opaque`);
 - else by more comparisons: eight in any case, up to 32 within two seconds, the rest in epoch one, and again with each
   look (`looks`). Code that looks may wait for a rare result, such as an image without boxes. So seeds are searched for:
   the tail is run under many, and the source is read under those that give the rarest result, the shortest, or the one
@@ -34,20 +34,16 @@ from lightning_stocache.cache.records import is_image
 from lightning_stocache.source.access import batch_reader, one_per_index
 from lightning_stocache.source.generators import are_draws_evidence
 from lightning_stocache.source.opaque import LookedAtError, depends_on_none, read_blindly
-from lightning_stocache.source.probe import Probe, Read, why_random
+from lightning_stocache.source.probe import MANY, SOME, Probe, Read, why_random
 from lightning_stocache.source.samples import Bits, bits, part_at, walk
 from lightning_stocache.source.transform_split import Tail, UncuttableError, reading, reads_as_library
 
-__all__ = ["LEAST_PROVED", "MOST_PROVED", "PROVING_SECONDS", "BlindSource", "CutProof", "Proof"]
+__all__ = ["PROVING_SECONDS", "BlindSource", "CutProof", "Proof"]
 
 log = logging.getLogger(__name__)
 
-LEAST_PROVED = 8
-"""The least comparisons of a cut where code looks at the result of a transform."""
-MOST_PROVED = 32
-"""The comparisons after which the cut is taken to be proved."""
 PROVING_SECONDS = 2.0
-"""The time for more than these; the rest is proved in epoch one."""
+"""The time for more than the least comparisons; the rest is made in epoch one."""
 _SHARE = 8  # of so many samples that epoch one loads, one is compared
 _LOOKED = 3  # comparisons of a sample in a look
 _TRIED = 64  # seeds under which the tail is run, for a comparison
@@ -116,40 +112,22 @@ class Proof:
                 continue
         return 0
 
-    def is_blind(self, reads: Sequence[Read], others: Sequence[int], seconds: float) -> bool:
+    def is_blind(self, reads: Sequence[Read]) -> bool:
         """Whether the code behind the transforms looks at none of the results in some samples.
 
         Args:
-            reads: reads of the head, whose samples are read blindly, too.
-            others: indices of more samples, which are read in the time that is left. One that is looked at is compared.
-            seconds: this time.
-
-        Raises:
-            UncuttableError: head and tail do not make a sample that is looked at.
+            reads: reads of the head. Their samples are read blindly, as is the first one of each part of a ConcatDataset.
         """
         if not self._tail.heads:  # the code behind a format is that of its library, if no subclass changes it
             return reads_as_library(self._source)
-        begin, looked_at = time.perf_counter(), 0
-        probed = {read.index: read.bits for read in reads}
+        with_none = [read.index for read in reads[:2]]
+        if any(self._is_looked_at(read.index, read.bits, with_none=read.index in with_none) for read in reads):
+            return False
         parts = [0, *self._source.cumulative_sizes[:-1]] if type(self._source) is ConcatDataset else []
-        with_none = {next(iter(probed)), *parts, *others}
-        for index in dict.fromkeys((*probed, *parts, *others)):
-            is_other = index not in probed and index not in parts
-            if is_other and time.perf_counter() - begin > seconds:
-                break
-            try:
-                if not self._is_looked_at(index, probed.get(index), with_none=index in with_none):
-                    continue
-                if not is_other:
-                    return False
-                self.at(index, 2 * len(self._source) + index * _TRIED, times_for(looked_at))
-                looked_at += 1
-            except UncuttableError:
-                raise
-            except Exception:  # as in `go_on`
-                if index in probed:
-                    raise
-        return True
+        try:
+            return not any(self._is_looked_at(index, None, with_none=True) for index in parts)
+        except Exception:  # the source is the user's: no sampler may ever ask for the index
+            return False
 
     def _is_looked_at(self, index: int, expected: Bits | None, *, with_none: bool) -> bool:
         """Whether code looks at a result in a sample, whose bits may be known."""
@@ -235,7 +213,7 @@ def _form(leaves: Sequence[_Leaf]) -> tuple[tuple[type, tuple[int, ...]], ...]:
 
 def times_for(looked_at: int) -> int:
     """How often a sample that code looks at is compared, after some others of this kind."""
-    return LEAST_PROVED if looked_at * LEAST_PROVED < MOST_PROVED else 1
+    return SOME if looked_at * SOME < MANY else 1
 
 
 # ---- while samples are served ----

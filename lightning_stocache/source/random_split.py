@@ -38,8 +38,8 @@ from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.generators import Generators, watch_entropy
-from lightning_stocache.source.probe import Probe, Read, why_random
-from lightning_stocache.source.proof import LEAST_PROVED, MOST_PROVED, Proof
+from lightning_stocache.source.probe import FEW, MANY, SOME, Probe, Read, why_random
+from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import Path, bits, walk
 from lightning_stocache.source.transform_split import (
     ConcatCut,
@@ -64,7 +64,6 @@ from lightning_stocache.source.transform_split import (
 
 __all__ = ["Split", "split", "spread"]
 
-_PROBED = 4  # indices, spread evenly from the first to the last
 QUICK_SECONDS = 0.2
 _MOST_BYTES = 64 << 20  # of samples of further indices
 _ANY_SAMPLE = RecordCodec(0)
@@ -118,7 +117,7 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
     Args:
         source: a map-style dataset with at least one sample. Four indices are probed, two if these take 20 s. A
             deterministic source is read twice per index, a random one up to ten times. If all raise, so does this.
-        quick: how many more indices to probe within 0.2 s. If 0, none is read that need not be.
+        quick: how many more indices to probe within 0.2 s.
         domain: which indices may be read; by default all.
 
     Example:
@@ -138,7 +137,7 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
         >>> str(parts.tail)
         'Dropout'
     """
-    indices = spread(len(source), _PROBED, domain)
+    indices = spread(len(source), FEW, domain)
     more = spread(len(source), quick + 2, domain)[1:-1] if quick else ()
     with Probe(source) as probe, watch_entropy():
         pairs = list(_pairs(source, probe, indices, more))
@@ -160,11 +159,11 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
                 if batch_reader(source) is not None:
                     Proof(source, head, tail, probe).of(probe.read(source, [read.index for read in again[:2]], 0))
                 proof = Proof(source, head, tail, probe)
-                others = _others(len(source), domain)
-                if proof.is_blind(heads, others if quick else (), QUICK_SECONDS):
+                if proof.is_blind(heads):
                     cut = replace(cut, is_blind=True)
                 else:
-                    cut = replace(cut, unproved=proof.go_on(others, LEAST_PROVED - len(originals)))
+                    others = _others(len(source), domain)
+                    cut = replace(cut, unproved=proof.go_on(others, SOME - len(originals)))
                 head, tail = cut.apply(source)
                 return Split(head, heads, probe.reads, tail, cut)
             except UncuttableError as error:
@@ -185,7 +184,7 @@ def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, 
 def _others(length: int, domain: Domain | None) -> list[int]:
     """Indices for further proofs, in no regular order; some come twice if there are only a few."""
     among = range(length) if domain is None else domain.indices
-    count = MOST_PROVED - _PROBED
+    count = MANY - FEW
     dice = random.Random(0)  # not a process-wide generator
     chosen = dice.sample(range(len(among)), min(count, len(among)))
     return [int(among[chosen[number % len(chosen)]]) for number in range(count)]

@@ -262,6 +262,10 @@ def draws_two_views(held: Boxes, index: int) -> Any:
     return [held.drawn(index), held.drawn(index)], index
 
 
+def draws_a_clip(held: Boxes, index: int) -> Any:
+    return [held.drawn(index) for _ in range(100)]
+
+
 def checks(held: Boxes, index: int) -> Any:
     boxes = held.drawn(index)
     assert boxes.ndim == 2
@@ -304,6 +308,7 @@ BLIND: dict[str, Boxes] = {
     "hands_on": Boxes(hands_on),
     "hands_a_dict_on": Boxes(hands_a_dict_on),
     "draws_two_views": Boxes(draws_two_views),
+    "draws_a_clip": Boxes(draws_a_clip, shift, length=20),
     "a list": Boxes(hands_on, drop_as_list),
     "of a subset": Subset(Boxes(hands_on), range(3, 70, 2)),  # type: ignore[dict-item]
     "of parts": Boxes(hands_on) + Boxes(hands_a_dict_on, shift_dict),  # type: ignore[dict-item]

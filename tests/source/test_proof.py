@@ -13,7 +13,7 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.source import proof
 from lightning_stocache.source.opaque import LookedAtError, read_blindly
-from lightning_stocache.source.proof import LEAST_PROVED, MOST_PROVED
+from lightning_stocache.source.probe import MANY, SOME
 from lightning_stocache.source.random_split import split
 from tests.loading.twins import same
 from tests.source import behind
@@ -45,7 +45,7 @@ def test_code_that_does_not_look_is_cut_off(source: Any) -> None:
 @pytest.mark.parametrize("name", LOOKING)
 def test_code_that_looks_in_vain_is_cut_off(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After eight comparisons in any case, or 32 if there is time."""
-    for seconds, unproved in ((60.0, 0), (-1.0, MOST_PROVED - LEAST_PROVED)):
+    for seconds, unproved in ((60.0, 0), (-1.0, MANY - SOME)):
         monkeypatch.setattr(proof, "PROVING_SECONDS", seconds)
         tail = split(LOOKING[name]).tail
         assert tail is not None
@@ -85,10 +85,12 @@ def test_each_look_is_noted(looks: Any, at_a_dict: bool) -> None:
 
 
 def test_a_result_that_is_kept_elsewhere_is_no_result_that_nobody_looks_at() -> None:
-    """Code might look at it later."""
+    """Code might look at it later, which is an error like others then."""
     head, tail = split(Boxes(hands_on)).cut.apply(Boxes(behind.keeps_the_last))  # type: ignore[union-attr]
     with pytest.raises(LookedAtError, match="keeps the result"):
         read_blindly(lambda: [head[3]], [3], tail)
+    with pytest.raises(RuntimeError, match="has no content"):
+        len(head.last)  # type: ignore[attr-defined]
 
 
 def test_results_at_other_places_cannot_be_finished() -> None:
