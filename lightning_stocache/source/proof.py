@@ -116,7 +116,7 @@ class Proof:
         """Whether the code behind the transforms looks at none of the results in some samples.
 
         Args:
-            reads: reads of the head. Their samples are read blindly, as is the first one of each part of a ConcatDataset.
+            reads: reads of the head. Their samples are read blindly, and the first one of each part of a ConcatDataset.
         """
         if not self._tail.heads:  # the code behind a format is that of its library, if no subclass changes it
             return reads_as_library(self._source)
