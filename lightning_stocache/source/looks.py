@@ -160,13 +160,15 @@ def judged(differences: Sequence[Difference], allowed: int) -> Verdict:
             hastens = True
             continue
         is_data = difference.kind == "data"
-        if (is_data and not difference.indices) or (not is_data and allowed < AT_ONCE):
+        is_unproven = (is_data and not difference.indices) or (not is_data and allowed < AT_ONCE)
+        if is_unproven and not difference.is_filled:
             return Verdict(change=difference.path)
         path = path or difference.path
+        count = min(max(allowed, 1), AT_ONCE) if difference.is_filled else AT_ONCE
         if difference.indices:
-            indices += spread_over(difference.indices, AT_ONCE)
+            indices += spread_over(difference.indices, count)
         else:
-            samples = AT_ONCE
+            samples = max(samples, count)
     return Verdict(None, tuple(indices), samples, hastens, path)
 
 
@@ -225,7 +227,13 @@ class Due(NamedTuple):
 
 
 def read_again(
-    source: Any, cache: Store, samples: int, indices: Sequence[int] = (), *, finds_lent: bool = False
+    source: Any,
+    cache: Store,
+    samples: int,
+    indices: Sequence[int] = (),
+    *,
+    exact: bool = False,
+    finds_lent: bool = False,
 ) -> Look:
     """Read stored samples again in this process, and compare them with what is stored. All generators are put back.
 
@@ -237,6 +245,7 @@ def read_again(
         cache: the store.
         samples: how many are read, if so many are stored.
         indices: samples that are read besides.
+        exact: whether the last bits count, too: something has moved that may change them.
         finds_lent: whether to find out, by one read more, if the source hands out its own memory.
     """
     begun = time.perf_counter_ns()
@@ -257,7 +266,7 @@ def read_again(
                 continue
             load_ns += time.perf_counter_ns() - start
             read += 1
-            if not _is_same(before, now, cache.codec, index):
+            if not _is_same(before, now, cache.codec, index, exact):
                 cause: Cause = "random" if _differs_each_time(source, index, now, dice.getrandbits(31)) else "changed"
                 return Look(read, time.perf_counter_ns() - begun, f"sample {index}", cause)
             if finds_lent and read == 1:
@@ -310,7 +319,7 @@ def _undisturbed(source: Any) -> Iterator[None]:
         yield
 
 
-def _is_same(before: Any, now: Any, codec: SampleCodec, index: int) -> bool:
+def _is_same(before: Any, now: Any, codec: SampleCodec, index: int, exact: bool) -> bool:
     """Whether a sample is the stored one. It may look another way until it has been stored, too."""
     if bits(before) == bits(now):
         return True
@@ -318,7 +327,8 @@ def _is_same(before: Any, now: Any, codec: SampleCodec, index: int) -> bool:
         parts = codec.contents(codec.encode(now, index))
     except Exception:  # it does not fit any more, or its class may raise anything
         return False
-    return same_sample(before, _decoded(codec, parts))
+    now = _decoded(codec, parts)
+    return bits(before) == bits(now) if exact else same_sample(before, now)
 
 
 def _decoded(codec: SampleCodec, parts: Sequence[memoryview]) -> Any:

@@ -30,6 +30,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_stocache.cache.codec import memory_of, module_name
+from lightning_stocache.cache.records import is_image
 from lightning_stocache.source.generators import attributes_of, is_of_library
 from lightning_stocache.torch_internals import version_of
 
@@ -57,6 +58,7 @@ __all__ = [
     "Tensors",
     "Tree",
     "array_in",
+    "is_loaded",
     "is_plain_value",
     "same_value",
     "tensors_in",
@@ -253,7 +255,7 @@ class Items(Place):
         """Whether the content equals the copy."""
         now = _keys_and_values(content)
         if self.is_plain:
-            return bool(now == self.earlier)
+            return bool(now == self.earlier) and (len(now.values) > ITEMS or _is_alike(now.values, self.earlier.values))
         return all(
             len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
             for ours, theirs in zip(now, self.earlier, strict=True)
@@ -427,6 +429,8 @@ def array_in(node: Any) -> Content | None:
         length = len(live) if live.ndim else None
         memory = np.ascontiguousarray(live).reshape(-1).view(np.uint8) if live.nbytes else np.empty(0, np.uint8)
         return Content(f"{live.dtype} {live.shape}", memory, length)
+    if is_image(kind) and is_loaded(node):
+        return Content(f"{node.mode} {node.size} {node.getpalette()}", np.frombuffer(node.tobytes(), np.uint8), None)
     if kind.__module__ == "multiprocessing.sharedctypes" and hasattr(kind, "get_obj"):
         node = node.get_obj()  # without its lock
         kind = type(node)
@@ -435,6 +439,11 @@ def array_in(node: Any) -> Content | None:
         length = None if issubclass(kind, _CTYPES) and not issubclass(kind, ctypes.Array) else len(node)
         return Content(f"{kind.__name__} {memory.nbytes}", memory, length)
     return None
+
+
+def is_loaded(image: Any) -> bool:
+    """Whether an image of PIL is in memory, not still a file."""
+    return getattr(image, "fp", None) is None
 
 
 def _keys_and_values(container: Any) -> _Columns:
@@ -493,8 +502,16 @@ def same_value(old: Any, new: Any) -> bool:
     elif not is_plain_value(old):
         return False
     with suppress(Exception):  # of classes of values with an odd `__eq__`
-        return bool(old == new) or (old != old and new != new)
+        return (bool(old == new) and _is_alike(old, new)) or (old != old and new != new)
     return False
+
+
+def _is_alike(old: Any, new: Any) -> bool:
+    """Whether equal plain values have equal classes and signs, too, unlike 1, 1.0 and True, or 0.0 and -0.0."""
+    try:
+        return marshal.dumps(old, 2) == marshal.dumps(new, 2)
+    except ValueError:  # paths, enums
+        return True
 
 
 def _written(container: Any, step: int, has_arrays: bool) -> bytes:
