@@ -162,10 +162,15 @@ def judged(differences: Sequence[Difference], allowed: int) -> Verdict:
             hastens = True
             continue
         is_everywhere = difference.kind == "data" and not difference.indices
-        if is_everywhere or (difference.kind == "setting" and allowed < AT_ONCE):
+        is_unproven = is_everywhere or (difference.kind == "setting" and allowed < AT_ONCE)
+        if is_unproven and not difference.is_filled:
             return Verdict(change=difference.path)
         path = path or difference.path
-        most = min(allowed, AT_ONCE) if difference.kind == "unread" else AT_ONCE
+        most = AT_ONCE
+        if difference.kind == "unread":
+            most = min(allowed, AT_ONCE)
+        elif difference.is_filled:
+            most = min(max(allowed, 1), AT_ONCE)
         if most == 0:
             hastens = True
         elif difference.indices:
@@ -241,6 +246,7 @@ def read_again(
     samples: int,
     indices: Sequence[int] = (),
     *,
+    exact: bool = False,
     finds_lent: bool = False,
     proof: CutProof | None = None,
 ) -> Look:
@@ -254,6 +260,7 @@ def read_again(
         cache: the store.
         samples: how many are read, if so many are stored.
         indices: samples that are read besides.
+        exact: whether the last bits count, too: something has moved that may change them.
         finds_lent: whether to find out, by one read more, if the source hands out its own memory.
         proof: of the cut, if the source was cut.
     """
@@ -277,7 +284,7 @@ def read_again(
                 continue
             load_ns += time.perf_counter_ns() - start
             read += 1
-            if not _is_same(before, now, cache.codec, index):
+            if not _is_same(before, now, cache.codec, index, exact):
                 cause: Cause = "random" if _differs_each_time(source, index, now, dice.getrandbits(31)) else "changed"
                 return Look(read, time.perf_counter_ns() - begun, f"sample {index}", cause)
             if finds_lent and read == 1:
@@ -330,7 +337,7 @@ def _undisturbed(source: Any) -> Iterator[None]:
         yield
 
 
-def _is_same(before: Any, now: Any, codec: SampleCodec, index: int) -> bool:
+def _is_same(before: Any, now: Any, codec: SampleCodec, index: int, exact: bool) -> bool:
     """Whether a sample is the stored one. It may look another way until it has been stored, too."""
     if bits(before) == bits(now):
         return True
@@ -338,7 +345,8 @@ def _is_same(before: Any, now: Any, codec: SampleCodec, index: int) -> bool:
         parts = codec.contents(codec.encode(now, index))
     except Exception:  # it does not fit any more, or its class may raise anything
         return False
-    return same_sample(before, _decoded(codec, parts))
+    now = _decoded(codec, parts)
+    return bits(before) == bits(now) if exact else same_sample(before, now)
 
 
 def _decoded(codec: SampleCodec, parts: Sequence[memoryview]) -> Any:

@@ -30,6 +30,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_stocache.cache.codec import memory_of, module_name
+from lightning_stocache.cache.records import is_image
 from lightning_stocache.source.generators import attributes_of, is_of_library
 from lightning_stocache.source.samples import parts_of_tensor
 from lightning_stocache.torch_internals import version_of
@@ -60,6 +61,7 @@ __all__ = [
     "Tensors",
     "Tree",
     "array_in",
+    "is_loaded",
     "is_plain_value",
     "same_value",
     "tensor_parts",
@@ -258,7 +260,7 @@ class Items(Place):
         """Whether the content equals the copy."""
         now = _keys_and_values(content)
         if self.is_plain:
-            return bool(now == self.earlier)
+            return bool(now == self.earlier) and (len(now.values) > ITEMS or _is_alike(now.values, self.earlier.values))
         return all(
             len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
             for ours, theirs in zip(now, self.earlier, strict=True)
@@ -462,6 +464,8 @@ def array_in(node: Any) -> Content | None:
         length = len(live) if live.ndim else None
         memory = np.ascontiguousarray(live).reshape(-1).view(np.uint8) if live.nbytes else np.empty(0, np.uint8)
         return Content(f"{live.dtype} {live.shape}", memory, length)
+    if is_image(kind) and is_loaded(node):
+        return Content(f"{node.mode} {node.size} {node.getpalette()}", np.frombuffer(node.tobytes(), np.uint8), None)
     if kind.__module__ == "multiprocessing.sharedctypes" and hasattr(kind, "get_obj"):
         node = node.get_obj()  # without its lock
         kind = type(node)
@@ -494,6 +498,11 @@ def tensor_parts(tensor: torch.Tensor) -> list[Content]:
 def _is_mapped(array: Any) -> bool:
     """Whether an array lies in a file."""
     return issubclass(type(array), np.memmap) or issubclass(type(array.base), np.memmap)
+
+
+def is_loaded(image: Any) -> bool:
+    """Whether an image of PIL is in memory, not still a file."""
+    return getattr(image, "fp", None) is None
 
 
 def _keys_and_values(container: Any) -> _Columns:
@@ -552,8 +561,16 @@ def same_value(old: Any, new: Any) -> bool:
     elif not is_plain_value(old):
         return False
     with suppress(Exception):  # of classes of values with an odd `__eq__`
-        return bool(old == new) or (old != old and new != new)
+        return (bool(old == new) and _is_alike(old, new)) or (old != old and new != new)
     return False
+
+
+def _is_alike(old: Any, new: Any) -> bool:
+    """Whether equal plain values have equal classes and signs, too, unlike 1, 1.0 and True, or 0.0 and -0.0."""
+    try:
+        return marshal.dumps(old, 2) == marshal.dumps(new, 2)
+    except ValueError:  # paths, enums
+        return True
 
 
 def _written(container: Any, step: int, has_arrays: bool) -> bytes:

@@ -29,6 +29,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_stocache.cache.codec import module_name
+from lightning_stocache.cache.records import is_image
 from lightning_stocache.source.generators import KINDS, WRAPPED, attributes_of, is_of_library, node_dict
 from lightning_stocache.source.places import (
     CONTAINERS,
@@ -49,6 +50,7 @@ from lightning_stocache.source.places import (
     Tensors,
     Tree,
     array_in,
+    is_loaded,
     is_plain_value,
     tensor_parts,
     tensors_in,
@@ -70,6 +72,7 @@ _MACHINES = (
     *("lightning", "pytorch_lightning", "torch.optim", "logging", "threading", "_thread", "_io", "io", "concurrent"),
     *("queue", "multiprocessing", "socket", "ssl", "tqdm"),
 )
+_PROGRESS = ("current_epoch", "global_step")  # properties of a Trainer and of its model
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _HOOKS = frozenset(torch.nn.Module().__dict__) - {"training"}
@@ -105,8 +108,7 @@ class Reach:
         around = Around(length, list)
         self._known = {id(node): node for node in tail}
         self._walk([("", source, around), *((f"transform {k}", node, around) for k, node in enumerate(transforms))])
-        for path, node, inner in self._machines:
-            self._walk(self._of_machine(path, node, inner))
+        self._walk_machines()
         if not self.names.isdisjoint(("environ", "getenv")):
             texts = sorted(filter(str.isidentifier, self._texts))
             place = Attributes(lambda: {text: os.environ.get(text) for text in texts}, around, prefix="environ")
@@ -122,7 +124,13 @@ class Reach:
         """Walk to the places of an object that has replaced another one."""
         self._known = {id(node): node for node in self._tail}
         self._walk([(path, node, around)])
+        self._walk_machines()
         self._known = {}
+
+    def _walk_machines(self) -> None:
+        machines, self._machines = self._machines, []
+        for path, node, around in machines:
+            self._walk(self._of_machine(path, node, around))
 
     def add(self, path: str, place: Place, nbytes: int = 0) -> None:
         """Add a place. `nbytes` is the size of the copy of its content."""
@@ -198,6 +206,8 @@ class Reach:
         elif is_machine and is_user_class and not _is_machine(kind):
             self._machines.append((path, node, around))
             yield f"{path}.class", kind, around
+        elif is_machine and all(hasattr(kind, name) for name in _PROGRESS):  # a Trainer
+            self._machines.append((path, node, around))
         elif is_machine or (hasattr(kind, "close") and not is_user_class and not is_data):
             return
         elif node_dict(node) is not None or _has_slots(kind):
@@ -248,11 +258,13 @@ class Reach:
         yield from ((inside(path, name), child, around) for name, child in modules.items() if child is not None)
 
     def _of_machine(self, path: str, node: Any, around: Around) -> Iterator[Node]:
-        """Of an object of Lightning, the attributes that the code of a read names."""
-        names = frozenset(self.names)
+        """Of an object of Lightning, the attributes that the code of a read names; of a Trainer its progress alone."""
+        names = frozenset() if is_of_library(type(node)) else frozenset(self.names)
+        progress = [name for name in _PROGRESS if name in self.names and hasattr(type(node), name)]
 
         def read() -> dict[str, Any]:
-            return {name: value for name, value in attributes_of(node).items() if name in names}
+            attributes = {name: value for name, value in attributes_of(node).items() if name in names}
+            return attributes | {name: getattr(node, name) for name in progress}
 
         self.add(path, Attributes(read, around, prefix=path, kind=type(node)))
         yield from ((inside(path, name), child, around.inside(name)) for name, child in read().items())
@@ -434,7 +446,9 @@ def is_handle(value: Any) -> bool:
     kind = type(value)
     if value is None or value is MISSING or issubclass(kind, KINDS):
         return True
-    return hasattr(kind, "close") and not issubclass(kind, Dataset | torch.nn.Module)
+    if issubclass(kind, Dataset | torch.nn.Module) or (is_image(kind) and is_loaded(value)):
+        return False
+    return any("close" in vars(base) and is_of_library(base) for base in kind.__mro__)
 
 
 def _is_machine(kind: type) -> bool:

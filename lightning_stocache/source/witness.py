@@ -20,22 +20,27 @@ other processes and other jobs there is a digest, of data and of settings, blind
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
-from lightning_stocache.source.generators import are_draws_evidence, is_of_library, node_dict
+from lightning_stocache.source.generators import KINDS, are_draws_evidence, is_of_library, node_dict
 from lightning_stocache.source.identity import class_name
 from lightning_stocache.source.places import (
     CONTAINERS,
     MISSING,
     SMALL,
     Around,
+    Array,
     Attributes,
     Items,
     Members,
@@ -54,6 +59,9 @@ Sums: TypeAlias = "dict[str, tuple[Kind, bytes]]"
 """A digest of each place of a state, and whether it is data or a setting."""
 
 _RANKS = frozenset(("get_rank", "get_node_rank", "get_local_rank", "local_rank", "global_rank", "node_rank"))
+_FIRST = "the first value of "  # before a path among the machinery, if reads have filled the place, and no more
+_FEW = 2  # items of a container that are learned by themselves; a ring moves more of them
+_COLUMNS = 64  # of an array with a row for each sample, in which reads move some columns
 _REPLACED = 256  # objects whose replacements are compared by content at once; of more, the places alone count
 
 
@@ -64,11 +72,13 @@ class Difference(NamedTuple):
         path: where it lies, for messages: `transform.p`.
         kind: what follows from it.
         indices: the samples that it may concern; None: any.
+        is_filled: whether reads have filled the place: they may move it, so only samples prove a change.
     """
 
     path: str
     kind: Kind
     indices: tuple[int, ...] | None = None
+    is_filled: bool = False
 
 
 class StateDigest(NamedTuple):
@@ -86,9 +96,12 @@ class Witness:
     copy who it is.
 
     Every read of this process stands in a `with`, which learns the attributes that reads move; `reading` learns all
-    places. Where several threads run, nobody can tell what moved an attribute during a read: the read, or the user. Its
-    path is `doubtful` until samples have been read again (`take_doubtful`, `excuse`). So is a number that no code of a
-    read names, and, where several threads run, an attribute that the code of a read sets.
+    places. A place that was empty before a read (None, or no attribute), or a dict or set that got other keys in it, is
+    filled, not moved: it may be filled again, and its content is compared from then on.
+
+    Where several threads run, nobody can tell what moved an attribute during a read: the read, or the user. Its path is
+    `doubtful` until samples have been read again (`take_doubtful`, `excuse`). So is a number that no code of a read
+    names, and, where several threads run, an attribute that the code of a read sets.
 
     Args:
         source: the user's dataset.
@@ -120,6 +133,8 @@ class Witness:
         self._length = len(source)
         self._lengths = {self._length}  # a source may grow
         self._machinery = set[str]()
+        self._filled = set[str]()
+        self._fills = set[str]()  # places that were empty before the last comparison
         self._change: str | None = None
         self._pending: list[Difference] = []
         self._unread = set[str]()  # places with differences that no code of a read names
@@ -136,12 +151,13 @@ class Witness:
 
     @property
     def machinery(self) -> frozenset[str]:
-        """The places that reads move."""
-        return frozenset(self._machinery)
+        """The places that reads move or fill."""
+        return frozenset(self._machinery | {_FIRST + path for path in self._filled})
 
     def learn(self, paths: Collection[str]) -> None:
-        """Take over the places that reads move in another process."""
-        self._machinery.update(paths)
+        """Take over the places that reads move or fill in another process."""
+        self._filled.update(path.removeprefix(_FIRST) for path in paths if path.startswith(_FIRST))
+        self._machinery.update(path for path in paths if not path.startswith(_FIRST))
 
     @property
     def complete(self) -> bool:
@@ -187,7 +203,7 @@ class Witness:
 
     def __exit__(self, *_: object) -> None:
         """End the read, and learn which attributes it has moved."""
-        moved = self._moved()
+        moved = self._moved(is_read=True)
         thread = threading.get_ident()
         self._reading[thread] -= 1
         if not self._reading[thread]:
@@ -196,15 +212,23 @@ class Witness:
 
     def _learn(self, moved: Collection[str]) -> None:
         """Note what has moved during a read."""
-        if moved:
-            (self._machinery if are_draws_evidence() else self.doubtful).update(moved)
+        if not moved:
+            return
+        is_evidence = are_draws_evidence()
+        filled = {path for path in moved if path in self._fills and (is_evidence or self._is_written(path))}
+        self._filled |= filled
+        (self._machinery if is_evidence else self.doubtful).update(set(moved) - filled)
+
+    def _is_written(self, path: str) -> bool:
+        """Whether the code of a read sets the attribute at a path."""
+        return path.rpartition(".")[2] in self._reach.written
 
     def _is_read_elsewhere(self) -> bool:
         """Whether another thread is in a read."""
         thread = threading.get_ident()
         return any(reading != thread for reading in list(self._reading))
 
-    def _moved(self) -> dict[str, bool]:
+    def _moved(self, *, is_read: bool = False) -> dict[str, bool]:
         """The paths of watched attributes that have changed since the last call; whether each is certainly one."""
         found: dict[str, bool] = {}
         for path, place in list(self._watched.items()):
@@ -217,12 +241,19 @@ class Witness:
             place.keep(content)
             for name, old, new in values:
                 child = _child_path(path, place, name)
-                if child not in self._machinery and self._is_change(old, new):
+                self._note_fill(child, _is_empty(old))
+                if child in self._machinery or not self._is_change(old, new):
+                    continue
+                if child not in self._filled:
                     found[child] = self._is_certain(place, name, old, new)
+                elif is_read or is_plain_value(new):  # else the next comparison of all places says which samples differ
+                    found[child] = False
         return found
 
     def _is_certain(self, place: Place, name: Any, old: Any, new: Any) -> bool:
         """Whether another value of an attribute is a change that no sample need prove."""
+        if issubclass(type(new), KINDS):  # where there was none; perhaps only a sampler draws from it
+            return False
         is_plain = all(value is MISSING or is_plain_value(value) for value in (old, new))
         if is_plain and _is_of_user(place) and not self._is_named(place.around.inside(name)):
             return False
@@ -236,7 +267,7 @@ class Witness:
 
     def _is_change(self, old: Any, new: Any) -> bool:
         """Whether a new value of an attribute changes the source."""
-        if same_value(old, new) or (is_handle(old) and is_handle(new)):
+        if same_value(old, new) or _is_same_handle(old, new):
             return False
         if old is MISSING and get_worker_info() is not None:
             return False
@@ -263,12 +294,20 @@ class Witness:
     def differences(self) -> list[Difference]:
         """What differs from the last call, whose state is replaced by that of now."""
         found, self._pending = self._pending + self._compare(), []
-        judged: dict[Difference, None] = {}
-        for difference in found:
-            if covers(self._machinery, difference.path):
-                difference = Difference(difference.path, "machinery")
-            judged[difference] = None
-        return list(judged)
+        return list(dict.fromkeys(map(self._as_known, found)))
+
+    def _as_known(self, difference: Difference) -> Difference:
+        """A difference, given what reads move and fill."""
+        path = difference.path
+        if covers(self._machinery, path) or (path in self._fills and covers(self._filled, path)):
+            return Difference(path, "machinery")
+        if covers(self._filled, path):
+            return Difference(path, "setting", difference.indices, is_filled=True)
+        return difference
+
+    def _note_fill(self, path: str, is_fill: bool) -> None:
+        """Note whether a place was only filled: it was empty before, or got other keys."""
+        (self._fills.add if is_fill else self._fills.discard)(path)
 
     def _compare(self) -> list[Difference]:
         found: list[Difference] = []
@@ -300,9 +339,14 @@ class Witness:
             yield Difference(path, "setting")
             return
         if isinstance(place, Items):
-            changed, grew = [], any(old is MISSING for _, old, _ in values)
+            is_filled = isinstance(content, dict) and covers(self._filled, path)
+            new_keys = [key for key, old, _ in values if old is MISSING]
+            changed, grew = [], bool(new_keys)
             for key, old, new in values:
                 if old is MISSING or same_value(old, new):
+                    continue
+                if is_filled and not (is_plain_value(old) and is_plain_value(new)):  # made anew, or let go
+                    grew = True
                     continue
                 if new is MISSING or place.is_plain or (is_plain_value(old) and is_plain_value(new)):
                     changed.append(key)
@@ -312,19 +356,34 @@ class Witness:
                     yield from self._value(inside(path, key, is_item=True), old, new, around)
         else:
             changed, grew = place.changed(earlier, content)
+            new_keys = list(content - earlier) if isinstance(place, Members) else []
         if not changed and not grew and isinstance(place, Items):
             return
-        if _is_named_by_key(place, content):  # what reads move is learned by key
-            new_keys = [key for key, old, _ in values if old is MISSING]
-            yield from (Difference(inside(path, key, is_item=True), "setting") for key in [*changed, *new_keys])
-        else:
-            yield self._judged(path, place, changed, grew)
+        if _is_learned_by_item(place, content, changed, grew):
+            for key in [*changed, *new_keys]:
+                item = inside(path, key, is_item=True)
+                self._note_fill(item, key in new_keys)
+                self._note_unread(item, place.around)
+                yield Difference(item, "setting")
+            return
+        columns = {f"{path}[:, {k}]": rows for k, rows in _columns(place, earlier, content, changed).items()}
+        if columns and (not all(columns.values()) or not self._machinery.isdisjoint(columns)):
+            yield from (self._judged(column, place, rows, grew) for column, rows in columns.items() if rows)
+            return
+        self._note_fill(path, not changed and isinstance(content, dict | set))
+        numbers = [key for key in [*changed, *new_keys] if type(key) is int and 0 <= key < place.around.length]
+        if (
+            new_keys and numbers and isinstance(content, dict | set) and not place.is_of_samples
+        ):  # they may be indices of samples
+            yield Difference(path, "setting", tuple(place.around.outer(numbers)) or None)
+        yield self._judged(path, place, changed, grew)
 
     def _value(self, path: str, old: Any, new: Any, around: Around) -> Iterator[Difference]:
         """What differs where another object stands: the content of the two, if it is known."""
+        self._note_fill(path, _is_empty(old))
         if same_value(old, new) or self._is_growth(old, new):
             return
-        if is_handle(old) and is_handle(new):
+        if _is_same_handle(old, new):
             yield Difference(path, "machinery")
             return
         if old is MISSING and get_worker_info() is not None:
@@ -339,6 +398,7 @@ class Witness:
             self._reach.complete = False
         if type(old) is not type(new):
             is_data = any(self._judged(path, place, [], False).kind == "data" for place in before.values())
+            self._note_unread(path, around)
             yield Difference(path, "data" if is_data else "setting", self._sample(around))
         elif not before and not _is_same_foreign(old, new):
             is_foreign = not (is_plain_value(old) or callable(old) or isinstance(old, CONTAINERS))
@@ -358,9 +418,7 @@ class Witness:
     def _judged(self, path: str, place: Place, changed: list[Any], grew: bool) -> Difference:
         """The kind of a difference, and the samples that it may concern."""
         around = place.around
-        is_named = self._is_named(around)
-        if not is_named:
-            self._unread.add(path)
+        is_named = self._note_unread(path, around)
         if around.sample is not None:
             return Difference(path, "data" if is_named else "unread", self._sample(around))
         if place.is_of_samples and changed and not grew:
@@ -373,6 +431,13 @@ class Witness:
         if is_small and (is_named or place.length is None):
             return Difference(path, "setting")
         return Difference(path, "data" if is_named and not only_grew else "unread")
+
+    def _note_unread(self, path: str, around: Around) -> bool:
+        """Note a difference in a place that no code of a read names. Returns whether such code names it."""
+        is_named = self._is_named(around)
+        if not is_named:
+            self._unread.add(path)
+        return is_named
 
     def _indices(self, place: Place, keys: list[Any]) -> list[int] | None:
         """The indices of samples, given keys of a container with an item for each sample."""
@@ -393,7 +458,7 @@ class Witness:
         """Digests of the state now, without what reads move."""
         sums = {"data": hashlib.blake2b(digest_size=16), "setting": hashlib.blake2b(digest_size=16)}
         for path, (kind, digest) in sorted(self.sums().items()):
-            if not covers(self._machinery, path):
+            if not covers(self._machinery | self._filled, path):
                 sums[kind].update(path.encode(errors="replace") + b"\0" + digest)
         return StateDigest(sums["data"].hexdigest(), sums["setting"].hexdigest())
 
@@ -471,7 +536,8 @@ def digest_of_state(sums: Sums) -> str:
 
 
 def same_state(ours: Sums, theirs: Sums, moved: Collection[str] = ()) -> bool:
-    """Whether two states are equal, but for places that reads move."""
+    """Whether two states are equal, but for places that reads move or fill."""
+    moved = {path.removeprefix(_FIRST) for path in moved}
     differing = (path for path in ours.keys() | theirs.keys() if ours.get(path) != theirs.get(path))
     return all(covers(moved, path) for path in differing)
 
@@ -483,11 +549,39 @@ def _is_of_user(place: Place) -> bool:
     return not any(map(is_of_library, set(place.kind.__mro__) - {object, Dataset, Generic}))
 
 
-def _is_named_by_key(place: Place, content: Any) -> bool:
-    """Whether a content is a small dict with names as its keys. Other keys are those of a memo."""
-    if place.is_of_samples or not isinstance(content, dict) or len(content) > SMALL:
+def _is_empty(value: Any) -> bool:
+    """Whether a value stands for none yet."""
+    return value is None or value is MISSING or type(value) is cached_property
+
+
+def _is_same_handle(old: Any, new: Any) -> bool:
+    """Whether a handle, or nothing, stands where another one stood. A first generator is one only in a worker."""
+    if not (is_handle(old) and is_handle(new)):
         return False
-    return all(type(key) is str for key in content)
+    return get_worker_info() is not None or not _is_empty(old) or not issubclass(type(new), KINDS)
+
+
+def _is_learned_by_item(place: Place, content: Any, changed: list[Any], grew: bool) -> bool:
+    """Whether a content is small, with names as its keys (others are those of a memo), or with few changed items."""
+    if place.is_of_samples or place.around.sample is not None or (place.length or 0) > SMALL:
+        return False
+    if isinstance(content, dict):
+        return len(content) <= SMALL and all(type(key) is str for key in content)
+    is_ordered = isinstance(place, Array) or isinstance(content, list | tuple | deque)
+    return is_ordered and not grew and 0 < len(changed) <= _FEW
+
+
+def _columns(place: Place, earlier: Any, content: Any, changed: list[Any]) -> dict[int, list[int]]:
+    """The changed rows of each column, in an array with a row for each sample; nothing if it has no columns."""
+    if not (isinstance(place, Array) and place.is_of_samples and changed):
+        return {}
+    shape = content.form.rpartition(" (")[2].rstrip("),").split(", ")
+    width = math.prod(map(int, shape[1:])) if len(shape) > 1 else 1
+    if not 1 < width <= _COLUMNS:
+        return {}
+    before = np.frombuffer(earlier[1], dtype=np.uint8).reshape(content.length, width, -1)
+    moved = (before != content.memory.reshape(content.length, width, -1)).any(axis=2)
+    return {column: np.flatnonzero(moved[:, column]).tolist() for column in range(width)}
 
 
 def _changed_values(place: Place, content: Any) -> list[tuple[Any, Any, Any]]:

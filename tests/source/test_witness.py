@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from torchvision.transforms import v2
 
@@ -139,8 +139,8 @@ def test_labels_that_change_in_place_are_named_by_index(kind: str) -> None:
     witness, inside = Witness(source), Witness(subset)
     assert witness.differences() == inside.differences() == []
     relabel(kind, source.state)
-    assert [difference[1:] for difference in witness.differences()] == [("data", (7, 150))]
-    assert [difference[1:] for difference in inside.differences()] == [("data", (50,))]
+    assert [difference[1:3] for difference in witness.differences()] == [("data", (7, 150))]
+    assert [difference[1:3] for difference in inside.differences()] == [("data", (50,))]
     assert witness.differences() == inside.differences() == []
     assert witness.complete
 
@@ -455,7 +455,7 @@ HARMLESS: dict[str, tuple[Callable[[], Any], set[str]]] = {
     "late file": (opens(io.BytesIO), set()),
     "late h5py": (of_library("h5py", of_h5py), set()),
     "late zarr": (of_library("zarr", of_zarr), {"handle"}),
-    "a generator that is seeded": (plain(lambda s: setattr(s, "rng", np.random.default_rng(1)), rng=None), set()),
+    "a generator that is seeded": (plain(lambda s: setattr(s, "rng", np.random.default_rng(1)), rng=None), {"rng"}),
     "a method of a DataModule": (of_module, set()),
     "logger and bar": (of_library("tqdm", with_progress), set()),
     "tokenizer": (of_library("tokenizers", with_tokenizer), set()),
@@ -829,6 +829,203 @@ def test_what_a_read_moves_hides_nothing_beside_it() -> None:
     for each in (witness, other):
         kinds = {difference.path: difference.kind for difference in each.differences()}
         assert kinds == {"state['calls']": "machinery", "state['epoch']": "setting"}
+
+
+# ---- of what reads fill ----
+
+
+class Lazy(Source):
+    """Its first read makes what samples depend on."""
+
+    labels: Any = None
+
+    def __init__(self, fill: Callable[[Any, int], Any]) -> None:
+        super().__init__()
+        self.fill, self.memo, self.config = fill, dict[int, Any](), dict[str, int]()
+
+    @functools.cached_property
+    def made(self) -> Any:
+        """Labels that are made when they are asked for."""
+        return np.zeros(LENGTH)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.fill(self, index)
+
+
+def fill_array(source: Any, index: int) -> Any:
+    if source.labels is None:
+        source.labels = np.zeros(LENGTH)
+    return source.labels[index]
+
+
+def fill_list(source: Any, index: int) -> Any:
+    if not hasattr(source, "late"):
+        source.late = [0] * LENGTH
+    return source.late[index]
+
+
+def fill_object(source: Any, index: int) -> Any:
+    if source.labels is None:
+        source.labels = Slotted(1.0)
+    return source.labels.gain
+
+
+FILLS: dict[str, tuple[Callable[[Any, int], Any], Change, tuple[int, ...] | None]] = {
+    "an array": (fill_array, lambda s: s.labels.__setitem__(7, 1), (7,)),
+    "another array": (fill_array, lambda s: setattr(s, "labels", np.arange(LENGTH) // 198.0), (198, 199)),
+    "a list": (fill_list, lambda s: s.late.__setitem__(7, 1), (7,)),
+    "an object": (fill_object, lambda s: setattr(s.labels, "gain", 2.0), None),
+    "a cached property": (lambda s, index: s.made[index], lambda s: s.made.__setitem__(7, 1), (7,)),
+    "a key": (
+        lambda s, index: s.config.setdefault("offset", 0),
+        lambda s: s.config.update(offset=1),
+        None,
+    ),
+    "a memo": (lambda s, index: s.memo.setdefault(index, index), lambda s: s.memo.update({0: -1}), None),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_what_reads_fill_is_compared_from_then_on(name: str) -> None:
+    """Filling it is no change, in the process that learned it or in another; a change of it is left to samples."""
+    fill, change, indices = FILLS[name]
+    source = Lazy(fill)
+    witness = Witness(source)
+    with witness.reading():
+        source[0]
+    there = Lazy(fill)
+    other = Witness(there)
+    other.learn(witness.machinery)
+    for index in range(0, LENGTH, 9):
+        source[index], there[index]
+    assert {difference.kind for each in (witness, other) for difference in each.differences()} <= {"machinery"}
+    for each, changed in ((witness, source), (other, there)):
+        change(changed)
+        found = each.differences()
+        assert {(difference.kind, difference.is_filled) for difference in found} == {("setting", True)}
+        assert indices in {difference.indices for difference in found}
+
+
+@pytest.mark.parametrize(
+    ("make", "move", "change", "path"),
+    [
+        (lambda: [0, 0], lambda s, k: s.__setitem__(0, s[0] + 1), lambda s: s.__setitem__(1, 5), "state[1]"),
+        (lambda: np.zeros(2), lambda s, k: s.__setitem__(0, s[0] + 1), lambda s: s.__setitem__(1, 5), "state[1]"),
+        (
+            lambda: np.zeros((LENGTH, 3)),
+            lambda s, k: s.__setitem__((k, 1), s[k, 1] + 1),
+            lambda s: s.__setitem__((4, 2), 5),
+            "state[:, 2]",
+        ),
+        (
+            lambda: torch.zeros(LENGTH, 2),
+            lambda s, k: s.__setitem__((k, 0), s[k, 0] + 1),
+            lambda s: s.__setitem__((4, 1), 5),
+            "state[:, 1]",
+        ),
+    ],
+)
+def test_a_counter_hides_no_data_in_the_same_container(make: Any, move: Any, change: Any, path: str) -> None:
+    """What reads move is learned by item, or by column of a table with a row for each sample."""
+    source = Source(make())
+    witness = Witness(source)
+    with witness.reading():
+        for index in range(4):
+            move(source.state, index)
+    move(source.state, 9)
+    assert {difference.kind for difference in witness.differences()} == {"machinery"}
+    move(source.state, 8)
+    change(source.state)
+    assert [difference.path for difference in witness.differences() if difference.kind != "machinery"] == [path]
+
+
+class Reader:
+    """The user's own, with a method to close it."""
+
+    def __init__(self, gain: float) -> None:
+        self.gain = gain
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+def picture(value: int) -> Any:
+    return pytest.importorskip("PIL.Image").new("L", (3, 3), value)
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "path"),
+    [
+        (lambda: Reader(1), lambda s: setattr(s, "state", Reader(2)), "state.gain"),
+        (lambda: Reader(1), lambda s: setattr(s.state, "gain", 2), "state.gain"),
+        (lambda: None, lambda s: setattr(s, "state", Reader(2)), "state"),
+        (lambda: picture(1), lambda s: setattr(s, "state", picture(2)), "state"),
+        (lambda: picture(1), lambda s: s.state.paste(7, (0, 0, 2, 2)), "state"),
+        (lambda: None, lambda s: setattr(s, "state", np.random.default_rng(1)), "state"),
+    ],
+)
+def test_what_can_be_closed_may_hold_content(make: Any, change: Change, path: str) -> None:
+    """An object of the user's class, an image, and a generator where there was none are no handles."""
+    source = Source(make())
+    witness = Witness(source)
+    assert witness.differences() == []
+    change(source)
+    assert [(difference.path, difference.kind) for difference in witness.differences()] == [(path, "setting")]
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (dict, lambda state: state.update({5: -1, 23: -1})),
+        (set, lambda state: state.update((5, 23))),
+        (lambda: {5: 0, 99: 0}, lambda state: state.update({5: -1, 23: -1})),
+        (lambda: set(range(100, 180)), lambda state: state.update((5, 23))),
+    ],
+)
+def test_keys_that_are_indices_name_samples(make: Any, change: Change) -> None:
+    """Samples at the changed keys are read besides others."""
+    source = Source(make())
+    witness = Witness(source)
+    change(source.state)
+    found = witness.differences()
+    assert {5, 23} in [set(difference.indices or ()) for difference in found]
+    assert None in [difference.indices for difference in found]
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, True), (1, 1.0), (0.0, -0.0)])
+@pytest.mark.parametrize("make", [lambda value: {"k": value}, lambda value: [value] * 9, lambda value: (value, "a")])
+def test_equal_numbers_of_another_class_or_sign_are_others(old: Any, new: Any, make: Any) -> None:
+    """Samples would be of another class or sign."""
+    source = Source(make(old))
+    witness = Witness(source)
+    source.state = make(new)
+    assert {difference.kind for difference in witness.differences()} == {"setting"}
+
+
+class ByProgress(Source):
+    """Samples that depend on how far the training is."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.state.current_epoch + self.state.global_step
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("of_model", [False, True])
+def test_the_progress_of_a_trainer_counts_where_code_names_it(is_late: bool, of_model: bool) -> None:
+    """Nothing else of a Trainer does, and nothing where no code names it."""
+    trainer = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    state: Any = trainer
+    if of_model:
+        state = LightningModule()
+        state.trainer = trainer
+    source, ignorant = ByProgress(None if is_late else state), Source(state)
+    witness, other = Witness(source), Witness(ignorant)
+    source.state = state
+    witness.differences()
+    assert [each.differences() for each in (witness, other)] == [[], []]
+    trainer.fit_loop.epoch_progress.current.completed += 1
+    assert witness.differences() == [Difference("state.current_epoch", "setting")]
+    assert other.differences() == []
 
 
 def test_what_moves_beside_other_threads_is_doubtful(monkeypatch: pytest.MonkeyPatch) -> None:
