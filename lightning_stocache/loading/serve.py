@@ -593,7 +593,7 @@ class CachedSource:
         if look.change is not None:
             words = {
                 "random": _RANDOM % look.change,
-                "changed": _changed(look.change),
+                "changed": _changed(look.change, self.opened.group.world),
                 "written": look.change,
                 "uncut": look.change,
             }
@@ -731,8 +731,10 @@ _CHANGED_IN_PLACE = (
 )
 
 
-def _changed(what: str) -> str:
-    """The warning of a change."""
+def _changed(what: str, ranks: int = 1) -> str:
+    """The warning of a change; a sample may be another rank's."""
+    if ranks > 1 and what.startswith("sample "):
+        return f"{what} has changed since it was cached, or the ranks hold different data of it. {_WAYS_OUT}"
     return f"{what} has changed since it was cached. {_WAYS_OUT}"
 
 

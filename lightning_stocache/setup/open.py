@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -49,7 +50,6 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
 from lightning_stocache.setup.same_data import MORE_COMPARED, sample_digests, store_or_refuse
 from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
-from lightning_stocache.source.random_split import spread
 from lightning_stocache.source.witness import StateDigest, Sums, Witness, digest_of_state
 
 __all__ = ["drawn_by_any", "open_caches", "united"]
@@ -249,10 +249,11 @@ def _compare_samples(
         request = opening.request
         if not is_doubtful or request.allow_random:
             return {}
-        indices = {*spread(request.length, MORE_COMPARED, request.domain)}
-        if request.domain is not None:
-            named = named.intersection(request.domain.indices)
-        return sample_digests(opening.found, opening.reader.read, sorted(indices | named))
+        among = range(request.length) if request.domain is None else request.domain.indices
+        # Evenly spread indices may all be even, where odd ones differ.
+        drawn = random.Random(0).sample(range(len(among)), min(MORE_COMPARED, len(among)))
+        indices = {int(among[number]) for number in drawn} | {index for index in named if index in among}
+        return sample_digests(opening.found, opening.reader.read, sorted(indices))
 
     named_here = [[] if witness is None else witness.named_indices() for witness in witnesses]
     named = [set().union(*of_ranks) for of_ranks in zip(*group.exchange(named_here), strict=True)]

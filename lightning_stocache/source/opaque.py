@@ -173,7 +173,7 @@ class BlindRead:
         self._most = sum(map(len, self._expected)) + _MORE_CALLS
         self._leaves = dict[int, tuple[Any, Any]]()  # by id: the opaque object and the real one
 
-    def show(self, head: Any, result: Values, *, is_named: bool) -> Any:
+    def show(self, head: Any, result: Values, is_named: bool) -> Any:
         """What the code behind a transform gets in place of its result.
 
         Args:
@@ -195,7 +195,7 @@ class BlindRead:
     def read(self, read: Callable[[], _T]) -> _T:
         """The result of a function that reads."""
         try:
-            with reading(self._tail.heads, self):
+            with reading(self._tail.heads, self.show):
                 return read()
         finally:
             self.notes.is_open = False

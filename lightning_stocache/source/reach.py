@@ -14,7 +14,9 @@ The walk ends after 4,000 objects, and copies of at most 64 MiB are kept. `Reach
 from __future__ import annotations
 
 import dis
+import enum
 import os
+import sys
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -64,6 +66,7 @@ OBJECTS = 4_000
 WATCHED = 64
 """Datasets and transforms whose attributes are compared before each batch, at about 0.1 us each."""
 
+_PREFIX = 3  # characters of a text that may begin the name of an environment variable
 _ROWS = 1 << 17  # of a frame's column of objects that are compared
 _NOT_READ = ("init", "new", "repr", "str", "reduce", "reduce_ex", "getstate", "setstate", "del", "len", "copy")
 _UNUSED = frozenset(f"__{name}__" for name in _NOT_READ)  # methods that a read does not call
@@ -111,8 +114,7 @@ class Reach:
         self._walk_machines()
         if not self.names.isdisjoint(("environ", "getenv")):
             texts = sorted(filter(str.isidentifier, self._texts))
-            place = Attributes(lambda: {text: os.environ.get(text) for text in texts}, around, prefix="environ")
-            self.add("environ", place)
+            self.add("environ", Attributes(partial(_environment, texts), around, prefix="environ"))
         self._known = {}
 
     @property
@@ -357,6 +359,10 @@ class Reach:
 
     def _of_class(self, kind: type, around: Around) -> Iterator[Node]:
         around = replace(around, names=())
+        yield "", type(kind), around
+        for member in kind if issubclass(kind, enum.Enum) else ():
+            path = f"{module_name(kind.__module__)}.{kind.__qualname__}.{member.name}"
+            self.add(path, Attributes(partial(attributes_of, member), around, prefix=path))
         for base in kind.__mro__:
             if is_of_library(base):
                 continue
@@ -389,7 +395,8 @@ class Reach:
         module, where = module_name(function.__module__), f"the globals of {function.__qualname__}"
         namespace = function.__globals__
         yield from self._of_scope(where, module, partial(_picked, namespace, spaces), around)
-        for inner in _picked(namespace, spaces).values():
+        imported = {name: sys.modules[name] for name in names & sys.modules.keys()}  # perhaps in the function itself
+        for inner in (imported | _picked(namespace, spaces)).values():
             if type(inner) is types.ModuleType and not is_of_library(inner):
                 read = partial(_picked, vars(inner), names)
                 yield from self._of_scope(f"{where} in {inner.__name__}", inner.__name__, read, around)
@@ -530,6 +537,13 @@ def _parts_of(path: str, node: Any, around: Around) -> Iterator[Node]:
 
 def _outside_part(begin: int, around: Around, indices: Iterable[int]) -> list[int]:
     return around.outer([begin + index for index in indices])
+
+
+def _environment(texts: Collection[str]) -> dict[str, str | None]:
+    """The environment variables with these names, and with longer ones that begin with them."""
+    prefixes = tuple(text for text in texts if len(text) >= _PREFIX)
+    longer = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    return {text: os.environ.get(text) for text in texts} | longer
 
 
 def _mask(array: Any) -> Content:

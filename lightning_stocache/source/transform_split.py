@@ -27,16 +27,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from inspect import getattr_static
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.samples import Path, part_at, with_part
-
-if TYPE_CHECKING:
-    from lightning_stocache.source.opaque import BlindRead
 
 __all__ = [
     "ConcatCut",
@@ -201,7 +198,8 @@ class Calls(threading.local):
 
     count = 0
     is_reading = False
-    blind: BlindRead | None = None
+    show: Callable[[Any, Values, bool], Any] | None = None
+    """What a head returns instead of its result, in a blind read: given the head, the result, and if it has names."""
 
     def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
         return Calls, ()
@@ -226,24 +224,24 @@ class Head(Section):
         self.is_strayed |= not self.calls.is_reading
         call: Values = {**dict(enumerate(values)), **named}  # type: ignore[dict-item]
         result = self.run(call) if self.end else call
-        if self.calls.blind is not None:
-            return self.calls.blind.show(self, result, is_named=bool(named))
+        if self.calls.show is not None:
+            return self.calls.show(self, result, bool(named))
         if named:
             return result
         return tuple(result.values()) if len(result) > 1 else result[0]
 
 
 @contextmanager
-def reading(heads: Sequence[Head], blind: BlindRead | None = None) -> Iterator[None]:
-    """Read the source of these heads in this thread. In a blind read they return opaque objects."""
-    before = [(head.calls.is_reading, head.calls.blind) for head in heads]
+def reading(heads: Sequence[Head], show: Callable[[Any, Values, bool], Any] | None = None) -> Iterator[None]:
+    """Read the source of these heads in this thread. `show` gives what they return in place of their results."""
+    before = [(head.calls.is_reading, head.calls.show) for head in heads]
     for head in heads:
-        head.calls.is_reading, head.calls.blind = True, blind
+        head.calls.is_reading, head.calls.show = True, show
     try:
         yield
     finally:
         for head, (is_reading, outer) in zip(heads, before, strict=True):
-            head.calls.is_reading, head.calls.blind = is_reading, outer
+            head.calls.is_reading, head.calls.show = is_reading, outer
 
 
 class _TransformTail(Tail):

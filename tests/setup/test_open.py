@@ -197,7 +197,7 @@ def parts(rank: int, folder: Path) -> Any:
     middle[50] = rank
     table[50] = rank
     choices = [rank, str(rank), middle, table, list(table.values()), added(rank), None]
-    choices += [overridden(dict.fromkeys((5, 17, 41), -1) if rank else {}), of_own_rank]
+    choices += [overridden(dict.fromkeys((7, 19, 23, 41, 11), -1) if rank else {}), of_own_rank]
     same = [Part(3, rank=rank), Part(3, folder=f"runs/{rank}"), Part(3, device=torch.device("meta", rank))]
     same += [Part(3, memo={rank: "read before"})]
     outcomes = []

@@ -83,6 +83,24 @@ class Mode(Enum):
     EASY = 1
     HARD = 2
 
+    @property
+    def gain(self) -> Any:
+        return vars(self).get("boost", 0)
+
+
+class Meta(type):
+    level = 0
+
+
+class Config(metaclass=Meta):
+    """Has what its metaclass has."""
+
+
+def of_other_places(index: int) -> Any:
+    import a_module_of_the_user
+
+    return a_module_of_the_user.gain, os.environ[f"WITNESS_{index}"], Mode.EASY.gain, Config.level
+
 
 def labels(kind: str) -> Any:
     """A label for each sample, in one of the forms that people use."""
@@ -226,8 +244,24 @@ def cell_of(function: Any) -> Any:
     return function.__closure__[0]
 
 
+def imports() -> Any:
+    module: Any = types.ModuleType("a_module_of_the_user")
+    module.gain = 1
+    sys.modules["a_module_of_the_user"] = module
+    return Source(of_other_places)
+
+
 OUTSIDE: dict[str, tuple[Callable[[], Any], Change, str, str]] = {
     "a global number of a helper's helper": (Reads, lambda _: globals().update(gain=time.time()), "gain", "setting"),
+    "a module imported in a function": (
+        imports,
+        lambda _: vars(sys.modules["a_module_of_the_user"]).update(gain=time.time()),
+        "a_module_of_the_user.gain",
+        "setting",
+    ),
+    "a name made of parts": (imports, lambda _: os.environ.update(WITNESS_PART="3"), "environ.WITNESS_PART", "setting"),
+    "an attribute of an enum": (imports, lambda _: vars(Mode.EASY).update(boost=time.time()), "EASY.boost", "setting"),
+    "an attribute of a metaclass": (imports, lambda _: setattr(Meta, "level", time.time()), "Meta.level", "setting"),
     "a global dict": (Reads, lambda _: CONFIG.update(size=CONFIG["size"] + 1), "CONFIG['size']", "setting"),
     "a global list": (Reads, lambda _: TABLE.__setitem__(3, TABLE[3] + 1), "TABLE", "data"),
     "a class attribute": (Reads, lambda _: setattr(Reads, "size", Reads.size + 1), "Reads.size", "setting"),
