@@ -11,8 +11,8 @@ plain    no random step: there is nothing to cut
 reads    reads of the source until the cache is open
 seconds  the time of that, and as a multiple of one read
 
-On two busy cores, with reads of one second: crop 29 reads and 29.2 s, looking 33 reads and 33.4 s, plain 8 reads and
-8.2 s. Before cuts were proved by blind reads: crop 24 reads and 24.5 s, looking 24 reads and 24.5 s, plain 8.
+On two busy cores, with reads of one second: crop 30 reads and 30.8 s, looking 33 reads and 34.3 s, plain 8 reads and
+8.5 s. Before cuts were proved by blind reads: crop 24 reads and 24.5 s, looking 24 reads and 24.5 s, plain 8.
 
 There is no gain to be seen here: a proof costs reads, and a wrong cut costs wrong samples.
 """

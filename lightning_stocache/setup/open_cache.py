@@ -91,10 +91,12 @@ class OpenCache:
 
     def with_tails(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Apply the tail to a batch that the source loads in one call."""
-        is_whole = all(type(sample) is not Odd or sample.has_all_places for sample in samples)
-        if not isinstance(self.tail, Tail) or not is_whole:
+        tail, loaded = self.tail, [sample.sample if type(sample) is Odd else sample for sample in samples]
+        is_odd = any(type(sample) is Odd and not sample.has_all_places for sample in samples)
+        is_read_anew = any(sample is None for sample in loaded)
+        if not isinstance(tail, Tail) or is_read_anew or (tail.heads and is_odd):
             return list(map(self.with_tail, samples, indices))
-        return self.tail.of_batch([sample.sample if type(sample) is Odd else sample for sample in samples], indices)
+        return tail.of_batch(loaded, indices)
 
     @property
     def known_ring(self) -> Ring | None:

@@ -116,7 +116,7 @@ class Proof:
         """Whether the code behind the transforms looks at none of the results in some samples.
 
         Args:
-            reads: reads of the head. Their samples are read blindly, and the first one of each part of a ConcatDataset.
+            reads: reads of the head. Their samples are read blindly, as is the first of each part of a ConcatDataset.
         """
         if not self._tail.heads:  # the code behind a format is that of its library, if no subclass changes it
             return reads_as_library(self._source)
@@ -270,8 +270,13 @@ class CutProof:
             return
         count = min(len(indices) // _SHARE + 1, self._unproved)
         for index in indices[:count]:
-            self._compare(index, 1)
             self._unproved -= 1
+            try:
+                self._compare(index, 1)
+            except UncuttableError:
+                raise
+            except Exception:  # the sample itself could be read
+                log.debug("the cut could not be proved for sample %d", index, exc_info=True)
 
     def load(self, index: int) -> Any:
         """A sample of the head, for which the cut is proved once more.

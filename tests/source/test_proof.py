@@ -254,3 +254,33 @@ def test_a_rare_result_is_searched_for() -> None:
 
     refused = sum(split(Boxes(behind.replaces_if_short, rarely)).tail is None for _ in range(3))
     assert refused == 3
+
+
+class Counting:
+    """Code of a user's subclass of a library's dataset, behind its transform."""
+
+    counts = False
+
+    def __getitem__(self, index: Any) -> Any:
+        rows = super().__getitem__(index)  # type: ignore[misc]
+        if not self.counts:
+            return rows
+        pixels = rows["pixels"]
+        return {**rows, "count": len(pixels) if isinstance(index, int) else list(map(len, pixels))}
+
+
+def noisy_rows(rows: dict[str, Any]) -> dict[str, Any]:
+    return {"pixels": [torch.rand(2 if torch.rand(()) < 0.5 else 3) for _ in rows["image"]]}
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_code_of_a_subclass_of_hugging_faces_dataset_is_compared(counts: bool) -> None:
+    """What it makes of the result of the format's transform is not lost."""
+    datasets = pytest.importorskip("datasets")
+    kind = type("Rows", (Counting, datasets.Dataset), {"counts": counts})
+    rows = datasets.Dataset.from_dict({"image": [[index, 1] for index in range(40)]}).with_transform(noisy_rows)
+    rows.__class__ = kind
+    parts = split(rows)
+    assert (parts.tail is None) == counts
+    if parts.tail is not None:
+        assert not parts.tail.is_blind
