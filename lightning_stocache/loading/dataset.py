@@ -119,7 +119,9 @@ class CachedDataset(Forwarding):
         ValueError: the budget cannot be read, an argument is none of its choices, or `indices` is empty or has an index
             outside of the source; (`strict`) the source is empty, or random and cannot be split.
         CacheMemoryError: (`strict`) the memory cannot be had.
-        FingerprintError: the cache of this name holds something else.
+        FingerprintError: (`strict`) the cache of this name holds something else.
+        ManifestError: (`strict`) the cache of this name is damaged, or of another version.
+        PermissionError: (`strict`) the name belongs to another user's file.
 
     Example:
         >>> import torch
