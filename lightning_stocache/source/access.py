@@ -10,6 +10,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -24,6 +25,7 @@ __all__ = [
     "check_source",
     "check_stream",
     "draws_shards",
+    "is_own_iterator",
     "iterate",
     "one_per_index",
     "position_of",
@@ -153,23 +155,36 @@ def warn_of_odd(source: Any, words: str) -> None:
 # ---- streams ----
 
 
-def check_stream(source: Any, cached: type) -> None:
+def check_stream(source: Any, cached: type, *, in_pipe: bool = False) -> None:
     """Refuse what is no stream, without a read.
 
     Args:
         source: the user's argument.
         cached: the class of cached streams.
+        in_pipe: whether an IterDataPipe takes the place of the stream in its DataLoader.
 
     Raises:
-        TypeError: it is an iterator, which ends after one epoch, an IterDataPipe, which DataLoader divides among
-            workers, or no stream of samples at all.
+        TypeError: it is a generator or another iterator of Python's, which ends after one epoch, an IterDataPipe, which
+            DataLoader divides among workers (not `in_pipe`), or no stream of samples at all.
     """
-    kinds = (cached, type, Iterator, IterDataPipe, str, bytes, torch.Tensor, np.ndarray, Mapping)
-    if isinstance(source, kinds) or not (hasattr(source, "__iter__") or callable(source)):
+    kinds = (cached, type, str, bytes, torch.Tensor, np.ndarray, Mapping)
+    ends_once = is_own_iterator(source) and not isinstance(type(source).__iter__, FunctionType)
+    is_divided = isinstance(source, IterDataPipe) and not in_pipe
+    if isinstance(source, kinds) or ends_once or is_divided or not (hasattr(source, "__iter__") or callable(source)):
         raise TypeError(
             "iterable must be a stream that gives its samples anew in every epoch: an object with __iter__, or a "
             f"function that makes an iterator; got {source!r:.80}. A dataset with indices can be given to CachedDataset"
         )
+
+
+def is_own_iterator(source: Any) -> bool:
+    """Whether a stream has `__next__`, so that its `__iter__` may return itself. Only reading shows if it begins anew.
+
+    Example:
+        >>> is_own_iterator(iter([1])), is_own_iterator([1])
+        (True, False)
+    """
+    return isinstance(source, Iterator)
 
 
 def iterate(source: Any) -> Iterator[Any]:

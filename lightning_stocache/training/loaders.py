@@ -30,7 +30,8 @@ from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, wra
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.setup.request import LoaderSettings, check_budget
-from lightning_stocache.torch_internals import is_loader_iterator
+from lightning_stocache.source.access import check_stream
+from lightning_stocache.torch_internals import is_loader_iterator, unwrapped_pipe
 from lightning_stocache.training.lightning_internals import ARG_NAMES, ARGS, DATASET, KWARGS
 from lightning_stocache.training.options import CacheOptions
 
@@ -93,7 +94,7 @@ class TransformedStream(IterableDataset[Any]):
 def source_of(loader: DataLoader[Any]) -> Any:
     """The dataset of a loader, without the transform of a `TransformedSet` or `TransformedStream`."""
     dataset = loader.dataset
-    return dataset.source if isinstance(dataset, TransformedSet | TransformedStream) else dataset
+    return dataset.source if isinstance(dataset, TransformedSet | TransformedStream) else unwrapped_pipe(dataset)
 
 
 def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> Any:
@@ -172,6 +173,7 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None
     if any(is_loader_iterator(value) for name, value in vars(leaf).items() if name != "_iterator"):
         raise TypeError(f"{kind} reads it already. Wrap it with {cached} where you make the loader")
     if is_stream:
+        check_stream(source_of(leaf), type(None), in_pipe=True)
         check_budget(options.budgets[options.pot(stage)])
         return -1
     try:
