@@ -241,7 +241,7 @@ def test_a_stream_that_is_its_own_iterator_is_cached_if_it_begins_anew(
     plain, model = Remembers(), Remembers()
     for each, callbacks_of in ((plain, None), (model, door)):
         torch.manual_seed(3)
-        loaders = Data(make(), num_workers=num_workers, shuffle=None)
+        loaders = Data(make(), num_workers=num_workers, persistent_workers=num_workers > 0, shuffle=None)
         callbacks, data = ([], loaders) if callbacks_of is None else behind(door, loaders, budget="16MiB", streams=True)
         trainer = make_trainer(tmp_path, callbacks, epochs=3, logger=False)
         trainer.fit(each, data)
