@@ -504,5 +504,6 @@ class Epoch:
         return [Plan(indices[first : first + self._size]) for first in range(0, len(indices), self._size)]
 
 
-def _as_list(indices: Any) -> list[Any]:
-    return indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
+def _as_list(indices: Any) -> Any:
+    """The indices of a plan as a list; a sampler's keys as they are."""
+    return indices.tolist() if isinstance(indices, np.ndarray) else indices

@@ -14,17 +14,19 @@ from itertools import count
 from typing import Any, cast
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
-from lightning_stocache.cache.records import SampleCodec
+from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.node.group import job_ranks
 from lightning_stocache.setup.first_samples import FirstSampleError, codec_of
 from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files
 from lightning_stocache.setup.reader import Reader, Subject, start_method
 from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.setup.worth import why_not_worth
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.draws import Draws
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.random_split import Probe, Split, split, spread, why_random
+from lightning_stocache.source.samples import bits, stacked
 from lightning_stocache.source.snapshot import Counters
 from lightning_stocache.source.transform_split import Cut
 from lightning_stocache.source.witness import Witness
@@ -36,6 +38,10 @@ log = logging.getLogger(__name__)
 _BY_HAND = (
     "To cache it, give its deterministic part to CachedDataset, and the random rest as transform=, which runs after "
     "the cache; allow_random=True freezes its first draw."
+)
+_NO_STACK = (
+    "its sampler draws lists of indices, and what it gives for such a list is not the stack of its samples.\nTo cache "
+    "it, let the loader make the batches: batch_size= instead of a BatchSampler as sampler"
 )
 _FROZEN = 4  # samples that are read with allow_random
 _COUNTED = 3  # samples that are read of a source that counts its reads
@@ -57,6 +63,7 @@ class Finding:
         note: why an option cannot be followed.
         seen: the indices of the samples that the process keeps until they are stored.
         machinery: places of the source's state that reads move.
+        serves_lists: whether the source gives, for a list of indices, the stack of their samples.
     """
 
     codec: SampleCodec | None = None
@@ -69,6 +76,7 @@ class Finding:
     seen: tuple[int, ...] = ()
     is_certain: bool = True
     machinery: frozenset[str] = frozenset()
+    serves_lists: bool = False
 
     @property
     def digest(self) -> str:
@@ -262,8 +270,31 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
         if not isinstance(came, Sequence) or isinstance(came, str) or len(came) != 2:
             reason = "its __getitems__ gives whole batches, not a list of one sample per index"
             return Finding(reason=reason, reads=reads), {}
+    draws_lists = request.reader is not None and request.reader.draws_lists
+    if draws_lists:
+        reads += 1
+        if parts.cut is not None or not _stacks(source, parts):
+            return Finding(reason=_NO_STACK, reads=reads), {}
+        form = None
     codec = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
-    return Finding(codec, parts.cut, reads=reads, encoded=form, note=note), parts.intact
+    if isinstance(codec, RecordCodec):
+        read_ns = [read.ns for read in parts.probed]
+        worthless = why_not_worth(codec, parts.samples, read_ns, request.samples)
+        if worthless is not None:
+            return Finding(reason=worthless, reads=reads), {}
+    return Finding(codec, parts.cut, None, reads, form, note=note, serves_lists=draws_lists), parts.intact
+
+
+def _stacks(source: Any, parts: Split) -> bool:
+    """Whether a source gives the stack of the samples for a list of their indices, one of them twice, backwards."""
+    indices = [*parts.indices[::-1], parts.indices[0]]
+    samples = [*parts.samples[::-1], parts.samples[0]]
+    with Probe(source):
+        try:
+            return all(bits(source[indices[:n]]) == bits(stacked(samples[:n])) for n in (1, len(indices)))
+        except Exception as error:  # of the source, or of leaves that cannot be stacked
+            log.debug("%s does not take lists of indices: %s", type(source).__name__, error)
+            return False
 
 
 def _counts_reads(parts: Split, length: int) -> str | None:

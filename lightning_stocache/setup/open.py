@@ -176,6 +176,7 @@ def open_caches(
                 expected_ring=expected,
                 state=opening.state,
                 machinery=opening.found.machinery,
+                serves_lists=opening.found.serves_lists,
             )
             for opening, (source, tail), (ring, expected) in zip(openings, parts, rings, strict=True)
         ]

@@ -45,6 +45,7 @@ class OpenCache:
         borrowed: whether this is a copy, which does not close the memory.
         state: a digest of each place of the source's state at opening; empty for a stream.
         machinery: places of that state that reads have moved at set-up.
+        serves_lists: whether the source gives, for a list of indices, the stack of their samples.
         expected_ring: the arcs, with only the slots for which there will be room. With records these may be fewer.
     """
 
@@ -60,6 +61,7 @@ class OpenCache:
     expected_ring: Ring | None = None
     state: Sums = field(default_factory=dict)
     machinery: frozenset[str] = frozenset()
+    serves_lists: bool = False
 
     @classmethod
     def without(cls, request: CacheRequest, group: NodeGroup | None = None) -> OpenCache:

@@ -217,6 +217,7 @@ class Read:
         bits: bits of the sample.
         moved: names of the generators that the read drew from.
         after: the state of all generators after the read.
+        ns: nanoseconds that the source took.
     """
 
     index: Any
@@ -225,6 +226,7 @@ class Read:
     bits: Bits
     moved: list[str]
     after: State
+    ns: int = 0
 
 
 class Probe:
@@ -256,11 +258,13 @@ class Probe:
         self.reads += 1
         before = self.generators.state()
         with _worker_of(seed):
+            begun = time.perf_counter_ns()
             sample = source.__getitems__(index) if isinstance(index, list) else source[index]
+            ns = time.perf_counter_ns() - begun
         after = self.generators.state()
         changed = set(self.generators.changed(before, after))
         self.always = changed if self.always is None else self.always & changed
-        read = Read(index, sample, seed, bits(sample), self.generators.moved(before, after), after)
+        read = Read(index, sample, seed, bits(sample), self.generators.moved(before, after), after, ns)
         if self.reads == 1:
             self.generators.find_new()
         return read

@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.loader_sampler import batches_of
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, wrapped_loader
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.worker_pool import InitOnSource
@@ -131,11 +132,13 @@ def running_datasets(trainer: Any, stage: str) -> list[Cached]:
 
 def settings_of(loader: DataLoader[Any], stage: str = "") -> LoaderSettings:
     """The settings of a loader that determine its memory besides the cache."""
-    batch_size: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
+    draws_lists = loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
+    batch_size: Any = loader.batch_size or getattr(batches_of(loader), "batch_size", 1)
     context: Any = loader.multiprocessing_context
     init: Any = loader.worker_init_fn
     method = None if context is None else context.get_start_method()
-    return LoaderSettings(batch_size, loader.num_workers, loader.prefetch_factor, method, init, stage)
+    workers = loader.num_workers, loader.prefetch_factor
+    return LoaderSettings(batch_size, *workers, method, init, stage, draws_lists=draws_lists)
 
 
 def title(leaf: Any) -> str:

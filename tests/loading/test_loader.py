@@ -138,10 +138,10 @@ def test_what_only_the_source_understands_passes_through(make, arguments, transf
 
 @pytest.mark.processes
 def test_a_sampler_may_change_the_batch_that_it_gave():
-    """Indices are copied when they are drawn: a sampler that reuses its array does not change batches to come."""
+    """Indices are copied when they are drawn: a sampler that reuses its list does not change batches to come."""
 
     def reusing():
-        batch = torch.tensor([0, 0])
+        batch = [0, 0]
         for start in range(0, 10, 2):
             batch[0], batch[1] = start, start + 1
             yield batch
