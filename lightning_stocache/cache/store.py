@@ -276,6 +276,10 @@ class Store:
         """Whether an index has a slot, ready or not."""
         return self.arc.slot(index) != NO_SLOT
 
+    def have_places(self, indices: Sequence[int] | Integers) -> npt.NDArray[np.bool_]:
+        """Whether each index has a slot, ready or not; bool `[samples]`."""
+        return np.asarray(self.arc.slots_of(np.asarray(indices, dtype=np.int64)) != NO_SLOT)
+
     def place(self, index: int, *, verify: bool = False) -> int:
         """The place of an index if it can be read now, or NO_PLACE; see `lookup`."""
         slot = self.arc.slot(index)

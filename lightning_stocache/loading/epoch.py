@@ -418,6 +418,9 @@ class Epoch:
         """A batch whose misses this process loads."""
         resources, samples = self._resources, len(plan.indices)
         codec = resources.cache.codec
+        have_places = resources.cache.have_places(plan.indices[plan.missing])
+        if 2 * np.count_nonzero(have_places) < len(plan.missing):  # to copy most samples into rows would store none
+            return default_collate(list(self._cached.samples(plan.indices.tolist()))), 0
         rows = resources.gather(places, plan.missing)
         into = codec.rows(rows, samples)
         odd = self._cached.load_into(into, plan.indices[plan.missing].tolist(), plan.missing)

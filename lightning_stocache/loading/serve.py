@@ -346,8 +346,10 @@ class CachedSource:
         source: Any = self.opened.source
         asked = [keys.get(index, index) for index in indices] if keys else indices
         samples: list[Any] = []
+        placed = np.flatnonzero(cache.have_places(indices)).tolist()
         # Made anew: a forked worker has no CUDA, whatever its parent had. A sample without a slot cannot be frozen.
-        watched = not self.opened.request.allow_random and any(map(cache.has_place, indices))
+        watched = bool(placed) and not self.opened.request.allow_random
+        is_cut = isinstance(self.opened.tail, Tail)
         is_alone = are_draws_evidence()  # else a generator that has moved is no evidence
         generators = Generators() if watched and is_alone else None
         before = {} if generators is None else generators.state()
@@ -357,7 +359,7 @@ class CachedSource:
                 if in_one_call and (read := batch_reader(source)) is not None:
                     samples += one_per_index(read(asked), len(asked), source)
                 for key in asked[len(samples) :]:
-                    samples.append(self._read(cache, source, key))
+                    samples.append(self._read(cache, source, key) if is_cut else source[key])
         finally:
             source_ns = time.perf_counter_ns() - start
             try:
@@ -365,7 +367,10 @@ class CachedSource:
                     self._leave_strayed(asked, samples)
                 elif samples and generators is not None and generators.moved(before) and are_draws_evidence():
                     self._leave_random(cache, asked, samples)
-                self._store(cache, indices, samples, source_ns, served, batch, rows)
+                # Without a slot there is nothing to encode, unless for a batch, or to see if the tail can finish it.
+                if is_cut or batch is not None or self.opened.request.strict:
+                    placed = list(range(len(samples)))
+                self._store(cache, indices, asked, samples, placed, source_ns, served, batch, rows)
             finally:
                 cache.release(indices)
         return samples
@@ -375,13 +380,12 @@ class CachedSource:
         return getattr(self.opened.tail, "heads", ())
 
     def _read(self, cache: Store, source: Any, key: Any) -> Any:
-        """Read a sample. It is odd if the source has not called its transform as usual: the tail cannot finish it.
+        """Read a sample of a source that is cut.
 
-        A sample without a place for the tail is refused later, by the codec.
+        It is odd if the source has not called its transform as usual: the tail cannot finish it. A sample without a
+        place for the tail is refused later, by the codec.
         """
-        tail = self.opened.tail
-        if not isinstance(tail, Tail):
-            return source[key]
+        tail = cast(Tail, self.opened.tail)
         before = sum(head.calls.count for head in tail.heads)
         sample = source[key]
         if any(head.is_strayed for head in tail.heads):
@@ -400,20 +404,27 @@ class CachedSource:
         self,
         cache: Store,
         indices: list[int],
+        keys: list[Any],
         samples: list[Any],
+        numbers: list[int],
         source_ns: int,
         served: bool,
         batch: Memory | None,
         rows: Sequence[int],
     ) -> None:
-        """Store and count samples, which may be fewer than indices. An odd sample becomes an `Odd` in the list."""
+        """Store and count samples, which may be fewer than indices. An odd sample becomes an `Odd` in the list.
+
+        `numbers` are the positions of those that are encoded, rising; the others have no slot.
+        """
         codec, pauses, start = cache.codec, self._pace is not None and self._pace.pauses, time.perf_counter_ns()
-        fills = misses = nbytes = store_ns = 0
+        fills = misses = store_ns = 0
+        numbers = [number for number in numbers if number < len(samples)]
+        nbytes = (len(samples) - len(numbers)) * codec.nbytes
         step = max(_AT_ONCE // max(codec.nbytes, 1), 1)
-        for first in range(0, len(samples), step):
+        for first in range(0, len(numbers), step):
             fitting = dict[int, Parts]()
-            for number in range(first, min(first + step, len(samples))):
-                if (parts := self._encode(cache, indices[number], samples, number)) is not None:
+            for number in numbers[first : first + step]:
+                if (parts := self._encode(cache, keys[number], samples, number)) is not None:
                     fitting[number] = parts
                 else:
                     sample = samples[number]
@@ -443,19 +454,19 @@ class CachedSource:
                 PAUSE_SECONDS,
             )
 
-    def _encode(self, cache: Store, index: int, samples: list[Any], number: int) -> Parts | None:
+    def _encode(self, cache: Store, key: Any, samples: list[Any], number: int) -> Parts | None:
         """A loaded sample as the codec's parts; None if it is not stored. An odd sample becomes `Odd` in the list."""
         codec, sample = cache.codec, samples[number]
         if type(sample) is Odd or (not cache.has_room(sample) and codec.is_alike(sample)):
             return None
         try:
-            return cast(Parts, codec.encode(sample, index))
+            return cast(Parts, codec.encode(sample, key))
         except (SampleMismatchError, UnsupportedSampleError) as error:
             if self.opened.request.strict:
                 raise
             if self._is_first("odd sample"):
                 warn_of_odd(self.opened.source, str(error))
-            samples[number] = Odd(index, sample, codec.is_alike(sample))
+            samples[number] = Odd(key, sample, codec.is_alike(sample))
             return None
 
     def _leave_random(self, cache: Store, indices: list[Any], samples: list[Any]) -> None:
