@@ -156,7 +156,10 @@ class CachedSource:
         """
         self.refresh()
         with self.witness:
-            positions = [position for position in map(position_of, keys) if position is not None]
+            kinds = set(map(type, keys))
+            positions = list(keys)
+            if kinds != {int}:
+                positions = [position for position in map(position_of, keys) if position is not None]
             are_indices = len(positions) == len(keys)
             if are_indices and not self.knows_ranks:
                 self.look_at_ranks()
@@ -166,7 +169,7 @@ class CachedSource:
             elif cache is not None and self._lent == []:
                 return self._lend(keys)
             elif cache is not None:
-                others = {at: key for at, key in zip(positions, keys, strict=True) if type(key) is not int}
+                others = {} if kinds == {int} else dict(zip(positions, keys, strict=True))
                 return self._each_finished(self._serve(cache, positions, others))
             source = self.opened.source if are_indices else self.source
             finish = self._finished if are_indices else self._transformed
@@ -266,7 +269,7 @@ class CachedSource:
         start, rows = time.perf_counter_ns(), gathers(cache)
         places = cache.lookup(np.array(indices, dtype=np.int64), verify=True)
         hits = places[places != NO_PLACE]
-        ready = cache.read(hits, self._pool.take if rows else self._pool.lend)
+        ready: Iterable[Any] = cache.read(hits, self._pool.take if rows else self._pool.lend) if len(hits) else ()
         nbytes, gather_ns = cache.stored_bytes(hits), time.perf_counter_ns() - start
         loaded: list[Any] = []
         if len(hits) < len(indices):

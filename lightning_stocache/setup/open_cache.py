@@ -93,6 +93,8 @@ class OpenCache:
 
     def with_tails(self, samples: Sequence[Any]) -> list[Any]:
         """Apply the tail to a batch that the source loads in one call."""
+        if self.tail is None and Odd not in set(map(type, samples)):
+            return list(samples)
         if not isinstance(self.tail, FormatTail):
             return list(map(self.with_tail, samples))
         return self.tail.of_batch([sample.sample if type(sample) is Odd else sample for sample in samples])
