@@ -12,6 +12,7 @@
 - `_utils.worker._worker_info` and `WorkerInfo`: give a filler of a rolling cache its part of a stream. Without them,
   the filler draws the whole stream.
 - `Tensor._version`: the number of writes to a tensor. Without it, only a network's first bytes tell of a change.
+- `_IterDataPipeSerializationWrapper._datapipe`: without it, a datapipe is another dataset for each of its loaders.
 - `distributed_c10d._get_default_store`: without it, ranks send messages over a store that this package makes.
 
 The names are the same from torch 2.4 to 2.15.
@@ -36,7 +37,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import DataLoader, Sampler, get_worker_info
+from torch.utils.data import DataLoader, IterDataPipe, Sampler, get_worker_info
 from torch.utils.data import dataloader as dataloaders
 from torch.utils.data._utils import pin_memory as pinning
 from torch.utils.data._utils import worker
@@ -56,6 +57,7 @@ __all__ = [
     "pinned",
     "set_worker_dataset",
     "shut_down",
+    "unwrapped_pipe",
     "version_of",
 ]
 
@@ -264,6 +266,12 @@ def become_worker(number: int, workers: int, seed: int, dataset: Any) -> None:
 def is_loader_iterator(value: Any) -> bool:
     """Whether a value is an iterator of a DataLoader."""
     return isinstance(value, dataloaders._BaseDataLoaderIter)
+
+
+def unwrapped_pipe(dataset: Any) -> Any:
+    """The IterDataPipe in a wrapper that each DataLoader makes anew for its pickle; any other dataset as it is."""
+    is_wrapper = isinstance(dataset, IterDataPipe) and type(dataset).__name__ == "_IterDataPipeSerializationWrapper"
+    return getattr(dataset, "_datapipe", dataset) if is_wrapper else dataset
 
 
 def version_of(tensor: torch.Tensor) -> int:

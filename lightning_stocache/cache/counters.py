@@ -27,7 +27,7 @@ from lightning_stocache.node.segment import Segment
 
 __all__ = ["Counters", "Counts", "Matter", "count"]
 
-Matter = Literal["odd sample", "random sample", "changed source", "slow disk", "ranks alone"]
+Matter = Literal["odd sample", "random sample", "changed source", "slow disk", "ranks alone", "keys"]
 """The subjects of warnings that a node has once."""
 
 _ROWS = 1024  # 128 KiB, reserved at once: a row without memory must not end a training

@@ -40,13 +40,17 @@ NO_RANK = -1
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _CANDIDATES = 64  # steps that are compared
+_LARGEST = 2**63 - 1  # product of an index and a step
+_TABLE = 16  # a table has at most so many entries for each index of a domain
 _REACH = 150  # their largest distance from N divided by the golden ratio
 
 
 class Domain:
     """The indices of a dataset that are drawn, if they are not all: one fold, or the samples with a weight.
 
-    Their ranks from 0 on, in the order of the dataset, lie in one int32 array of the dataset's length.
+    They have ranks from 0 on, in the order of the dataset. The ranks of evenly spaced indices are arithmetic. Those of
+    other indices lie in a table, with an entry for each index up to the last, or are searched for where the table would
+    be long. So a domain takes memory by the number of its indices, not by the length of the dataset.
 
     Args:
         indices: in any order, repeated or not; a negative index counts from the end.
@@ -57,29 +61,34 @@ class Domain:
 
     Example:
         >>> domain = Domain([7, 2, -1], length=10)
-        >>> len(domain), domain.indices.tolist(), [domain.rank(index) for index in (2, 3, 7)]
+        >>> len(domain), list(domain), [domain.rank(index) for index in (2, 3, 7)]
         (3, [2, 7, 9], [0, -1, 1])
+        >>> Domain(range(0, 10**9, 2), length=10**9).rank(4)
+        2
     """
 
     def __init__(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]], length: int) -> None:
-        given = np.asarray(indices)
-        if given.size and (given.ndim != 1 or given.dtype.kind not in "iu"):
-            raise ValueError(f"indices must be whole numbers, one after the other; got {given.dtype} {given.shape}")
-        given = given.astype(np.int64).reshape(-1)
-        outside = given[(given < -length) | (given >= length)]
-        if len(outside):
-            raise ValueError(f"indices must lie in the dataset of {length} samples, got {int(outside[0])}")
-        drawn = np.zeros(length, dtype=np.bool_)
-        drawn[given] = True
         self.length = length
-        self.indices: Integers = np.flatnonzero(drawn)
-        """int64 `[len]`, ascending; the rank of an index is its position here."""
-        self.indices.flags.writeable = False
-        self._ranks = np.full(length, NO_RANK, dtype=np.int32)
-        self._ranks[self.indices] = np.arange(len(self.indices), dtype=np.int32)
+        self.among: range | Integers = _ascending(indices, length)
+        """The indices, ascending: a range if they are evenly spaced, else int64 `[len]`."""
+        self._table: npt.NDArray[np.int32] | None = None
+        if not isinstance(self.among, range):
+            self.among.flags.writeable = False
+            if int(self.among[-1]) < _TABLE * len(self.among):
+                self._table = np.full(int(self.among[-1]) + 1, NO_RANK, dtype=np.int32)
+                self._table[self.among] = np.arange(len(self.among), dtype=np.int32)
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.among)
+
+    def __getitem__(self, rank: int) -> int:
+        """The index of a rank."""
+        return int(self.among[rank])
+
+    @property
+    def indices(self) -> Integers:
+        """The indices, int64 `[len]`, ascending."""
+        return _array(self.among)
 
     @property
     def is_whole(self) -> bool:
@@ -87,32 +96,49 @@ class Domain:
         return len(self) == self.length
 
     def rank(self, index: int) -> int:
-        """The rank of an index in `[0, length)`, or NO_RANK."""
-        return int(self._ranks[index])
+        """The rank of an index, or NO_RANK."""
+        return int(self.ranks(np.array([index]))[0])
 
     def ranks(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
-        """The ranks of many indices in `[0, length)`, int64 of the same shape."""
-        return self._ranks.take(indices).astype(np.int64)
+        """The ranks of many indices, int64 of the same shape."""
+        among = self.among
+        if self._table is not None:
+            is_inside = (indices >= 0) & (indices < len(self._table))
+            return np.where(is_inside, self._table.take(indices, mode="clip"), NO_RANK).astype(np.int64)
+        if isinstance(among, range):
+            ranks, rests = np.divmod(indices.astype(np.int64) - among.start, among.step)
+            return np.where((rests == 0) & (ranks >= 0) & (ranks < len(among)), ranks, NO_RANK)
+        ranks = np.searchsorted(among, indices).clip(max=len(among) - 1)
+        return np.where(among[ranks] == indices, ranks, NO_RANK).astype(np.int64)
 
     def covers(self, other: Domain | None) -> bool:
         """Whether this domain contains another domain, perhaps of a dataset that has grown, or all indices (None)."""
-        return self.is_whole if other is None else bool(np.isin(other.indices, self.indices).all())
-
-    @property
-    def _bits(self) -> npt.NDArray[np.uint8]:
-        """One bit for each index of the dataset, for pickles."""
-        return np.packbits(self._ranks != NO_RANK)
+        if other is None:
+            return self.is_whole
+        if isinstance(self.among, range) and isinstance(other.among, range):
+            ends = (*other.among[:2], *other.among[-1:])
+            return all(index in self.among for index in ends)
+        return bool(np.isin(other.indices, self.indices).all())
 
     @cached_property
     def digest(self) -> str:
         """A digest of the indices, 16 characters."""
-        return hashlib.sha256(self._bits.tobytes()).hexdigest()[:16]
+        among = self.among
+        content = str(among).encode() if isinstance(among, range) else among.tobytes()
+        return hashlib.sha256(b"%d %s" % (self.length, content)).hexdigest()[:16]
 
     def __or__(self, other: Domain) -> Domain:
+        for one, another in ((self, other), (other, self)):
+            if one.length == self.length and one.covers(another):
+                return one
         return Domain(np.union1d(self.indices, other.indices), self.length)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Domain) and np.array_equal(self._ranks, other._ranks)
+        if not isinstance(other, Domain) or (self.length, len(self)) != (other.length, len(other)):
+            return False
+        if isinstance(self.among, range) or isinstance(other.among, range):
+            return type(self.among) is type(other.among) and self.among == other.among
+        return np.array_equal(self.among, other.among)
 
     def __hash__(self) -> int:
         return hash((self.length, self.digest))
@@ -121,11 +147,48 @@ class Domain:
         return f"Domain({len(self)} of {self.length} indices, {self.digest})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _domain_of, (self._bits, self.length)
+        if self._table is None:
+            return Domain, (self.among, self.length)
+        return _domain_of, (np.packbits(self._table != NO_RANK), len(self._table), self.length)
 
 
-def _domain_of(bits: npt.NDArray[np.uint8], length: int) -> Domain:
-    return Domain(np.flatnonzero(np.unpackbits(bits, count=length)), length)
+def _domain_of(bits: npt.NDArray[np.uint8], count: int, length: int) -> Domain:
+    return Domain(np.flatnonzero(np.unpackbits(bits, count=count)), length)
+
+
+def _ascending(indices: Any, length: int) -> range | Integers:
+    """Indices of a dataset from the front, each once, ascending: a range if they are evenly spaced."""
+    if isinstance(indices, range) and len(indices) > 2 and (indices[0] < 0) == (indices[-1] < 0):
+        ends = _from_front(np.array([indices[0], indices[-1]]), length)
+        return range(int(ends.min()), int(ends.max()) + 1, abs(indices.step))
+    given = np.asarray(indices)
+    if given.size and (given.ndim != 1 or given.dtype.kind not in "iu"):
+        raise ValueError(f"indices must be whole numbers, one after the other; got {given.dtype} {given.shape}")
+    given = _from_front(given.astype(np.int64).reshape(-1), length)
+    if length < _TABLE * len(given):  # quicker than sorting
+        drawn = np.zeros(length, dtype=np.bool_)
+        drawn[given] = True
+        given = np.flatnonzero(drawn)
+    else:
+        given = np.unique(given)
+    if not len(given):
+        return range(0)
+    steps = np.diff(given[:2]).tolist() or [1]
+    evenly = range(int(given[0]), int(given[-1]) + 1, steps[0])
+    return evenly if len(evenly) == len(given) and (given == _array(evenly)).all() else given
+
+
+def _from_front(indices: Integers, length: int) -> Integers:
+    outside = indices[(indices < -length) | (indices >= length)]
+    if len(outside):
+        raise ValueError(f"indices must lie in the dataset of {length} samples, got {int(outside[0])}")
+    return np.where(indices < 0, indices + length, indices)
+
+
+def _array(among: range | Integers) -> Integers:
+    array = np.arange(among.start, among.stop, among.step) if isinstance(among, range) else among
+    array.flags.writeable = False
+    return array
 
 
 @dataclass(frozen=True)
@@ -173,9 +236,8 @@ class Arc:
         return {"size": self.size, "slots": self.slots, "start": self.start, "step": self.step}
 
     def slot(self, index: int) -> int:
-        """The slot of an index; a negative index counts from the end. NO_SLOT outside, or if the index has no slot."""
-        length = self.size if self.domain is None else self.domain.length
-        if not -length <= index < length:
+        """The slot of an index, or NO_SLOT. A negative index has none: its meaning is the source's own."""
+        if not 0 <= index < self.length:
             return NO_SLOT
         if self.domain is not None and (index := self.domain.rank(index)) == NO_RANK:
             return NO_SLOT
@@ -185,26 +247,21 @@ class Arc:
     def index(self, slot: int) -> int:
         """The index of a slot in `[0, slots)`."""
         position = (slot + self.start) * self._back % self.size
-        return position if self.domain is None else int(self.domain.indices[position])
+        return position if self.domain is None else self.domain[position]
 
     @cached_property
     def _back(self) -> int:
         return pow(self.step, -1, self.size)
 
     def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
-        """The slots of many indices, int64 of the same shape; NO_SLOT for an index without a slot.
-
-        An index outside of the dataset wraps around, and has the slot of the index where it comes out.
-        """
-        if self.domain is None:
-            ranks = indices.astype(np.int64, copy=False)
-        else:
-            ranks = self.domain.ranks(indices % self.domain.length)
-        slots = (ranks * self.step - self.start) % max(self.size, 1)
-        if self.slots < self.size:
-            slots[slots >= self.slots] = NO_SLOT
+        """The slots of many indices, int64 of the same shape; NO_SLOT as in `slot`."""
+        has_none = (indices < 0) | (indices >= self.length)
+        ranks = indices.astype(np.int64, copy=False)
         if self.domain is not None:
-            slots[ranks == NO_RANK] = NO_SLOT
+            ranks = self.domain.ranks(ranks)
+            has_none |= ranks == NO_RANK
+        slots = (ranks * self.step - self.start) % max(self.size, 1)
+        slots[has_none | (slots >= self.slots)] = NO_SLOT
         return slots
 
 
@@ -271,10 +328,11 @@ class Ring:
 def _even_step(size: int) -> int:
     """The step next to the golden section whose multiples spread most evenly.
 
+    From 3.8 * 10^9 indices on, the arithmetic of int64 takes smaller steps alone, which spread only long stretches.
     The nearest step alone can be poor: with step 1714, size 2775, a stretch has up to 21 indices too many. The best of
     64 steps has 4.
     """
-    golden = round(size * _GOLDEN)
+    golden = min(round(size * _GOLDEN), _LARGEST // max(size, 1) - _REACH)
     near = [step for step in range(max(golden - _REACH, 1), min(golden + _REACH, size)) if math.gcd(step, size) == 1]
     near = sorted(near, key=lambda step: abs(step - golden))[:_CANDIDATES]
     return min(near, key=lambda step: _largest_quotient(step, size), default=1)

@@ -31,7 +31,7 @@ job restores the full length of the file.
 Bytes of the lock file: one for each slot; behind them one for the process that has warned of a shortage, and one for
 the run of records; far behind them one for `alone`.
 
-Any number can be an index: a negative index counts from the end of the dataset, and an index outside has no place.
+Any number can be an index: a negative index, and one outside of the dataset, has no place.
 """
 
 from __future__ import annotations
@@ -276,6 +276,10 @@ class Store:
         """Whether an index has a slot, ready or not."""
         return self.arc.slot(index) != NO_SLOT
 
+    def have_places(self, indices: Sequence[int] | Integers) -> npt.NDArray[np.bool_]:
+        """Whether each index has a slot, ready or not; bool `[samples]`."""
+        return np.asarray(self.arc.slots_of(np.asarray(indices, dtype=np.int64)) != NO_SLOT)
+
     def place(self, index: int, *, verify: bool = False) -> int:
         """The place of an index if it can be read now, or NO_PLACE; see `lookup`."""
         slot = self.arc.slot(index)
@@ -299,7 +303,7 @@ class Store:
             verify: whether to verify first what an earlier job has stored under these indices on a disk. That reads the
                 disk, so workers ask for it, and the training process does not.
         """
-        slots, length = self.arc.slots_of(indices), self.length
+        slots = self.arc.slots_of(indices)
         if self.arc.slots == 0:
             return slots
         if self._checksums is not None:
@@ -309,7 +313,7 @@ class Store:
                 self._checksums.verify(slots.tolist())
         ready = self._readable.take(slots, mode="clip") == READY
         fence()
-        slots[~ready | (indices >= length) | (indices < -length)] = NO_PLACE
+        slots[~ready] = NO_PLACE
         return slots
 
     def gather(self, places: Integers, into: Memory) -> None:

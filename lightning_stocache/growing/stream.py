@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.counters import Counters, count
@@ -45,12 +45,13 @@ from lightning_stocache.source.access import check_stream, draws_shards
 from lightning_stocache.source.guards import StreamReader
 from lightning_stocache.source.samples import mark_of
 
-__all__ = ["CachedStream", "stream_source", "stream_with"]
+__all__ = ["CachedStream", "stream_for", "stream_source", "stream_with"]
 
 log = logging.getLogger(__name__)
 
 _BY_HAND = "Give its deterministic part to CachedStream, and the random rest as transform=; or allow_random=True"
 _MOST_BROKEN = 3
+_SETTINGS = ("apply_sharding", "set_seed", "set_shuffle")  # DataLoader calls these of the pipe itself
 _AT_ONCE, _AT_ONCE_BYTES = 64, 4 << 20  # samples that are read from memory together
 
 
@@ -121,7 +122,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        check_stream(iterable, CachedStream)
+        check_stream(iterable, CachedStream, in_pipe=isinstance(self, IterDataPipe))
         if transform is not None and not callable(transform):
             raise TypeError(f"transform must be a function of a sample, got {transform!r}")
         check_choice("backend", backend, BackendChoice)
@@ -200,9 +201,23 @@ def stream_source(stream: CachedStream) -> StreamSource:
     return stream.__serving__
 
 
+class _CachedPipe(CachedStream, IterDataPipe[Any]):
+    """The CachedStream of an IterDataPipe, which a DataLoader seeds and divides among workers as it does the pipe."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SETTINGS:
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
+def stream_for(iterable: Any, budget: int | float | str = "auto", **options: Any) -> CachedStream:
+    """A CachedStream for a loader that a DataLoader's constructor has made. For the package."""
+    return (_CachedPipe if isinstance(iterable, IterDataPipe) else CachedStream)(iterable, budget, **options)
+
+
 def stream_with(stream: CachedStream, transform: Callable[[Any], Any] | None) -> CachedStream:
     """The same stream with another transform after the cache. For the package."""
-    other = CachedStream(stream.source, 0, defer=True)
+    other = type(stream)(stream.source, 0, defer=True)
     other.__serving__ = replace(stream.__serving__, transform=transform, _samples=None)
     return other
 

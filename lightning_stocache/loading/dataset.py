@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from types import GeneratorType
-from typing import Any, SupportsIndex, cast
+from typing import Any, cast
 
 from torch.utils.data import Dataset, MapDataPipe
 
@@ -119,7 +119,9 @@ class CachedDataset(Forwarding):
         ValueError: the budget cannot be read, an argument is none of its choices, or `indices` is empty or has an index
             outside of the source; (`strict`) the source is empty, or random and cannot be split.
         CacheMemoryError: (`strict`) the memory cannot be had.
-        FingerprintError: the cache of this name holds something else.
+        FingerprintError: (`strict`) the cache of this name holds something else.
+        ManifestError: (`strict`) the cache of this name is damaged, or of another version.
+        PermissionError: (`strict`) the name belongs to another user's file.
 
     Example:
         >>> import torch
@@ -253,17 +255,17 @@ class CachedDataset(Forwarding):
 
     def __getitem__(self, *key: Any, **options: Any) -> Any:
         """The sample of an index. The source answers for any other key (a list, a slice) or with further arguments."""
-        self.__cached.look_by_itself(1)
         if options or len(key) != 1:
             return self.__cached.sample_with(*key, **options)
+        self.__cached.look_by_itself(self.__cached.samples_of(key[0]))
         return self.__cached.sample(key[0])
 
-    def __getitems__(self, indices: Sequence[SupportsIndex]) -> Any:
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
         """The samples of a batch, as a list: all hits are copied out by one gather per field."""
         self.__cached.look_by_itself(len(indices))
         return self.__cached.made(lambda: self.__finished(indices))
 
-    def __finished(self, indices: Sequence[SupportsIndex]) -> Any:
+    def __finished(self, indices: Sequence[Any]) -> Any:
         samples = self.__cached.samples(indices)
         return list(samples) if isinstance(samples, GeneratorType) and self.__cached.transforms else samples
 
@@ -320,7 +322,7 @@ class StandIn(Forwarding):
     def __getitem__(self, *key: Any, **options: Any) -> Any:
         return self.__dataset.__getitem__(*key, **options)
 
-    def __getitems__(self, indices: Sequence[SupportsIndex]) -> Any:
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
         """The samples of a batch."""
         return self.__dataset.__getitems__(indices)
 

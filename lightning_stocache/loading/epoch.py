@@ -424,6 +424,9 @@ class Epoch:
         """A batch whose misses this process loads."""
         resources, samples = self._resources, len(plan.indices)
         codec = resources.cache.codec
+        have_places = resources.cache.have_places(plan.indices[plan.missing])
+        if 2 * np.count_nonzero(have_places) < len(plan.missing):  # to copy most samples into rows would store none
+            return default_collate(list(self._cached.samples(plan.indices.tolist()))), 0
         rows = resources.gather(places, plan.missing)
         into = codec.rows(rows, samples)
         odd = self._cached.load_into(into, plan.indices[plan.missing].tolist(), plan.missing)
@@ -510,5 +513,6 @@ class Epoch:
         return [Plan(indices[first : first + self._size]) for first in range(0, len(indices), self._size)]
 
 
-def _as_list(indices: Any) -> list[Any]:
-    return indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
+def _as_list(indices: Any) -> Any:
+    """The indices of a plan as a list; a sampler's keys as they are."""
+    return indices.tolist() if isinstance(indices, np.ndarray) else indices

@@ -16,6 +16,7 @@ out, and a subclass with an `__iter__` of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from lightning_stocache.torch_internals import draws_all_once
 __all__ = ["IndexStream"]
 
 GROUP = 4096  # indices that a LocalitySampler deals at a time
+_IN_ORDER = 1 << 20  # indices of a SequentialSampler that are made at a time
 _ROLLING_BATCHES = 16  # batches that a RollingSampler draws at a time
 
 
@@ -102,16 +104,18 @@ def _groups(sampler: Any, size: int, state: LoaderState) -> tuple[Iterator[Integ
         return sampler.groups(_ROLLING_BATCHES * size), 0
     shuffled = type(sampler) is RandomSampler and sampler.generator is None and draws_all_once(sampler)
     if state.origin is None and (shuffled or type(sampler) is SequentialSampler):
-        return _in_one(sampler, state), len(sampler)
+        return _in_one(sampler, size, state), len(sampler)
     if type(sampler) is LocalitySampler and sampler.draws is None and sampler.batch_size == size:
         return _dealt(sampler, size), len(cast(Any, sampler.dataset))
     return None, 0
 
 
-def _in_one(sampler: Any, state: LoaderState) -> Iterator[Integers]:
-    """The whole epoch of a shuffled or sequential sampler. Batches as lists of numbers would cost 30 us each."""
+def _in_one(sampler: Any, size: int, state: LoaderState) -> Iterator[Integers]:
+    """The epoch of a shuffled or sequential sampler. Batches as lists of numbers would cost 30 us each."""
     if type(sampler) is SequentialSampler:
-        yield np.arange(len(sampler))
+        step = size * max(_IN_ORDER // size, 1)
+        for first in range(0, len(sampler), step):
+            yield np.arange(first, min(first + step, len(sampler)))
         return
     state.drawn = states_of({"torch": torch.default_generator})  # drawn from with the first batch, as the sampler does
     private = torch.Generator()
@@ -127,11 +131,12 @@ def _dealt(sampler: LocalitySampler, size: int) -> Iterator[Integers]:
 
 
 def _as_indices(batch: Any) -> Any:
-    """A copy of a sampler's batch as an array: the sampler may change the batch later."""
-    try:
-        indices = np.array(batch.numpy() if isinstance(batch, torch.Tensor) else batch)
-    except (TypeError, ValueError, RuntimeError):  # no list of numbers
-        return batch
-    if indices.ndim != 1 or indices.dtype.kind not in "iu":
-        return batch
-    return indices.astype(np.int64, copy=False)
+    """A sampler's batch, which it may change later: a list of numbers as an array, other keys as a copy."""
+    if isinstance(batch, torch.Tensor):
+        return batch.clone()
+    if isinstance(batch, np.ndarray):
+        return list(batch.copy())  # its items are numpy's own numbers, which the source gets as they are
+    if type(batch) is list and set(map(type, batch)) == {int}:
+        with suppress(OverflowError):
+            return np.array(batch, dtype=np.int64)
+    return batch if isinstance(batch, tuple | str) else list(batch)

@@ -6,6 +6,9 @@ loaded sample that differs from the cache's codec is odd: it is served as it is 
 the dataset on the node. Random steps come after the cache: first the tail that was cut off the source, then the user's
 transform.
 
+A sampler's key reaches the source as it is. If it is an index, it also says where the sample is looked up. A list of
+indices is served from the samples if set-up has proved that the source gives their stack for it.
+
 A batch is looked up at once. The hits of rows are copied by one gather per field, those of records one by one when
 they are asked for. The other samples are loaded in one call if the source has `__getitems__`. Samples that a batch
 holds twice, that another job is loading or that cannot be decoded are served one by one after that. Samples
@@ -23,10 +26,10 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, SupportsIndex, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
@@ -39,12 +42,12 @@ from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.node.group import job_ranks
 from lightning_stocache.setup.open_cache import OpenCache
-from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, warn_of_odd
+from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, positions_of, warn_of_odd
 from lightning_stocache.source.common_state import CommonState
 from lightning_stocache.source.generators import Generators, are_draws_evidence
 from lightning_stocache.source.looks import AT_ONCE, LOST_CUT, Due, Look, Schedule, judged, read_again
 from lightning_stocache.source.proof import CutProof
-from lightning_stocache.source.samples import Bits, bits
+from lightning_stocache.source.samples import Bits, bits, stacked
 from lightning_stocache.source.transform_split import Head, Tail, UncuttableError, reading
 from lightning_stocache.source.witness import Witness
 
@@ -54,6 +57,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+_KEYS_ALONE = 32  # keys that are no indices, after which a cache that has served nothing is given up
 _AT_ONCE = 1 << 20  # bytes that are copied into a batch, then stored: they are still in the processor's cache
 
 
@@ -81,6 +85,7 @@ class CachedSource:
         self._schedule = Schedule()
         self._epoch = 0  # of the CachedLoaders in this process
         self._common: CommonState | None = None
+        self._keys = 0  # that were no indices
         self._lent: list[tuple[Any, Bits]] | None = None  # the samples of the first batch, with their bits
         self._serve_from(opened)
 
@@ -107,24 +112,37 @@ class CachedSource:
 
     # ---- serving ----
 
-    def sample(self, index: SupportsIndex) -> Any:
-        """The finished sample of an index. The source itself answers for a list, a slice or another key."""
+    def sample(self, key: Any) -> Any:
+        """The finished sample of a sampler's key. The source itself answers for a key that is no index."""
         self.refresh()
         with self.witness:
-            try:
-                position = position_of(index, self.source)
-            except TypeError:
-                return self._uncached(self.source, [index], is_whole=True)[0]
+            position, listed = position_of(key), self._listed(key)
             cache = self.cache
+            if position is None and (listed is None or cache is None):
+                self._note_key(key)
+                return self._uncached(self.source, [key], is_whole=True)[0]
             if cache is None:
-                return self._uncached(self.opened.source, [position])[0]
-            if self._lent == []:
-                return self._lend(cache, [position])[0]
-            sample = self._serve_one(cache, position)
-            if self.hears_change:
+                return self._uncached(self.opened.source, [key])[0]
+            if self._lent == [] and position is not None:
+                return self._lend(cache, [position], [key])[0]
+            if position is None:
+                samples = list(self._serve(cache, cast("list[int]", listed), {}))
+                sample = None if any(type(each) is Odd for each in samples) else stacked(samples)
+            else:
+                sample = self._serve_one(cache, position, key)
+            if self.hears_change or sample is None:
                 self.refresh()
-                return self._uncached(self.opened.source, [position])[0]
-            return self._finished(sample, position)
+                return self._uncached(self.source, [key], is_whole=True)[0]
+            return self._transformed(sample) if position is None else self._finished(sample, position)
+
+    def _listed(self, key: Any) -> list[int] | None:
+        return positions_of(key, len(cast(Any, self.source))) if self.opened.serves_lists else None
+
+    def samples_of(self, key: Any) -> int:
+        """The number of samples that a key asks the cache for."""
+        if position_of(key) is not None:
+            return 1
+        return len(self._listed(key) or ())
 
     def sample_with(self, *key: Any, **options: Any) -> Any:
         """The finished sample for several arguments, which only the source's own `__getitem__` understands."""
@@ -135,30 +153,51 @@ class CachedSource:
             count(self.opened.counters, bypasses=1)
             return self._transformed(sample)
 
-    def samples(self, indices: Sequence[SupportsIndex]) -> Any:
+    def samples(self, keys: Sequence[Any]) -> Any:
         """The finished samples of a batch, each made when it is asked for, so that they are not all in memory at once.
 
         Without a cache and without transforms they are the result of the source's own `__getitems__`.
         """
         self.refresh()
         with self.witness:
-            try:
-                positions = [position_of(index, self.source) for index in indices]
-            except TypeError:  # a sampler's keys, which only the source understands
-                return self._uncached(self.source, indices, is_whole=True)
-            if not self.knows_ranks:
+            kinds = set(map(type, keys))
+            positions = list(keys)
+            if kinds != {int}:
+                positions = [position for position in map(position_of, keys) if position is not None]
+            are_indices = len(positions) == len(keys)
+            if are_indices and not self.knows_ranks:
                 self.look_at_ranks()
             cache = self.cache
-            if cache is not None and self._lent == []:
-                return self._lend(cache, positions)
-            if cache is not None:
-                return self._each_finished(self._serve(cache, positions), positions)
-            if (read := batch_reader(self.opened.source)) is None:
-                return self._uncached(self.opened.source, positions)
+            if not are_indices:
+                self._note_key(next(key for key in keys if position_of(key) is None))
+            elif cache is not None and self._lent == []:
+                return self._lend(cache, positions, keys)
+            elif cache is not None:
+                others = {} if kinds == {int} else dict(zip(positions, keys, strict=True))
+                return self._each_finished(self._serve(cache, positions, others), positions)
+            source = self.opened.source if are_indices else self.source
+            if (read := batch_reader(source)) is None:
+                return self._uncached(source, keys, is_whole=not are_indices)
             start = time.perf_counter_ns()
-            samples = read(positions)
-            count(self.opened.counters, bypasses=len(positions), source_ns=time.perf_counter_ns() - start)
-            return self._each_finished(samples, positions)
+            samples = read(cast(Any, keys))
+            count(self.opened.counters, bypasses=len(keys), source_ns=time.perf_counter_ns() - start)
+            if are_indices:
+                return self._each_finished(samples, positions)
+            return samples if self.transform is None else (self._transformed(sample) for sample in samples)
+
+    def _note_key(self, key: Any) -> None:
+        """Warn once of keys that are no indices. A cache from which nothing else was asked for is given up later."""
+        counters = self.opened.counters
+        if self.cache is None or counters is None or isinstance(key, slice):
+            return
+        self._keys += 1
+        if self._keys == 1 and counters.is_first("keys"):
+            log.warning(
+                "%s is asked for keys that are no indices, as %.60r: such samples are not cached, but loaded every "
+                "time.\nTo cache them, let the sampler draw indices, and the loader make the batches",
+                type(self.source).__name__,
+                key,
+            )
 
     def look_at_ranks(self) -> None:
         """Warn once, on rank zero, if the ranks of a job do not share the cache.
@@ -177,23 +216,23 @@ class CachedSource:
                 "loads its samples uncached" if self.cache is None else "has a cache of its own",
             )
 
-    def load_into(self, batch: Memory, indices: Sequence[SupportsIndex], rows: Sequence[int]) -> dict[int, Any]:
+    def load_into(self, batch: Memory, indices: list[int], rows: Sequence[int]) -> dict[int, Any]:
         """Serve samples that were not READY a moment ago into their rows of a batch, untransformed, and store them.
 
         Returns:
             The odd samples, by row; the content of their rows is undefined.
         """
         with self.witness:
-            cache, positions = cast(Store, self.opened.cache), [position_of(index, self.source) for index in indices]
-            places = cache.lookup(np.array(positions, dtype=np.int64), verify=True)
-            once = len(set(positions)) == len(positions)
-            if once and (places == NO_PLACE).all() and not cache.divide(positions)[1]:
-                samples = self.load(cache, positions, in_one_call=True, batch=batch, rows=rows)
+            cache = cast(Store, self.opened.cache)
+            places = cache.lookup(np.array(indices, dtype=np.int64), verify=True)
+            once = len(set(indices)) == len(indices)
+            if once and (places == NO_PLACE).all() and not cache.divide(indices)[1]:
+                samples = self.load(cache, indices, in_one_call=True, batch=batch, rows=rows)
             else:  # some are READY by now (or verified on a disk), drawn twice, or loaded by another job
-                samples = list(self._serve(cache, positions))
+                samples = list(self._serve(cache, indices, {}))
                 fitting = [number for number, sample in enumerate(samples) if type(sample) is not Odd]
                 if fitting:
-                    parts = [cache.codec.encode(samples[number], positions[number]) for number in fitting]
+                    parts = [cache.codec.encode(samples[number], indices[number]) for number in fitting]
                     cache.codec.put_many(batch, [rows[number] for number in fitting], parts)
         return {row: sample.sample for row, sample in zip(rows, samples, strict=True) if type(sample) is Odd}
 
@@ -211,40 +250,52 @@ class CachedSource:
         if (cache := self.opened.cache) is not None:
             count(self.opened.counters, hits=samples, bytes_from_cache=samples * cache.codec.nbytes)
 
-    def _serve_one(self, cache: Store, index: int) -> Any:
-        """The unfinished sample of an index. The source raises for an index outside the dataset."""
+    def _serve_one(self, cache: Store, index: int, key: Any) -> Any:
+        """The unfinished sample of an index, with the key for the source, which raises outside of the dataset."""
         start = time.perf_counter_ns()
         while (place := cache.place(index, verify=True)) == NO_PLACE:
             if not (cache.divide([index])[1] and cache.wait(index)):
-                return self.load(cache, [index])[0]
+                return self.load(cache, [index], {index: key})[0]
         places = np.array([place])
         [sample] = cache.read(places, self._pool.lend)
         if sample is UNREADABLE:
-            return self.load(cache, [index])[0]
+            return self.load(cache, [index], {index: key})[0]
         nbytes, gather_ns = cache.stored_bytes(places), time.perf_counter_ns() - start
         count(self.opened.counters, hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
         return sample
 
-    def _serve(self, cache: Store, indices: list[int]) -> Iterable[Any]:
-        """The unfinished samples of a batch. Samples that are not READY are loaded now, records read when asked for."""
+    def _serve(self, cache: Store, indices: list[int], keys: Mapping[int, Any]) -> Iterable[Any]:
+        """The unfinished samples of a batch. Samples that are not READY are loaded now, records read when asked for.
+
+        `keys` has, for some indices, the key that the source gets.
+        """
         start, rows = time.perf_counter_ns(), gathers(cache)
         places = cache.lookup(np.array(indices, dtype=np.int64), verify=True)
         hits = places[places != NO_PLACE]
-        ready = cache.read(hits, self._pool.take if rows else self._pool.lend)
+        ready: Iterable[Any] = cache.read(hits, self._pool.take if rows else self._pool.lend) if len(hits) else ()
         nbytes, gather_ns = cache.stored_bytes(hits), time.perf_counter_ns() - start
         loaded: list[Any] = []
         if len(hits) < len(indices):
             missing = [index for index, place in zip(indices, places.tolist(), strict=True) if place == NO_PLACE]
             here = list(dict.fromkeys(cache.divide(missing)[0]))
-            by_index = dict(zip(here, self.load(cache, here, in_one_call=True) if here else (), strict=True))
+            by_index = dict(zip(here, self.load(cache, here, keys, in_one_call=True) if here else (), strict=True))
             # Repeated samples, and those that another job was loading, may be READY by now.
-            loaded = [by_index.pop(index) if index in by_index else self._serve_one(cache, index) for index in missing]
+            loaded = [
+                by_index.pop(index) if index in by_index else self._serve_one(cache, index, keys.get(index, index))
+                for index in missing
+            ]
         # Only now: if loading fails or is interrupted, nobody gets the hits, and the batch may come again.
         count(self.opened.counters, hits=len(hits), bytes_from_cache=nbytes, gather_ns=gather_ns)
-        return ready if rows and not loaded else self._in_order(cache, indices, places, iter(ready), iter(loaded))
+        return ready if rows and not loaded else self._in_order(cache, indices, keys, places, iter(ready), iter(loaded))
 
     def _in_order(
-        self, cache: Store, indices: list[int], places: Integers, hits: Iterator[Any], loaded: Iterator[Any]
+        self,
+        cache: Store,
+        indices: list[int],
+        keys: Mapping[int, Any],
+        places: Integers,
+        hits: Iterator[Any],
+        loaded: Iterator[Any],
     ) -> Iterator[Any]:
         """The samples of a batch in its order. Records are decoded as the caller iterates."""
         gather_ns = 0
@@ -257,7 +308,7 @@ class CachedSource:
             gather_ns += time.perf_counter_ns() - start
             if sample is UNREADABLE:
                 count(self.opened.counters, hits=-1)
-                sample = self.load(cache, [index])[0]
+                sample = self.load(cache, [index], keys)[0]
             yield sample
         count(self.opened.counters, gather_ns=gather_ns)
 
@@ -284,6 +335,7 @@ class CachedSource:
         self,
         cache: Store,
         indices: list[int],
+        keys: Mapping[int, Any] | None = None,
         *,
         in_one_call: bool = False,
         batch: Memory | None = None,
@@ -297,15 +349,19 @@ class CachedSource:
         Args:
             cache: where they are stored.
             indices: the indices of the samples.
+            keys: for some indices, the key that the source gets.
             in_one_call: whether the source's `__getitems__` loads them, if it has one.
             batch: a batch into which the samples are copied, except odd ones.
             rows: their rows in the batch.
             served: whether the samples were asked for; else they count as fills alone.
         """
         source: Any = self.opened.source
+        asked = [keys.get(index, index) for index in indices] if keys else indices
         samples: list[Any] = []
+        placed = np.flatnonzero(cache.have_places(indices)).tolist()
         # Made anew: a forked worker has no CUDA, whatever its parent had. A sample without a slot cannot be frozen.
-        watched = not self.opened.request.allow_random and any(map(cache.has_place, indices))
+        watched = bool(placed) and not self.opened.request.allow_random
+        is_cut = self._proof is not None
         is_alone = are_draws_evidence()  # else a generator that has moved is no evidence
         generators = Generators() if watched and is_alone else None
         before = {} if generators is None else generators.state()
@@ -313,22 +369,25 @@ class CachedSource:
         try:
             with reading(self._heads):
                 if in_one_call and (read := batch_reader(source)) is not None:
-                    samples += self._read(lambda some: one_per_index(read(some), len(some), source), indices)
-                for index in indices[len(samples) :]:
-                    samples += self._read(lambda some: [source[some[0]]], [index])
+                    samples += self._read(lambda some: one_per_index(read(some), len(some), source), indices, asked)
+                for index, key in list(zip(indices, asked, strict=True))[len(samples) :]:
+                    samples += self._read(lambda some: [source[some[0]]], [index], [key])
             if self._proof is not None:
                 self._proof.go_on(indices)
         except UncuttableError as error:
             self._give_up(LOST_CUT % error)
-            samples[:] = [Odd(index, None, has_all_places=False) for index in indices]
+            samples[:] = [Odd(key, None, has_all_places=False) for key in asked]
         finally:
             source_ns = time.perf_counter_ns() - start
             try:
                 if any(head.is_strayed for head in self._heads):
-                    self._leave_strayed(indices, samples)
+                    self._leave_strayed(asked, samples)
                 elif samples and generators is not None and generators.moved(before) and are_draws_evidence():
-                    self._leave_random(cache, indices, samples)
-                self._store(cache, indices, samples, source_ns, served, batch, rows)
+                    self._leave_random(cache, asked, samples)
+                # Without a slot there is nothing to encode, unless for a batch, or to see if the tail can finish it.
+                if is_cut or batch is not None or self.opened.request.strict:
+                    placed = list(range(len(samples)))
+                self._store(cache, indices, asked, samples, placed, source_ns, served, batch, rows)
             finally:
                 cache.release(indices)
         return samples
@@ -337,7 +396,7 @@ class CachedSource:
     def _heads(self) -> Sequence[Head]:
         return getattr(self.opened.tail, "heads", ())
 
-    def _read(self, read: Callable[[list[int]], list[Any]], indices: list[int]) -> list[Any]:
+    def _read(self, read: Callable[[list[Any]], list[Any]], indices: list[int], keys: list[Any]) -> list[Any]:
         """Read samples. One is odd if the source has not called its transform as usual: the tail cannot finish it.
 
         A sample without a place for the tail is refused later, by the codec.
@@ -346,12 +405,14 @@ class CachedSource:
             UncuttableError: the cut is wrong.
         """
         if self._proof is None:
-            return read(indices)
-        samples, objection = self._proof.read(partial(read, indices), indices)
+            return read(keys)
+        samples, objection = self._proof.read(partial(read, keys), indices)
         if objection is None or any(head.is_strayed for head in self._heads):  # `load` leaves these
             return samples
         if len(indices) > 1:
-            return [sample for index in indices for sample in self._read(read, [index])]
+            return [
+                sample for index, key in zip(indices, keys, strict=True) for sample in self._read(read, [index], [key])
+            ]
         if not cast(Store, self.opened.cache).codec.is_alike(samples[0]):
             return samples
         words = f"For sample {indices[0]} {objection}, not as for the samples that set-up has read"
@@ -359,26 +420,33 @@ class CachedSource:
             raise SampleMismatchError(words)
         if self._is_first("odd sample"):
             warn_of_odd(self.source, words)
-        return [Odd(indices[0], samples[0], has_all_places=False)]
+        return [Odd(keys[0], samples[0], has_all_places=False)]
 
     def _store(
         self,
         cache: Store,
         indices: list[int],
+        keys: list[Any],
         samples: list[Any],
+        numbers: list[int],
         source_ns: int,
         served: bool,
         batch: Memory | None,
         rows: Sequence[int],
     ) -> None:
-        """Store and count samples, which may be fewer than indices. An odd sample becomes an `Odd` in the list."""
+        """Store and count samples, which may be fewer than indices. An odd sample becomes an `Odd` in the list.
+
+        `numbers` are the positions of those that are encoded, rising; the others have no slot.
+        """
         codec, pauses, start = cache.codec, self._pace is not None and self._pace.pauses, time.perf_counter_ns()
-        fills = misses = nbytes = store_ns = 0
+        fills = misses = store_ns = 0
+        numbers = [number for number in numbers if number < len(samples)]
+        nbytes = (len(samples) - len(numbers)) * codec.nbytes
         step = max(_AT_ONCE // max(codec.nbytes, 1), 1)
-        for first in range(0, len(samples), step):
+        for first in range(0, len(numbers), step):
             fitting = dict[int, Parts]()
-            for number in range(first, min(first + step, len(samples))):
-                if (parts := self._encode(cache, indices[number], samples, number)) is not None:
+            for number in numbers[first : first + step]:
+                if (parts := self._encode(cache, keys[number], samples, number)) is not None:
                     fitting[number] = parts
                 else:
                     sample = samples[number]
@@ -408,22 +476,22 @@ class CachedSource:
                 PAUSE_SECONDS,
             )
 
-    def _encode(self, cache: Store, index: int, samples: list[Any], number: int) -> Parts | None:
+    def _encode(self, cache: Store, key: Any, samples: list[Any], number: int) -> Parts | None:
         """A loaded sample as the codec's parts; None if it is not stored. An odd sample becomes `Odd` in the list."""
         codec, sample = cache.codec, samples[number]
         if type(sample) is Odd or (not cache.has_room(sample) and codec.is_alike(sample)):
             return None
         try:
-            return cast(Parts, codec.encode(sample, index))
+            return cast(Parts, codec.encode(sample, key))
         except (SampleMismatchError, UnsupportedSampleError) as error:
             if self.opened.request.strict:
                 raise
             if self._is_first("odd sample"):
                 warn_of_odd(self.opened.source, str(error))
-            samples[number] = Odd(index, sample, codec.is_alike(sample))
+            samples[number] = Odd(key, sample, codec.is_alike(sample))
             return None
 
-    def _leave_random(self, cache: Store, indices: list[int], samples: list[Any]) -> None:
+    def _leave_random(self, cache: Store, indices: list[Any], samples: list[Any]) -> None:
         """Keep samples out of the cache, because some of them drew random numbers: their draws would be frozen."""
         if self._is_first("random sample"):
             log.warning(
@@ -436,7 +504,7 @@ class CachedSource:
             Odd(index, sample, cache.codec.is_alike(sample)) for index, sample in zip(indices, samples, strict=False)
         ]
 
-    def _leave_strayed(self, indices: list[int], samples: list[Any]) -> None:
+    def _leave_strayed(self, indices: list[Any], samples: list[Any]) -> None:
         """Keep samples out of the cache: another thread has called the transform, nobody knows for which of them."""
         self._give_up(
             "its transform is called by another thread than the one that reads the sample, so that it cannot be cut. "
@@ -485,6 +553,10 @@ class CachedSource:
     @property
     def changed(self) -> bool:
         """Whether the source has changed since it was cached: another process says so, or it is seen here."""
+        if self._keys >= _KEYS_ALONE and self.opened.counters is not None:
+            totals, self._keys = self.opened.counters.totals(), 1
+            if not totals.hits + totals.misses and not self._is_copy:
+                self.opened.counters.say_changed()  # no process reads what set-up has stored
         if self.hears_change:
             return True
         change = self.change
@@ -636,7 +708,7 @@ class CachedSource:
             samples: how many are asked for now.
         """
         self._take_back()
-        if self._can_look and self._served.passes(samples, len(cast(Any, self.source))):
+        if samples and self._can_look and self._served.passes(samples, len(cast(Any, self.source))):
             counters = cast(Counters, self.opened.counters)
             epoch = 1 + counters.totals().served // max(len(cast(Any, self.source)), 1)
             due = self._due(epoch)
@@ -645,11 +717,12 @@ class CachedSource:
             if due.samples:
                 self._lent = [] if look.lends else None
 
-    def _lend(self, cache: Store, indices: Sequence[int]) -> list[Any]:
+    def _lend(self, cache: Store, indices: Sequence[int], keys: Sequence[Any]) -> list[Any]:
         """The source's own samples for its first batch: nobody knows yet whether they are changed in place."""
-        different = list(dict.fromkeys(indices))
+        by_key = dict(zip(indices, keys, strict=True))
+        different = list(by_key)
         ready = int((cache.lookup(np.array(different, dtype=np.int64)) != NO_PLACE).sum())
-        loaded = self.load(cache, different, in_one_call=True)
+        loaded = self.load(cache, different, by_key, in_one_call=True)
         by_index = {
             index: sample.sample if type(sample) is Odd else sample
             for index, sample in zip(different, loaded, strict=True)

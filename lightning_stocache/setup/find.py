@@ -20,6 +20,7 @@ from lightning_stocache.setup.first_samples import FirstSampleError, codec_of
 from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files
 from lightning_stocache.setup.reader import Reader, Subject, start_method
 from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.setup.worth import why_not_worth
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.draws import Draws
 from lightning_stocache.source.encoded import EncodedSource
@@ -27,7 +28,7 @@ from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.probe import FEW, MANY, Probe, Read, why_random
 from lightning_stocache.source.proof import BlindSource
 from lightning_stocache.source.random_split import Split, split, spread
-from lightning_stocache.source.samples import bits, same_sample
+from lightning_stocache.source.samples import bits, same_sample, stacked
 from lightning_stocache.source.snapshot import Counters
 from lightning_stocache.source.transform_split import Cut, Tail
 from lightning_stocache.source.witness import Witness
@@ -41,6 +42,10 @@ _BY_HAND = (
     "the cache; allow_random=True freezes its first draw."
 )
 _IN_COLLATE = "To cache it, let __getitems__ load each sample by itself, and pad or normalise batches in collate_fn."
+_NO_STACK = (
+    "its sampler draws lists of indices, and what it gives for such a list is not the stack of its samples.\nTo cache "
+    "it, let the loader make the batches: batch_size= instead of a BatchSampler as sampler"
+)
 _COUNTED = 3  # samples that are read of a source that counts its reads
 _QUICK = MANY - FEW  # indices that are read after the first four, if reading is fast
 MOST_BYTES: float = 64 << 20  # of the samples that the process keeps
@@ -60,6 +65,7 @@ class Finding:
         note: why an option cannot be followed.
         seen: the indices of the samples that the process keeps until they are stored.
         machinery: places of the source's state that reads move.
+        serves_lists: whether the source gives, for a list of indices, the stack of their samples.
     """
 
     codec: SampleCodec | None = None
@@ -72,6 +78,7 @@ class Finding:
     seen: tuple[int, ...] = ()
     is_certain: bool = True
     machinery: frozenset[str] = frozenset()
+    serves_lists: bool = False
 
     @property
     def digest(self) -> str:
@@ -275,8 +282,31 @@ def _find_by(counters: Counters, request: CacheRequest, quick: int) -> tuple[Fin
         reads += batch_reads
         if batch_reason is not None:
             return Finding(reason=batch_reason, reads=reads), {}
+    draws_lists = request.reader is not None and request.reader.draws_lists
+    if draws_lists:
+        reads += 1
+        if parts.cut is not None or not _stacks(source, parts):
+            return Finding(reason=_NO_STACK, reads=reads), {}
+        form = None
     codec = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
-    return Finding(codec, parts.cut, reads=reads, encoded=form, note=note), parts.intact
+    if isinstance(codec, RecordCodec):
+        read_ns = [read.ns for read in parts.probed]
+        worthless = why_not_worth(codec, parts.samples, read_ns, request.samples)
+        if worthless is not None:
+            return Finding(reason=worthless, reads=reads), {}
+    return Finding(codec, parts.cut, None, reads, form, note=note, serves_lists=draws_lists), parts.intact
+
+
+def _stacks(source: Any, parts: Split) -> bool:
+    """Whether a source gives the stack of the samples for a list of their indices, one of them twice, backwards."""
+    indices = [*parts.indices[::-1], parts.indices[0]]
+    samples = [*parts.samples[::-1], parts.samples[0]]
+    with Probe(source):
+        try:
+            return all(bits(source[indices[:n]]) == bits(stacked(samples[:n])) for n in (1, len(indices)))
+        except Exception as error:  # of the source, or of leaves that cannot be stacked
+            log.debug("%s does not take lists of indices: %s", type(source).__name__, error)
+            return False
 
 
 def _look_at_batch(parts: Split) -> tuple[str | None, int]:

@@ -19,6 +19,7 @@ from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.setup.forms import choose_codec
 from lightning_stocache.setup.reader import Reader, Subject, start_method
 from lightning_stocache.setup.request import Layout
+from lightning_stocache.source.access import is_own_iterator
 from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.samples import bits, mark_of
@@ -29,6 +30,7 @@ _SAMPLES = 2  # one would not show that shapes differ
 _OF_STREAM = 16
 _TRIES = 6  # failed draws after which set-up gives up
 _SECONDS = 10.0  # after which two samples are enough
+_ONCE = "it is its own iterator, and iterating over it again does not begin with the same samples"
 
 
 class FirstSampleError(RuntimeError):
@@ -54,7 +56,8 @@ def codec_of(
     if must:  # read here, a generator would lose these samples
         method = method or multiprocessing.get_start_method()
     try:
-        subject = Subject(partial(_codec, draws), draws.source, title, has_workers)
+        # What an iterator has given to this process would be missing in training.
+        subject = Subject(partial(_codec, draws), draws.source, title, has_workers, is_own_iterator(draws.source))
         with closing(Reader([subject], method, must=must)) as reader:
             return cast(SampleCodec, reader.ask(layout))
     except Exception as error:  # the source is the user's, and may raise anything
@@ -69,7 +72,8 @@ def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None
         known: returns the stored samples with a mark.
     """
     try:
-        subject = Subject(partial(_differs, source, known), source, "a stream", get_worker_info() is not None)
+        has_workers = get_worker_info() is not None
+        subject = Subject(partial(_differs, source, known), source, "a stream", has_workers, is_own_iterator(source))
         with closing(Reader([subject], start_method(None))) as reader:
             return cast("str | None", reader.ask())
     except (RuntimeError, OSError) as error:
@@ -80,6 +84,11 @@ def _codec(draws: Draws, layout: Layout) -> SampleCodec:
     indices, samples, words = _read(draws)
     if not samples:
         raise LookupError(words or "it gives no samples")
+    if draws.as_stream and is_own_iterator(draws.source):
+        _, again, _ = _read(draws)
+        count = min(len(samples), len(again))
+        if not count or list(map(bits, samples[:count])) != list(map(bits, again[:count])):
+            raise LookupError(_ONCE)
     return choose_codec(indices, samples, layout)
 
 
@@ -89,7 +98,9 @@ def _differs(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
         seen = bits(sample)
         if not any(bits(other) == seen for other in known(mark_of(sample))):
             return f"sample {number}, when it was read again, was not among those of the epoch before"
-    return f"reading it again raised {words}" if words else None
+    if words:
+        return f"reading it again raised {words}"
+    return None if samples else "it gives no samples when it is read again"
 
 
 def _read(draws: Draws) -> tuple[list[int], list[Any], str]:

@@ -163,9 +163,10 @@ def look_at_files(
                 again = probe.read(_Decoded(files), index, 2 * index)
                 if again.bits != original.bits or probe.generators.moved(original.after, again.after):
                     return f"sample {index}, decoded from its file, is not the sample that the source returns"
-            among = [] if chosen else range(len(files)) if domain is None else domain.indices.tolist()
+            among: Any = range(len(files)) if domain is None else domain
+            later = () if chosen else (among[rank] for rank in range(len(among) // 2, len(among)))
             known = set(parts.indices)
-            fresh = islice((index for index in among[len(among) // 2 :] if index not in known), _TIMED)
+            fresh = islice((index for index in later if index not in known), _TIMED)
             form = _timed(files, parts.source, list(fresh) or parts.indices)
             finished = sum(map(form.codec.least_bytes, parts.samples)) // len(parts.samples)
             return replace(form, codec=replace(form.codec, finished_bytes=finished), reads=form.reads + probe.reads)

@@ -39,7 +39,7 @@ from lightning_stocache.cache.store import Store, slots_for
 from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.disk import check_directory
-from lightning_stocache.node.files import Backend, printable
+from lightning_stocache.node.files import Backend, ManifestError, printable
 from lightning_stocache.node.grant import Reserve
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.allocation import allocate
@@ -48,7 +48,7 @@ from lightning_stocache.setup.forms import keeps_files
 from lightning_stocache.setup.named_cache import found_before, has_state_of, open_named_cache
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
-from lightning_stocache.setup.same_data import MORE_COMPARED, sample_digests, store_or_refuse
+from lightning_stocache.setup.same_data import MORE_COMPARED, FingerprintError, sample_digests, store_or_refuse
 from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
 from lightning_stocache.source.witness import StateDigest, Sums, Witness, digest_of_state
 
@@ -128,7 +128,8 @@ def open_caches(
         SampleMismatchError: (`strict`) the samples read at set-up differ in shape, dtype or structure.
         ValueError: the ranks have sources of different lengths; (`strict`) a source is random and cannot be split.
         CacheMemoryError: (`strict`) a segment could not be made or reached, not even by name; on all ranks alike.
-        FingerprintError: a named cache has another fingerprint or (`strict`) other data; a RuntimeError on other ranks.
+        FingerprintError: (`strict`) a named cache has another fingerprint or other data; a RuntimeError on other ranks.
+        ManifestError: (`strict`) a named cache is damaged, or of another version; likewise.
         Exception: (`strict`) an error of a source; on the other ranks a RuntimeError that names it.
     """
     if sys.platform == "win32":
@@ -175,6 +176,7 @@ def open_caches(
                 expected_ring=expected,
                 state=opening.state,
                 machinery=opening.found.machinery,
+                serves_lists=opening.found.serves_lists,
             )
             for opening, (source, tail), (ring, expected) in zip(openings, parts, rings, strict=True)
         ]
@@ -296,7 +298,7 @@ def _plan(
     """
     for opening in openings:
         if opening.request.name is not None and opening.found.codec is not None:
-            opening.joined = open_named_cache(opening.request, opening.found.codec, opening.budget)
+            opening.joined = _open_by_name(opening)
             later += Reserve(0 if opening.joined is None else opening.joined.promised_bytes)
     requests = [opening.request for opening in openings]
     codecs = [None if opening.joined is not None else opening.found.codec for opening in openings]
@@ -312,6 +314,32 @@ def _plan(
         for warning in division.warnings:
             log.warning(warning)
     return [(opening.found, opening.granted) for opening in openings], division.backend
+
+
+def _open_by_name(opening: _Opening, arc: Arc | None = None) -> Store | None:
+    """Join the cache of the request's name, or make it with an arc. Returns None if there is none to be used.
+
+    A file under the name that cannot be used is left alone: the source passes through, with one warning.
+
+    Raises:
+        FingerprintError: (`strict`) it has other data, or another budget made it.
+        ManifestError: (`strict`) it is damaged, or has another version.
+        PermissionError: (`strict`) it belongs to another user.
+        OSError: there is no memory to make it; (`strict`) it cannot be read.
+    """
+    request, found = opening.request, opening.found
+    assert found.codec is not None
+    state = digest_of_state(opening.state)
+    try:
+        return open_named_cache(request, found.codec, opening.budget, arc, opening.granted, found.digest, state=state)
+    except (FingerprintError, ManifestError, OSError) as error:
+        is_shortage = arc is not None and isinstance(error, OSError) and not isinstance(error, PermissionError)
+        if request.strict or is_shortage:  # without memory all caches are off
+            raise
+        words = str(error)  # a log record that had the error would keep its frames
+        opening.found = Finding(reason=words)
+        log.warning("%s passes through uncached: %s", request.title, words)
+        return None
 
 
 def _look(opening: _Opening, is_apart: bool) -> Finding:
@@ -396,9 +424,7 @@ def _make(opening: _Opening, arc: Arc, group: NodeGroup, kind: Backend | None) -
     if codec is not None and request.as_stream and granted >= _LEAST:
         store = StreamStore.empty(codec, granted, len(group.members), kind)
     elif store is None and codec is not None and request.name is not None:  # another job may have made it since
-        store = open_named_cache(
-            request, codec, opening.budget, arc, granted, found.digest, state=digest_of_state(opening.state)
-        )
+        store = _open_by_name(opening, arc)
     elif store is None and codec is not None and arc.slots:
         whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
         store = Store.create(codec, arc, None if request.dir else kind, whose, granted=granted, directory=request.dir)

@@ -45,6 +45,7 @@ class OpenCache:
         borrowed: whether this is a copy, which does not close the memory.
         state: a digest of each place of the source's state at opening; empty for a stream.
         machinery: places of that state that reads have moved at set-up.
+        serves_lists: whether the source gives, for a list of indices, the stack of their samples.
         expected_ring: the arcs, with only the slots for which there will be room. With records these may be fewer.
     """
 
@@ -60,6 +61,7 @@ class OpenCache:
     expected_ring: Ring | None = None
     state: Sums = field(default_factory=dict)
     machinery: frozenset[str] = frozenset()
+    serves_lists: bool = False
 
     @classmethod
     def without(cls, request: CacheRequest, group: NodeGroup | None = None) -> OpenCache:
@@ -91,6 +93,8 @@ class OpenCache:
 
     def with_tails(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Apply the tail to a batch that the source loads in one call."""
+        if self.tail is None and Odd not in set(map(type, samples)):
+            return list(samples)
         tail, loaded = self.tail, [sample.sample if type(sample) is Odd else sample for sample in samples]
         is_odd = any(type(sample) is Odd and not sample.has_all_places for sample in samples)
         is_read_anew = any(sample is None for sample in loaded)

@@ -97,12 +97,14 @@ class Subject(NamedTuple):
         source: the user's dataset, for `get_worker_info`.
         title: title of the source, for messages.
         has_workers: whether workers read it in training, not this process.
+        is_iterator: whether it is its own iterator, which this process never reads at set-up.
     """
 
     answer: Callable[..., Any]
     source: Any
     title: str
     has_workers: bool = False
+    is_iterator: bool = False
 
 
 class Reader:
@@ -148,13 +150,15 @@ class Reader:
             Exception: the error of `answer`.
         """
         subject = self._subjects[number]
+        if self._method is None and subject.is_iterator:
+            raise NoProcessError("it is its own iterator, and no process can be started that would read it for set-up")
         if self._method is None or number in self._read_here:
             return _answer_here(subject, question)
         try:
             return self._ask_process(number, question)
         except BaseException as error:
             self.close()
-            if self._must or not isinstance(error, Exception):
+            if self._must or subject.is_iterator or not isinstance(error, Exception):
                 raise
             refusal = _refusal(subject, error, is_certain=not self._missing)
             if refusal is not None:

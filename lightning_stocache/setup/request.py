@@ -87,6 +87,7 @@ class LoaderSettings:
         start_method: the start method of workers, if the loader sets it.
         worker_init_fn: called in each worker.
         stage: stage of the Trainer, for messages.
+        draws_lists: whether its sampler draws lists of indices, each as one key (`batch_size=None`).
         is_running: whether it has persistent workers from an earlier epoch, which read an open cache.
     """
 
@@ -97,6 +98,7 @@ class LoaderSettings:
     worker_init_fn: Callable[[int], None] | None = None
     stage: str = ""
     is_running: bool = False
+    draws_lists: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ makes an iterator. A stream is read once per epoch, from its beginning.
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from types import FunctionType
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,11 @@ __all__ = [
     "check_source",
     "check_stream",
     "draws_shards",
+    "is_own_iterator",
     "iterate",
     "one_per_index",
     "position_of",
+    "positions_of",
     "unwrap",
     "warn_of_odd",
 ]
@@ -106,24 +108,33 @@ def one_per_index(samples: Any, count: int, source: Any) -> list[Any]:
     )
 
 
-def position_of(index: SupportsIndex, source: Any) -> int:
-    """An index from the front. One outside the dataset is returned as it is: the source has its own error for it.
+def position_of(key: Any) -> int | None:
+    """The index of a sampler's key, to look it up; None if it is none. The source itself always gets the key.
 
-    Raises:
-        TypeError: it is no index: a sampler's key, a slice, a list or tensor of indices.
+    Numbers of Python and numpy are indices. A bool, a mask, an array or tensor without dimensions, and an object of
+    another class may mean something else to the source.
 
     Example:
-        >>> position_of(-1, "abc"), position_of(7, "abc")
-        (2, 7)
+        >>> position_of(3), position_of(np.int64(3)), position_of(True), position_of(torch.tensor(3)), position_of("3")
+        (3, 3, None, None, None)
     """
-    if index.__class__ is not int:
-        if getattr(index, "ndim", 0):
-            raise TypeError("a tensor of one element is an index to torch, and a batch of one to a source")
-        index = operator.index(index)
-    if index >= 0:
-        return index
-    length = len(source)
-    return index + length if index >= -length else index
+    kind = type(key)
+    if kind is int:
+        return int(key)
+    return int(key) if issubclass(kind, np.integer) else None
+
+
+def positions_of(keys: Any, length: int) -> list[int] | None:
+    """The indices in a sampler's key that is a list of indices of the dataset; None for any other key.
+
+    Example:
+        >>> positions_of([2, 0], 3), positions_of([2, 3], 3), positions_of([True], 3), positions_of((0, 1), 3)
+        ([2, 0], None, None, None)
+    """
+    if type(keys) is not list or not keys:
+        return None
+    positions = [position for position in map(position_of, keys) if position is not None and 0 <= position < length]
+    return positions if len(positions) == len(keys) else None
 
 
 @dataclass(frozen=True)
@@ -131,12 +142,12 @@ class Odd:
     """A sample that does not fit the cache's spec. It is loaded every time.
 
     Args:
-        index: of the sample.
+        index: of the sample, as the source got it.
         sample: as the source gave it.
         has_all_places: whether only its dtypes and shapes differ.
     """
 
-    index: int
+    index: Any
     sample: Any
     has_all_places: bool = True
 
@@ -153,23 +164,36 @@ def warn_of_odd(source: Any, words: str) -> None:
 # ---- streams ----
 
 
-def check_stream(source: Any, cached: type) -> None:
+def check_stream(source: Any, cached: type, *, in_pipe: bool = False) -> None:
     """Refuse what is no stream, without a read.
 
     Args:
         source: the user's argument.
         cached: the class of cached streams.
+        in_pipe: whether an IterDataPipe takes the place of the stream in its DataLoader.
 
     Raises:
-        TypeError: it is an iterator, which ends after one epoch, an IterDataPipe, which DataLoader divides among
-            workers, or no stream of samples at all.
+        TypeError: it is a generator or another iterator of Python's, which ends after one epoch, an IterDataPipe, which
+            DataLoader divides among workers (not `in_pipe`), or no stream of samples at all.
     """
-    kinds = (cached, type, Iterator, IterDataPipe, str, bytes, torch.Tensor, np.ndarray, Mapping)
-    if isinstance(source, kinds) or not (hasattr(source, "__iter__") or callable(source)):
+    kinds = (cached, type, str, bytes, torch.Tensor, np.ndarray, Mapping)
+    ends_once = is_own_iterator(source) and not isinstance(type(source).__iter__, FunctionType)
+    is_divided = isinstance(source, IterDataPipe) and not in_pipe
+    if isinstance(source, kinds) or ends_once or is_divided or not (hasattr(source, "__iter__") or callable(source)):
         raise TypeError(
             "iterable must be a stream that gives its samples anew in every epoch: an object with __iter__, or a "
             f"function that makes an iterator; got {source!r:.80}. A dataset with indices can be given to CachedDataset"
         )
+
+
+def is_own_iterator(source: Any) -> bool:
+    """Whether a stream has `__next__`, so that its `__iter__` may return itself. Only reading shows if it begins anew.
+
+    Example:
+        >>> is_own_iterator(iter([1])), is_own_iterator([1])
+        (True, False)
+    """
+    return isinstance(source, Iterator)
 
 
 def iterate(source: Any) -> Iterator[Any]:

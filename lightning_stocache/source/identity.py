@@ -26,7 +26,10 @@ def identity(source: Dataset[Any]) -> str:
         'Subset b1535c7783ea8829 of builtins.str'
     """
     if type(source) is Subset:
-        indices = torch.as_tensor(list(source.indices), dtype=torch.int64, device="cpu")
-        digest = hashlib.sha256(indices.numpy().tobytes()).hexdigest()[:16]
+        if isinstance(source.indices, range):  # perhaps a long one
+            content = str(source.indices).encode()
+        else:
+            content = torch.as_tensor(list(source.indices), dtype=torch.int64, device="cpu").numpy().tobytes()
+        digest = hashlib.sha256(content).hexdigest()[:16]
         return f"Subset {digest} of {identity(source.dataset)}"
     return class_name(source)

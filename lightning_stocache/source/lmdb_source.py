@@ -17,6 +17,7 @@ SIGBUS, so the length is checked when the file is opened.
 from __future__ import annotations
 
 import json
+import operator
 import os
 import threading
 import weakref
@@ -28,7 +29,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_stocache.source.access import position_of
 from lightning_stocache.source.blob import decode_blob, image_of, tensor_of
 
 __all__ = ["MANIFEST_KEY", "VERSION", "LMDBError", "LMDBFile", "LMDBSource", "bytes_needed", "key_of"]
@@ -274,7 +274,8 @@ class LMDBSource(Dataset[Any]):
         return self.__dict__ | {"_opened": None}
 
     def _position(self, index: SupportsIndex) -> int:
-        position = position_of(index, self)
+        position = operator.index(index)
+        position += self._length if position < 0 else 0
         if not 0 <= position < self._length:
             raise IndexError(f"index must be one of {self._length} samples, got {index}")
         return position

@@ -7,6 +7,7 @@ equal, and only its draws betray it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ class Read:
         bits: bits of the sample.
         moved: names of the generators that the read drew from.
         after: the state of all generators after the read.
+        ns: nanoseconds that the source took.
     """
 
     index: Any
@@ -46,6 +48,7 @@ class Read:
     bits: Bits
     moved: list[str]
     after: State
+    ns: int = 0
 
 
 class Probe:
@@ -75,11 +78,13 @@ class Probe:
         """
         self.generators.seed(seed)
         before = self.generators.state()
+        begun = time.perf_counter_ns()
         sample = self.sample(source, index, seed)
+        ns = time.perf_counter_ns() - begun
         after = self.generators.state()
         changed = set(self.generators.changed(before, after))
         self.always = changed if self.always is None else self.always & changed
-        read = Read(index, sample, seed, bits(sample), self.generators.moved(before, after), after)
+        read = Read(index, sample, seed, bits(sample), self.generators.moved(before, after), after, ns)
         if self.reads == 1:
             self.generators.find_new()
         return read

@@ -176,7 +176,7 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
 
 def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, ...]:
     """`count` indices of a dataset, or of its domain, spread evenly from the first to the last."""
-    among = range(length) if domain is None else domain.indices
+    among: Any = range(length) if domain is None else domain
     count = min(count, len(among))
     return tuple(int(among[k * (len(among) - 1) // max(count - 1, 1)]) for k in range(count))
 

@@ -518,8 +518,11 @@ def _around_child(node: Any, name: str, child: Any, around: Around) -> Around:
 
 def _outside_subset(subset: Any, around: Around, indices: Iterable[int]) -> list[int]:
     """Indices of the source, given indices of the dataset inside a Subset."""
+    inner = subset.indices
+    if isinstance(inner, range):  # perhaps a long one
+        return around.outer([inner.index(index) for index in indices if index in inner])
     wanted = set(indices)
-    return around.outer([number for number, index in enumerate(subset.indices) if int(index) in wanted])
+    return around.outer([number for number, index in enumerate(inner) if int(index) in wanted])
 
 
 def _parts_of(path: str, node: Any, around: Around) -> Iterator[Node]:

@@ -43,6 +43,7 @@ __all__ = [
     "rebuilt",
     "refilled",
     "same_sample",
+    "stacked",
     "walk",
     "with_part",
 ]
@@ -129,6 +130,28 @@ def rebuilt(node: Any, leaf: Callable[[Any], Any]) -> Any:
             return node
         return refilled(node, [rebuilt(value, leaf) for value in node])
     return leaf(node)
+
+
+def stacked(samples: Sequence[Any]) -> Any:
+    """The samples of a list of indices as a source gives them that takes a list: stacked, leaf by leaf.
+
+    Raises:
+        TypeError: (also ValueError, RuntimeError) the samples cannot be stacked.
+
+    Example:
+        >>> stacked([(np.array([1, 2]), np.int64(0)), (np.array([3, 4]), np.int64(1))])[0].tolist()
+        [[1, 2], [3, 4]]
+    """
+    first = samples[0]
+    if isinstance(first, torch.Tensor):
+        return torch.stack(list(samples))
+    if isinstance(first, np.ndarray | np.generic):
+        return np.stack(samples)
+    if type(first) is dict:
+        return {key: stacked([sample[key] for sample in samples]) for key in first}
+    if type(first) in (list, tuple) or is_namedtuple(type(first)):
+        return refilled(first, [stacked(parts) for parts in zip(*samples, strict=True)])
+    raise TypeError(f"a {type(first).__name__} cannot be stacked")
 
 
 def _is_flat(node: Any) -> bool:

@@ -32,7 +32,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import SampleCodec
-from lightning_stocache.growing.stream import CachedStream, stream_source
+from lightning_stocache.growing.stream import CachedStream, stream_for, stream_source
 from lightning_stocache.insight.tallies import end_call
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.serve import CachedSource
@@ -370,7 +370,7 @@ class CallCaches:
                 budget = Budget.parse(int(budget.amount) // waiting)
             back = self._kept_back([request.pot])
             back += max(_free_bytes() - back, 0) * (waiting - 1) // waiting
-            stream = CachedStream(
+            stream = stream_for(
                 request.source,
                 budget,  # type: ignore[arg-type]
                 allow_random=request.allow_random,

@@ -26,11 +26,13 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.loader_sampler import batches_of
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, wrapped_loader
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.setup.request import LoaderSettings, check_budget
-from lightning_stocache.torch_internals import is_loader_iterator
+from lightning_stocache.source.access import check_stream
+from lightning_stocache.torch_internals import is_loader_iterator, unwrapped_pipe
 from lightning_stocache.training.lightning_internals import ARG_NAMES, ARGS, DATASET, KWARGS
 from lightning_stocache.training.options import CacheOptions
 
@@ -93,7 +95,7 @@ class TransformedStream(IterableDataset[Any]):
 def source_of(loader: DataLoader[Any]) -> Any:
     """The dataset of a loader, without the transform of a `TransformedSet` or `TransformedStream`."""
     dataset = loader.dataset
-    return dataset.source if isinstance(dataset, TransformedSet | TransformedStream) else dataset
+    return dataset.source if isinstance(dataset, TransformedSet | TransformedStream) else unwrapped_pipe(dataset)
 
 
 def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> Any:
@@ -130,11 +132,13 @@ def running_datasets(trainer: Any, stage: str) -> list[Cached]:
 
 def settings_of(loader: DataLoader[Any], stage: str = "") -> LoaderSettings:
     """The settings of a loader that determine its memory besides the cache."""
-    batch_size: Any = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)
+    draws_lists = loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
+    batch_size: Any = loader.batch_size or getattr(batches_of(loader), "batch_size", 1)
     context: Any = loader.multiprocessing_context
     init: Any = loader.worker_init_fn
     method = None if context is None else context.get_start_method()
-    return LoaderSettings(batch_size, loader.num_workers, loader.prefetch_factor, method, init, stage)
+    workers = loader.num_workers, loader.prefetch_factor
+    return LoaderSettings(batch_size, *workers, method, init, stage, draws_lists=draws_lists)
 
 
 def title(leaf: Any) -> str:
@@ -172,6 +176,7 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None
     if any(is_loader_iterator(value) for name, value in vars(leaf).items() if name != "_iterator"):
         raise TypeError(f"{kind} reads it already. Wrap it with {cached} where you make the loader")
     if is_stream:
+        check_stream(source_of(leaf), type(None), in_pipe=True)
         check_budget(options.budgets[options.pot(stage)])
         return -1
     try:

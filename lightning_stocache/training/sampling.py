@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_stocache.cache.placement import Domain
@@ -123,7 +122,7 @@ def _beginning(trainer: Any, stage: str, length: int, batch_size: int) -> Domain
     step = batch_size * replicas(trainer)[0]
     batches = limit if isinstance(limit, int) else int(math.ceil(length / step) * limit)
     count = batches * step
-    return Domain(np.arange(count), length) if 0 < count < length else None
+    return Domain(range(count), length) if 0 < count < length else None
 
 
 def _is_default(sampler: Any) -> bool:

@@ -349,6 +349,28 @@ def test_wrong_arguments_are_refused(given: Any, arguments: Any, error: type[Exc
         CachedStream(given, **arguments)
 
 
+def test_an_iterator_that_begins_anew_is_a_stream(caplog: pytest.LogCaptureFixture) -> None:
+    """Its `__iter__` decides, where set-up reads it twice; it is never read in the process of the training."""
+
+    class Rewinds:
+        def __iter__(self) -> "Rewinds":
+            self.number = 0
+            return self
+
+        def __next__(self) -> Any:
+            self.number += 1
+            if self.number > LENGTH:
+                raise StopIteration
+            return row(self.number - 1)
+
+    source = Rewinds()
+    with closing(CachedStream(source, "16MiB")) as stream:
+        assert "number" not in vars(source)
+        assert [sorted(numbers_of(stream)) for _ in range(3)] == [ALL] * 3
+        assert stream.counters.totals().hits == 2 * LENGTH
+    assert caplog.records == []
+
+
 # ---- streams of libraries ----
 
 

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, SequentialSampler
 from torchvision.transforms import v2
 
+from lightning_stocache.cache.claims import Claims
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from tests.cache.leaves import same
@@ -139,10 +140,10 @@ def test_what_only_the_source_understands_passes_through(make, arguments, transf
 
 @pytest.mark.processes
 def test_a_sampler_may_change_the_batch_that_it_gave():
-    """Indices are copied when they are drawn: a sampler that reuses its array does not change batches to come."""
+    """Indices are copied when they are drawn: a sampler that reuses its list does not change batches to come."""
 
     def reusing():
-        batch = torch.tensor([0, 0])
+        batch = [0, 0]
         for start in range(0, 10, 2):
             batch[0], batch[1] = start, start + 1
             yield batch
@@ -355,3 +356,34 @@ def placed(batch: Any) -> Any:
     if isinstance(batch, dict):
         return {name: placed(value) for name, value in batch.items()}
     return [placed(value) for value in batch] if isinstance(batch, list | tuple) else batch
+
+
+@pytest.mark.parametrize("loader_kind", [CachedLoader, DataLoader])
+@pytest.mark.parametrize("make", [None, lambda index: {"text": "words " * (index % 7), "index": index}])
+def test_a_sample_without_a_slot_is_neither_encoded_nor_claimed(make: Any, loader_kind: Any, monkeypatch: Any) -> None:
+    """From epoch two on, when all slots are filled, none is encoded, and no slot is claimed."""
+    source = Numbers(64) if make is None else AnyKey(make, 64)
+    encoded, claimed = list[Any](), list[int]()
+    with closing(CachedDataset(source, "25%")) as dataset:
+        kind, take = type(dataset.cache.codec), Claims.take
+        encode = kind.encode
+
+        def counted(codec: Any, sample: Any, index: Any = None) -> Any:
+            encoded.append(index)
+            return encode(codec, sample, index)
+
+        def claim(claims: Claims, number: int, **options: Any) -> bool:
+            claimed.extend([number] if number < len(source) else [])  # others are no slots
+            return take(claims, number, **options)
+
+        monkeypatch.setattr(kind, "encode", counted)
+        monkeypatch.setattr(Claims, "take", claim)
+        plain = list(DataLoader(source, 4, collate_fn=list))
+        loader = loader_kind(dataset, 4, collate_fn=list) if make else loader_kind(dataset, 4)
+        first = list(loader)
+        assert len(encoded) <= 2 * len(dataset.cache)  # rows of a batch are encoded together if half have a slot
+        encoded.clear()
+        claimed.clear()
+        assert same(list(loader), first)
+        assert same(first, plain if make else list(DataLoader(source, 4)))
+        assert len(encoded) == len(claimed) == 0

@@ -1,12 +1,15 @@
 """Rolling caches and streams in a Trainer: by every door, their epochs, their metrics, and what is said of them."""
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback, TQDMProgressBar
+from torch.utils.data import IterableDataset
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_stocache import (
     CachedLoader,
@@ -178,3 +181,75 @@ def test_streams_are_kept(tmp_path, door, caplog):
     assert logged(trainer, "stocache/fill_fraction") == [1] * 3
     if isinstance(kept, CachedStream):
         kept.close()
+
+
+class OwnIterator(IterableDataset[Any]):
+    """A stream that is its own iterator; each `__iter__` begins anew, or where the last one ended, or in its middle."""
+
+    def __init__(self, begins: str) -> None:
+        self.begins, self.order, self.position = begins, list(range(LENGTH)), 0
+
+    def __iter__(self) -> "OwnIterator":
+        if self.begins == "anew":
+            self.position = 0
+        if self.begins == "in the middle":
+            self.position = self.position and LENGTH // 2
+        if self.begins == "shuffled":
+            self.position, self.order = 0, torch.randperm(LENGTH).tolist()
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.position == LENGTH:
+            raise StopIteration
+        self.position += 1
+        return numbered(self.order[self.position - 1])
+
+
+class OneGenerator(IterableDataset[Any]):
+    """A stream whose iterator was made with it, and is empty after one epoch."""
+
+    def __init__(self) -> None:
+        self.samples = map(numbered, range(LENGTH))
+
+    def __iter__(self) -> Any:
+        return self.samples
+
+
+def pipe() -> Any:
+    return IterableWrapper(range(LENGTH)).sharding_filter().map(numbered)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("make", "num_workers", "is_cached"),
+    [
+        (partial(OwnIterator, "anew"), 0, True),
+        (partial(OwnIterator, "where it ended"), 0, False),
+        (partial(OwnIterator, "in the middle"), 0, False),
+        (partial(OwnIterator, "shuffled"), 0, False),
+        (OneGenerator, 0, False),
+        (pipe, 0, True),
+        (pipe, 2, True),
+        (lambda: pipe().shuffle(), 0, False),
+        (lambda: pipe().shuffle(), 2, False),
+    ],
+)
+def test_a_stream_that_is_its_own_iterator_is_cached_if_it_begins_anew(
+    tmp_path: Any, make: Any, is_cached: bool, num_workers: int, door: str, caplog: Any
+) -> None:
+    """Epoch one has the plain batches; later ones come from memory, or are the plain ones with one warning."""
+    plain, model = Remembers(), Remembers()
+    for each, callbacks_of in ((plain, None), (model, door)):
+        torch.manual_seed(3)
+        loaders = Data(make(), num_workers=num_workers, persistent_workers=num_workers > 0, shuffle=None)
+        callbacks, data = ([], loaders) if callbacks_of is None else behind(door, loaders, budget="16MiB", streams=True)
+        trainer = make_trainer(tmp_path, callbacks, epochs=3, logger=False)
+        trainer.fit(each, data)
+    assert model.epochs[0] == plain.epochs[0]
+    if is_cached:
+        assert model.sorted_epochs == plain.sorted_epochs
+        assert "passes through" not in caplog.text
+        assert "a stream, stored as it passes" in caplog.text
+    else:
+        assert model.epochs == plain.epochs
+        assert num_workers or caplog.text.count("passes through uncached") == 1  # else a worker warns

@@ -1,0 +1,238 @@
+"""What a sampler yields reaches the dataset as it is. Numbers are looked up; other keys are never a hit."""
+
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+
+from lightning_stocache import CachedDataset, CachedLoader, StochasticCache
+from tests.jobs import warnings
+from tests.loading.twins import copied, same
+from tests.training.tiny import make_trainer
+
+LENGTH = 24
+
+
+class AnyKey(Dataset[Any]):
+    """Makes a sample of any key."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.make(key)
+
+
+class BatchesToo(AnyKey):
+    """Loads a batch in one call."""
+
+    def __getitems__(self, keys: Any) -> list[Any]:
+        return [self.make(key) for key in keys]
+
+
+class Sized(int):
+    """A number that says more than its value."""
+
+    size = 5
+
+
+def padded(index: int) -> Any:
+    """Zeros for -1, as the padding of an evaluation."""
+    return torch.zeros(2) if index == -1 else torch.full((2,), float(index) + 1)
+
+
+def by_kind(key: Any) -> Any:
+    """Depends on the class of its key, but for numbers of Python and numpy."""
+    names = "number" if type(key) in (int, np.int64) else type(key).__name__
+    return torch.full((2,), float(np.asarray(key).sum())), names
+
+
+def by_item(index: Any) -> Any:
+    """Takes the tensors of a sampler alone, and at set-up numbers."""
+    return torch.tensor(float(index if isinstance(index, int) else index.item()))
+
+
+def by_size(index: Any) -> Any:
+    return torch.full((getattr(index, "size", 2),), float(index))
+
+
+def _flat(keys: Any) -> list[Any]:
+    """The keys of a sampler, or of a batch sampler's batches."""
+    return [key for part in keys for key in (part if isinstance(part, list) else [part])]
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [(AnyKey, 0), (AnyKey, 1), (BatchesToo, 0)])
+@pytest.mark.parametrize(
+    ("make", "arguments_of"),
+    [
+        (padded, lambda: {"sampler": [0, 1, 2, -1]}),
+        (padded, lambda: {"batch_sampler": [[0, 3], [-1, 5], [7, -1]]}),
+        (by_kind, lambda: {"sampler": np.arange(8)}),
+        (by_kind, lambda: {"batch_sampler": [np.arange(4), np.array([2, 2])]}),
+        (by_kind, lambda: {"sampler": [True, 0, False, 1]}),
+        (by_kind, lambda: {"sampler": [np.array(3), 3, np.array(True), np.bool_(True)]}),
+        (by_kind, lambda: {"batch_sampler": [[torch.tensor(3), torch.tensor([3])], [3, 3]]}),
+        (by_kind, lambda: {"batch_sampler": [[np.eye(2)[0] > 0, np.ones(2, dtype=bool)], [0, 1]]}),
+        (by_item, lambda: {"sampler": torch.tensor([3, 0, 2])}),
+        (by_item, lambda: {"batch_sampler": [torch.tensor([3, 0]), torch.tensor([1])]}),
+        (by_size, lambda: {"batch_sampler": [[Sized(3), Sized(4)], [3, 4]]}),
+    ],
+)
+def test_a_key_reaches_the_dataset_as_it_is(make: Any, arguments_of: Any, kind: Any, num_workers: int) -> None:
+    """In each epoch the batches are those of a DataLoader, with and without slots."""
+    arguments = arguments_of()
+    if num_workers and any(isinstance(key, torch.Tensor) for keys in arguments.values() for key in _flat(keys)):
+        pytest.skip("torch may keep the shared memory of a key that is sent to a worker")
+    if "sampler" in arguments:
+        arguments |= {"batch_size": 2}
+    plain = copied(list(DataLoader(kind(make), **arguments)))
+    for budget in ("50%", 0):
+        with closing(CachedDataset(kind(make), budget)) as dataset:
+            for loader_kind in (CachedLoader, DataLoader):
+                loader = loader_kind(dataset, num_workers=num_workers, **arguments)
+                assert same([copied(list(loader)) for _ in range(2)], [plain] * 2)
+                del loader
+
+
+class Keys:
+    """A sampler of keys of the dataset's own."""
+
+    def __init__(self, of: Callable[[int], Any]) -> None:
+        self.of = of
+
+    def __len__(self) -> int:
+        return 2 * LENGTH
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.of(index % LENGTH) for index in range(len(self)))
+
+
+def of_key(key: Any) -> Any:
+    return torch.tensor(float(len(str(key))))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        lambda index: f"cut {index}",
+        lambda index: (index, 64),
+        lambda index: slice(index, index + 2) and (index, index + 2, (0.5, 1.5)),
+        lambda index: [index, index],
+        lambda index: frozenset([index]),
+    ],
+    ids=["strings", "index and size", "boxes", "lists", "sets"],
+)
+def test_keys_that_are_no_index_are_told_once_and_take_no_memory(key: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning shows a key; what set-up has stored is given back, and epochs are those of a DataLoader."""
+    plain = list(DataLoader(AnyKey(of_key), batch_size=4, sampler=Keys(key)))
+    with closing(CachedDataset(AnyKey(of_key))) as dataset:
+        loader = CachedLoader(dataset, batch_size=4, sampler=Keys(key))
+        assert same([list(loader) for _ in range(3)], [plain] * 3)
+        counts = dataset.counters.totals()
+        assert (counts.hits, counts.fills, counts.bypasses) == (0, 0, 6 * LENGTH)
+        assert dataset.cache is None
+    [words] = warnings(caplog)
+    assert f"is asked for keys that are no indices, as {key(0)!r}" in words
+
+
+def test_a_list_or_slice_by_hand_leaves_the_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """A look at a few samples before the training takes nothing away, and a slice is not worth a warning."""
+    with closing(CachedDataset(AnyKey(lambda key: torch.arange(LENGTH)[key] + 0))) as dataset:
+        assert dataset[2:5].tolist() == [2, 3, 4]
+        assert warnings(caplog) == []
+        assert dataset[[3, 1]].tolist() == [3, 1]
+        assert [int(dataset[index]) for index in range(LENGTH)] == list(range(LENGTH))
+        assert dataset.counters.totals().hits + dataset.counters.totals().misses == LENGTH
+
+
+# ---- lists of indices, each as one key ----
+
+TABLE = torch.arange(LENGTH * 3.0).reshape(LENGTH, 3)
+LABELS = np.arange(LENGTH) % 5
+Row = namedtuple("Row", "x y")
+STACKS: dict[str, Callable[[Any], Any]] = {
+    "rows": lambda key: TABLE[key] * 2,
+    "a dict": lambda key: {"x": TABLE[key] * 2, "y": LABELS[key]},
+    "a tuple": lambda key: (TABLE.numpy()[key] * 2, LABELS[key]),
+    "a namedtuple": lambda key: Row(TABLE[key] * 2, torch.from_numpy(LABELS)[key] + 0),
+}
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "a mean": lambda key: TABLE[key].mean(0) if isinstance(key, list) else TABLE[key] * 1,
+    "sorted": lambda key: TABLE[sorted(key)] if isinstance(key, list) else TABLE[key] * 1,
+    "each once": lambda key: TABLE[list(dict.fromkeys(key))] if isinstance(key, list) else TABLE[key] * 1,
+    "another dtype": lambda key: TABLE[key].double() if isinstance(key, list) else TABLE[key] * 1,
+    "text": lambda key: [f"{one}" for one in key] if isinstance(key, list) else f"{key}",
+}
+
+
+class Notes(LightningModule):
+    """Notes its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.batches: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.batches.append(batch)
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(tmp_path: Any, make: Any, callbacks: Any, sampler: Any, num_workers: int = 0) -> Any:
+    torch.manual_seed(0)
+    model = Notes()
+    loader = DataLoader(AnyKey(make), sampler=sampler, batch_size=None, num_workers=num_workers)
+    make_trainer(tmp_path, callbacks, epochs=3, logger=False).fit(model, loader)
+    return model.batches
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.processes)])
+@pytest.mark.parametrize("kind", [*STACKS, *OTHERS])
+def test_a_list_of_indices_is_served_where_the_dataset_stacks_its_samples(
+    kind: str, num_workers: int, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Set-up proves it; else the dataset passes through with one warning, and no memory is taken."""
+    make = (STACKS | OTHERS)[kind]
+
+    def sampler() -> Any:
+        return BatchSampler(RandomSampler(range(LENGTH), replacement=True), 7, False)
+
+    callback = StochasticCache(verbose=False, keep_cache=True)
+    plain = fit(tmp_path, make, [], sampler(), num_workers)
+    batches = fit(tmp_path, make, [callback], sampler(), num_workers)
+    assert same(batches, plain)
+    [state] = callback.cache_state()
+    callback.close()
+    if kind in STACKS:
+        assert state["slots"] == LENGTH
+        assert warnings(caplog) == []
+    else:
+        assert state["memory_bytes"] == 0
+        [words] = warnings(caplog)
+        assert "draws lists of indices" in words
+
+
+def test_lists_in_order_are_all_hits_in_later_epochs(tmp_path: Any) -> None:
+    """Each sample is loaded once, whatever list asks for it."""
+    asked: list[Any] = []
+
+    def make(key: Any) -> Any:
+        asked.append(key)
+        return TABLE[key] * 2
+
+    callback = StochasticCache(verbose=False, keep_cache=True)
+    fit(tmp_path, make, [callback], BatchSampler(SequentialSampler(range(LENGTH)), 7, False))
+    callback.close()
+    assert not any(isinstance(key, list) for key in asked)
