@@ -103,9 +103,11 @@ class WorkerIterator:
         self._mailbox = _Mailbox(self._iterator._data_queue, self._iterator._workers)
         self._iterator._data_queue = self._mailbox
 
-    def begin_epoch(self) -> None:
-        """Wait for the replies of the last epoch and drop them. The first worker gets the next request."""
+    def begin_epoch(self, batches: int = 0) -> None:
+        """Wait for the replies of the last epoch and drop them. The next request is for the worker of that batch."""
         self._iterator = iter(self._loader)
+        for _ in range(batches % self._loader.num_workers):
+            next(self._iterator._worker_queue_idx_cycle)
 
     def push(self) -> None:
         """Send the next item of the feed to the next worker."""

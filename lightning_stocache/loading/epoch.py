@@ -497,8 +497,9 @@ class Epoch:
                 sum(plan.requested for plan in plans)
             )  # they may hold samples from before the change
             count(self._cached.opened.counters, bypasses=-dropped)  # these are made, and counted, anew
-            workers.begin_epoch()
-            self._requests, self._is_anew = 0, self._state.batches == self._first_batch
+            batches = self._state.batches - self._first_batch
+            workers.begin_epoch(batches)
+            self._requests, self._is_anew = 0, batches == 0
         elif self._with_workers and self._loader is not None:
             self._resources.start_workers(self._loader, self._stream.seed_state)
         for plan in plans:

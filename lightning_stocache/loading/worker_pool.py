@@ -264,10 +264,14 @@ class WorkerPool:
             raise RuntimeError(f"DataLoader worker ({names}) exited unexpectedly")
         return not ended
 
-    def begin_epoch(self) -> None:
-        """Wait for the replies of an epoch that was broken off. The first worker is next again."""
+    def begin_epoch(self, batches: int = 0) -> None:
+        """Wait for the replies of an epoch that was broken off.
+
+        Args:
+            batches: how many batches of the epoch have come; the worker of the next one is next.
+        """
         self._feed.clear()
-        self._workers.begin_epoch()
+        self._workers.begin_epoch(batches)
 
     def send(self, request: Request) -> None:
         """Give a request to the next worker."""
@@ -347,6 +351,8 @@ class InitOnSource:
         set_worker_dataset(dataset if self.source is None else self.source)
         if self.function is not None:
             self.function(worker)
+            if ours and cached is not None:
+                cached_source(cached).look_after_init()
 
     @classmethod
     def of(cls, function: Callable[[int], None] | None) -> Callable[[int], None] | None:

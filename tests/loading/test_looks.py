@@ -898,3 +898,69 @@ def test_what_a_sampler_sets_as_it_draws_holds_for_the_batch_that_it_draws(chang
         return got
 
     assert same(run(CachedLoader, CachedDataset), run(DataLoader, lambda source: source))
+
+
+# ---- what worker_init_fn writes ----
+
+
+class ByWorker(Dataset[Any]):
+    """Samples that depend on what `worker_init_fn` has written."""
+
+    def __init__(self, place: str) -> None:
+        self.place, self.state = place, {"array": np.zeros(1), "dict": {0: 0}}.get(place)
+        GLOBAL[0] = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        offset = {"array": lambda: self.state, "dict": lambda: self.state, "global": lambda: GLOBAL}[self.place]()[0]
+        return torch.full((3,), float(index)), int(offset)
+
+
+def write(worker: int) -> None:
+    """Write the worker's number where its copy of the dataset reads it."""
+    source: Any = get_worker_info().dataset  # type: ignore[union-attr]
+    source = getattr(source, "source", source)
+    (GLOBAL if source.place == "global" else source.state)[0] = worker
+
+
+@pytest.mark.parametrize("options", [WORKERS, PERSISTENT])
+@pytest.mark.parametrize("place", ["array", "dict", "global"])
+def test_what_worker_init_fn_writes_is_seen_in_each_worker(place: str, options: dict[str, Any]) -> None:
+    """The first worker may be as the source is, and the others not: no worker is served another one's samples."""
+
+    def run(kind: Any, dataset: Any) -> list[Any]:
+        loader = kind(dataset, 8, worker_init_fn=write, **options)
+        return [[copied(batch) for batch in loader] for _ in range(3)]
+
+    expected = run(DataLoader, ByWorker(place))
+    with closing(CachedDataset(ByWorker(place))) as dataset:
+        assert same(run(CachedLoader, dataset), expected)
+        assert dataset.cache is None
+
+
+class Scaled(Dataset[Any]):
+    """A large column beside a small one, which a scale changes."""
+
+    def __init__(self, numbers: Any) -> None:
+        self.numbers, self.scale = numbers, {"v": np.ones(2)}
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        return self.numbers[index] * self.scale["v"]
+
+
+@pytest.mark.parametrize("large", [1e7, 1.7e9])
+def test_a_change_of_the_last_bits_counts_where_something_has_moved(large: float) -> None:
+    """In the last bits of the largest number lies all of a small one."""
+    numbers = np.random.default_rng(0).random((LENGTH, 2)) + np.array([large, 0])
+    source = Scaled(numbers)
+    with closing(CachedDataset(source)) as dataset:
+        loader = CachedLoader(dataset, 8)
+        list(loader)
+        list(loader)
+        source.scale.update(v=np.array([1, 0.5]))
+        assert same(list(loader), list(DataLoader(source, 8)))
