@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -551,12 +552,20 @@ class Store:
             return np.zeros(slots.shape, dtype=np.bool_)
         return np.asarray(stored[slots] & (slots != NO_SLOT))
 
-    def some_stored(self, count: int) -> list[int]:
-        """About `count` indices with ready slots, or all such indices if there are fewer."""
+    def some_stored(self, count: int, dice: random.Random | None = None) -> list[int]:
+        """About `count` indices with ready slots, or all such indices if there are fewer.
+
+        Args:
+            count: how many.
+            dice: draws one of each stretch of slots; without it, the first of each is taken.
+        """
         stored = self._stored
         first = int(stored.argmax()) if len(stored) else 0
         slots = np.flatnonzero(stored[first : first + _WINDOW]) + first
-        return [self.arc.index(int(slot)) for slot in slots[:: max(len(slots) // count, 1)]]
+        step = max(len(slots) // count, 1)
+        starts = range(0, len(slots), step)
+        places = starts if dice is None else (min(k + dice.randrange(step), len(slots) - 1) for k in starts)
+        return [self.arc.index(int(slots[place])) for place in places]
 
     @property
     def filled(self) -> int:

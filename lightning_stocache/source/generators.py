@@ -13,6 +13,7 @@ Generator and RandomState, `random.Random`, `torch.Generator`. albumentations an
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -31,6 +32,7 @@ import torch
 from lightning_stocache.node.processes import other_threads
 
 __all__ = [
+    "ASKED",
     "KINDS",
     "PROCESS_WIDE",
     "WRAPPED",
@@ -56,6 +58,9 @@ State: TypeAlias = dict[str, Any]
 
 PROCESS_WIDE: Mapping[str, Any] = {"torch": torch.default_generator, "numpy.random": np.random, "random": random}
 """The generators that all code of a process draws from; a module stands for its own generator."""
+
+ASKED = "another process"
+"""Stands for the answers of another process, which may change at any time."""
 
 KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 """The classes of generators."""
@@ -197,7 +202,8 @@ class Generators:
 
     def state(self) -> State:
         """The state of every generator, by name; `==` compares it."""
-        return {**states_of(self._process_wide), "the system": repr(_entropy), **states_of(self._owned)}
+        questions = {"the system": repr(_entropy), ASKED: repr(_connections)}
+        return {**states_of(self._process_wide), **questions, **states_of(self._owned)}
 
     def moved(self, before: State, after: State | None = None) -> list[str]:
         """The names of generators that have drawn between two states; `after` is by default that of now."""
@@ -232,6 +238,7 @@ class Generators:
 
 
 _entropy = count()  # its next value moves with each question
+_connections = count()  # `multiprocessing` asks the system when it connects, for instance to a manager
 
 
 @contextmanager
@@ -239,7 +246,8 @@ def watch_entropy() -> Iterator[None]:
     """Count questions to the system for entropy as draws: a generator made anew in each read has no earlier state."""
 
     def ask(size: int) -> bytes:
-        next(_entropy)
+        asker = str(cast(Any, inspect.currentframe()).f_back.f_globals.get("__name__"))
+        next(_connections if asker.startswith("multiprocessing.") else _entropy)
         return original(size)
 
     original, modules = os.urandom, ((os, "urandom"), (random, "_urandom"))  # NumPy asks the second, by `secrets`

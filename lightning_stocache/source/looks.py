@@ -266,7 +266,7 @@ def read_again(
     """
     begun = time.perf_counter_ns()
     dice = random.Random()  # not a process-wide generator, whose draws are the user's
-    stored = cache.some_stored(_TRIED)
+    stored = cache.some_stored(_TRIED, dice)  # always the same ones would leave the others unseen
     asked = [*indices, *dice.sample(stored, min(samples, len(stored)))]
     read, load_ns, lends = 0, 0, False
     with _undisturbed(source):

@@ -37,7 +37,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.source.access import batch_reader
-from lightning_stocache.source.generators import Generators, watch_entropy
+from lightning_stocache.source.generators import ASKED, Generators, watch_entropy
 from lightning_stocache.source.probe import FEW, MANY, SOME, Probe, Read, why_random
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import Path, bits, walk
@@ -143,6 +143,9 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
         pairs = list(_pairs(source, probe, indices, more))
         originals, again = zip(*pairs, strict=True)
         moved = next(filter(None, map(why_random, originals, again)), None)
+        if any(ASKED in read.moved for read in originals):
+            reason = f"its reads ask {ASKED}, whose answers may change at any time"
+            return Split(source, again, probe.reads, reason=reason)
         if moved is None and probe.always:  # another thread may draw now and then, but not during each read
             reason = f"it is random (each read moves the generator of {' and '.join(sorted(probe.always))})"
             return Split(source, again, probe.reads, reason=reason)

@@ -313,3 +313,13 @@ def test_numbers_that_samples_do_not_depend_on_are_harmless(visit: Any) -> None:
     """A memo, a clock, a count, a list of what was read, an array that reads write to."""
     source = Moving(visit, memo={}, clock=0.0, calls=0, visits=[], ring=np.zeros(9))
     assert look(source).reason is None
+
+
+def test_answers_of_another_process_are_no_random_numbers() -> None:
+    """A source that asks a manager passes through, with that reason."""
+    with multiprocessing.Manager() as manager:
+        labels, settings = manager.list(range(12)), manager.dict(offset=3)
+        for make in (lambda index: labels[index], lambda index: index + settings["offset"]):
+            reason = str(look(Made(make)).reason)
+            assert "ask another process" in reason
+            assert "random (" not in reason

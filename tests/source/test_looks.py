@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,20 @@ def test_stored_samples_are_compared(change: Callable[[int], Any], outcome: Any)
         look = read_again(source, dataset.cache, 3)
         assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == states
     assert (look.change and look.change.partition(" ")[0], look.cause) == outcome
+
+
+@pytest.mark.processes
+def test_looks_come_to_all_samples(tmp_path: Path) -> None:
+    """Not to the same few, of which all may be even."""
+    source = Made(images, 64, log_path=tmp_path / "log")
+    with closing(CachedDataset(source)) as dataset:
+        for index in range(64):
+            dataset[index]
+        assert dataset.cache is not None
+        (tmp_path / "log").unlink()
+        for _ in range(150):
+            read_again(source, dataset.cache, 8)
+    assert set(source.loaded) == set(range(64))
 
 
 class Visits:
