@@ -193,6 +193,8 @@ def _leaf_bits(node: Any) -> Any:
     if isinstance(node, torch.Tensor) and (parts := parts_of_tensor(node)) is not None:
         form, tensors = parts
         return kind, form, tuple(map(_leaf_bits, tensors)), _attribute_bits(node) if node.layout in _SPARSE else None
+    if isinstance(node, np.ma.MaskedArray):
+        return kind, _leaf_bits(np.ma.getdata(node)), _leaf_bits(np.ma.getmaskarray(node))
     if (array := _array_of(node)) is not None:  # by bits: NaN equals itself, 0.0 is not -0.0
         form, content = array
         return kind, form, _content(content), _attribute_bits(node) if isinstance(node, torch.Tensor) else None
@@ -324,6 +326,9 @@ def _is_near(left: Any, right: Any) -> bool:
         tensors = (node.detach().as_subclass(torch.Tensor).cpu() for node in (left, right))
         left, right = (node.to(torch.complex128).numpy() for node in tensors)
     else:
+        is_masked = isinstance(left, np.ma.MaskedArray)
+        if is_masked and not np.array_equal(np.ma.getmaskarray(left), np.ma.getmaskarray(right)):
+            return False
         left, right = np.asarray(left), np.asarray(right)
         if left.dtype != right.dtype or left.dtype.kind not in "fc":
             return False

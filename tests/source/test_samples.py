@@ -118,3 +118,11 @@ def test_the_bits_of_a_tensor_do_not_depend_on_strides_of_one_element(column: An
     table = torch.arange(24.0).reshape(4, 6)
     assert bits(column(table)) == bits(column(table).clone(memory_format=torch.contiguous_format))
     assert bits(column(table)) != bits(column(table + 1)) or not column(table).numel()
+
+
+def test_masks_are_compared() -> None:
+    """Two masked arrays of the same numbers differ where another number is masked."""
+    ours, same, other = (np.ma.MaskedArray([1.0, 2.0], mask) for mask in ([0, 1], [0, 1], [1, 0]))
+    assert same_sample(ours, same)
+    assert not same_sample(ours, other)
+    assert digest_of(ours) == digest_of(same) != digest_of(other)
