@@ -1,8 +1,8 @@
 """Every private name of torch that this package uses, and what happens without it.
 
 - `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, which `WorkerIterator` feeds. `_try_put_index`
-  sends the next request, `_tasks_outstanding` and `_rcvd_idx` count requests and replies, `_data_queue` has the
-  replies, `_index_queues` the requests, `_workers` are the processes, `_shutdown_workers` ends them. Without one of
+  sends the next request, `_worker_queue_idx_cycle` names the next worker, `_rcvd_idx` counts replies, `_data_queue` has
+  the replies, `_index_queues` the requests, `_workers` are the processes, `_shutdown_workers` ends them. Without one of
   these, a loader with workers is a plain DataLoader, with one warning (`knows_workers`).
 - `_utils.collate` and `_utils.pin_memory`: without them, the import of this module fails.
 - `RandomSampler._num_samples`: without it, a RandomSampler is treated as a sampler of the user's own class.
@@ -66,7 +66,7 @@ _LOCKED_SECONDS = 1.0  # that the thread of a queue may have it locked: microsec
 _ENDING_SECONDS = 10.0  # for a worker to end after its socket has closed: milliseconds, on a busy machine seconds
 
 _OF_WORKERS = (
-    *("_try_put_index", "_tasks_outstanding", "_rcvd_idx", "_data_queue", "_index_queues", "_workers"),
+    *("_try_put_index", "_worker_queue_idx_cycle", "_rcvd_idx", "_data_queue", "_index_queues", "_workers"),
     "_shutdown_workers",
 )
 _ASIDE = -1  # the number of a question beside the requests
@@ -126,11 +126,6 @@ class WorkerIterator:
         self._iterator._index_queues[number].put((_ASIDE, question))
         reply = self._mailbox.aside(number, self._loader.timeout or math.inf)
         return None if isinstance(reply, ExceptionWrapper) else reply
-
-    @property
-    def outstanding(self) -> int:
-        """Number of requests without a reply."""
-        return int(self._iterator._tasks_outstanding)
 
     @property
     def answered(self) -> int:

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -228,7 +229,7 @@ class WorkerPool:
         generator = torch.Generator()
         if seed_state is not None:
             generator.set_state(seed_state)
-        self._feed = _Feed()
+        self._feed, self._sent = _Feed(), 0  # the requests of this epoch that wait, and the number of all
         context, cached = loader.multiprocessing_context, cached_in(loader.dataset)
         if cached is not None and cached_source(cached).opened.request.prefill:
             context = idling_context(context)
@@ -271,12 +272,15 @@ class WorkerPool:
             batches: how many batches of the epoch have come; the worker of the next one is next.
         """
         self._feed.clear()
+        self._sent = 0
         self._workers.begin_epoch(batches)
 
     def send(self, request: Request) -> None:
         """Give a request to the next worker."""
         self._feed.append(request)
-        if self._workers.outstanding < self._most:
+        self._sent += 1
+        # A reply that came before its turn is under way until it is handed out: torch then takes the next request.
+        if self._sent - len(self._feed) - self.replies < self._most:
             with held_back(signal.SIGCHLD):
                 self._workers.push()
 
@@ -349,10 +353,12 @@ class InitOnSource:
         if cached is not None and isinstance(dataset, StandIn):  # a user who made a CachedDataset expects that
             dataset = cached.source
         set_worker_dataset(dataset if self.source is None else self.source)
-        if self.function is not None:
+        if self.function is None:
+            return
+        if ours and cached is not None:
+            cached_source(cached).look_around(partial(self.function, worker))
+        else:
             self.function(worker)
-            if ours and cached is not None:
-                cached_source(cached).look_after_init()
 
     @classmethod
     def of(cls, function: Callable[[int], None] | None) -> Callable[[int], None] | None:
