@@ -1,9 +1,10 @@
 """Every private name of torch that this package uses, and what happens without it.
 
 - `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, which `WorkerIterator` feeds. `_try_put_index`
-  sends the next request, `_send_idx` and `_rcvd_idx` count requests and replies, `_data_queue` has the
-  replies, `_index_queues` the requests, `_workers` are the processes, `_shutdown_workers` ends them. Without one of
-  these, a loader with workers is a plain DataLoader, with one warning (`knows_workers`).
+  sends the next request, `_worker_queue_idx_cycle` names the next worker, `_send_idx` and `_rcvd_idx` count requests
+  and replies, `_data_queue` has the replies, `_index_queues` the requests, `_workers` are the processes,
+  `_shutdown_workers` ends them. Without one of these, a loader with workers is a plain DataLoader, with one warning
+  (`knows_workers`).
 - `_utils.collate` and `_utils.pin_memory`: without them, the import of this module fails.
 - `RandomSampler._num_samples`: without it, a RandomSampler is treated as a sampler of the user's own class.
 - Workers wait for requests in `get` of a queue that DataLoader makes with its `multiprocessing_context`. If a worker
@@ -68,8 +69,8 @@ _LOCKED_SECONDS = 1.0  # that the thread of a queue may have it locked: microsec
 _ENDING_SECONDS = 10.0  # for a worker to end after its socket has closed: milliseconds, on a busy machine seconds
 
 _OF_WORKERS = (
-    *("_try_put_index", "_send_idx", "_rcvd_idx", "_data_queue", "_index_queues", "_workers"),
-    "_shutdown_workers",
+    *("_try_put_index", "_worker_queue_idx_cycle", "_send_idx", "_rcvd_idx", "_data_queue", "_index_queues"),
+    *("_workers", "_shutdown_workers"),
 )
 _ASIDE = -1  # the number of a question beside the requests
 _POLL_SECONDS = 5.0  # between two looks whether a worker is alive

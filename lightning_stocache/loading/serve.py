@@ -619,11 +619,19 @@ class CachedSource:
         moved = tuple(self.witness.differences())
         return due._replace(is_compared=False, differences=(*due.differences, *moved)), time.thread_time_ns() - begun
 
-    def look_after_init(self) -> None:
-        """In a worker whose `worker_init_fn` has run: compare the source's state. Each worker may have another one."""
-        due = self._due(self._epoch)._replace(samples=0)
-        if due.is_compared:
-            self.end_look(self.look(due))
+    def look_around(self, init: Callable[[], Any]) -> None:
+        """In a worker: compare the source's state after its `worker_init_fn`. Each worker may have another state."""
+        due = self._due(self._epoch)
+        is_compared = due.is_compared
+        due, _ = self.compared(due)
+        init()
+        if not is_compared:
+            return
+        moved = [difference for difference in self.witness.differences() if difference.kind != "machinery"]
+        look = self.look(due._replace(samples=0, differences=(*due.differences, *moved)))
+        if moved and look.change is None and not look.samples:  # nothing is stored yet that another worker would get
+            look = replace(look, change=f"its `{moved[0].path}`")
+        self.end_look(look)
 
     def look(self, due: Due, *, finds_lent: bool = False) -> Look:
         """Read stored samples again in this process, and compare them, as the source's state is compared."""

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -349,10 +350,12 @@ class InitOnSource:
         if cached is not None and isinstance(dataset, StandIn):  # a user who made a CachedDataset expects that
             dataset = cached.source
         set_worker_dataset(dataset if self.source is None else self.source)
-        if self.function is not None:
+        if self.function is None:
+            return
+        if ours and cached is not None:
+            cached_source(cached).look_around(partial(self.function, worker))
+        else:
             self.function(worker)
-            if ours and cached is not None:
-                cached_source(cached).look_after_init()
 
     @classmethod
     def of(cls, function: Callable[[int], None] | None) -> Callable[[int], None] | None:
