@@ -193,10 +193,10 @@ class CachedSource:
         self._keys += 1
         if self._keys == 1 and counters.is_first("keys"):
             log.warning(
-                "%s is asked for keys that are no indices, as %.60r: such samples are not cached, but loaded every "
+                "%s is asked for keys that are no indices, as %.60s: such samples are not cached, but loaded every "
                 "time.\nTo cache them, let the sampler draw indices, and the loader make the batches",
                 type(self.source).__name__,
-                key,
+                repr(key),  # a handler may keep the record
             )
 
     def look_at_ranks(self) -> None:

@@ -65,11 +65,6 @@ def by_size(index: Any) -> Any:
     return torch.full((getattr(index, "size", 2),), float(index))
 
 
-def _flat(keys: Any) -> list[Any]:
-    """The keys of a sampler, or of a batch sampler's batches."""
-    return [key for part in keys for key in (part if isinstance(part, list) else [part])]
-
-
 @pytest.mark.parametrize(("kind", "num_workers"), [(AnyKey, 0), (AnyKey, 1), (BatchesToo, 0)])
 @pytest.mark.parametrize(
     ("make", "arguments_of"),
@@ -90,8 +85,6 @@ def _flat(keys: Any) -> list[Any]:
 def test_a_key_reaches_the_dataset_as_it_is(make: Any, arguments_of: Any, kind: Any, num_workers: int) -> None:
     """In each epoch the batches are those of a DataLoader, with and without slots."""
     arguments = arguments_of()
-    if num_workers and any(isinstance(key, torch.Tensor) for keys in arguments.values() for key in _flat(keys)):
-        pytest.skip("torch may keep the shared memory of a key that is sent to a worker")
     if "sampler" in arguments:
         arguments |= {"batch_size": 2}
     plain = copied(list(DataLoader(kind(make), **arguments)))

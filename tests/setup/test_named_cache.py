@@ -367,7 +367,9 @@ def test_storing_pauses_where_the_disk_is_slower_than_the_source(
 ) -> None:
     """Once it has cost half a second more than loading, samples are served unstored for ten, with one warning."""
     now, store = [0], Segment.store
-    clock = SimpleNamespace(perf_counter_ns=lambda: now[0], monotonic=lambda: now[0] / 1e9)
+    clock = SimpleNamespace(
+        perf_counter_ns=lambda: now[0], monotonic=lambda: now[0] / 1e9, thread_time_ns=lambda: now[0]
+    )
 
     def slow(segment: Segment, offset: int, *parts: memoryview) -> None:
         now[0] += 100_000_000
