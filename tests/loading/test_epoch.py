@@ -92,6 +92,7 @@ def test_batches_belong_to_who_gets_them(arguments, budget, transform):
             assert np.array_equal(array, image[2].numpy())
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_later_epochs_take_no_new_memory(num_workers):
     """All lie in a few buffers. A batch of over 1 MiB has one to itself; small ones share blocks of at most 2 MiB."""
