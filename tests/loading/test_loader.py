@@ -358,6 +358,7 @@ def placed(batch: Any) -> Any:
     return [placed(value) for value in batch] if isinstance(batch, list | tuple) else batch
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("loader_kind", [CachedLoader, DataLoader])
 @pytest.mark.parametrize("make", [None, lambda index: {"text": "words " * (index % 7), "index": index}])
 def test_a_sample_without_a_slot_is_neither_encoded_nor_claimed(make: Any, loader_kind: Any, monkeypatch: Any) -> None:
