@@ -122,8 +122,8 @@ class Witness:
         >>> source = Labelled()
         >>> witness = Witness(source)
         >>> source.labels[7] = 1
-        >>> witness.differences()
-        [Difference(path='labels', kind='data', indices=(7,))]
+        >>> [(place.path, place.kind, place.indices) for place in witness.differences()]
+        [('labels', 'data', (7,))]
     """
 
     def __init__(
