@@ -349,6 +349,7 @@ def test_wrong_arguments_are_refused(given: Any, arguments: Any, error: type[Exc
         CachedStream(given, **arguments)
 
 
+@pytest.mark.processes
 def test_an_iterator_that_begins_anew_is_a_stream(caplog: pytest.LogCaptureFixture) -> None:
     """Its `__iter__` decides, where set-up reads it twice; it is never read in the process of the training."""
 

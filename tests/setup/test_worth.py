@@ -6,8 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pandas as pd
-import pyarrow as pa
 import pytest
 
 from lightning_stocache import CachedDataset
@@ -16,6 +14,8 @@ from lightning_stocache.setup import worth
 from lightning_stocache.setup.worth import why_not_worth
 from tests.jobs import warnings
 from tests.sources import Made
+
+pd, pa = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
 
 LENGTH, PER = 40, 50
 NUMBERS = np.random.default_rng(0).integers(0, 9999, LENGTH * PER)
