@@ -51,7 +51,7 @@ from lightning_stocache.cache.codec import (
 )
 from lightning_stocache.cache.rows import SampleSpec
 
-__all__ = ["RecordCodec", "Required", "SampleCodec", "canonical_bytes", "is_image", "is_opened", "written"]
+__all__ = ["RecordCodec", "Required", "SampleCodec", "canonical_bytes", "decoded", "is_image", "is_opened", "written"]
 
 _HEAD = struct.Struct("<II")  # bytes of the pickle, number of buffers
 _ENTRY = struct.Struct("<Q")
@@ -230,6 +230,13 @@ SampleCodec: TypeAlias = SampleSpec | RecordCodec
 
 `encode` checks a sample, and returns the leaves of rows as they are, or the bytes of records. `contents` returns bytes.
 """
+
+
+def decoded(codec: SampleCodec, parts: Sequence[bytes | memoryview]) -> Any:
+    """The sample of the parts that a codec has made of it, in memory of its own."""
+    if isinstance(codec, RecordCodec):
+        return codec.decode(memoryview(b"".join(parts)))
+    return codec.split([np.frombuffer(bytearray(part), dtype=np.uint8) for part in parts], 1)[0]
 
 
 def canonical_bytes(node: Any) -> bytes | None:

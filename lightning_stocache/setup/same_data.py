@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.cache.records import RecordCodec, SampleCodec
+from lightning_stocache.cache.records import decoded
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.node.named import way_out
@@ -154,14 +154,14 @@ def _compare(
         ours = contents.get(index) or read(found, [index], False).get(index)
         if ours is None or place == NO_PLACE:
             continue
-        sample, stored = _decoded(cache.codec, ours), next(iter(cache.read(np.array([place]))))
+        sample, stored = decoded(cache.codec, ours), next(iter(cache.read(np.array([place]))))
         if stored is UNREADABLE:
             continue
         if same_sample(sample, stored):
             equal += 1
             continue
         again = read(found, [index], True).get(index)
-        if again is not None and same_sample(sample, _decoded(cache.codec, again)):
+        if again is not None and same_sample(sample, decoded(cache.codec, again)):
             return index, equal
     return None, equal
 
@@ -183,7 +183,7 @@ def sample_digests(found: Finding, read: Read, indices: Sequence[int]) -> dict[i
     codec = found.codec
     if codec is None:
         return {}
-    return {index: digest_of(_decoded(codec, parts)) for index, parts in read(found, indices, False).items()}
+    return {index: digest_of(decoded(codec, parts)) for index, parts in read(found, indices, False).items()}
 
 
 def is_continued(opened: OpenCache, dataset: Any, moved: Collection[str] = ()) -> bool:
@@ -267,12 +267,6 @@ def _store(cache: Store, contents: Mapping[int, Sequence[bytes]], counters: Coun
         [stored] = cache.put([index], [[memoryview(bytearray(part)) for part in parts]])
         if stored:
             counters.add(setup_fills=1)
-
-
-def _decoded(codec: SampleCodec, parts: Sequence[bytes]) -> Any:
-    if isinstance(codec, RecordCodec):
-        return codec.decode(memoryview(b"".join(parts)))
-    return codec.split([np.frombuffer(bytearray(part), dtype=np.uint8) for part in parts], 1)[0]
 
 
 def _warn_of_trust(request: CacheRequest, why: str) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from lightning_stocache.cache.records import RecordCodec, SampleCodec
+from lightning_stocache.cache.records import SampleCodec, decoded
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.source.access import batch_reader, one_per_index
 from lightning_stocache.source.generators import Generators, are_draws_evidence
@@ -345,14 +345,8 @@ def _is_same(before: Any, now: Any, codec: SampleCodec, index: int, exact: bool)
         parts = codec.contents(codec.encode(now, index))
     except Exception:  # it does not fit any more, or its class may raise anything
         return False
-    now = _decoded(codec, parts)
+    now = decoded(codec, parts)
     return bits(before) == bits(now) if exact else same_sample(before, now)
-
-
-def _decoded(codec: SampleCodec, parts: Sequence[memoryview]) -> Any:
-    if isinstance(codec, RecordCodec):
-        return codec.decode(memoryview(b"".join(parts)))
-    return codec.split([np.frombuffer(bytearray(part), dtype=np.uint8) for part in parts], 1)[0]
 
 
 def _differs_each_time(source: Any, index: int, now: Any, seed: int) -> bool:
