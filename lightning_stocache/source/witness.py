@@ -217,7 +217,7 @@ class Witness:
         is_evidence = are_draws_evidence()
         filled = {path for path in moved if path in self._fills and (is_evidence or self._is_written(path))}
         self._filled |= filled
-        (self._machinery if is_evidence else self.doubtful).update(set(moved) - filled)
+        (self._machinery if is_evidence else self.doubtful).update(set(moved) - filled - self._machinery)
 
     def _is_written(self, path: str) -> bool:
         """Whether the code of a read sets the attribute at a path."""

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.source.looks import AT_ONCE
 from tests.cache.leaves import same
 from tests.loading.twins import Numbers, copied, in_every_way, looked, plain_batches, totals
 from tests.odds import CROWD, stop
@@ -98,6 +99,39 @@ def test_a_second_thread_changes_no_batch(dataset: Any, second_thread: Any, num_
     loader = CachedLoader(dataset, 5, num_workers=num_workers)
     for _ in range(3):
         assert same([copied(batch) for batch in loader], expected)
+
+
+class _Counting(Dataset[int]):
+    """Counts its reads on the object or on the class."""
+
+    reads = 0
+
+    def __init__(self, of: str) -> None:
+        self.of = of
+        self.calls = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> int:
+        if self.of == "class":
+            type(self).reads += 1
+        self.calls += 1
+        return index
+
+
+@pytest.mark.parametrize("of", ["object", "class"])
+def test_a_count_of_reads_beside_a_second_thread_asks_for_no_more_than_a_few(second_thread: Any, of: str) -> None:
+    """Nobody can tell what moves a count while a second thread runs. That is found out once, not in each batch."""
+    second_thread()
+    with closing(CachedDataset(_Counting(of))) as dataset:
+        loader = CachedLoader(dataset, 4)
+        first = [batch.tolist() for batch in loader]
+        before = cached_source(dataset).source.calls
+        for _ in range(4):
+            assert [batch.tolist() for batch in loader] == first
+        assert cached_source(dataset).source.calls - before <= 2 * AT_ONCE
+        assert dataset.cache is not None
 
 
 @in_every_way
