@@ -33,7 +33,7 @@ from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.growing.stream import CachedStream, stream_for, stream_source
-from lightning_stocache.insight.tallies import end_call
+from lightning_stocache.insight.tallies import coverage, end_call
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
@@ -155,6 +155,8 @@ class CallCaches:
         self._train_to_come = False
         self._warnings: set[str] = set()
         self._fruitless = Counter[str]()  # datasets of a stage that were replaced before a sample was hit
+        self.has_slots = False
+        """Whether a sample of this call has had a slot, on any node."""
 
     def of(self, stage: str, source: Dataset[Any]) -> Any:
         """The cached dataset, or stream, around a source that is open for a stage."""
@@ -233,6 +235,7 @@ class CallCaches:
             assert serving is not None
             serving.stages.add(_stage(request))
             serving.idle = False
+            self.has_slots |= coverage([serving.dataset]) > 0
             store = serving.dataset.cache
             if isinstance(serving.dataset, CachedDataset) and store is not None and request.length > store.length:
                 reason = "the dataset has grown since its cache opened. For data that grows there is RollingCache"
@@ -255,6 +258,7 @@ class CallCaches:
 
     def end_call(self) -> None:
         """End a Trainer call: close the caches, or keep them for the next call."""
+        self.has_slots = False
         if not self.options.keep_cache:
             self.close()
         for opened in self._open:

@@ -184,9 +184,12 @@ class StochasticCache(CacheMonitor):
         """Replace Lightning's data sources, so that the loaders of the call are cached."""
         ResumePoint.of(trainer)  # before a checkpoint is loaded
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if next((other for other in callbacks if isinstance(other, StochasticCache)), self) is not self:
+        caches = [callback for callback in callbacks if isinstance(callback, StochasticCache)]
+        used = min(caches, key=lambda cache: cache.is_guest, default=self)
+        if used is not self:
             self._monitors = False
-            warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
+            if not self.is_guest:
+                warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
             return
         super().setup(trainer, pl_module, stage)  # after the check above: this call moves the callback to the front
         has_progress = any(isinstance(other, FillProgress) for other in callbacks)
@@ -232,6 +235,11 @@ class StochasticCache(CacheMonitor):
             self._call.end()
         self._sources, self._call = [], None
         self.caches.end_call()
+
+    @property
+    def caches_loaders(self) -> bool:
+        """Whether this callback caches loaders of the call: no other one does, nor a DataModule."""
+        return bool(self._sources)
 
     def cache_state(self) -> list[dict[str, Any]]:
         """The open caches on this node, one entry for each dataset, as plain values; see `CallCaches.state`."""

@@ -16,7 +16,7 @@ go to the loggers by `log_metrics`, which takes 6 us; `self.log` takes a millise
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +32,8 @@ from lightning_stocache.training.lightning_internals import logged_step, say, wa
 from lightning_stocache.training.loaders import running_datasets, running_loaders
 
 __all__ = ["CacheMonitor", "log_epoch", "log_every"]
+
+_DASHBOARDS = ("TensorBoardLogger", "WandbLogger", "MLFlowLogger")
 
 
 class CacheMonitor(Callback):
@@ -92,6 +94,9 @@ class CacheMonitor(Callback):
     gives_way: ClassVar[bool] = False
     """Whether another monitor beside this one logs in its place."""
 
+    is_guest: ClassVar[bool] = False
+    """Whether the application does not know of this callback: its values go to dashboards alone (`log_epoch`)."""
+
     patience = 60.0
     """The most seconds that an epoch's end waits for the slowest rank's tally."""
 
@@ -111,14 +116,14 @@ class CacheMonitor(Callback):
 
     @property
     def monitors(self) -> bool:
-        """Whether this callback logs. Of several monitors only one logs: the first that does not give way."""
+        """Whether this callback logs. Of several monitors only one logs: the first that does not give way, no guest."""
         return self._monitors
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Move to the front of the callbacks."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         monitors = [callback for callback in callbacks if isinstance(callback, CacheMonitor)]
-        self._monitors = self is min(monitors, key=lambda monitor: monitor.gives_way, default=self)
+        self._monitors = self is min(monitors, key=_deference, default=self)
         trainer.callbacks = [self, *(other for other in callbacks if other is not self)]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -126,13 +131,14 @@ class CacheMonitor(Callback):
         self._epochs.clear()
         self.on_train_epoch_start(trainer, pl_module)  # which Lightning does not call in a resumed epoch
         self._tallies.pools.metrics(trainer.train_dataloader)  # the rates of a rolling cache begin here
-        loggers = trainer.loggers if self.monitors and trainer.is_global_zero else []
+        loggers = self._loggers(trainer) if self.monitors and trainer.is_global_zero else []
         self._live_every = log_every(trainer) if self.live and loggers else 0
         loaders = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders}
         nodes = len(datasets[0].group.nodes) if (datasets := running_datasets(trainer, "train")) else 1
         granted = hyperparameters(loaders) if loggers and self.hyperparameters else {}
         for logger in loggers:
-            lay_out(logger, nodes)
+            if not self.is_guest:
+                lay_out(logger, nodes)
             if granted:
                 try:
                     log_hyperparameters(logger, granted)
@@ -168,7 +174,7 @@ class CacheMonitor(Callback):
         if self._live_every and (steps := trainer.global_step) % self._live_every == 0 and steps - 1 != self._live_step:
             self._live_step = steps - 1
             if values := self._tallies.live(trainer.train_dataloader, self._loop(trainer)):
-                for logger in trainer.loggers:
+                for logger in self._loggers(trainer):
                     logger.log_metrics(values, step=self._live_step)
         if trainer.is_last_batch:
             self._post(trainer, "train")
@@ -225,20 +231,43 @@ class CacheMonitor(Callback):
         self._post(trainer, stage)
         metrics = self._tallies.metrics(stage, running_loaders(trainer, stage), self.patience)
         logged = [name for name in metrics if self.per_node or not name.startswith("node")]
-        log_epoch(trainer, {PREFIXES[stage] + name: metrics[name] for name in logged})
+        values = {PREFIXES[stage] + name: metrics[name] for name in logged}
+        log_epoch(trainer, values, self._loggers(trainer), is_watched=not self.is_guest)
         return metrics
 
+    def _loggers(self, trainer: Trainer) -> list[Any]:
+        """The loggers that get values."""
+        return [logger for logger in trainer.loggers if not self.is_guest or _is_dashboard(type(logger))]
 
-def log_epoch(trainer: Trainer, values: Mapping[str, float]) -> None:
-    """Log values at an epoch's end. In a fit other callbacks can watch them. A barebones Trainer logs nothing."""
+
+def _deference(monitor: CacheMonitor) -> tuple[bool, bool]:
+    return monitor.gives_way, monitor.is_guest
+
+
+def _is_dashboard(kind: type) -> bool:
+    """Whether a logger writes for a dashboard, and no file that an application may read."""
+    return any(base.__name__ in _DASHBOARDS for base in kind.__mro__)
+
+
+def log_epoch(
+    trainer: Trainer, values: Mapping[str, float], loggers: Iterable[Any], *, is_watched: bool = True
+) -> None:
+    """Log values at an epoch's end. A barebones Trainer logs nothing.
+
+    Args:
+        trainer: the Trainer.
+        values: the values by their keys.
+        loggers: the loggers that get them.
+        is_watched: whether other callbacks of a fit can watch them, in `trainer.callback_metrics`.
+    """
     if not values or trainer.barebones:
         return
-    if trainer.state.fn == "fit":
+    if is_watched and trainer.state.fn == "fit":
         device = trainer.strategy.root_device
         watched = {name: torch.tensor(float(value), device=device) for name, value in values.items()}
         trainer.callback_metrics.update(watched)
         trainer.logged_metrics.update(watched)
-    for logger in trainer.loggers:
+    for logger in loggers:
         logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=logged_step(trainer))
         logger.save()
 

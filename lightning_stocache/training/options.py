@@ -74,6 +74,7 @@ class CacheOptions:
 
     Raises:
         ValueError: an option cannot have this value.
+        TypeError: it cannot have a value of this type.
     """
 
     budget: int | float | str = "auto"
@@ -92,6 +93,8 @@ class CacheOptions:
     """The budget of each pot. Stages without a separate budget share the pot ""."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.stage_budgets, Mapping | None):
+            raise TypeError(f"stage_budgets must be a mapping from stages to budgets, got {self.stage_budgets!r}")
         given = {stage: budget for stage, budget in (self.stage_budgets or {}).items() if budget is not None}
         if unknown := set(given) - set(STAGES):
             raise ValueError(f"stage_budgets may name {', '.join(STAGES)}; got {', '.join(map(str, sorted(unknown)))}")

@@ -52,16 +52,22 @@ class ResumePoint(Callback):
         self._saved: Mapping[str, Any] | None = None  # the state in the checkpoint
         self._resumed: list[TrainerLoader] = []  # loaders that resume in the middle of their epoch
         self._begun_at: int | None = None  # number of batches that had begun at the start of the epoch
+        self.leaves_ends = False
+        """Whether checkpoints between two epochs get no state. They resume as without a cache."""
 
     @classmethod
     def of(cls, trainer: Any) -> ResumePoint:
         """The ResumePoint of a Trainer; the first call adds it to the callbacks."""
         point = next((callback for callback in trainer.callbacks if isinstance(callback, cls)), None)
         if point is None:
-            point = cls()
+            point = cls() if isinstance(trainer, Trainer) else _of_other_package()
             trainer.callbacks = [*trainer.callbacks, point]
-        point._trainer = trainer
+        point.attach(trainer)
         return point
+
+    def attach(self, trainer: Any) -> None:
+        """Keep the position of this Trainer's loaders."""
+        self._trainer = trainer
 
     @property
     def state_key(self) -> str:
@@ -177,6 +183,8 @@ class ResumePoint(Callback):
         epoch, done = _position_of(trainer, handed)
         if self._begun_at == _batches_begun(trainer) and all(position.ended for position in known):
             epoch, done = epochs_done(trainer), None  # the epoch has begun, and no batch of it was read
+        if done is None and self.leaves_ends:
+            return {}
         ahead = 0 if done is None else handed - done
         states = [
             None if leaf is None else leaf.position.of(leaf, max(leaf.position.batches - ahead, 0), ended=done is None)
@@ -207,6 +215,12 @@ class ResumePoint(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_trainer": None, "_resumed": []}
+
+
+def _of_other_package() -> ResumePoint:
+    from lightning_stocache.training.other_package import ResumePointOfOther
+
+    return ResumePointOfOther()
 
 
 def _warn_of_unknown(state: Any) -> None:

@@ -96,7 +96,8 @@ class StepTimer(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the means of the epoch."""
         if self._end_epoch():
-            log_epoch(trainer, {f"stocache/step/{part}_seconds": mean for part, mean in self.epochs[-1].items()})
+            values = {f"stocache/step/{part}_seconds": mean for part, mean in self.epochs[-1].items()}
+            log_epoch(trainer, values, trainer.loggers)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the shares of the last epoch's steps."""
