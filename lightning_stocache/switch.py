@@ -1,24 +1,26 @@
 """The switch: `STOCACHE=60% python train.py` caches the training of an application that nobody edits.
 
 Lightning asks the entry points `lightning.pytorch.callbacks_factory` and `pytorch_lightning.callbacks_factory` for
-callbacks in every `Trainer()`. The two functions here are such factories. They only look at the environment: where the
-switch is off, a Trainer imports nothing else. The callback itself is in `training.switched`.
+callbacks in every `Trainer()`. The two functions here are such factories. They only read variables: where the switch is
+off, a Trainer imports nothing else. The callback itself is in `training.switched`.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import cache
 from logging import getLogger
 from typing import Any
 
-__all__ = ["OFF", "SWITCH", "callbacks", "callbacks_of_pytorch_lightning"]
+__all__ = ["callbacks", "callbacks_of_pytorch_lightning", "options_in"]
 
-SWITCH = "STOCACHE"
-"""The variable. Those of further options begin with it and an underscore."""
+log = getLogger(__name__)
 
-OFF = ("", "0", "false", "off")
-"""Values of the variable that switch the cache off, in any case."""
+_SWITCH = "STOCACHE"
+_OFF = ("", "0", "false", "off")
+_ON = ("1", "true", "on", "auto")
+_TEXTS = ("name", "fingerprint", "dir", "store", "sampling")  # options that are taken as they are typed
 
 
 def callbacks() -> list[Any]:
@@ -40,24 +42,74 @@ def callbacks_of_pytorch_lightning() -> list[Any]:
 
 
 def _callbacks(*, is_other_package: bool) -> list[Any]:
-    variables = {name: value for name, value in os.environ.items() if name == SWITCH or name.startswith(f"{SWITCH}_")}
-    if not variables or variables.get(SWITCH, "on").strip().lower() in OFF:
+    variables = {name: value for name, value in os.environ.items() if name == _SWITCH or name.startswith(f"{_SWITCH}_")}
+    if not variables or variables.get(_SWITCH, "on").strip().lower() in _OFF:
         return []
     try:
-        from lightning_stocache.training.switched import options_of, switched_cache
+        kind = _kind(is_other_package)
     except Exception as error:  # of another library, or of another version of one: the application trains without
-        _warn_once(f"{type(error).__name__}: {error}")
+        _warn_once("%s is set, and nothing is cached: %s", _SWITCH, f"{type(error).__name__}: {error}")
         return []
-    options = options_of(variables)
-    if options is None:
+    options = options_in(variables, kind)
+    if _SWITCH not in variables:
+        others = ", ".join(sorted(variables))
+        _warn_once("%s is set, and %s is not: nothing is cached. Set %s=1, or a budget", others, _SWITCH, _SWITCH)
         return []
     try:
-        return [switched_cache(options, is_other_package=is_other_package)]
-    except Exception as error:  # as above
-        _warn_once(f"{type(error).__name__}: {error}")
-        return []
+        return [kind(**{"hyperparameters": False} | options)]  # by default they would be in the application's files
+    except (TypeError, ValueError) as error:
+        given = ", ".join(f"{variable}={text!r}" for variable, text in sorted(variables.items()))
+        raise ValueError(f"{error}. The variables are {given}") from None
+
+
+def _kind(is_other_package: bool) -> Any:
+    """The class of the callback, for a Trainer of one of the packages."""
+    if is_other_package:
+        from lightning_stocache.training.other_package import SwitchedCacheOfOther
+
+        return SwitchedCacheOfOther
+    from lightning_stocache.training.switched import SwitchedCache
+
+    return SwitchedCache
+
+
+def options_in(variables: Mapping[str, str], kind: Any) -> dict[str, Any]:
+    """The arguments of a class of callbacks in variables of the environment.
+
+    Args:
+        variables: `STOCACHE`, the budget, and `STOCACHE_<OPTION>`. Names and paths are taken as they are, other values
+            are read as YAML. An empty one counts as unset.
+        kind: the class.
+
+    Raises:
+        ValueError: a variable belongs to no option, or its value is no YAML.
+
+    Example:
+        >>> from lightning_stocache import StochasticCache
+        >>> options_in({"STOCACHE": "60%", "STOCACHE_NAME": "photos", "STOCACHE_PREFILL": "true"}, StochasticCache)
+        {'budget': '60%', 'name': 'photos', 'prefill': True}
+    """
+    from difflib import get_close_matches
+    from inspect import signature
+
+    import yaml
+
+    known = {f"{_SWITCH}_{name.upper()}": name for name in signature(kind).parameters if name != "budget"}
+    options: dict[str, Any] = {}
+    for variable, text in variables.items():
+        if variable == _SWITCH:
+            options["budget"] = "auto" if text.strip().lower() in _ON else text.strip()
+        elif variable not in known:
+            [near] = get_close_matches(variable, (_SWITCH, *known), n=1, cutoff=0.0)
+            raise ValueError(f"{variable} is no variable of lightning_stocache. Did you mean {near}?")
+        elif text.strip():
+            try:
+                options[known[variable]] = text if known[variable] in _TEXTS else yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ValueError(f"{variable}={text!r} is no YAML: {error}") from None
+    return options
 
 
 @cache
-def _warn_once(words: str) -> None:
-    getLogger(__name__).warning("%s is set, and nothing is cached: %s", SWITCH, words)
+def _warn_once(words: str, *values: str) -> None:
+    log.warning(words, *values)

@@ -181,7 +181,7 @@ def _names(homes: Sequence[Path]) -> list[str]:
 
 
 def _overrides(home: Path) -> list[str]:
-    import yaml  # type: ignore[import-untyped]  # comes with hydra-core
+    import yaml
 
     path = home / ".hydra" / "overrides.yaml"
     listed = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -153,6 +153,7 @@ class StochasticCache(CacheMonitor):
     """
 
     gives_way: ClassVar[bool] = True  # to a CacheMonitor
+    resume_point: ClassVar[type[ResumePoint]] = ResumePoint
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class StochasticCache(CacheMonitor):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace Lightning's data sources, so that the loaders of the call are cached."""
-        ResumePoint.of(trainer)  # before a checkpoint is loaded
+        self.resume_point.of(trainer)  # before a checkpoint is loaded
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         caches = [callback for callback in callbacks if isinstance(callback, StochasticCache)]
         used = min(caches, key=lambda cache: cache.is_guest, default=self)

@@ -5,6 +5,8 @@ Its Trainer of 2.5 refuses a callback of the other package ("Expected a parent")
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytorch_lightning
 
 from lightning_stocache.training.resume import ResumePoint
@@ -19,3 +21,5 @@ class ResumePointOfOther(ResumePoint, pytorch_lightning.Callback):
 
 class SwitchedCacheOfOther(SwitchedCache, pytorch_lightning.Callback):
     """The callback of the switch in such a Trainer."""
+
+    resume_point: ClassVar[type[ResumePoint]] = ResumePointOfOther

@@ -58,16 +58,12 @@ class ResumePoint(Callback):
     @classmethod
     def of(cls, trainer: Any) -> ResumePoint:
         """The ResumePoint of a Trainer; the first call adds it to the callbacks."""
-        point = next((callback for callback in trainer.callbacks if isinstance(callback, cls)), None)
+        point = next((callback for callback in trainer.callbacks if isinstance(callback, ResumePoint)), None)
         if point is None:
-            point = cls() if isinstance(trainer, Trainer) else _of_other_package()
+            point = cls()
             trainer.callbacks = [*trainer.callbacks, point]
-        point.attach(trainer)
+        point._trainer = trainer
         return point
-
-    def attach(self, trainer: Any) -> None:
-        """Keep the position of this Trainer's loaders."""
-        self._trainer = trainer
 
     @property
     def state_key(self) -> str:
@@ -215,12 +211,6 @@ class ResumePoint(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_trainer": None, "_resumed": []}
-
-
-def _of_other_package() -> ResumePoint:
-    from lightning_stocache.training.other_package import ResumePointOfOther
-
-    return ResumePointOfOther()
 
 
 def _warn_of_unknown(state: Any) -> None:
