@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stocache.source.access import iterate
-from lightning_stocache.source.generators import Generators, State, are_draws_evidence
+from lightning_stocache.source.generators import Generators, State
 from lightning_stocache.source.samples import Bits, bits, difference
 
 __all__ = ["FEW", "MANY", "SOME", "Probe", "Read", "StreamReader", "why_random"]
@@ -156,14 +156,11 @@ class StreamReader:
         """The next sample. Errors of the stream are raised as they are."""
         is_watched = self._samples > 0 and (self._samples < MANY or self.source_ns > _SLOW_NS)
         generators = self._generators if is_watched else None
-        before = None if generators is None else generators.state()
-        start = time.perf_counter_ns()
-        sample = next(self._stream)
-        self.source_ns = time.perf_counter_ns() - start
-        # Another thread may have drawn meanwhile: then a generator that has moved is no evidence.
-        if generators is not None and before is not None and are_draws_evidence():
-            moved = generators.moved(before)
-            if moved:
-                self.moved, self._generators = " and ".join(moved), None
+        with nullcontext(list[str]()) if generators is None else generators.watch() as moved:
+            start = time.perf_counter_ns()
+            sample = next(self._stream)
+            self.source_ns = time.perf_counter_ns() - start
+        if moved:
+            self.moved, self._generators = " and ".join(moved), None
         self._samples += 1
         return sample

@@ -274,7 +274,7 @@ def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bo
     for first, again in pairs:
         once, calls = _recorded(source, ends, first, probe)
         if ends != length:
-            cuts.add(Cut(tuple(ends.items()), _places(chain, calls, once.sample)))
+            cuts.add(Cut(tuple(_placed(chain, ends, calls, once.sample))))
         elif found := why_random(once, _recorded(source, ends, replace(again, index=first.index), probe)[0]):
             raise UncuttableError(f"its dataset is random outside the transform ({found})")
         elif once.bits != first.bits:
@@ -374,11 +374,13 @@ def _chain(calls: list[_Call], random: set[Site], named: bool) -> Iterator[tuple
             yield call.site, follows
 
 
-def _places(chain: Sequence[tuple[Site, bool]], calls: Sequence[_Call], sample: Any) -> tuple[tuple[Site, Places], ...]:
-    """The places in the sample of the results of each call, by identity. Two calls may return the same object."""
+def _placed(
+    chain: Sequence[tuple[Site, bool]], ends: Mapping[Site, int], calls: Sequence[_Call], sample: Any
+) -> Iterator[tuple[Site, int, Places]]:
+    """The calls of a cut, whose results are found in the sample by identity. Two may return the same object."""
     if [site for site, _ in chain] != [call.site for call in calls]:
         raise UncuttableError(_NOT_ALIKE)
-    free, used, found = list(walk(sample)), list[tuple[Path, Any]](), []
+    free, used = list(walk(sample)), list[tuple[Path, Any]]()
     for (site, follows), call in zip(chain, calls, strict=True):
         places: list[tuple[int | str, Path]] = []
         for key, value in packed(call.result, call.values).items():
@@ -391,8 +393,7 @@ def _places(chain: Sequence[tuple[Site, bool]], calls: Sequence[_Call], sample: 
                 raise UncuttableError(_NOT_HELD)
         if not places:
             raise UncuttableError(_NOT_HELD)
-        found.append((site, tuple(places)))
-    return tuple(found)
+        yield site, ends[site], tuple(places)
 
 
 def _has_data(values: Iterable[Any]) -> bool:

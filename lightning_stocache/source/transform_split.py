@@ -77,15 +77,14 @@ class Cut:
     """Where a source is cut. Found by `split` in one process, it can be applied to the same source in another.
 
     Args:
-        ends: how many steps of each cut transform stay in the source.
-        calls: the calls of these transforms for a sample, in order, and where the values of each lie.
+        calls: the calls of cut transforms for a sample, in order: where the source holds the transform, how many of its
+            steps stay there, and where the values of the call lie in the sample.
         parts: the cuts of the parts of a ConcatDataset; None for a deterministic part.
         is_blind: whether the code behind the transforms looks at none of their results (`opaque`).
         unproved: how many samples of head and tail have still to be compared with the source's.
     """
 
-    ends: tuple[tuple[Site, int], ...] = ()
-    calls: tuple[tuple[Site, Places], ...] = ()
+    calls: tuple[tuple[Site, int, Places], ...] = ()
     parts: tuple[Cut | None, ...] = ()
     is_blind: bool = field(default=False, compare=False, repr=False)
     unproved: int = field(default=0, compare=False, repr=False)
@@ -96,7 +95,7 @@ class Cut:
         of_parts = {() if part is None else part.paths for part in self.parts}
         if len(of_parts) == 1:
             return of_parts.pop()
-        return tuple(dict.fromkeys(path for _, places in self.calls for _, path in places))
+        return tuple(dict.fromkeys(path for *_, places in self.calls for _, path in places))
 
     def apply(self, source: Any) -> tuple[Any, Tail]:
         """The deterministic copy of `source` and the tail, without a read.
@@ -121,9 +120,9 @@ class Cut:
             clone.set_transform(_as_it_is, source.format["columns"], source.format["output_all_columns"])
             tail = _FormatTail(transform, source.format["columns"])
         else:
-            replaced = {site: Head(part_of(source, site), end) for site, end in self.ends}
-            clone = with_transforms(source, replaced, lambda site, _: replaced[site])
-            tail = Tail([(replaced[site], places) for site, places in self.calls])
+            first = {site: Head(part_of(source, site), end) for site, end, _ in self.calls}
+            clone = with_transforms(source, first, lambda site, _: first[site])
+            tail = Tail([(first[site], places) for site, _, places in self.calls])
         tail.is_blind, tail.unproved = self.is_blind, self.unproved
         return clone, tail
 

@@ -88,7 +88,7 @@ def test_the_places_of_a_cut_must_be_in_every_record() -> None:
     """On which the tail of the transform works: of the types that most samples have there."""
     samples = [{"image": PHOTO, "views": [torch.zeros(2 + number), 1]} for number in range(SAMPLES)]
     places = (0, ("image",)), (1, ("views", 0))
-    cut = Cut(((("transform",), 1),), ((("transform",), places),))
+    cut = Cut(((("transform",), 1, places),))
     for odd in ({"image": torch.zeros(3), "views": [torch.zeros(1), "a"]}, {"views": [torch.zeros(2)]}):
         with pytest.raises(SampleMismatchError, match=r"sample 70.*field \['image'\]"):
             choose([odd, *samples[1:]], cut=cut).encode(odd, 70)
