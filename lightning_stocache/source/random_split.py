@@ -141,14 +141,13 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
         pairs = list(_pairs(source, probe, indices, more))
         originals, again = zip(*pairs, strict=True)
         moved = next(filter(None, map(why_random, originals, again)), None)
+        reason = None
         if any(ASKED in read.moved for read in originals):
             reason = f"its reads ask {ASKED}, whose answers may change at any time"
-            return Split(source, again, probe.reads, reason=reason)
-        if moved is None and probe.always:  # another thread may draw now and then, but not during each read
+        elif moved is None and probe.always:  # another thread may draw now and then, but not during each read
             reason = f"it is random (each read moves the generator of {' and '.join(sorted(probe.always))})"
+        if reason is not None or moved is None:
             return Split(source, again, probe.reads, reason=reason)
-        if moved is None:
-            return Split(source, again, probe.reads)
         reasons = []
         for named in (True, False):
             try:
