@@ -42,7 +42,7 @@ from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest, Layout, check_choice, check_count, check_flag
 from lightning_stocache.source.access import check_stream, draws_shards
-from lightning_stocache.source.guards import StreamReader
+from lightning_stocache.source.probe import StreamReader
 from lightning_stocache.source.samples import mark_of
 
 __all__ = ["CachedStream", "stream_for", "stream_source", "stream_with"]

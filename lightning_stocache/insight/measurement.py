@@ -32,7 +32,7 @@ from lightning_stocache.setup.request import LoaderSettings
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.probe import FEW, MANY
 from lightning_stocache.source.random_split import split
-from lightning_stocache.source.transform_split import ConcatCut, Cut, Tail
+from lightning_stocache.source.transform_split import Cut, Tail
 
 __all__ = ["Arm", "Curves", "Data", "Kind", "Paces", "PlanError", "Spread", "measure", "measure_curves"]
 
@@ -212,7 +212,7 @@ class Trial:
             if parts.tail is not None:
                 finish = partial(_finished, parts.tail, data.transform)
                 self.transform = finish
-                if isinstance(cut, ConcatCut):  # its tail asks for the index
+                if cut is not None and cut.parts:  # its tail asks for the index
                     self.source, cut = _Numbered(parts.source), None
                     samples = tuple(zip(indices, samples, strict=True))
                     self.transform = partial(_finished_part, finish)

@@ -46,7 +46,7 @@ from lightning_stocache.source.access import Odd, batch_reader, one_per_index, p
 from lightning_stocache.source.common_state import CommonState
 from lightning_stocache.source.generators import Generators, are_draws_evidence
 from lightning_stocache.source.looks import AT_ONCE, LOST_CUT, Due, Look, Schedule, judged, read_again
-from lightning_stocache.source.proof import CutProof
+from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import Bits, bits, stacked
 from lightning_stocache.source.transform_split import Head, Tail, UncuttableError, reading
 from lightning_stocache.source.witness import Witness
@@ -93,7 +93,7 @@ class CachedSource:
         self.opened, self._pool = opened, BatchPool()
         self._pace = None if opened.request.dir is None else Pace()
         tail = opened.tail
-        self._proof = CutProof(opened.request.source, opened.source, tail) if isinstance(tail, Tail) else None
+        self._proof = Proof(opened.request.source, opened.source, tail) if isinstance(tail, Tail) else None
 
     @property
     def source(self) -> Dataset[Any]:

@@ -26,7 +26,7 @@ from lightning_stocache.source.draws import Draws
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.probe import FEW, MANY, Probe, Read, why_random
-from lightning_stocache.source.proof import BlindSource
+from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.random_split import Split, split, spread
 from lightning_stocache.source.samples import bits, same_sample, stacked
 from lightning_stocache.source.snapshot import Counters
@@ -214,7 +214,7 @@ class _Reading:
         source, tail = parts_of(self.request.source, found)
         encoded = dict[int, list[bytes]]()
         if isinstance(tail, Tail) and tail.is_blind:
-            source = BlindSource(source, tail)
+            source = Proof(self.request.source, source, tail)
         with Probe(source) as probe:
             for index in indices:
                 try:

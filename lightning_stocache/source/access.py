@@ -26,6 +26,7 @@ __all__ = [
     "draws_shards",
     "is_own_iterator",
     "iterate",
+    "load_one",
     "one_per_index",
     "position_of",
     "positions_of",
@@ -106,6 +107,12 @@ def one_per_index(samples: Any, count: int, source: Any) -> list[Any]:
         f"{type(source).__name__}.__getitems__ must return a list of one sample per index, here {count}; got {got}. "
         "Batches cannot be cached: make them in collate_fn"
     )
+
+
+def load_one(source: Any, index: int) -> Any:
+    """A sample, loaded as if it were missing from a batch."""
+    read = batch_reader(source)
+    return source[index] if read is None else one_per_index(read([index]), 1, source)[0]
 
 
 def position_of(key: Any) -> int | None:

@@ -25,10 +25,10 @@ import torch
 
 from lightning_stocache.cache.records import SampleCodec, decoded
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
-from lightning_stocache.source.access import batch_reader, one_per_index
+from lightning_stocache.source.access import load_one
 from lightning_stocache.source.generators import Generators, are_draws_evidence
 from lightning_stocache.source.probe import FEW, SOME, Probe
-from lightning_stocache.source.proof import CutProof
+from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import bits, same_sample, walk
 from lightning_stocache.source.transform_split import UncuttableError
 from lightning_stocache.source.witness import Difference
@@ -248,7 +248,7 @@ def read_again(
     *,
     exact: bool = False,
     finds_lent: bool = False,
-    proof: CutProof | None = None,
+    proof: Proof | None = None,
 ) -> Look:
     """Read stored samples again in this process, and compare them with what is stored. All generators are put back.
 
@@ -276,7 +276,7 @@ def read_again(
                 continue
             start = time.perf_counter_ns()
             try:
-                now = _loaded(source, index) if proof is None else proof.load(index)
+                now = load_one(source, index) if proof is None else proof.load(index)
             except UncuttableError as error:
                 return Look(read + 1, time.perf_counter_ns() - begun, LOST_CUT % error, "uncut")
             except Exception:  # the source is the user's, and may raise anything
@@ -297,7 +297,7 @@ def _is_lent(source: Any, index: int, now: Any) -> bool:
     """Whether two reads of a sample, both alive, lie in the same memory."""
     memory = _memory_of(now)
     with suppress(Exception):  # as above
-        again = _loaded(source, index) if memory else None
+        again = load_one(source, index) if memory else None
         return not memory.isdisjoint(_memory_of(again))
     return False
 
@@ -319,12 +319,6 @@ def _stored(cache: Store, index: int) -> Any:
     """A stored sample; UNREADABLE if there is none."""
     place = cache.place(index, verify=True)
     return UNREADABLE if place == NO_PLACE else next(iter(cache.read(np.array([place]))))
-
-
-def _loaded(source: Any, index: int) -> Any:
-    """A sample, loaded as if it were missing from a batch."""
-    read = batch_reader(source)
-    return source[index] if read is None else one_per_index(read([index]), 1, source)[0]
 
 
 @contextmanager
@@ -354,7 +348,7 @@ def _differs_each_time(source: Any, index: int, now: Any, seed: int) -> bool:
     seen = bits(now)
     try:
         if not are_draws_evidence():
-            return bits(_loaded(source, index)) != seen
+            return bits(load_one(source, index)) != seen
         with Probe(source) as probe:
             return probe.read(source, index, seed).bits != seen
     except Exception:  # as above

@@ -27,8 +27,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from lightning_stocache.source.samples import Path, part_at, refilled, walk, with_part
-from lightning_stocache.source.transform_split import Tail, UncuttableError, Values, reading
+from lightning_stocache.source.samples import Path, refilled, walk, with_part
+from lightning_stocache.source.transform_split import Tail, UncuttableError, Values, reading, unpacked
 
 __all__ = ["LookedAtError", "depends_on_none", "read_blindly"]
 
@@ -38,31 +38,8 @@ _Shown: TypeAlias = Literal["opaque", "None", "one None"]
 
 _MORE_CALLS = 64  # of transforms than usual: a loop may wait for a result that pleases it
 _LIKE = (torch.Tensor, np.ndarray, complex, int, float, str, dict, set)  # classes whose methods an opaque object has
-_FURTHER = (
-    "await",
-    "aenter",
-    "buffer",
-    "bytes",
-    "enter",
-    "exit",
-    "fspath",
-    "getattribute",
-    "next",
-    "setattr",
-    "delattr",
-)
-_OF_CLASSES = (
-    "class",
-    "class_getitem",
-    "dict",
-    "doc",
-    "init",
-    "init_subclass",
-    "module",
-    "new",
-    "subclasshook",
-    "weakref",
-)
+_FURTHER = ("await", "aenter", "buffer", "bytes", "enter", "exit", "fspath", "next")
+_OF_CLASSES = ("class", "dict", "init", "module", "new", "subclasshook", "weakref")  # these make a class
 _METHODS = {name for kind in _LIKE for name in dir(kind) if name.startswith("__")}
 _METHODS |= {f"__{name}__" for name in _FURTHER}
 _METHODS -= {f"__{name}__" for name in _OF_CLASSES}
@@ -183,14 +160,13 @@ class BlindRead:
         """
         if len(self.calls) >= self._most:
             raise self.notes.note("calls it again and again")
-        shown = self._covered(result) if is_named else {key: self._covered(value) for key, value in result.items()}
         has_parts = is_named or len(result) > 1 or isinstance(result[0], dict | tuple)
-        self.calls.append(Call(head, shown, has_parts))
         if self._shown == "one None":
+            self.calls.append(Call(head, dict.fromkeys(result), has_parts))
             return None
-        if is_named:
-            return shown
-        return tuple(shown.values()) if len(shown) > 1 else shown[0]
+        covered = self._covered(result) if is_named else {key: self._covered(value) for key, value in result.items()}
+        self.calls.append(Call(head, covered, has_parts))
+        return unpacked(covered, is_named)
 
     def read(self, read: Callable[[], _T]) -> _T:
         """The result of a function that reads."""
@@ -201,7 +177,10 @@ class BlindRead:
             self.notes.is_open = False
 
     def objection(self, samples: Sequence[Any]) -> str | None:
-        """Why the tail cannot finish the samples that were read; None if it can."""
+        """Why the samples that were read do not hold these objects where the results belong; None if they do.
+
+        Of opaque objects a sample must hold all, each once. None may lie at other places, too.
+        """
         expected = self._expected
         if len(self.calls) != sum(map(len, expected)):
             return f"the transform is called {len(self.calls)} times instead of {sum(map(len, expected))}"
@@ -213,30 +192,16 @@ class BlindRead:
                 if call.head is not head:
                     return "the transforms are called in another order"
                 for key, path in keys:
-                    places |= {(*path, *inner): id(leaf) for inner, leaf in self._opaque_in(call.shown.get(key))}
-            if places != {path: id(leaf) for path, leaf in self._opaque_in(sample)}:
+                    places |= {(*path, *inner): id(leaf) for inner, leaf in self._shown_in(call.shown.get(key))}
+            found = {path: id(leaf) for path, leaf in self._shown_in(sample)}
+            if places != found and (self._shown == "opaque" or not places.items() <= found.items()):
                 return "the sample does not hold the results of the transform at the usual places"
             used.update(places.values())
-        return None if used == self._leaves.keys() else "the sample does not hold all results of the transform"
-
-    def holds_none(self, sample: Any) -> bool:
-        """Whether a sample that was read with None has it where the results belong."""
-        [expected] = self._expected
-        if [call.head for call in self.calls] != [head for head, _ in expected]:
-            return False
-        try:
-            for call, (_, keys) in zip(self.calls, expected, strict=True):
-                for key, path in keys:
-                    inside = [()] if self._shown == "one None" else _paths_of_none(call.shown.get(key))
-                    if any(part_at(sample, (*path, *inner)) is not None for inner in inside):
-                        return False
-        except (LookupError, TypeError, AttributeError):  # the sample has no such place
-            return False
-        return True
+        return None if used.issuperset(self._leaves) else "the sample does not hold all results of the transform"
 
     def uncovered(self, sample: Any) -> Any:
         """The sample with the real results. Containers around them are copied."""
-        for path, leaf in self._opaque_in(sample):
+        for path, leaf in self._shown_in(sample):
             sample = with_part(sample, path, self._leaves[id(leaf)][1])
         return sample
 
@@ -263,13 +228,10 @@ class BlindRead:
         self._leaves[id(leaf)] = leaf, value
         return leaf
 
-    def _opaque_in(self, node: Any) -> list[tuple[Path, Any]]:
-        """The opaque objects in a sample, by path."""
-        return [(path, inner) for path, inner in walk(node) if type(inner) is Opaque]
-
-
-def _paths_of_none(node: Any) -> list[Path]:
-    return [path for path, inner in walk(node) if inner is None]
+    def _shown_in(self, node: Any) -> list[tuple[Path, Any]]:
+        """The opaque objects in a sample, by path; or where it has None."""
+        kind = Opaque if self._shown == "opaque" else type(None)
+        return [(path, inner) for path, inner in walk(node) if type(inner) is kind]
 
 
 def read_blindly(read: Callable[[], Sequence[Any]], indices: Sequence[int], tail: Tail) -> tuple[list[Any], str | None]:
@@ -320,7 +282,7 @@ def depends_on_none(read: Callable[[], Any], index: int, tail: Tail) -> bool:
     for shown in ways:
         blind = BlindRead(tail, [index], shown)
         try:
-            is_held = blind.holds_none(blind.read(read))
+            is_held = blind.objection([blind.read(read)]) is None
         except LookedError:
             is_held = False
         except Exception:  # code that takes a part of the result raises if there is none

@@ -3,22 +3,25 @@
 Two reads of an index under different seeds show that a source is random: a generator has moved, or the bits differ.
 They never show that it is not, as long as a generator may be hidden: RandomErasing(p=0.1) leaves four of five pairs
 equal, and only its draws betray it.
+
+A stream is read once. Its generators are watched meanwhile (`StreamReader`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
+from lightning_stocache.source.access import iterate
 from lightning_stocache.source.generators import Generators, State
 from lightning_stocache.source.samples import Bits, bits, difference
 
-__all__ = ["FEW", "MANY", "SOME", "Probe", "Read", "why_random"]
+__all__ = ["FEW", "MANY", "SOME", "Probe", "Read", "StreamReader", "why_random"]
 
 FEW = 4
 """Samples on which set-up, a look or a comparison relies where each costs a read and nothing is in doubt."""
@@ -122,3 +125,42 @@ def why_random(first: Read, second: Read) -> str | None:
             return f"reading index {read.index} moves the generator of {' and '.join(read.moved)}"
     where = difference(first.bits, second.bits)
     return None if where is None else f"two reads of index {first.index} differ in sample{where}"
+
+
+# ---- of streams ----
+
+_SLOW_NS = 1_000_000  # a sample that takes so long is watched in any case: watching takes 0.05 ms
+
+
+class StreamReader:
+    """Reads a stream from its beginning, and watches whether it draws random numbers for its samples.
+
+    The first sample is left out, because many streams draw their order there. The next 31 are watched, and later those
+    that follow a slow one, so that watching takes at most a twentieth of the stream's time. Not seen are the generators
+    of WebDataset's and `datasets`' shuffling. Shuffling by process-wide generators cannot be told from augmentation.
+
+    Args:
+        source: the stream, whose own generators are watched, too.
+        watched: whether draws matter.
+    """
+
+    def __init__(self, source: Any, watched: bool = True) -> None:
+        self._generators = Generators(source) if watched else None
+        self._stream, self._samples = iterate(source), 0
+        self.moved: str | None = None
+        """The generators that moved while a sample was read, in words; None as long as none has."""
+        self.source_ns = 0
+        """Nanoseconds that the last sample took."""
+
+    def __next__(self) -> Any:
+        """The next sample. Errors of the stream are raised as they are."""
+        is_watched = self._samples > 0 and (self._samples < MANY or self.source_ns > _SLOW_NS)
+        generators = self._generators if is_watched else None
+        with nullcontext(list[str]()) if generators is None else generators.watch() as moved:
+            start = time.perf_counter_ns()
+            sample = next(self._stream)
+            self.source_ns = time.perf_counter_ns() - start
+        if moved:
+            self.moved, self._generators = " and ".join(moved), None
+        self._samples += 1
+        return sample

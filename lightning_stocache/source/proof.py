@@ -31,14 +31,14 @@ import torch
 from torch.utils.data import ConcatDataset, get_worker_info
 
 from lightning_stocache.cache.records import is_image
-from lightning_stocache.source.access import batch_reader, one_per_index
+from lightning_stocache.source.access import load_one
 from lightning_stocache.source.generators import are_draws_evidence
 from lightning_stocache.source.opaque import LookedAtError, depends_on_none, read_blindly
 from lightning_stocache.source.probe import MANY, SOME, Probe, Read, why_random
 from lightning_stocache.source.samples import Bits, bits, part_at, walk
 from lightning_stocache.source.transform_split import Tail, UncuttableError, reading, reads_as_library
 
-__all__ = ["PROVING_SECONDS", "BlindSource", "CutProof", "Proof"]
+__all__ = ["PROVING_SECONDS", "Proof"]
 
 log = logging.getLogger(__name__)
 
@@ -52,50 +52,41 @@ _LEAST_TRIED = 16
 
 
 class Proof:
-    """Compares head and tail with the source.
+    """Proves a cut at set-up, and while samples are served. Each process has a proof of its own.
 
     Args:
         source: the user's dataset.
         head: its copy with the first steps of the transforms.
         tail: the other steps.
-        probe: reads them.
     """
 
-    def __init__(self, source: Any, head: Any, tail: Tail, probe: Probe) -> None:
-        self._source, self._head, self._tail, self._probe = source, head, tail, probe
+    def __init__(self, source: Any, head: Any, tail: Tail) -> None:
+        self._source, self._head, self._tail = source, head, tail
+        self._unproved: int | None = None  # until the first samples are loaded
+        self._looked_at = 0  # samples at whose results code has looked
 
-    def of(self, original: Read) -> Read:
+    # ---- at set-up ----
+
+    def of(self, original: Read, probe: Probe) -> Read:
         """Prove the cut for a sample that was read, and that the head draws nothing. Returns a read of the head.
 
         Raises:
             UncuttableError: head and tail do not make the sample.
         """
-        again = self._probe.read(self._head, original.index, original.seed + 1)  # the tail may change that of `once`
-        once = self._probe.read(self._head, original.index, original.seed)
+        again = probe.read(self._head, original.index, original.seed + 1)  # the tail may change that of `once`
+        once = probe.read(self._head, original.index, original.seed)
         if found := why_random(once, again):
             raise UncuttableError(f"its dataset is random outside the transform ({found})")
-        self._compare(once.sample, original)
+        self._compare(once.sample, original, probe)
         return again
 
-    def at(self, index: int, seed: int, times: int = 1) -> None:
-        """Prove the cut for another sample, under seeds that are searched for.
-
-        Raises:
-            UncuttableError: head and tail do not make the sample.
-            Exception: an error of the source.
-        """
-        sample = self._probe.read(self._head, index, seed).sample
-        for chosen in self._telling_seeds(sample, index, seed, times):
-            original = self._probe.read(self._source, index, chosen)
-            self._probe.generators.seed(chosen)
-            self._compare(copy.deepcopy(sample), original)
-
-    def go_on(self, indices: Sequence[int], least: int) -> int:
+    def of_others(self, indices: Sequence[int], least: int, probe: Probe) -> int:
         """Prove the cut for more samples. Returns how many are left for epoch one.
 
         Args:
             indices: their indices.
             least: how many of them are compared in any case.
+            probe: reads them.
 
         Raises:
             UncuttableError: head and tail do not make one of them.
@@ -105,33 +96,35 @@ class Proof:
             if number >= least and time.perf_counter() - begin > PROVING_SECONDS:
                 return len(indices) - number
             try:
-                self.at(index, 2 * len(self._source) + number * _TRIED)
+                self._prove(index, 2 * len(self._source) + number * _TRIED, 1, probe)
             except UncuttableError:
                 raise
             except Exception:  # the source is the user's: no sampler may ever ask for the index
                 continue
         return 0
 
-    def is_blind(self, reads: Sequence[Read]) -> bool:
+    def is_blind(self, reads: Sequence[Read], probe: Probe) -> bool:
         """Whether the code behind the transforms looks at none of the results in some samples.
 
         Args:
             reads: reads of the head. Their samples are read blindly, as is the first of each part of a ConcatDataset.
+            probe: reads them.
         """
         if not self._tail.heads:  # the code behind a format is that of its library, if no subclass changes it
             return reads_as_library(self._source)
         with_none = [read.index for read in reads[:2]]
-        if any(self._is_looked_at(read.index, read.bits, with_none=read.index in with_none) for read in reads):
-            return False
+        for read in reads:
+            if self._is_looked_at(read.index, read.bits, read.index in with_none, probe):
+                return False
         parts = [0, *self._source.cumulative_sizes[:-1]] if type(self._source) is ConcatDataset else []
         try:
-            return not any(self._is_looked_at(index, None, with_none=True) for index in parts)
+            return not any(self._is_looked_at(index, None, True, probe) for index in parts)
         except Exception:  # the source is the user's: no sampler may ever ask for the index
             return False
 
-    def _is_looked_at(self, index: int, expected: Bits | None, *, with_none: bool) -> bool:
+    def _is_looked_at(self, index: int, expected: Bits | None, with_none: bool, probe: Probe) -> bool:
         """Whether code looks at a result in a sample, whose bits may be known."""
-        read = partial(self._probe.sample, self._head, index, 2 * index)
+        read = partial(probe.sample, self._head, index, 2 * index)
         try:
             [sample], objection = read_blindly(lambda: [read()], [index], self._tail)
         except LookedAtError:
@@ -142,97 +135,18 @@ class Proof:
             return expected is not None
         return with_none and depends_on_none(read, index, self._tail)
 
-    def _compare(self, sample: Any, original: Read) -> None:
-        """Compare a sample of the head, finished from here on, with that of the source."""
-        index, tail = original.index, self._tail
-        whole = tail.of_batch(sample, index) if isinstance(index, list) else tail(sample, index)
-        if self._probe.generators.moved(original.after) or bits(whole) != original.bits:
-            raise UncuttableError(
-                "its random steps, run after the dataset, do not give its sample again under the same seed (does a "
-                "sample need their result?)"
-            )
+    # ---- while samples are served ----
 
-    def _telling_seeds(self, sample: Any, index: int, seed: int, count: int) -> list[int]:
-        """Up to `count` of some seeds: those under which the tail gives the most unusual results first."""
-        begin = time.perf_counter()
-        results = dict[int, list[_Leaf]]()
-        for tried in range(seed, seed + _TRIED):
-            self._probe.generators.seed(tried)
-            try:
-                results[tried] = self._results(self._tail(copy.deepcopy(sample), index), index)
-            except Exception:  # of the user's transform, or a class that cannot be copied
-                log.debug("the tail cannot be run for sample %d", index, exc_info=True)
-                break
-            if len(results) >= _LEAST_TRIED and time.perf_counter() - begin > _TRYING_SECONDS:
-                break
-        if not results:
-            return [seed]
-        seen = Counter(_form(leaves) for leaves in results.values())
-        chosen = [min(results, key=lambda tried: seen[_form(results[tried])])]
-        for number in range(min(map(len, results.values()))):
-            chosen.append(min(results, key=lambda tried: results[tried][number].size))
-            chosen.append(min(results, key=lambda tried: results[tried][number].total))
-            chosen.append(max(results, key=lambda tried: results[tried][number].total))
-        if count == 1:
-            return [chosen[seed // _TRIED % len(chosen)]]  # another one for each sample
-        return list(dict.fromkeys((*chosen, *results)))[:count]
+    def __getitem__(self, index: int) -> Any:
+        """A sample of the head, which is read blindly.
 
-    def _results(self, whole: Any, index: int) -> list[_Leaf]:
-        """What the tail has made, leaf by leaf."""
-        paths = [path for _, places in self._tail.calls(index) for _, path in places]
-        parts = [part_at(whole, path) for path in dict.fromkeys(paths)] if paths else [whole]
-        return [_leaf_of(node) for part in parts for _, node in walk(part)]
-
-
-class _Leaf(NamedTuple):
-    """The features of a result by which code might tell it from others."""
-
-    kind: type
-    shape: tuple[int, ...]
-    size: float
-    total: float
-
-
-def _leaf_of(node: Any) -> _Leaf:
-    kind = type(node)
-    if issubclass(kind, int | float):
-        return _Leaf(kind, (), 0.0, float(node))
-    if issubclass(kind, torch.Tensor | np.ndarray):
-        is_number = not issubclass(kind, np.ndarray) or node.dtype.kind in "buif"
-        shape, total = tuple(node.shape), float(node.sum()) if is_number else 0.0
-    elif is_image(kind):
-        shape, total = node.size, 0.0
-    else:
-        shape, total = (len(node),) if hasattr(kind, "__len__") else (), 0.0
-    return _Leaf(kind, shape, float(math.prod(shape)), total)
-
-
-def _form(leaves: Sequence[_Leaf]) -> tuple[tuple[type, tuple[int, ...]], ...]:
-    return tuple((leaf.kind, leaf.shape) for leaf in leaves)
-
-
-def times_for(looked_at: int) -> int:
-    """How often a sample that code looks at is compared, after some others of this kind."""
-    return SOME if looked_at * SOME < MANY else 1
-
-
-# ---- while samples are served ----
-
-
-class CutProof:
-    """Proves a cut while its samples are read. Each process has a proof of its own.
-
-    Args:
-        source: the user's dataset.
-        head: its copy with the first steps of the transforms.
-        tail: the other steps.
-    """
-
-    def __init__(self, source: Any, head: Any, tail: Tail) -> None:
-        self._source, self._head, self._tail = source, head, tail
-        self._is_blind = tail.is_blind
-        self._unproved: int | None = None  # until the first samples are loaded
-        self._looked_at = 0  # samples at whose results code has looked
+        Raises:
+            UncuttableError: the tail cannot finish it.
+        """
+        [sample], objection = read_blindly(lambda: [self._head[index]], [index], self._tail)
+        if objection is not None:
+            raise UncuttableError(objection)
+        return sample
 
     def read(self, read: Callable[[], Sequence[Any]], indices: Sequence[int]) -> tuple[list[Any], str | None]:
         """Samples of the head, and why the tail cannot finish one of them.
@@ -245,12 +159,13 @@ class CutProof:
             UncuttableError: head and tail do not make the samples of the source.
             Exception: an error of the source.
         """
-        if self._is_blind:
+        if self._tail.is_blind:
             try:
                 return read_blindly(read, indices, self._tail)
             except LookedAtError as looked:
                 for index in indices:
-                    self._compare(index, times_for(self._looked_at), looked)
+                    is_new = self._looked_at * SOME < MANY
+                    self._prove_served(index, SOME if is_new else 1, looked)
                     self._looked_at += 1
         before = self._calls
         samples = list(read())
@@ -272,7 +187,7 @@ class CutProof:
         for index in indices[:count]:
             self._unproved -= 1
             try:
-                self._compare(index, 1)
+                self._prove_served(index, 1)
             except UncuttableError:
                 raise
             except Exception:  # the sample itself could be read
@@ -285,48 +200,92 @@ class CutProof:
             UncuttableError: head and tail do not make the sample of the source.
             Exception: an error of the source.
         """
-        if not self._is_blind:
-            self._compare(index, _LOOKED)
-        [sample], _ = self.read(partial(_read_head, self._head, index), [index])
+        if not self._tail.is_blind:
+            self._prove_served(index, _LOOKED)
+        [sample], _ = self.read(lambda: [load_one(self._head, index)], [index])
         return sample
 
     @property
     def _calls(self) -> int:
         return sum(head.calls.count for head in self._tail.heads)
 
-    def _compare(self, index: int, times: int, doubt: LookedAtError | None = None) -> None:
+    def _prove_served(self, index: int, times: int, doubt: LookedAtError | None = None) -> None:
         if not are_draws_evidence():  # another thread may draw: nothing can be compared
             if doubt is not None:
                 raise doubt
             return
         seed = random.Random().getrandbits(30)  # not of a process-wide generator, whose draws are the user's
         with Probe(self._source) as probe, reading(self._tail.heads):
-            Proof(self._source, self._head, self._tail, probe).at(index, seed, times)
+            self._prove(index, seed, times, probe)
+
+    # ---- one comparison ----
+
+    def _prove(self, index: int, seed: int, times: int, probe: Probe) -> None:
+        """Prove the cut for a sample, some times under seeds that are searched for."""
+        sample = probe.read(self._head, index, seed).sample
+        for chosen in self._telling_seeds(sample, index, seed, times, probe):
+            original = probe.read(self._source, index, chosen)
+            probe.generators.seed(chosen)
+            self._compare(copy.deepcopy(sample), original, probe)
+
+    def _compare(self, sample: Any, original: Read, probe: Probe) -> None:
+        """Compare a sample of the head, finished from here on, with that of the source."""
+        index, tail = original.index, self._tail
+        whole = tail.of_batch(sample, index) if isinstance(index, list) else tail(sample, index)
+        if probe.generators.moved(original.after) or bits(whole) != original.bits:
+            raise UncuttableError(
+                "its random steps, run after the dataset, do not give its sample again under the same seed (does a "
+                "sample need their result?)"
+            )
+
+    def _telling_seeds(self, sample: Any, index: int, seed: int, count: int, probe: Probe) -> list[int]:
+        """Up to `count` of some seeds: those under which the tail gives the most unusual results first."""
+        begin = time.perf_counter()
+        results = dict[int, list[_Leaf]]()
+        for tried in range(seed, seed + _TRIED):
+            probe.generators.seed(tried)
+            try:
+                results[tried] = self._results(self._tail(copy.deepcopy(sample), index), index)
+            except Exception:  # of the user's transform, or a class that cannot be copied
+                log.debug("the tail cannot be run for sample %d", index, exc_info=True)
+                break
+            if len(results) >= _LEAST_TRIED and time.perf_counter() - begin > _TRYING_SECONDS:
+                break
+        if not results:
+            return [seed]
+        forms = {tried: tuple((leaf.kind, leaf.shape) for leaf in leaves) for tried, leaves in results.items()}
+        seen = Counter(forms.values())
+        chosen = [min(results, key=lambda tried: seen[forms[tried]])]
+        for number in range(min(map(len, results.values()))):
+            chosen.append(min(results, key=lambda tried: math.prod(results[tried][number].shape)))
+            chosen.append(min(results, key=lambda tried: results[tried][number].total))
+            chosen.append(max(results, key=lambda tried: results[tried][number].total))
+        if count == 1:
+            return [chosen[seed // _TRIED % len(chosen)]]  # another one for each sample
+        return list(dict.fromkeys((*chosen, *results)))[:count]
+
+    def _results(self, whole: Any, index: int) -> list[_Leaf]:
+        """What the tail has made, leaf by leaf."""
+        paths = [path for _, places in self._tail.calls(index) for _, path in places]
+        parts = [part_at(whole, path) for path in dict.fromkeys(paths)] if paths else [whole]
+        return [_leaf_of(node) for part in parts for _, node in walk(part)]
 
 
-class BlindSource:
-    """The head of a source, each of whose samples is read blindly.
+class _Leaf(NamedTuple):
+    """The features of a result by which code might tell it from others."""
 
-    Args:
-        head: the copy with the first steps of the transforms.
-        tail: the other steps.
-    """
-
-    def __init__(self, head: Any, tail: Tail) -> None:
-        self._head, self._tail = head, tail
-
-    def __getitem__(self, index: int) -> Any:
-        """A sample.
-
-        Raises:
-            UncuttableError: the tail cannot finish it.
-        """
-        [sample], objection = read_blindly(lambda: [self._head[index]], [index], self._tail)
-        if objection is not None:
-            raise UncuttableError(objection)
-        return sample
+    kind: type
+    shape: tuple[int, ...]
+    total: float = 0.0
 
 
-def _read_head(head: Any, index: int) -> list[Any]:
-    read = batch_reader(head)
-    return [head[index]] if read is None else one_per_index(read([index]), 1, head)
+def _leaf_of(node: Any) -> _Leaf:
+    kind = type(node)
+    if issubclass(kind, int | float):
+        return _Leaf(kind, (), float(node))
+    if issubclass(kind, torch.Tensor | np.ndarray):
+        is_number = not issubclass(kind, np.ndarray) or node.dtype.kind in "buif"
+        return _Leaf(kind, tuple(node.shape), float(node.sum()) if is_number else 0.0)
+    if is_image(kind):
+        return _Leaf(kind, node.size)
+    return _Leaf(kind, (len(node),) if hasattr(kind, "__len__") else ())

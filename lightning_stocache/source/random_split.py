@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from torch.utils.data import ConcatDataset, Dataset, Subset
@@ -42,23 +42,21 @@ from lightning_stocache.source.probe import FEW, MANY, SOME, Probe, Read, why_ra
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import Path, bits, walk
 from lightning_stocache.source.transform_split import (
-    ConcatCut,
     Cut,
-    FormatCut,
     Head,
     Places,
-    Section,
     Site,
     Tail,
-    TransformCut,
     UncuttableError,
     Values,
+    arguments,
     draws_by_itself,
     format_of,
     packed,
     part_of,
     sites_of,
     steps_of,
+    unpacked,
     with_transforms,
 )
 
@@ -143,14 +141,13 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
         pairs = list(_pairs(source, probe, indices, more))
         originals, again = zip(*pairs, strict=True)
         moved = next(filter(None, map(why_random, originals, again)), None)
+        reason = None
         if any(ASKED in read.moved for read in originals):
             reason = f"its reads ask {ASKED}, whose answers may change at any time"
-            return Split(source, again, probe.reads, reason=reason)
-        if moved is None and probe.always:  # another thread may draw now and then, but not during each read
+        elif moved is None and probe.always:  # another thread may draw now and then, but not during each read
             reason = f"it is random (each read moves the generator of {' and '.join(sorted(probe.always))})"
+        if reason is not None or moved is None:
             return Split(source, again, probe.reads, reason=reason)
-        if moved is None:
-            return Split(source, again, probe.reads)
         reasons = []
         for named in (True, False):
             try:
@@ -158,15 +155,15 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
                 if cut is None:
                     return Split(source, again, probe.reads)
                 head, tail = cut.apply(source)
-                heads = tuple(Proof(source, head, tail, probe).of(original) for original in originals)
+                proof = Proof(source, head, tail)
+                heads = tuple(proof.of(original, probe) for original in originals)
                 if batch_reader(source) is not None:
-                    Proof(source, head, tail, probe).of(probe.read(source, [read.index for read in again[:2]], 0))
-                proof = Proof(source, head, tail, probe)
-                if proof.is_blind(heads):
+                    proof.of(probe.read(source, [read.index for read in again[:2]], 0), probe)
+                if proof.is_blind(heads, probe):
                     cut = replace(cut, is_blind=True)
                 else:
-                    others = _others(len(source), domain)
-                    cut = replace(cut, unproved=proof.go_on(others, SOME - len(originals)))
+                    unproved = proof.of_others(_others(len(source), domain), SOME - len(originals), probe)
+                    cut = replace(cut, unproved=unproved)
                 head, tail = cut.apply(source)
                 return Split(head, heads, probe.reads, tail, cut)
             except UncuttableError as error:
@@ -244,16 +241,16 @@ def _cut(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut 
         inside = [(replace(first, index=int(source.indices[first.index])), again) for first, again in pairs]
         return _cut(source.dataset, inside, probe, named)
     if type(source) is not ConcatDataset:
-        return FormatCut() if format_of(source) is not None else _cut_transforms(source, pairs, probe, named)
+        return Cut() if format_of(source) is not None else _cut_transforms(source, pairs, probe, named)
     cuts: list[Cut | None] = []
     for part, end in zip(cast(Any, source.datasets), source.cumulative_sizes, strict=True):
         shifted = ((replace(first, index=first.index % len(source) - end + len(part)), again) for first, again in pairs)
         inside = [pair for pair in shifted if 0 <= pair[0].index < len(part)] or [probe.read_twice(part, 0)]
         cut = _cut(part, inside, probe, named) if any(why_random(*pair) for pair in inside) else None
         if cut is not None:
-            Proof(part, *cut.apply(part), probe).of(inside[0][0])
+            Proof(part, *cut.apply(part)).of(inside[0][0], probe)
         cuts.append(cut)
-    return ConcatCut(tuple(cuts)) if any(cuts) else None
+    return Cut(parts=tuple(cuts)) if any(cuts) else None
 
 
 def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut | None:
@@ -276,7 +273,7 @@ def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bo
     for first, again in pairs:
         once, calls = _recorded(source, ends, first, probe)
         if ends != length:
-            cuts.add(TransformCut(tuple(ends.items()), _places(chain, calls, once.sample)))
+            cuts.add(Cut(tuple(_placed(chain, ends, calls, once.sample))))
         elif found := why_random(once, _recorded(source, ends, replace(again, index=first.index), probe)[0]):
             raise UncuttableError(f"its dataset is random outside the transform ({found})")
         elif once.bits != first.bits:
@@ -289,8 +286,7 @@ def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bo
 # ---- the calls of transforms ----
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """A call of a possible transform, noted at its end.
 
     Args:
@@ -311,7 +307,7 @@ class _Call:
 
 
 class _Recorder(Head):
-    """Stands for a callable of a dataset: runs it whole, or its first steps if `ends` has their number."""
+    """Stands for a callable of a dataset: runs its first `end` steps, or all, and notes which of them draw."""
 
     def __init__(
         self, site: Site, function: Any, *, ends: Mapping[Site, int | None], calls: list[_Call], generators: Generators
@@ -321,25 +317,25 @@ class _Recorder(Head):
         self._is_single = end is None and self.end == 1  # it may be no transform, and return anything
         self._site, self._noted, self._generators = site, calls, generators
         self._reading = threading.get_ident()
-        self._moved = list[bool]()
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         if threading.get_ident() != self._reading:
             raise UncuttableError("its transform is called by another thread than the one that reads")
-        before, self._moved = len(self._noted), []
-        with self._generators.watch() as moved:
-            result = (self.transform if self._is_single else super().__call__)(*values, **named)
-        steps = [bool(moved)] if self._is_single else self._moved
-        given: Values = {**dict(enumerate(values)), **named}  # type: ignore[dict-item]
-        self._noted.append(_Call(self._site, self.transform, given, result, steps, before))
+        before, moved = len(self._noted), list[bool]()
+        given = arguments(values, named)
+        if self._is_single:
+            with self._generators.watch() as names:
+                result = self.transform(*values, **named)
+            moved.append(bool(names))
+        else:
+            stepped = given
+            for position in range(self.end):
+                with self._generators.watch() as names:
+                    stepped = self.run(stepped, position, position + 1)
+                moved.append(bool(names))
+            result = unpacked(stepped, bool(named))
+        self._noted.append(_Call(self._site, self.transform, given, result, moved, before))
         return result
-
-    def run(self, values: Values) -> Values:
-        for position in range(cast(int, self.end)):
-            with self._generators.watch() as moved:
-                values = Section(self.transform, position, position + 1).run(values)
-            self._moved.append(bool(moved))
-        return values
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -377,11 +373,13 @@ def _chain(calls: list[_Call], random: set[Site], named: bool) -> Iterator[tuple
             yield call.site, follows
 
 
-def _places(chain: Sequence[tuple[Site, bool]], calls: Sequence[_Call], sample: Any) -> tuple[tuple[Site, Places], ...]:
-    """The places in the sample of the results of each call, by identity. Two calls may return the same object."""
+def _placed(
+    chain: Sequence[tuple[Site, bool]], ends: Mapping[Site, int], calls: Sequence[_Call], sample: Any
+) -> Iterator[tuple[Site, int, Places]]:
+    """The calls of a cut, whose results are found in the sample by identity. Two may return the same object."""
     if [site for site, _ in chain] != [call.site for call in calls]:
         raise UncuttableError(_NOT_ALIKE)
-    free, used, found = list(walk(sample)), list[tuple[Path, Any]](), []
+    free, used = list(walk(sample)), list[tuple[Path, Any]]()
     for (site, follows), call in zip(chain, calls, strict=True):
         places: list[tuple[int | str, Path]] = []
         for key, value in packed(call.result, call.values).items():
@@ -394,8 +392,7 @@ def _places(chain: Sequence[tuple[Site, bool]], calls: Sequence[_Call], sample: 
                 raise UncuttableError(_NOT_HELD)
         if not places:
             raise UncuttableError(_NOT_HELD)
-        found.append((site, tuple(places)))
-    return tuple(found)
+        yield site, ends[site], tuple(places)
 
 
 def _has_data(values: Iterable[Any]) -> bool:

@@ -2,10 +2,10 @@
 
 A source is cut, through any depth of Subset,
 
-- by its transforms (`TransformCut`): whatever its `__getitem__` calls that it holds in an attribute, in a list or dict,
-  as a method of its own, or in a dataset inside it;
-- by parts (`ConcatCut`), if it is a ConcatDataset: each part has a cut of its own;
-- by its format (`FormatCut`), if it is a dataset of Hugging Face with a transform.
+- by its transforms: whatever its `__getitem__` calls that it holds in an attribute, in a list or dict, as a method of
+  its own, or in a dataset inside it;
+- by parts, if it is a ConcatDataset: each part has a cut of its own;
+- by its format, if it is a dataset of Hugging Face with a transform.
 
 Nested Composes and Sequentials of torchvision are one flat list of steps; a Compose of albumentations or MONAI has the
 steps that it holds itself. Steps are called as the whole transform is: with one value, with several, or by keywords.
@@ -20,12 +20,11 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from inspect import getattr_static
 from typing import Any, TypeAlias
 
@@ -36,17 +35,14 @@ from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.samples import Path, part_at, with_part
 
 __all__ = [
-    "ConcatCut",
     "Cut",
-    "FormatCut",
     "Head",
     "Places",
-    "Section",
     "Site",
     "Tail",
-    "TransformCut",
     "UncuttableError",
     "Values",
+    "arguments",
     "draws_by_itself",
     "format_of",
     "packed",
@@ -55,6 +51,7 @@ __all__ = [
     "reads_as_library",
     "sites_of",
     "steps_of",
+    "unpacked",
     "with_transforms",
 ]
 
@@ -76,21 +73,29 @@ class UncuttableError(ValueError):
 
 
 @dataclass(frozen=True)
-class Cut(ABC):
+class Cut:
     """Where a source is cut. Found by `split` in one process, it can be applied to the same source in another.
 
     Args:
+        calls: the calls of cut transforms for a sample, in order: where the source holds the transform, how many of its
+            steps stay there, and where the values of the call lie in the sample.
+        parts: the cuts of the parts of a ConcatDataset; None for a deterministic part.
         is_blind: whether the code behind the transforms looks at none of their results (`opaque`).
         unproved: how many samples of head and tail have still to be compared with the source's.
     """
 
-    is_blind: bool = field(default=False, kw_only=True, compare=False, repr=False)
-    unproved: int = field(default=0, kw_only=True, compare=False, repr=False)
+    calls: tuple[tuple[Site, int, Places], ...] = ()
+    parts: tuple[Cut | None, ...] = ()
+    is_blind: bool = field(default=False, compare=False, repr=False)
+    unproved: int = field(default=0, compare=False, repr=False)
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Where the values that the tail works on lie in every sample."""
-        return ()
+        """Where the values that the tail works on lie in every sample; of parts, if it is the same in all."""
+        of_parts = {() if part is None else part.paths for part in self.parts}
+        if len(of_parts) == 1:
+            return of_parts.pop()
+        return tuple(dict.fromkeys(path for *_, places in self.calls for _, path in places))
 
     def apply(self, source: Any) -> tuple[Any, Tail]:
         """The deterministic copy of `source` and the tail, without a read.
@@ -98,99 +103,102 @@ class Cut(ABC):
         Raises:
             ValueError: `source` holds no transform that could be cut.
         """
-        subsets, inner = [], source
-        while type(inner) is Subset:
-            subsets.append(inner)
-            inner = inner.dataset
-        clone, tail = self._apply(inner)
-        for subset in reversed(subsets):
-            inside, clone = clone, copy.copy(subset)
-            clone.dataset = inside
-            tail = tail.within(subset.indices)
+        clone: Any
+        tail: Tail
+        if type(source) is Subset:
+            clone = copy.copy(source)
+            clone.dataset, tail = self.apply(source.dataset)
+            tail.subsets.insert(0, source.indices)
+        elif self.parts:
+            parts = zip(self.parts, source.datasets, strict=True)
+            heads, tails = zip(*[(part, None) if cut is None else cut.apply(part) for cut, part in parts], strict=True)
+            clone = copy.copy(source)
+            clone.datasets = list(heads)
+            tail = Tail(parts=tails, ends=source.cumulative_sizes)
+        elif (transform := format_of(source)) is not None:
+            clone = copy.copy(source)
+            clone.set_transform(_as_it_is, source.format["columns"], source.format["output_all_columns"])
+            tail = _FormatTail(transform, source.format["columns"])
+        else:
+            first = {site: Head(part_of(source, site), end) for site, end, _ in self.calls}
+            clone = with_transforms(source, first, lambda site, _: first[site])
+            tail = Tail([(first[site], places) for site, _, places in self.calls])
         tail.is_blind, tail.unproved = self.is_blind, self.unproved
         return clone, tail
 
-    @abstractmethod
-    def _apply(self, source: Any) -> tuple[Any, Tail]: ...
 
-
-class Tail(ABC):
-    """The random rest of a source, with its `steps`. The given samples keep their containers.
+class Tail:
+    """The random rest of a source. The given samples keep their containers.
 
     The copy of the source has the `heads` of the transforms. It calls them as `calls` says for a sample like those that
     `split` has read; any other sample cannot be finished.
+
+    Args:
+        calls: the heads that the copy calls for each sample, in their order, and where their results lie in it.
+        parts: the tails of the parts of a ConcatDataset; None for a deterministic part.
+        ends: the number of samples up to the end of each part.
+
+    Attributes:
+        heads: all of them.
+        steps: the steps that follow the heads.
+        subsets: the indices of the Subsets around the dataset that was cut, the outermost first.
+        is_blind: `Cut.is_blind`.
+        unproved: `Cut.unproved`.
     """
 
-    steps: Sequence[Callable[..., Any]]
-    heads: Sequence[Head] = ()
     is_blind = False
     unproved = 0
 
-    def calls(self, index: int) -> Sequence[tuple[Head, Places]]:
-        """The heads that the copy calls for a sample, in their order, and where their results lie in it."""
-        return ()
+    def __init__(
+        self,
+        calls: Sequence[tuple[Head, Places]] = (),
+        parts: Sequence[Tail | None] = (),
+        ends: Sequence[int] = (),
+    ) -> None:
+        self._calls, self._parts, self._ends = calls, parts, ends
+        self.heads = list(dict.fromkeys(head for head, _ in calls))
+        self.steps = [step for head in self.heads for step in head.steps[head.end :]]
+        self.subsets = list[Sequence[int]]()
+        for part in parts:
+            if part is not None:
+                self.heads += part.heads
+                self.steps += part.steps
 
     def __str__(self) -> str:
         return ", ".join(map(_step_name, self.steps))
 
-    @abstractmethod
     def __call__(self, sample: Any, index: int) -> Any:
         """Finish a sample of the split source."""
+        if self._parts:
+            part, inner = self._part(index)
+            return sample if part is None else part(sample, inner)
+        for head, places in self._calls:
+            values = head.run({key: part_at(sample, path) for key, path in places}, head.end)
+            for key, path in places:
+                sample = with_part(sample, path, values[key])
+        return sample
 
     def of_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Finish samples that the source loads in one call."""
         return list(map(self, samples, indices))
 
-    def within(self, indices: Sequence[int]) -> Tail:
-        """The tail of a Subset with these indices."""
-        return self
+    def calls(self, index: int) -> Sequence[tuple[Head, Places]]:
+        """The heads that the copy calls for a sample, in their order, and where their results lie in it."""
+        if self._parts:
+            part, inner = self._part(index)
+            return () if part is None else part.calls(inner)
+        return self._calls
+
+    def _part(self, index: int) -> tuple[Tail | None, int]:
+        """The tail of the part in which an index lies, and the index in that part."""
+        for indices in self.subsets:
+            index = int(indices[index])
+        index %= self._ends[-1]
+        part = bisect_right(self._ends, index)
+        return self._parts[part], index - (self._ends[part - 1] if part else 0)
 
 
 # ---- by transforms ----
-
-
-@dataclass(frozen=True)
-class TransformCut(Cut):
-    """A cut in transforms.
-
-    Args:
-        ends: how many steps of each cut transform stay in the source.
-        calls: the calls of these transforms for a sample, in order, and where the values of each lie.
-    """
-
-    ends: tuple[tuple[Site, int], ...]
-    calls: tuple[tuple[Site, Places], ...]
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The places of all calls."""
-        return tuple(dict.fromkeys(path for _, places in self.calls for _, path in places))
-
-    def _apply(self, source: Any) -> tuple[Any, Tail]:
-        ends, heads = dict(self.ends), dict[Site, Head]()
-        rests = {site: Section(part_of(source, site), end) for site, end in self.ends}
-        clone = with_transforms(source, ends, lambda site, held: heads.setdefault(site, Head(held, ends[site])))
-        return clone, _TransformTail([(heads[site], rests[site], places) for site, places in self.calls])
-
-
-class Section:
-    """Some consecutive steps of a transform, from `begin` on; to the last one if there is no `end`."""
-
-    def __init__(self, transform: Callable[..., Any], begin: int, end: int | None = None) -> None:
-        self.transform: Any = transform
-        self.begin, self.end = begin, end
-        self.steps = steps_of(transform)[begin:end]
-
-    def run(self, values: Values) -> Values:
-        """Run the steps on the values of a call."""
-        # A copy for each call: new generators of the whole transform reach the copy.
-        if _is_compose(self.transform) and not (draws_by_itself(self.transform) and self.end is not None):
-            section: Any = copy.copy(self.transform)
-            section.transforms = self.transform.transforms[self.begin : self.end]
-            return _called(section, values)
-        for step in self.steps:
-            values = _called(step, values)
-        return values
 
 
 class Calls(threading.local):
@@ -205,16 +213,18 @@ class Calls(threading.local):
         return Calls, ()
 
 
-class Head(Section):
+class Head:
     """The first `end` steps of a transform, called as the transform is.
 
     Attributes:
+        steps: all steps of the transform.
         calls: the calls in each thread.
         is_strayed: whether another thread has called it than one that reads: nobody can tell for which sample.
     """
 
     def __init__(self, transform: Callable[..., Any], end: int) -> None:
-        super().__init__(transform, 0, end)
+        self.transform: Any = transform
+        self.end, self.steps = end, steps_of(transform)
         self.calls = Calls()
         self.is_strayed = False
 
@@ -222,13 +232,34 @@ class Head(Section):
         """Run the steps. Several values come back as a tuple, named ones as a dict."""
         self.calls.count += 1
         self.is_strayed |= not self.calls.is_reading
-        call: Values = {**dict(enumerate(values)), **named}  # type: ignore[dict-item]
-        result = self.run(call) if self.end else call
-        if self.calls.show is not None:
-            return self.calls.show(self, result, bool(named))
-        if named:
-            return result
-        return tuple(result.values()) if len(result) > 1 else result[0]
+        result = self.run(arguments(values, named), 0, self.end)
+        show = unpacked if self.calls.show is None else partial(self.calls.show, self)
+        return show(result, bool(named))
+
+    def run(self, values: Values, begin: int, end: int | None = None) -> Values:
+        """Run some consecutive steps of the transform on the values of a call; to the last one if there is no `end`."""
+        if begin == end:
+            return values
+        # A copy for each call: new generators of the whole transform reach the copy.
+        if _is_compose(self.transform) and not (draws_by_itself(self.transform) and end is not None):
+            section: Any = copy.copy(self.transform)
+            section.transforms = self.transform.transforms[begin:end]
+            return _called(section, values)
+        for step in self.steps[begin:end]:
+            values = _called(step, values)
+        return values
+
+
+def arguments(values: Sequence[Any], named: Mapping[Any, Any]) -> Values:
+    """The arguments of a call."""
+    return {**dict(enumerate(values)), **named}
+
+
+def unpacked(result: Values, is_named: bool) -> Any:
+    """The result of a call as its caller gets it: several values as a tuple, named ones as a dict."""
+    if is_named:
+        return result
+    return tuple(result.values()) if len(result) > 1 else result[0]
 
 
 @contextmanager
@@ -242,25 +273,6 @@ def reading(heads: Sequence[Head], show: Callable[[Any, Values, bool], Any] | No
     finally:
         for head, (is_reading, outer) in zip(heads, before, strict=True):
             head.calls.is_reading, head.calls.show = is_reading, outer
-
-
-class _TransformTail(Tail):
-    """The other steps of each call, applied to those objects of a sample that the heads made, which lie at places."""
-
-    def __init__(self, calls: Sequence[tuple[Head, Section, Places]]) -> None:
-        self._calls = calls
-        self.heads = list(dict.fromkeys(head for head, _, _ in calls))
-        self.steps = [step for rest in dict.fromkeys(rest for _, rest, _ in calls) for step in rest.steps]
-
-    def __call__(self, sample: Any, index: int) -> Any:
-        for _, rest, places in self._calls:
-            values = rest.run({key: part_at(sample, path) for key, path in places})
-            for key, path in places:
-                sample = with_part(sample, path, values[key])
-        return sample
-
-    def calls(self, index: int) -> Sequence[tuple[Head, Places]]:
-        return [(head, places) for head, _, places in self._calls]
 
 
 def _called(step: Callable[..., Any], values: Values) -> Values:
@@ -287,82 +299,15 @@ def _has_names(values: Values) -> bool:
     return any(isinstance(key, str) for key in values)
 
 
-# ---- by the parts of a ConcatDataset ----
-
-
-@dataclass(frozen=True)
-class ConcatCut(Cut):
-    """The cuts of the parts of a ConcatDataset; None for a deterministic part."""
-
-    parts: tuple[Cut | None, ...]
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The paths of the parts, if these are equal."""
-        paths = {() if part is None else part.paths for part in self.parts}
-        return paths.pop() if len(paths) == 1 else ()
-
-    def _apply(self, source: Any) -> tuple[Any, Tail]:
-        parts = zip(self.parts, source.datasets, strict=True)
-        heads, tails = zip(*[(part, None) if cut is None else cut.apply(part) for cut, part in parts], strict=True)
-        clone = copy.copy(source)
-        clone.datasets = list(heads)
-        return clone, _ConcatTail(tails, source.cumulative_sizes)
-
-
-class _ConcatTail(Tail):
-    """Finishes each sample as its part does; None for a deterministic part."""
-
-    def __init__(
-        self, tails: Sequence[Tail | None], ends: Sequence[int], subsets: Sequence[Sequence[int]] = ()
-    ) -> None:
-        self._tails, self._ends, self._subsets = tails, ends, subsets
-        cut = [tail for tail in tails if tail is not None]
-        self.steps = [step for tail in cut for step in tail.steps]
-        self.heads = [head for tail in cut for head in tail.heads]
-
-    def __call__(self, sample: Any, index: int) -> Any:
-        tail, inner = self._part(index)
-        return sample if tail is None else tail(sample, inner)
-
-    def calls(self, index: int) -> Sequence[tuple[Head, Places]]:
-        tail, inner = self._part(index)
-        return () if tail is None else tail.calls(inner)
-
-    def within(self, indices: Sequence[int]) -> Tail:
-        return _ConcatTail(self._tails, self._ends, (indices, *self._subsets))
-
-    def _part(self, index: int) -> tuple[Tail | None, int]:
-        """The tail of the part in which an index lies, and the index in that part."""
-        for indices in self._subsets:
-            index = int(indices[index])
-        index %= self._ends[-1]
-        part = bisect_right(self._ends, index)
-        return self._tails[part], index - (self._ends[part - 1] if part else 0)
-
-
 # ---- by a format of Hugging Face ----
-
-
-@dataclass(frozen=True)
-class FormatCut(Cut):
-    """The cut before the transform of a dataset of Hugging Face, which works on lists of values by column."""
-
-    def _apply(self, source: Any) -> tuple[Any, Tail]:
-        columns, clone = source.format["columns"], copy.copy(source)
-        clone.set_transform(_as_it_is, columns, source.format["output_all_columns"])
-        return clone, _FormatTail(format_of(source), columns)
 
 
 class _FormatTail(Tail):
     """Calls the transform as `__getitems__` does, for one sample with a batch of one. It gets only these columns."""
 
     def __init__(self, transform: Any, columns: Sequence[str]) -> None:
+        super().__init__()
         self.steps, self._columns = [transform], frozenset(columns)
-
-    def __call__(self, sample: Any, index: int) -> Any:
-        """Finish a row."""
-        return self.of_batch([sample], [index])[0]
 
     def of_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Finish the rows of a batch."""
@@ -373,6 +318,10 @@ class _FormatTail(Tail):
             batch.update(others)
         count = len(batch[next(iter(batch))])
         return [{name: values[number] for name, values in batch.items()} for number in range(count)]
+
+    def __call__(self, sample: Any, index: int) -> Any:
+        """Finish a row."""
+        return self.of_batch([sample], [index])[0]
 
 
 def _as_it_is(batch: Any) -> Any:

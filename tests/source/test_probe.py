@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from lightning_stocache.source.guards import StreamReader
+from lightning_stocache.source.probe import StreamReader
 
 
 def test_generators_of_a_stream_are_watched() -> None:
