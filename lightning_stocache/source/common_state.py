@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stocache.source.generators import KINDS, names_in, node_dict, reachable
 from lightning_stocache.source.snapshot import Contents, live_content
+from lightning_stocache.source.walk import GENERATORS, node_dict, reachable, read_code
 
 __all__ = ["CommonState"]
 
@@ -52,7 +52,7 @@ class CommonState:
                 if any(node is wrapper for wrapper in wrappers):
                     holds_source = True
                 elif type(node) is FunctionType:
-                    named.update(names_in(node.__code__))
+                    named.update(read_code(node.__code__).names)
                 elif _can_be_written(node) and not type(node).__module__.startswith("torch.utils.data"):
                     known.add(id(node))
         self._named = named
@@ -85,6 +85,6 @@ class CommonState:
 
 def _can_be_written(node: Any) -> bool:
     kind = type(node)
-    if issubclass(kind, (type, FunctionType, *KINDS)):
+    if issubclass(kind, (type, FunctionType, *GENERATORS)):
         return False
     return live_content(node) is not None or (kind.__module__ != "builtins" and node_dict(node) is not None)

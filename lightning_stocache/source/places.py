@@ -8,17 +8,10 @@ from __future__ import annotations
 
 import array
 import ctypes
-import datetime
-import decimal
-import enum
-import fractions
 import marshal
 import operator
-import pathlib
 import types
-import uuid
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,10 +22,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_stocache.cache.codec import memory_of, module_name
+from lightning_stocache.cache.codec import memory_of
 from lightning_stocache.cache.records import is_image
-from lightning_stocache.source.generators import attributes_of, is_of_library
 from lightning_stocache.source.samples import parts_of_tensor
+from lightning_stocache.source.walk import (
+    CONTAINERS,
+    MISSING,
+    SCALARS,
+    VALUES,
+    attributes_of,
+    class_name,
+    is_of_library,
+)
 from lightning_stocache.torch_internals import version_of
 
 try:
@@ -43,11 +44,8 @@ except ImportError:
     _checksum_of = zlib.crc32
 
 __all__ = [
-    "CONTAINERS",
     "ITEMS",
-    "MISSING",
     "SMALL",
-    "VALUES",
     "Around",
     "Array",
     "Attributes",
@@ -69,25 +67,11 @@ __all__ = [
     "values_of",
 ]
 
-MISSING = object()
-"""Stands for the value of a name or key that is not there."""
-
 SMALL = 64
 """Items of a container that may hold settings; a longer one holds data."""
 
 ITEMS = 1_024
 """Items of a longer container of objects that are looked at, spread evenly."""
-
-SCALARS = frozenset((int, float, complex, str, bytes, bool, type(None)))
-VALUES: Any = (
-    *SCALARS,
-    *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
-    *(fractions.Fraction, uuid.UUID, range, slice, enum.Enum, type(...)),
-    *(np.generic, np.dtype, torch.device, torch.dtype, torch.layout, torch.memory_format),
-)
-"""Classes of immutable values without a state of their own."""
-
-CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
 
 _BUILTIN = (dict, list, tuple, set, frozenset)
 _WRITTEN = {*SCALARS, *_BUILTIN, np.ndarray, torch.Tensor}  # what `marshal` writes; of arrays their bytes
@@ -237,7 +221,7 @@ class Attributes(Place):
         if type(value) is types.FunctionType:
             return value.__qualname__.encode(errors="replace") + _code_bytes(value.__code__)
         kind = value if isinstance(value, type) else type(value)
-        return f"{module_name(kind.__module__)}.{kind.__qualname__}".encode(errors="replace")
+        return class_name(kind).encode(errors="replace")
 
 
 @dataclass(eq=False)

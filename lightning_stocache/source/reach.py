@@ -8,15 +8,13 @@ followed when its name is used, so that the code of a logger or a sampler does n
 Not entered: generators, handles, locks, loggers, devices and C objects. Of an object of Lightning only the
 attributes that the code names count. The code of libraries is not followed.
 
-The walk ends after 4,000 objects, and copies of at most 64 MiB are kept. `Reach.complete` says whether that was enough.
+The walk ends after 4,000 objects, and copies of at most 64 MiB are kept.
 """
 
 from __future__ import annotations
 
-import dis
 import enum
 import os
-import sys
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -32,13 +30,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_stocache.cache.codec import module_name
 from lightning_stocache.cache.records import is_image
-from lightning_stocache.source.generators import KINDS, WRAPPED, attributes_of, is_of_library, node_dict
 from lightning_stocache.source.places import (
-    CONTAINERS,
     ITEMS,
-    MISSING,
     SMALL,
-    VALUES,
     Around,
     Array,
     Attributes,
@@ -58,8 +52,26 @@ from lightning_stocache.source.places import (
     tensors_in,
     values_of,
 )
+from lightning_stocache.source.walk import (
+    CONTAINERS,
+    GENERATORS,
+    MISSING,
+    VALUES,
+    WRAPPED,
+    Variables,
+    attributes_of,
+    class_name,
+    has_slots,
+    inside,
+    is_method,
+    is_of_library,
+    node_dict,
+    read_code,
+    scopes_of,
+    variables_of,
+)
 
-__all__ = ["Reach", "covers", "inside", "is_handle"]
+__all__ = ["Reach", "covers", "is_handle"]
 
 COPIED_BYTES = 64 << 20
 OBJECTS = 4_000
@@ -77,7 +89,6 @@ _MACHINES = (
 )
 _PROGRESS = ("current_epoch", "global_step")  # properties of a Trainer and of its model
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _HOOKS = frozenset(torch.nn.Module().__dict__) - {"training"}
 Node: TypeAlias = tuple[str, Any, Around]
 """Where an object lies, the object, and the dataset around it."""
@@ -97,7 +108,6 @@ class Reach:
         self.places: dict[str, Place] = {}
         self.watched: list[str] = []
         """Paths of the datasets and transforms, and of the lists that hold them."""
-        self.complete = True
         self.names = {"forward"}
         """The names that the code of a read uses."""
         self.written = set[str]()
@@ -157,19 +167,16 @@ class Reach:
             if issubclass(type(node), VALUES) or id(node) in self._known:
                 continue
             if self._objects >= OBJECTS:
-                self.complete = False
                 return
             self._known[id(node)] = node  # held, so that no id is used again
             self._objects += 1
-            try:
+            with suppress(Exception):  # of an object of the user's that only looks like one of these
                 waiting.extend(self._visit(path, node, around))
-            except Exception:  # of an object of the user's that only looks like one of these
-                self.complete = False
 
     def _visit(self, path: str, node: Any, around: Around) -> Iterator[Node]:
         """Add the places of an object, and yield the objects that it leads to."""
         kind = type(node)  # never isinstance: a proxy may load what it stands for to answer
-        if issubclass(kind, (*KINDS, types.ModuleType)):
+        if issubclass(kind, (*GENERATORS, types.ModuleType)):
             return
         is_user_class = not is_of_library(kind)
         package = module_name(kind.__module__).partition(".")[0]
@@ -192,7 +199,6 @@ class Reach:
         elif issubclass(kind, torch.Tensor):
             self._add_parts(path, node, around)
         elif issubclass(kind, np.ndarray):
-            self.complete = False  # in a file
             self.add(path, Mapped(partial(_same_object, node), around, len(node) if node.ndim else None))
             self.add(inside(path, "file"), Handle(partial(_file_of_map, node), around))
         elif kind.__name__ in ("DataFrame", "Series") and package in ("pandas", "polars"):
@@ -212,10 +218,8 @@ class Reach:
             self._machines.append((path, node, around))
         elif is_machine or (hasattr(kind, "close") and not is_user_class and not is_data):
             return
-        elif node_dict(node) is not None or _has_slots(kind):
+        elif node_dict(node) is not None or has_slots(kind):
             yield from self._of_object(path, node, around)
-        elif is_user_class:
-            self.complete = False  # an object of an extension
         if (function := attributes_of(node).get("__wrapped__")) is not None:
             yield f"{path}.__wrapped__", function, around
 
@@ -227,7 +231,7 @@ class Reach:
         is_module = issubclass(kind, torch.nn.Module) and "_parameters" in vars(node)
         self._watch(path, node)
         attributes = attributes_of(node)
-        read = partial(attributes_of, node) if _has_slots(kind) else partial(_same_object, attributes)
+        read = next(variables_of(path, node)).read
         hidden = _HOOKS if is_module else frozenset[str]()
         self.add(path, Attributes(read, around, None, path, kind, is_known, hidden))
         if kind.__module__ == "datasets.table":
@@ -295,7 +299,6 @@ class Reach:
             with suppress(ValueError):
                 tree = Tree(read, around, COPIED_BYTES - self._bytes)
                 self.add(path, tree, tree.nbytes)
-                self.complete &= tree.step == 1
                 return
         place = Members(read, around, length) if is_set else Items(read, around, length, is_plain)
         self.add(path, place, nbytes)
@@ -304,7 +307,6 @@ class Reach:
         if length <= SMALL and not is_set and any(map(_has_state, values)) and len(self.watched) < WATCHED:
             self.watched.append(path)
         step = max(1, -(-length // ITEMS))
-        self.complete &= step == 1
         keys = list(node) if isinstance(node, dict) else range(length)
         is_of_samples = length == around.length and around.sample is None
         for number in range(0, length, step):
@@ -317,13 +319,11 @@ class Reach:
     def _add_array(self, path: str, read: Callable[[], Content], content: Content, around: Around) -> None:
         nbytes = content.memory.nbytes
         in_full = self._bytes + nbytes <= COPIED_BYTES
-        self.complete &= in_full
         self.add(path, Array(read, around, content.length, in_full), nbytes if in_full else 0)
 
     def _add_parts(self, path: str, tensor: torch.Tensor, around: Around) -> None:
         """Add the tensors of which a sparse, nested, jagged or quantised one consists."""
         contents = tensor_parts(tensor)
-        self.complete &= bool(contents)  # on a device
         for number, content in enumerate(contents):
             read = partial(_part_of_tensor, tensor, number)
             self._add_array(inside(path, f"part {number}"), read, content, around)
@@ -344,7 +344,6 @@ class Reach:
             if isinstance(content, Content):
                 self._add_array(where, read, content, around)
             elif isinstance(content, list):
-                self.complete &= len(content) < _ROWS
                 place: Place = Items(read, around, len(content), True)
                 if not all(map(is_plain_value, content)):
                     with suppress(ValueError):
@@ -361,17 +360,13 @@ class Reach:
         around = replace(around, names=())
         yield "", type(kind), around
         for member in kind if issubclass(kind, enum.Enum) else ():
-            path = f"{module_name(kind.__module__)}.{kind.__qualname__}.{member.name}"
+            path = inside(class_name(kind), member.name)
             self.add(path, Attributes(partial(attributes_of, member), around, prefix=path))
-        for base in kind.__mro__:
-            if is_of_library(base):
-                continue
-            path = f"{module_name(base.__module__)}.{base.__qualname__}"
-            read = partial(_class_attributes, base)
+        for path, _, read, _ in variables_of("", kind):
             if path not in self.places:
                 self.add(path, Attributes(read, around, prefix=path))
             for name, value in read().items():
-                if not _is_method(value):
+                if not is_method(value):
                     yield inside(path, name), value, around.inside(name)
                     continue
                 method = (inside(path, name), value, around)
@@ -385,62 +380,29 @@ class Reach:
         if is_of_library(function):
             return
         around = replace(around, names=())
-        spaces, names = self._read_code(function.__code__)
-        for name in names - self.names:
+        code = read_code(function.__code__)
+        self.written |= code.written
+        self._texts |= code.texts
+        for name in code.names - self.names:
             self.names.add(name)
             yield from self._methods.pop(name, ())
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        if cells:
-            yield from self._of_scope(f"{path}()", f"{path}()", partial(_contents_of, cells), around)
-        module, where = module_name(function.__module__), f"the globals of {function.__qualname__}"
-        namespace = function.__globals__
-        yield from self._of_scope(where, module, partial(_picked, namespace, spaces), around)
-        imported = {name: sys.modules[name] for name in names & sys.modules.keys()}  # perhaps in the function itself
-        for inner in (imported | _picked(namespace, spaces)).values():
-            if type(inner) is types.ModuleType and not is_of_library(inner):
-                read = partial(_picked, vars(inner), names)
-                yield from self._of_scope(f"{where} in {inner.__name__}", inner.__name__, read, around)
+        for scope in scopes_of(path, function):
+            yield from self._of_scope(scope, around)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         yield from ((f"{path} default {k}", value, around) for k, value in enumerate(defaults))
 
-    def _of_scope(self, path: str, prefix: str, read: Callable[[], Any], around: Around) -> Iterator[Node]:
+    def _of_scope(self, scope: Variables, around: Around) -> Iterator[Node]:
         """Of the variables that a function reaches by name."""
-        variables = read()
-        if path not in self.places:
-            self.add(path, Attributes(read, around, prefix=prefix))
-        for name, value in variables.items():
-            is_class = isinstance(value, type)
+        if scope.path not in self.places:
+            self.add(scope.path, Attributes(scope.read, around, prefix=scope.prefix))
+        for name, value in scope.read().items():
+            path, is_class = inside(scope.prefix, name), isinstance(value, type)
             if is_class and is_of_library(value):
                 continue
             if is_class:  # the function may make an object of it
                 inits = (vars(base).get("__init__") for base in value.__mro__)
-                yield from ((f"{inside(prefix, name)}.__init__", init, around) for init in inits if _is_method(init))
-            yield inside(prefix, name), value, around.inside(name)
-
-    def _read_code(self, code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-        """The global names that code loads, and all its names; its texts and what it sets are noted."""
-        steps = list(dis.get_instructions(code))
-        spaces = {step.argval for step in steps if step.opname in _LOADS}
-        self.written.update(step.argval for step in steps if step.opname == "STORE_ATTR")
-        names = {*code.co_names, *code.co_freevars}
-        for constant in code.co_consts:
-            if isinstance(constant, str):
-                self._texts.add(constant)
-            elif isinstance(constant, types.CodeType):  # a lambda, a comprehension
-                inner = self._read_code(constant)
-                spaces |= inner[0]
-                names |= inner[1]
-        return frozenset(spaces), frozenset(names)
-
-
-_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
-
-
-def inside(path: str, name: Any, is_item: bool = False) -> str:
-    """The path of an attribute, or of an item, of the object at a path."""
-    if is_item:
-        return f"{path}[{name!r}]"
-    return f"{path}.{name}" if path else str(name)
+                yield from ((f"{path}.__init__", init, around) for init in inits if is_method(init))
+            yield path, value, around.inside(name)
 
 
 def covers(paths: Collection[str], path: str) -> bool:
@@ -451,7 +413,7 @@ def covers(paths: Collection[str], path: str) -> bool:
 def is_handle(value: Any) -> bool:
     """Whether it is an open file or the like, a generator that may be seeded anew, or nothing yet."""
     kind = type(value)
-    if value is None or value is MISSING or issubclass(kind, KINDS):
+    if value is None or value is MISSING or issubclass(kind, GENERATORS):
         return True
     if issubclass(kind, Dataset | torch.nn.Module) or (is_image(kind) and is_loaded(value)):
         return False
@@ -469,38 +431,8 @@ def _has_state(node: Any) -> bool:
     return decides and node_dict(node) is not None
 
 
-def _is_method(value: Any) -> bool:
-    return type(value) in _METHODS or "__wrapped__" in (node_dict(value) or ())
-
-
-def _has_slots(kind: type) -> bool:
-    return any(vars(base).get("__slots__") for base in kind.__mro__)
-
-
 def _same_object(node: Any) -> Any:
     return node
-
-
-def _class_attributes(kind: type) -> dict[str, Any]:
-    """The methods and the other attributes of a class, without those that Python itself adds."""
-    return {
-        name: value
-        for name, value in vars(kind).items()
-        if _is_method(value) or not ((name.startswith("__") and name.endswith("__")) or name == "_abc_impl")
-    }
-
-
-def _contents_of(cells: dict[str, Any]) -> dict[str, Any]:
-    """The variables in the closure of a function, by name."""
-    contents = {}
-    for name, cell in cells.items():
-        with suppress(ValueError):  # not filled yet
-            contents[name] = cell.cell_contents
-    return contents
-
-
-def _picked(namespace: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    return {name: namespace[name] for name in sorted(names & namespace.keys())}
 
 
 def _around_child(node: Any, name: str, child: Any, around: Around) -> Around:

@@ -29,8 +29,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_stocache.node.isolation import STANDARD, descriptors
-from lightning_stocache.source.generators import is_of_library, named_globals, node_dict, reachable
-from lightning_stocache.source.places import MISSING
+from lightning_stocache.source.walk import MISSING, is_of_library, node_dict, reachable, read_code
 
 if sys.platform != "win32":
     import fcntl
@@ -335,7 +334,7 @@ def _places_of(node: Any) -> Iterator[_Place]:
     """Single values that a source's code sets: globals and closures of its functions, attributes of its classes."""
     if type(node) is FunctionType:
         yield from ((cell, "cell_contents") for cell in node.__closure__ or ())
-        yield from ((node.__globals__, name) for name in named_globals(node))
+        yield from ((node.__globals__, name) for name in read_code(node.__code__).globals if not is_of_library(node))
     elif issubclass(type(node), type) and not is_of_library(node):
         yield from ((node, name) for name in list(vars(node)) if not name.startswith("__"))
 

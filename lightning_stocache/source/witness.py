@@ -10,7 +10,7 @@ A `Witness` keeps copies of the state that the source's code can reach (`reach`)
 - "machinery": a handle, or what a read itself moves (a counter, a memo). It is a reason to look at some samples.
 
 Bounds are bytes and objects, never time: 64 MiB of copies, 4,000 objects, 1,024 spread items of a long container of
-objects. `complete` says whether they were enough. No attribute of a user's object is asked for: its `__dict__`, its
+objects. No attribute of a user's object is asked for: its `__dict__`, its
 slots and its class tell.
 
 Attributes of the dataset, its transforms and the datasets inside it are also compared before each batch (`look`). For
@@ -33,11 +33,8 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
-from lightning_stocache.source.generators import KINDS, are_draws_evidence, is_of_library, node_dict
-from lightning_stocache.source.identity import class_name
+from lightning_stocache.source.generators import are_draws_evidence
 from lightning_stocache.source.places import (
-    CONTAINERS,
-    MISSING,
     SMALL,
     Around,
     Array,
@@ -49,7 +46,8 @@ from lightning_stocache.source.places import (
     is_plain_value,
     same_value,
 )
-from lightning_stocache.source.reach import Reach, covers, inside, is_handle
+from lightning_stocache.source.reach import Reach, covers, is_handle
+from lightning_stocache.source.walk import CONTAINERS, GENERATORS, MISSING, class_name, inside, is_of_library, node_dict
 
 __all__ = ["Difference", "Kind", "StateDigest", "Sums", "Witness", "digest_of_state", "same_state"]
 
@@ -159,11 +157,6 @@ class Witness:
         self._filled.update(path.removeprefix(_FIRST) for path in paths if path.startswith(_FIRST))
         self._machinery.update(path for path in paths if not path.startswith(_FIRST))
 
-    @property
-    def complete(self) -> bool:
-        """Whether everything that the source's code can reach is compared."""
-        return self._reach.complete
-
     # ---- before each batch ----
 
     def look(self) -> str | None:
@@ -252,7 +245,7 @@ class Witness:
 
     def _is_certain(self, place: Place, name: Any, old: Any, new: Any) -> bool:
         """Whether another value of an attribute is a change that no sample need prove."""
-        if issubclass(type(new), KINDS):  # where there was none; perhaps only a sampler draws from it
+        if issubclass(type(new), GENERATORS):  # where there was none; perhaps only a sampler draws from it
             return False
         is_plain = all(value is MISSING or is_plain_value(value) for value in (old, new))
         if is_plain and _is_of_user(place) and not self._is_named(place.around.inside(name)):
@@ -394,8 +387,6 @@ class Witness:
         is_comparable = self._replaced <= _REPLACED
         if is_comparable:
             self._reach.walk(path, new, around)
-        else:
-            self._reach.complete = False
         if type(old) is not type(new):
             is_data = any(self._judged(path, place, [], False).kind == "data" for place in before.values())
             self._note_unread(path, around)
@@ -469,7 +460,7 @@ class Witness:
             length: leave out the items from this one on, of places with an item for each sample: a source that only
                 grew has the digests that it had.
         """
-        sums: Sums = {"class": ("data", class_name(self._source).encode())}
+        sums: Sums = {"class": ("data", class_name(type(self._source)).encode())}
         for path, place in self._reach.places.items():
             with suppress(Exception):  # of objects of the user's that are read
                 content = place.read()
@@ -558,7 +549,7 @@ def _is_same_handle(old: Any, new: Any) -> bool:
     """Whether a handle, or nothing, stands where another one stood. A first generator is one only in a worker."""
     if not (is_handle(old) and is_handle(new)):
         return False
-    return get_worker_info() is not None or not _is_empty(old) or not issubclass(type(new), KINDS)
+    return get_worker_info() is not None or not _is_empty(old) or not issubclass(type(new), GENERATORS)
 
 
 def _is_learned_by_item(place: Place, content: Any, changed: list[Any], grew: bool) -> bool:

@@ -20,10 +20,10 @@ from lightning_stocache.source.generators import (
     as_text,
     owned_generators,
     put_back,
-    reachable,
     restore,
     states_of,
 )
+from lightning_stocache.source.walk import reachable
 
 GLOBAL = np.random.default_rng(1)
 Pair = namedtuple("Pair", "left right")
