@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lightning_stocache.source.snapshot import Contents, live_content
-from lightning_stocache.source.walk import GENERATORS, node_dict, reachable, read_code
+from lightning_stocache.source.walk import GENERATORS, Variables, node_dict, reachable, read_code, variables_of
 
 __all__ = ["CommonState"]
 
@@ -68,15 +68,13 @@ class CommonState:
 
     def content(self) -> Contents:
         """Copies of what is there now."""
-        contents, values = list[tuple[str, Any]](), list[tuple[str, Any]]()
+        nodes, variables = list[tuple[str, Any]](), list[Variables]()
         for path, node in self._nodes:
             live = live_content(node)
             if isinstance(live, np.ndarray) or (live is not None and len(live) <= _MOST_ITEMS):
-                contents.append((path, node))
-            attributes = node_dict(node)
-            if attributes is not None:
-                values += ((f"{path}.{name}", (attributes, name)) for name in self._named)
-        return Contents(contents, values)
+                nodes.append((path, node))
+            variables += (found.of(self._named) for found in variables_of(path, node))
+        return Contents(nodes, variables)
 
     def written(self, before: Contents) -> str | None:
         """Where the content is another one than it was. It is put back."""

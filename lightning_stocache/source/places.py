@@ -54,7 +54,6 @@ __all__ = [
     "Handle",
     "Items",
     "Mapped",
-    "Members",
     "Place",
     "Tensors",
     "Tree",
@@ -226,7 +225,7 @@ class Attributes(Place):
 
 @dataclass(eq=False)
 class Items(Place):
-    """The items of a container that has keys or an order.
+    """The items of a container: values by key or position, or the members of a set.
 
     Args:
         is_plain: whether all items are plain values, which one `==` compares, at 2 to 5 ns an item.
@@ -257,6 +256,9 @@ class Items(Place):
 
     def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
+        if isinstance(content, set | frozenset):
+            yield "\0".join(sorted(map(_repr, content))).encode(errors="replace")
+            return
         for column in _keys_and_values(content):
             items = list(column)[: length if self.is_of_samples else None]
             if not self.is_plain:
@@ -265,24 +267,6 @@ class Items(Place):
                 yield marshal.dumps(items, 2)
             except ValueError:  # paths, enums
                 yield "\0".join(map(_repr, items)).encode(errors="replace")
-
-
-class Members(Place):
-    """The members of a set."""
-
-    def keep(self, content: Any) -> None:
-        """Keep a copy of the content."""
-        self.earlier = frozenset(content)
-        if not self.is_of_samples:
-            self.length = len(content)
-
-    def changed(self, earlier: Any, content: Any) -> tuple[list[Any], bool]:
-        """The members that have gone, and whether there are more than before."""
-        return list(earlier - content), len(content) > len(earlier)
-
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
-        """The content as bytes that are equal in other processes."""
-        yield "\0".join(sorted(map(_repr, content))).encode(errors="replace")
 
 
 class Tree(Place):
@@ -496,7 +480,7 @@ def _keys_and_values(container: Any) -> _Columns:
     for base in CONTAINERS[1:]:
         if isinstance(container, base):
             values = list(base.__iter__(container))
-            return _Columns(range(len(values)), values)
+            return _Columns(values if base in (set, frozenset) else range(len(values)), values)
     raise TypeError(f"{type(container).__name__} is no container")
 
 

@@ -41,7 +41,6 @@ from lightning_stocache.source.places import (
     Handle,
     Items,
     Mapped,
-    Members,
     Place,
     Tensors,
     Tree,
@@ -119,30 +118,24 @@ class Reach:
         self._machines: list[Node] = []  # objects of Lightning, until all names are known
         self._texts: set[str] = set()
         around = Around(length, list)
-        self._known = {id(node): node for node in tail}
-        self._walk([("", source, around), *((f"transform {k}", node, around) for k, node in enumerate(transforms))])
-        self._walk_machines()
+        self.walk([("", source, around), *((f"transform {k}", node, around) for k, node in enumerate(transforms))])
         if not self.names.isdisjoint(("environ", "getenv")):
             texts = sorted(filter(str.isidentifier, self._texts))
             self.add("environ", Attributes(partial(_environment, texts), around, prefix="environ"))
-        self._known = {}
 
     @property
     def is_blind(self) -> bool:
         """Whether the code of a read may use names that do not stand in it."""
         return not _BLIND.isdisjoint(self.names)
 
-    def walk(self, path: str, node: Any, around: Around) -> None:
-        """Walk to the places of an object that has replaced another one."""
+    def walk(self, nodes: Iterable[Node]) -> None:
+        """Walk to the places of the source, or of an object that has replaced another one."""
         self._known = {id(node): node for node in self._tail}
-        self._walk([(path, node, around)])
-        self._walk_machines()
-        self._known = {}
-
-    def _walk_machines(self) -> None:
+        self._walk(nodes)
         machines, self._machines = self._machines, []
         for path, node, around in machines:
             self._walk(self._of_machine(path, node, around))
+        self._known = {}
 
     def add(self, path: str, place: Place, nbytes: int = 0) -> None:
         """Add a place. `nbytes` is the size of the copy of its content."""
@@ -300,8 +293,7 @@ class Reach:
                 tree = Tree(read, around, COPIED_BYTES - self._bytes)
                 self.add(path, tree, tree.nbytes)
                 return
-        place = Members(read, around, length) if is_set else Items(read, around, length, is_plain)
-        self.add(path, place, nbytes)
+        self.add(path, Items(read, around, length, is_plain), nbytes)
         if is_plain:
             return
         if length <= SMALL and not is_set and any(map(_has_state, values)) and len(self.watched) < WATCHED:
@@ -362,10 +354,11 @@ class Reach:
         for member in kind if issubclass(kind, enum.Enum) else ():
             path = inside(class_name(kind), member.name)
             self.add(path, Attributes(partial(attributes_of, member), around, prefix=path))
-        for path, _, read, _ in variables_of("", kind):
+        for variables in variables_of("", kind):
+            path = variables.path
             if path not in self.places:
-                self.add(path, Attributes(read, around, prefix=path))
-            for name, value in read().items():
+                self.add(path, Attributes(variables.read, around, prefix=path))
+            for name, value in variables.read().items():
                 if not is_method(value):
                     yield inside(path, name), value, around.inside(name)
                     continue

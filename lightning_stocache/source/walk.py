@@ -21,8 +21,9 @@ import sys
 import types
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -147,7 +148,8 @@ def _children(path: str, node: Any) -> Iterator[tuple[str, Any]]:
 # ---- values by name ----
 
 
-class Variables(NamedTuple):
+@dataclass(frozen=True)
+class Variables:
     """Values that code reaches by name: the attributes of an object or a class, a closure, or globals.
 
     Args:
@@ -161,6 +163,16 @@ class Variables(NamedTuple):
     prefix: str
     read: Callable[[], dict[str, Any]]
     write: Callable[[str, Any], None]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.read().get(name, MISSING)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.write(name, value)
+
+    def of(self, names: Collection[str]) -> Variables:
+        """Those with some names alone."""
+        return replace(self, read=lambda: {name: value for name, value in self.read().items() if name in names})
 
 
 def variables_of(path: str, node: Any) -> Iterator[Variables]:
@@ -176,7 +188,7 @@ def variables_of(path: str, node: Any) -> Iterator[Variables]:
         return
     attributes = node_dict(node)
     if has_slots(kind):
-        yield Variables(path, path, partial(attributes_of, node), partial(_set_slot, node))
+        yield Variables(path, path, partial(attributes_of, node), partial(_set_attribute, node))
     elif attributes is not None:
         yield Variables(path, path, partial(_same_object, attributes), partial(_set_item, attributes))
     if kind is types.FunctionType:
@@ -191,7 +203,7 @@ def scopes_of(path: str, function: types.FunctionType) -> Iterator[Variables]:
     if is_of_library(function):
         return
     code, namespace = read_code(function.__code__), function.__globals__
-    where, module = f"the globals of {function.__qualname__}", module_name(function.__module__)
+    where, module = f"the globals of {function.__qualname__} at {path}", module_name(function.__module__)
     loaded = partial(_picked, namespace, code.globals)
     yield Variables(where, module, loaded, partial(_set_item, namespace))
     imported = {name: sys.modules[name] for name in code.names & sys.modules.keys()}  # perhaps in the function itself
@@ -204,9 +216,12 @@ def scopes_of(path: str, function: types.FunctionType) -> Iterator[Variables]:
 def attributes_of(node: Any) -> dict[str, Any]:
     """The attributes in an object's `__dict__` and slots. The object itself is not asked: a proxy might load."""
     slots = {}
-    for name, member in _slots_of(type(node)):
-        with suppress(AttributeError):
-            slots[name] = member.__get__(node)
+    for base in type(node).__mro__:
+        members = vars(base).items() if "__slots__" in vars(base) else ()
+        for name, member in members:
+            if type(member) is types.MemberDescriptorType:
+                with suppress(AttributeError):
+                    slots[name] = member.__get__(node)
     named = node_dict(node)
     if named is None:
         return slots
@@ -225,13 +240,6 @@ def node_dict(node: Any) -> dict[str, Any] | None:
 def has_slots(kind: type) -> bool:
     """Whether objects of a class have attributes in slots."""
     return any(vars(base).get("__slots__") for base in kind.__mro__)
-
-
-def _slots_of(kind: type) -> Iterator[tuple[str, Any]]:
-    for base in kind.__mro__:
-        if "__slots__" in vars(base):
-            members = vars(base).items()
-            yield from ((name, member) for name, member in members if type(member) is types.MemberDescriptorType)
 
 
 def _class_attributes(kind: type) -> dict[str, Any]:
@@ -281,17 +289,6 @@ def _set_attribute(owner: Any, name: str, value: Any) -> None:
 
 def _set_cell(cells: dict[str, types.CellType], name: str, value: Any) -> None:
     _set_attribute(cells[name], "cell_contents", value)
-
-
-def _set_slot(node: Any, name: str, value: Any) -> None:
-    """Set an attribute in a slot or in the `__dict__` of an object that has slots."""
-    member = dict(_slots_of(type(node))).get(name)
-    if member is None:
-        _set_item(node_dict(node) or {}, name, value)
-    elif value is MISSING:
-        member.__delete__(node)
-    else:
-        member.__set__(node, value)
 
 
 def items_of(container: Any) -> Iterator[tuple[Any, Any]]:
