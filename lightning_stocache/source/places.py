@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_stocache.cache.codec import memory_of
 from lightning_stocache.cache.records import is_image
 from lightning_stocache.source.samples import parts_of_tensor
 from lightning_stocache.source.walk import (
@@ -58,6 +57,7 @@ __all__ = [
     "Tensors",
     "Tree",
     "array_in",
+    "array_of",
     "is_loaded",
     "is_plain_value",
     "same_value",
@@ -74,8 +74,12 @@ ITEMS = 1_024
 
 _BUILTIN = (dict, list, tuple, set, frozenset)
 _WRITTEN = {*SCALARS, *_BUILTIN, np.ndarray, torch.Tensor}  # what `marshal` writes; of arrays their bytes
-_CTYPES: Any = (ctypes.c_int.__base__, ctypes.Array, ctypes.Structure, ctypes.Union)
+_BUFFERS: Any = (
+    *(bytearray, array.array, memoryview),
+    *(ctypes.c_int.__base__, ctypes.Array, ctypes.Structure, ctypes.Union),
+)
 _POINTERS = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p, ctypes.py_object)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _PAGE_BYTES, _PAGES = 4_096, 256
 _BUFFER_PAGES, _PARAMETER_PAGES = _PAGES, 16  # of a network's tensors: every sample depends on all of a parameter
 _BLOCK_ROWS, _ROW_BYTES = 16, 64 << 20
@@ -416,37 +420,43 @@ def values_of(container: Any) -> list[Any]:
     return list(_keys_and_values(container)[1])
 
 
-def array_in(node: Any) -> Content | None:
-    """The bytes of an array, tensor or ctypes object; None for an object without bytes that this process can read."""
+def array_of(node: Any) -> npt.NDArray[Any] | None:
+    """The memory of an array, tensor or buffer as an array of NumPy; None if there is none that this process can read.
+
+    Numbers of a class that NumPy does not know are integers of the same bits.
+    """
     kind = type(node)
     if issubclass(kind, torch.Tensor):
         if node.device.type != "cpu" or node.layout is not torch.strided or node.is_quantized or node.is_nested:
             return None
-        plain = node.detach().as_subclass(torch.Tensor)
-        length = plain.shape[0] if plain.dim() else None
-        return Content(f"{plain.dtype} {tuple(plain.shape)}", memory_of(plain), length)
+        plain: torch.Tensor = node.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+        try:
+            return plain.numpy()
+        except TypeError:
+            return plain.view(_INTEGERS[plain.element_size()]).numpy()
     if issubclass(kind, np.ndarray):
-        if _is_mapped(node) or node.dtype.hasobject:
-            return None
-        live = np.asarray(node)
-        length = len(live) if live.ndim else None
-        memory = np.ascontiguousarray(live).reshape(-1).view(np.uint8) if live.nbytes else np.empty(0, np.uint8)
-        return Content(f"{live.dtype} {live.shape}", memory, length)
-    if is_image(kind) and is_loaded(node):
-        return Content(f"{node.mode} {node.size} {node.getpalette()}", np.frombuffer(node.tobytes(), np.uint8), None)
+        return None if _is_mapped(node) or node.dtype.hasobject else np.asarray(node)
     if kind.__module__ == "multiprocessing.sharedctypes" and hasattr(kind, "get_obj"):
         node = node.get_obj()  # without its lock
-        kind = type(node)
-    if kind.__module__ == "multiprocessing.shared_memory" and kind.__name__ == "SharedMemory":
+    elif kind.__module__ == "multiprocessing.shared_memory" and kind.__name__ == "SharedMemory":
         node = vars(node)["_buf"]  # None once it is closed
-        kind = type(node)
-    if issubclass(kind, bytearray | array.array | memoryview) or (
-        issubclass(kind, _CTYPES) and not issubclass(kind, _POINTERS)
-    ):
-        memory = np.frombuffer(node, dtype=np.uint8)
-        length = None if issubclass(kind, _CTYPES) and not issubclass(kind, ctypes.Array) else len(node)
-        return Content(f"{kind.__name__} {memory.nbytes}", memory, length)
-    return None
+    kind = type(node)
+    if not issubclass(kind, _BUFFERS) or issubclass(kind, _POINTERS):
+        return None
+    if hasattr(kind, "__len__"):
+        return np.frombuffer(node, dtype=f"V{memoryview(node).nbytes // len(node)}")
+    return np.frombuffer(node, dtype=f"V{ctypes.sizeof(node)}").reshape(())
+
+
+def array_in(node: Any) -> Content | None:
+    """The bytes of an array, tensor, buffer or image; None for an object without bytes that this process can read."""
+    if is_image(type(node)) and is_loaded(node):
+        return Content(f"{node.mode} {node.size} {node.getpalette()}", np.frombuffer(node.tobytes(), np.uint8), None)
+    live = array_of(node)
+    if live is None:
+        return None
+    memory = np.ascontiguousarray(live).reshape(-1).view(np.uint8) if live.nbytes else np.empty(0, np.uint8)
+    return Content(f"{getattr(node, 'dtype', live.dtype)} {live.shape}", memory, len(live) if live.ndim else None)
 
 
 def tensor_parts(tensor: torch.Tensor) -> list[Content]:

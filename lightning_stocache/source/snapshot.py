@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_stocache.node.isolation import STANDARD, descriptors
+from lightning_stocache.source.places import array_of
 from lightning_stocache.source.walk import (
     MISSING,
     SCALARS,
@@ -281,6 +282,8 @@ def _moves(before: dict[Any, _Copy], now: dict[Any, _Copy]) -> Iterator[tuple[An
 
 def _words(path: str, owner: Any, key: Any) -> str:
     if isinstance(owner, Variables):
+        if owner.path.endswith("()"):
+            return f"a variable of {owner.path.removesuffix('()')}"
         return inside(owner.prefix, key).removesuffix("._obj")
     return inside(path, key, is_item=True) if isinstance(owner, dict | list) else path
 
@@ -331,16 +334,10 @@ def live_content(node: Any) -> Any:
     kind = type(node)
     if issubclass(kind, dict | list | set | deque):
         return node
-    live = None
-    if issubclass(kind, np.ndarray):
-        live = np.asarray(node)
-    elif issubclass(kind, torch.Tensor):
-        with suppress(TypeError, RuntimeError):  # bfloat16, a quantised tensor, another device
-            live = node.detach().numpy()
-    elif kind is bytearray or kind.__module__ != "builtins":  # an `array`, a `multiprocessing.Array`
-        with suppress(TypeError, ValueError, BufferError):
-            live = np.frombuffer(memoryview(node).cast("B"), dtype=np.uint8)
-    return live if live is not None and live.flags.writeable else None
+    with suppress(Exception):  # of a buffer that is released, or a tensor without memory
+        live = np.asarray(node) if issubclass(kind, np.ndarray) else array_of(node)
+        return live if live is not None and live.flags.writeable else None
+    return None
 
 
 def _own_array(value: Any) -> npt.NDArray[Any] | None:
@@ -397,17 +394,15 @@ def _is_of_file(node: Any) -> bool:
 
 
 def _position(file: io.IOBase) -> int | None:
-    try:
+    with suppress(*_UNSEEKABLE):
         return file.tell()
-    except _UNSEEKABLE:
-        return None
+    return None
 
 
 def _descriptor(file: io.IOBase) -> int | None:
-    try:
+    with suppress(*_UNSEEKABLE):
         return file.fileno()
-    except _UNSEEKABLE:
-        return None
+    return None
 
 
 def _offsets() -> dict[int, tuple[int, int]]:
