@@ -487,11 +487,9 @@ def _keys_and_values(container: Any) -> _Columns:
     """Keys and values, by the methods of the builtin class: a user's subclass may make its items anew."""
     if isinstance(container, dict):
         return _Columns(list(dict.keys(container)), list(dict.values(container)))
-    for base in CONTAINERS[1:]:
-        if isinstance(container, base):
-            values = list(base.__iter__(container))
-            return _Columns(values if base in (set, frozenset) else range(len(values)), values)
-    raise TypeError(f"{type(container).__name__} is no container")
+    base = next(base for base in CONTAINERS if isinstance(container, base))
+    values = list(base.__iter__(container))
+    return _Columns(values if base in (set, frozenset) else range(len(values)), values)
 
 
 def tensors_in(module: Any) -> dict[str, tuple[int, bytes | None]]:

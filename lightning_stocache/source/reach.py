@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -182,16 +182,16 @@ class Reach:
         elif kind in WRAPPED:
             children = ((name, getattr(node, name)) for name in WRAPPED[kind])
             yield from ((f"{path}.{name}", child, around) for name, child in children if child is not None)
-        elif (content := array_in(node)) is not None:
-            self._add_array(path, lambda: cast(Any, array_in(node)), content, around)
+        elif array_in(node) is not None:
+            self._add_array(path, partial(array_in, node), around)
             if issubclass(kind, np.ma.MaskedArray):
-                mask = partial(_mask, node)
-                self._add_array(inside(path, "mask"), mask, mask(), around)
+                self._add_array(inside(path, "mask"), lambda: array_in(np.ma.getmaskarray(node)), around)
         elif issubclass(kind, np.ndarray) and node.dtype == object:
             yield from self._of_container(path, lambda: node.reshape(-1).tolist(), around)
         elif issubclass(kind, torch.Tensor):
-            self._add_parts(path, node, around)
-        elif issubclass(kind, np.ndarray):
+            for number in range(len(tensor_parts(node))):  # it is sparse, nested, jagged or quantised
+                self._add_array(inside(path, f"part {number}"), partial(_part_of_tensor, node, number), around)
+        elif issubclass(kind, np.ndarray):  # in a file
             self.add(path, Mapped(partial(_same_object, node), around, len(node) if node.ndim else None))
             self.add(inside(path, "file"), Handle(partial(_file_of_map, node), around))
         elif kind.__name__ in ("DataFrame", "Series") and package in ("pandas", "polars"):
@@ -246,8 +246,9 @@ class Reach:
     def _of_module(self, path: str, module: Any, around: Around) -> Iterator[Node]:
         """Of a network: its tensors and the modules inside it."""
         self.add(inside(path, "tensors"), Tensors(partial(tensors_in, module), around))
+        length = (around.length,)
         buffers = vars(module)["_buffers"].items()  # one may hold an item for each sample
-        of_samples = ((name, buffer) for name, buffer in buffers if _length_of(buffer) == around.length)
+        of_samples = ((name, buffer) for name, buffer in buffers if buffer is not None and buffer.shape[:1] == length)
         yield from ((inside(path, name), buffer, around) for name, buffer in of_samples)
         modules = vars(module)["_modules"]
         if modules:
@@ -308,17 +309,11 @@ class Reach:
             name = key if type(key) in (int, str) else number
             yield inside(path, name, is_item=True), values[number], replace(around, sample=index)
 
-    def _add_array(self, path: str, read: Callable[[], Content], content: Content, around: Around) -> None:
+    def _add_array(self, path: str, read: Callable[[], Any], around: Around) -> None:
+        content = read()
         nbytes = content.memory.nbytes
         in_full = self._bytes + nbytes <= COPIED_BYTES
         self.add(path, Array(read, around, content.length, in_full), nbytes if in_full else 0)
-
-    def _add_parts(self, path: str, tensor: torch.Tensor, around: Around) -> None:
-        """Add the tensors of which a sparse, nested, jagged or quantised one consists."""
-        contents = tensor_parts(tensor)
-        for number, content in enumerate(contents):
-            read = partial(_part_of_tensor, tensor, number)
-            self._add_array(inside(path, f"part {number}"), read, content, around)
 
     def _of_frame(self, path: str, frame: Any, around: Around) -> Iterator[Node]:
         """Of a frame of pandas or polars: its columns, which are read anew because a frame replaces them; its index."""
@@ -334,7 +329,7 @@ class Reach:
         for where, read in reads.items():
             content = read()
             if isinstance(content, Content):
-                self._add_array(where, read, content, around)
+                self._add_array(where, read, around)
             elif isinstance(content, list):
                 place: Place = Items(read, around, len(content), True)
                 if not all(map(is_plain_value, content)):
@@ -474,11 +469,6 @@ def _environment(texts: Collection[str]) -> dict[str, str | None]:
     return {text: os.environ.get(text) for text in texts} | longer
 
 
-def _mask(array: Any) -> Content:
-    """Where a masked array has no values."""
-    return cast(Content, array_in(np.ma.getmaskarray(array)))
-
-
 def _part_of_tensor(tensor: torch.Tensor, number: int) -> Content:
     return tensor_parts(tensor)[number]
 
@@ -492,10 +482,6 @@ def _name_in_file(node: Any) -> tuple[str, ...]:
     with suppress(Exception):  # closed
         return str(node.file.filename), str(node.name)
     return ()
-
-
-def _length_of(tensor: torch.Tensor | None) -> int:
-    return len(tensor) if tensor is not None and tensor.dim() else 0
 
 
 def _index(frame: Any) -> Any:

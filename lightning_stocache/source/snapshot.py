@@ -233,9 +233,6 @@ class _Length:
     def __init__(self, items: list[Any]) -> None:
         self._items = items
 
-    def __len__(self) -> int:
-        return 1
-
     def __getitem__(self, key: int) -> int:
         return len(self._items)
 

@@ -118,9 +118,11 @@ def reachable(source: Any, *, skip: Iterable[Any] = (), arrays: bool = False) ->
         if id(node) in skipped:
             continue
         for inner, child in _children(path, node):
-            if not issubclass(type(child), leaves) and id(child) not in known:
-                known.add(id(child))
-                waiting.append((inner, child))
+            kind = type(child)
+            if kind in SCALARS or id(child) in known or issubclass(kind, leaves):
+                continue
+            known.add(id(child))
+            waiting.append((inner, child))
 
 
 def _children(path: str, node: Any) -> Iterator[tuple[str, Any]]:
@@ -178,7 +180,8 @@ class Variables:
 def variables_of(path: str, node: Any) -> Iterator[Variables]:
     """The values that an object, a class or a function reaches by name."""
     kind = type(node)
-    if issubclass(kind, _NOT_ENTERED):
+    is_builtin = kind.__module__ == "builtins" and kind not in (type, types.FunctionType)
+    if is_builtin or issubclass(kind, _NOT_ENTERED):
         return
     if issubclass(kind, type):
         for base in node.__mro__:
@@ -293,10 +296,9 @@ def _set_cell(cells: dict[str, types.CellType], name: str, value: Any) -> None:
 
 def items_of(container: Any) -> Iterator[tuple[Any, Any]]:
     """Keys and values, or positions and items, by the methods of the builtin class: a subclass may make items anew."""
-    if issubclass(type(container), dict):
-        return iter(dict.items(container))
-    base = next(base for base in CONTAINERS if issubclass(type(container), base))
-    return enumerate(base.__iter__(container))
+    kind = type(container)
+    base = kind if kind in CONTAINERS else next(base for base in CONTAINERS if issubclass(kind, base))
+    return iter(dict.items(container)) if base is dict else enumerate(base.__iter__(container))
 
 
 # ---- code ----
