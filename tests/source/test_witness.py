@@ -252,6 +252,12 @@ def imports() -> Any:
 
 OUTSIDE: dict[str, tuple[Callable[[], Any], Change, str, str]] = {
     "a global number of a helper's helper": (Reads, lambda _: globals().update(gain=time.time()), "gain", "setting"),
+    "a global of the second of two lambdas": (
+        lambda: Source([lambda: CONFIG["size"], lambda: gain]),
+        lambda _: globals().update(gain=time.time()),
+        "gain",
+        "setting",
+    ),
     "a module imported in a function": (
         imports,
         lambda _: vars(sys.modules["a_module_of_the_user"]).update(gain=time.time()),
