@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_stocache.node.isolation import STANDARD, descriptors
-from lightning_stocache.source.places import array_of
+from lightning_stocache.source.places import array_of, same_value
 from lightning_stocache.source.walk import (
     MISSING,
     SCALARS,
@@ -87,7 +87,7 @@ class Contents:
         for variables, values in self._variables:
             for name in {**values, **variables.read()}:
                 value = values.get(name, MISSING)
-                if not _is_same_item(variables[name], value):
+                if not same_value(variables[name], value):
                     moved.append(inside(variables.prefix, name))
                     with suppress(Exception):
                         variables[name] = value
@@ -360,15 +360,8 @@ def _is_same(live: Any, before: Any) -> bool:
     if isinstance(live, set):
         return bool(live == before)
     if isinstance(live, dict):
-        return live.keys() == before.keys() and all(_is_same_item(live[key], value) for key, value in before.items())
-    return len(live) == len(before) and all(map(_is_same_item, live, before))
-
-
-def _is_same_item(item: Any, before: Any) -> bool:
-    """Whether it is the same object, or an equal number or text. Others are not asked: an array has no truth value."""
-    if item is before:
-        return True
-    return type(item) is type(before) and isinstance(item, int | float | str | bytes) and item == before
+        return live.keys() == before.keys() and all(same_value(live[key], value) for key, value in before.items())
+    return len(live) == len(before) and all(map(same_value, live, before))
 
 
 def _refill(live: Any, before: Any) -> None:

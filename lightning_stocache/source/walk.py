@@ -249,7 +249,7 @@ def _class_attributes(kind: type) -> dict[str, Any]:
     """The methods and the other attributes of a class, without those that Python itself adds."""
     return {
         name: value
-        for name, value in vars(kind).items()
+        for name, value in list(vars(kind).items())
         if is_method(value) or not ((name.startswith("__") and name.endswith("__")) or name == "_abc_impl")
     }
 
