@@ -109,6 +109,7 @@ def reachable(source: Any, *, skip: Iterable[Any] = (), arrays: bool = False) ->
     """
     known, skipped = {id(source)}, set(map(id, skip))
     leaves = VALUES if arrays else (*VALUES, *_ARRAYS)
+    is_leaf = dict[type, bool]()
     waiting = deque([(type(source).__name__, source)])
     for _ in range(_MOST):
         if not waiting:
@@ -119,10 +120,11 @@ def reachable(source: Any, *, skip: Iterable[Any] = (), arrays: bool = False) ->
             continue
         for inner, child in _children(path, node):
             kind = type(child)
-            if kind in SCALARS or id(child) in known or issubclass(kind, leaves):
-                continue
-            known.add(id(child))
-            waiting.append((inner, child))
+            if kind not in is_leaf:
+                is_leaf[kind] = issubclass(kind, leaves)
+            if not is_leaf[kind] and id(child) not in known:
+                known.add(id(child))
+                waiting.append((inner, child))
 
 
 def _children(path: str, node: Any) -> Iterator[tuple[str, Any]]:
