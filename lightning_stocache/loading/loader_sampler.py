@@ -26,7 +26,8 @@ from lightning_stocache.loading.dataset import cached_in
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
 from lightning_stocache.sampling.residents import RollingSampler
-from lightning_stocache.source.generators import KINDS, PROCESS_WIDE
+from lightning_stocache.source.generators import PROCESS_WIDE
+from lightning_stocache.source.walk import GENERATORS
 
 __all__ = [
     "batch_size_of",
@@ -94,7 +95,7 @@ def drawn_from(batches: Any) -> dict[str, Any]:
         f"{number}.{name}": value
         for number, drawing in enumerate((batches, sampler, *inner))
         for name, value in getattr(drawing, "__dict__", {}).items()
-        if isinstance(value, KINDS)
+        if isinstance(value, GENERATORS)
     }
     if plain and type(sampler) in _DRAW_FROM_TORCH:
         return generators or {"torch": PROCESS_WIDE["torch"]}

@@ -33,7 +33,7 @@ from lightning_stocache.setup.allocation import allocate_pool, roomy_bytes
 from lightning_stocache.setup.find import SourceReader
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.same_data import FingerprintError, check_pool
-from lightning_stocache.source.identity import identity
+from lightning_stocache.source.access import identity
 
 __all__ = ["CacheInUseError", "fingerprint", "found_before", "has_state_of", "open_named_cache", "open_pool"]
 

@@ -53,8 +53,9 @@ from lightning_stocache.node.hang import LOOK_SECONDS, HangWatch
 from lightning_stocache.node.isolation import File, descriptors, end_openmp_threads, end_with_creator, isolate
 from lightning_stocache.node.processes import REPORT_SECONDS, end_with_parent, other_threads, why_not_begun
 from lightning_stocache.node.segment import open_descriptors
-from lightning_stocache.source.generators import Generators, claim_threads, reachable
+from lightning_stocache.source.generators import Generators, claim_threads
 from lightning_stocache.source.snapshot import Snapshot
+from lightning_stocache.source.walk import reachable
 from lightning_stocache.torch_internals import become_worker
 
 __all__ = ["HungError", "NoProcessError", "Reader", "Subject", "UnsharedError", "start_method"]

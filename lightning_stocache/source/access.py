@@ -6,6 +6,7 @@ makes an iterator. A stream is read once per epoch, from its beginning.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, IterableDataset, IterDataPipe, Subset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, IterDataPipe, Subset
 
-from lightning_stocache.source.generators import reachable
+from lightning_stocache.source.walk import class_name, reachable
 
 __all__ = [
     "Odd",
@@ -24,6 +25,7 @@ __all__ = [
     "check_source",
     "check_stream",
     "draws_shards",
+    "identity",
     "is_own_iterator",
     "iterate",
     "load_one",
@@ -87,6 +89,23 @@ def unwrap(source: Any) -> Any:
     while type(source) is Subset:
         source = source.dataset
     return source
+
+
+def identity(source: Dataset[Any]) -> str:
+    """The class of a source; for a Subset also a digest of its indices, which tells two random splits apart.
+
+    Example:
+        >>> identity(Subset("abc", [2, 0]))
+        'Subset b1535c7783ea8829 of builtins.str'
+    """
+    if type(source) is Subset:
+        if isinstance(source.indices, range):  # perhaps a long one
+            content = str(source.indices).encode()
+        else:
+            content = torch.as_tensor(list(source.indices), dtype=torch.int64, device="cpu").numpy().tobytes()
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        return f"Subset {digest} of {identity(source.dataset)}"
+    return class_name(type(source))
 
 
 def batch_reader(source: Any) -> Callable[[list[int]], Any] | None:

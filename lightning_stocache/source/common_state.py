@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stocache.source.generators import KINDS, names_in, node_dict, reachable
 from lightning_stocache.source.snapshot import Contents, live_content
+from lightning_stocache.source.walk import GENERATORS, Variables, node_dict, reachable, read_code, variables_of
 
 __all__ = ["CommonState"]
 
@@ -52,7 +52,7 @@ class CommonState:
                 if any(node is wrapper for wrapper in wrappers):
                     holds_source = True
                 elif type(node) is FunctionType:
-                    named.update(names_in(node.__code__))
+                    named.update(read_code(node.__code__).names)
                 elif _can_be_written(node) and not type(node).__module__.startswith("torch.utils.data"):
                     known.add(id(node))
         self._named = named
@@ -68,15 +68,13 @@ class CommonState:
 
     def content(self) -> Contents:
         """Copies of what is there now."""
-        contents, values = list[tuple[str, Any]](), list[tuple[str, Any]]()
+        nodes, variables = list[tuple[str, Any]](), list[Variables]()
         for path, node in self._nodes:
             live = live_content(node)
             if isinstance(live, np.ndarray) or (live is not None and len(live) <= _MOST_ITEMS):
-                contents.append((path, node))
-            attributes = node_dict(node)
-            if attributes is not None:
-                values += ((f"{path}.{name}", (attributes, name)) for name in self._named)
-        return Contents(contents, values)
+                nodes.append((path, node))
+            variables += (found.of(self._named) for found in variables_of(path, node))
+        return Contents(nodes, variables)
 
     def written(self, before: Contents) -> str | None:
         """Where the content is another one than it was. It is put back."""
@@ -85,6 +83,6 @@ class CommonState:
 
 def _can_be_written(node: Any) -> bool:
     kind = type(node)
-    if issubclass(kind, (type, FunctionType, *KINDS)):
+    if issubclass(kind, (type, FunctionType, *GENERATORS)):
         return False
     return live_content(node) is not None or (kind.__module__ != "builtins" and node_dict(node) is not None)

@@ -6,9 +6,8 @@ as hexadecimal digits, so a checkpoint holds text, which is never unpickled (`as
 `Generators` says which generators draw inside a `with` (`watch`), seeds them, and puts them back. In a process with
 several threads it says and seeds nothing: any of them may draw.
 
-`reachable` walks from a source to the objects that its code can reach: attributes, containers, closures and defaults of
-functions, and the globals that those functions name. `owned_generators` picks the generators among them: NumPy's
-Generator and RandomState, `random.Random`, `torch.Generator`. albumentations and MONAI draw from such.
+`owned_generators` finds those that the code of a source can reach (`walk`): NumPy's Generator and RandomState,
+`random.Random`, `torch.Generator`. albumentations and MONAI draw from such.
 """
 
 from __future__ import annotations
@@ -17,38 +16,27 @@ import inspect
 import json
 import os
 import random
-import sys
-import types
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
-from itertools import count, islice
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 
 from lightning_stocache.node.processes import other_threads
+from lightning_stocache.source.walk import GENERATORS, reachable
 
 __all__ = [
     "ASKED",
-    "KINDS",
     "PROCESS_WIDE",
-    "WRAPPED",
     "Generators",
     "State",
     "as_text",
     "are_draws_evidence",
-    "attributes_of",
     "claim_threads",
-    "is_of_library",
-    "named_globals",
-    "names_in",
-    "node_dict",
     "owned_generators",
     "put_back",
-    "reachable",
     "restore",
     "states_of",
     "watch_entropy",
@@ -62,9 +50,6 @@ PROCESS_WIDE: Mapping[str, Any] = {"torch": torch.default_generator, "numpy.rand
 ASKED = "another process"
 """Stands for the answers of another process, which may change at any time."""
 
-KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-"""The classes of generators."""
-
 
 # ---- states ----
 
@@ -73,7 +58,7 @@ def states_of(generators: Mapping[str, Any]) -> State:
     """The state of each generator, by its name; None for `random.SystemRandom`, which has none.
 
     Args:
-        generators: objects of `KINDS`, or the modules of `PROCESS_WIDE`.
+        generators: objects of `GENERATORS`, or the modules of `PROCESS_WIDE`.
     """
     return {name: _state_of(generator) for name, generator in generators.items()}
 
@@ -262,27 +247,6 @@ def watch_entropy() -> Iterator[None]:
 
 # ---- that belong to a source ----
 
-_MOST = 20_000  # objects that are looked at
-_FIRST = 256  # items of a container that are: a list of a million paths has no generator
-# Packages whose functions draw from the process-wide generators, or from one that an object or a class of theirs has:
-# their code is not followed, which would take a quarter of a second in albumentations alone.
-_KNOWN = sys.stdlib_module_names | {
-    *("PIL", "albucore", "albumentations", "cv2", "datasets", "h5py", "hydra", "kornia", "lightning"),
-    *("lightning_stocache", "lmdb", "monai", "numpy", "omegaconf", "pandas", "polars", "pyarrow"),
-    *("pydantic", "pytorch_lightning", "scipy", "skimage", "sklearn", "tensordict", "timm", "torch"),
-    *("torch_geometric", "torchaudio", "torchvision", "transformers", "webdataset", "zarr"),
-}
-_LEAVES = (str, bytes, bytearray, int, float, complex, type(None), torch.Tensor, np.ndarray, np.generic)
-_ARRAYS = (bytearray, torch.Tensor, np.ndarray)
-WRAPPED: dict[type, tuple[str, ...]] = {
-    types.MethodType: ("__self__", "__func__"),
-    partial: ("func", "args", "keywords"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    property: ("fget",),
-}
-"""The attributes of objects that stand for a function or a method."""
-
 
 def owned_generators(source: Any) -> dict[str, Any]:
     """The generators that can be reached from a source, by where they lie; without the process-wide ones.
@@ -297,125 +261,5 @@ def owned_generators(source: Any) -> dict[str, Any]:
     # The process-wide ones: torch's, and those whose methods are the functions of NumPy's and Python's modules.
     functions: tuple[Any, ...] = (np.random.get_state, random.seed)
     common = {id(torch.default_generator), *(id(function.__self__) for function in functions)}
-    return {
-        where: found for where, found in reachable(source) if issubclass(type(found), KINDS) and id(found) not in common
-    }
-
-
-def reachable(source: Any, *, skip: Iterable[Any] = (), arrays: bool = False) -> Iterator[tuple[str, Any]]:
-    """The first 20,000 objects that can be reached from a source, with their places: no numbers, strings or arrays.
-
-    Args:
-        source: where the walk begins.
-        skip: objects that are given, and not entered.
-        arrays: whether arrays and tensors are given, too.
-    """
-    known, skipped = {id(source)}, set(map(id, skip))
-    leaves = tuple(kind for kind in _LEAVES if not (arrays and kind in _ARRAYS))
-    waiting = deque([(type(source).__name__, source)])
-    for _ in range(_MOST):
-        if not waiting:
-            return
-        where, node = waiting.popleft()
-        yield where, node
-        if id(node) in skipped:
-            continue
-        for step, child in _children(node):
-            if not issubclass(type(child), leaves) and id(child) not in known:
-                known.add(id(child))
-                waiting.append((where + step if step[0] in ".[" else step, child))
-
-
-def _children(node: Any) -> Iterator[tuple[str, Any]]:
-    """The objects that an object leads to, with the step: an attribute, a key, or a name."""
-    kind = type(node)  # never isinstance: a proxy may load what it stands for to answer
-    if issubclass(kind, (*KINDS, types.ModuleType)):
-        return
-    if issubclass(kind, type):
-        yield from _of_class(node)
-        return
-    if issubclass(kind, dict):
-        yield from ((f"[{key!r}]", child) for key, child in islice(dict.items(node), _FIRST))
-    elif issubclass(kind, list | tuple | set | frozenset | deque):
-        yield from ((f"[{number}]", child) for number, child in enumerate(islice(kind.__iter__(node), _FIRST)))
-    elif kind is types.FunctionType:
-        yield from _of_function(node)
-    elif kind in WRAPPED:
-        yield from ((f".{name}", getattr(node, name)) for name in WRAPPED[kind])
-    if kind.__module__ != "builtins":  # also of a subclass of a container
-        yield from ((f".{name}", value) for name, value in list(attributes_of(node).items()))
-        yield f".{kind.__name__}", kind
-
-
-def attributes_of(node: Any) -> dict[str, Any]:
-    """The attributes in an object's `__dict__` and slots. The object itself is not asked: a proxy might load."""
-    slots = {}
-    for base in type(node).__mro__:
-        if "__slots__" not in vars(base):
-            continue
-        for name, member in vars(base).items():
-            if type(member) is types.MemberDescriptorType:
-                with suppress(AttributeError):
-                    slots[name] = member.__get__(node)
-    named = node_dict(node)
-    if named is None:
-        return slots
-    return slots | named if slots else named
-
-
-def node_dict(node: Any) -> dict[str, Any] | None:
-    """The `__dict__` of an object, or None. The object itself is not asked."""
-    try:
-        attributes = object.__getattribute__(node, "__dict__")
-    except AttributeError:
-        return None
-    return attributes if type(attributes) is dict else None
-
-
-def is_of_library(owner: Any) -> bool:
-    """Whether a class, function or module belongs to a library whose code need not be followed."""
-    name = getattr(owner, "__name__" if isinstance(owner, types.ModuleType) else "__module__", None)
-    return isinstance(name, str) and _top(name) in _KNOWN
-
-
-def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    for base in kind.__mro__:
-        known = _top(base.__module__) in _KNOWN
-        for name, value in list(vars(base).items()):
-            if not known or issubclass(type(value), KINDS):
-                yield f".{name}", value
-
-
-def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The objects in a function's closure and defaults, and the globals that it names."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # not filled yet
-            yield name, cell.cell_contents
-    yield ".__kwdefaults__", function.__kwdefaults__
-    yield ".__defaults__", function.__defaults__
-    if is_of_library(function):
-        return
-    names = list(names_in(function.__code__))
-    for name in names:
-        value = function.__globals__.get(name)
-        if not isinstance(value, types.ModuleType):
-            yield f"{function.__module__}.{name}", value
-        elif _top(value.__name__) not in _KNOWN:
-            yield from ((f"{value.__name__}.{inner}", vars(value).get(inner)) for inner in names)
-
-
-def named_globals(function: types.FunctionType) -> list[str]:
-    """The names in a function's code that may be globals; none for a library's."""
-    return [] if is_of_library(function) else list(dict.fromkeys(names_in(function.__code__)))
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of attributes and globals in some code, also in the functions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):  # a lambda, a comprehension
-            yield from names_in(constant)
-
-
-def _top(module: str | None) -> str:
-    return (module or "").partition(".")[0]
+    found = ((path, node) for path, node in reachable(source) if issubclass(type(node), GENERATORS))
+    return {path: node for path, node in found if id(node) not in common}

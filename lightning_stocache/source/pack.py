@@ -31,7 +31,6 @@ from lightning_stocache.source.access import check_source
 from lightning_stocache.source.blob import decode_blob, encode_blob
 from lightning_stocache.source.encoded import packed_reader
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.identity import class_name
 from lightning_stocache.source.lmdb_source import (
     MANIFEST_KEY,
     VERSION,
@@ -42,6 +41,7 @@ from lightning_stocache.source.lmdb_source import (
 )
 from lightning_stocache.source.probe import FEW, SOME
 from lightning_stocache.source.samples import same_sample
+from lightning_stocache.source.walk import class_name
 
 if sys.platform != "win32":
     import fcntl
@@ -104,7 +104,7 @@ def pack(
     named = isinstance(classes, list | tuple) and all(type(name) is str for name in classes)
     manifest = {
         "version": VERSION,
-        "source": class_name(source),
+        "source": class_name(type(source)),
         "samples": len(blobs),
         "encoded": encoded,
         "fingerprint": fingerprint,

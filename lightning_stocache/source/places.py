@@ -8,17 +8,10 @@ from __future__ import annotations
 
 import array
 import ctypes
-import datetime
-import decimal
-import enum
-import fractions
 import marshal
 import operator
-import pathlib
 import types
-import uuid
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,10 +22,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_stocache.cache.codec import memory_of, module_name
 from lightning_stocache.cache.records import is_image
-from lightning_stocache.source.generators import attributes_of, is_of_library
 from lightning_stocache.source.samples import parts_of_tensor
+from lightning_stocache.source.walk import (
+    CONTAINERS,
+    MISSING,
+    SCALARS,
+    VALUES,
+    attributes_of,
+    class_name,
+    is_of_library,
+)
 from lightning_stocache.torch_internals import version_of
 
 try:
@@ -43,11 +43,8 @@ except ImportError:
     _checksum_of = zlib.crc32
 
 __all__ = [
-    "CONTAINERS",
     "ITEMS",
-    "MISSING",
     "SMALL",
-    "VALUES",
     "Around",
     "Array",
     "Attributes",
@@ -56,11 +53,11 @@ __all__ = [
     "Handle",
     "Items",
     "Mapped",
-    "Members",
     "Place",
     "Tensors",
     "Tree",
     "array_in",
+    "array_of",
     "is_loaded",
     "is_plain_value",
     "same_value",
@@ -69,30 +66,20 @@ __all__ = [
     "values_of",
 ]
 
-MISSING = object()
-"""Stands for the value of a name or key that is not there."""
-
 SMALL = 64
 """Items of a container that may hold settings; a longer one holds data."""
 
 ITEMS = 1_024
 """Items of a longer container of objects that are looked at, spread evenly."""
 
-SCALARS = frozenset((int, float, complex, str, bytes, bool, type(None)))
-VALUES: Any = (
-    *SCALARS,
-    *(pathlib.PurePath, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal),
-    *(fractions.Fraction, uuid.UUID, range, slice, enum.Enum, type(...)),
-    *(np.generic, np.dtype, torch.device, torch.dtype, torch.layout, torch.memory_format),
-)
-"""Classes of immutable values without a state of their own."""
-
-CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
-
 _BUILTIN = (dict, list, tuple, set, frozenset)
 _WRITTEN = {*SCALARS, *_BUILTIN, np.ndarray, torch.Tensor}  # what `marshal` writes; of arrays their bytes
-_CTYPES: Any = (ctypes.c_int.__base__, ctypes.Array, ctypes.Structure, ctypes.Union)
+_BUFFERS: Any = (
+    *(bytearray, array.array, memoryview),
+    *(ctypes.c_int.__base__, ctypes.Array, ctypes.Structure, ctypes.Union),
+)
 _POINTERS = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p, ctypes.py_object)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _PAGE_BYTES, _PAGES = 4_096, 256
 _BUFFER_PAGES, _PARAMETER_PAGES = _PAGES, 16  # of a network's tensors: every sample depends on all of a parameter
 _BLOCK_ROWS, _ROW_BYTES = 16, 64 << 20
@@ -237,12 +224,12 @@ class Attributes(Place):
         if type(value) is types.FunctionType:
             return value.__qualname__.encode(errors="replace") + _code_bytes(value.__code__)
         kind = value if isinstance(value, type) else type(value)
-        return f"{module_name(kind.__module__)}.{kind.__qualname__}".encode(errors="replace")
+        return class_name(kind).encode(errors="replace")
 
 
 @dataclass(eq=False)
 class Items(Place):
-    """The items of a container that has keys or an order.
+    """The items of a container: values by key or position, or the members of a set.
 
     Args:
         is_plain: whether all items are plain values, which one `==` compares, at 2 to 5 ns an item.
@@ -273,6 +260,9 @@ class Items(Place):
 
     def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
+        if isinstance(content, set | frozenset):
+            yield "\0".join(sorted(map(_repr, content))).encode(errors="replace")
+            return
         for column in _keys_and_values(content):
             items = list(column)[: length if self.is_of_samples else None]
             if not self.is_plain:
@@ -281,24 +271,6 @@ class Items(Place):
                 yield marshal.dumps(items, 2)
             except ValueError:  # paths, enums
                 yield "\0".join(map(_repr, items)).encode(errors="replace")
-
-
-class Members(Place):
-    """The members of a set."""
-
-    def keep(self, content: Any) -> None:
-        """Keep a copy of the content."""
-        self.earlier = frozenset(content)
-        if not self.is_of_samples:
-            self.length = len(content)
-
-    def changed(self, earlier: Any, content: Any) -> tuple[list[Any], bool]:
-        """The members that have gone, and whether there are more than before."""
-        return list(earlier - content), len(content) > len(earlier)
-
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
-        """The content as bytes that are equal in other processes."""
-        yield "\0".join(sorted(map(_repr, content))).encode(errors="replace")
 
 
 class Tree(Place):
@@ -448,37 +420,43 @@ def values_of(container: Any) -> list[Any]:
     return list(_keys_and_values(container)[1])
 
 
-def array_in(node: Any) -> Content | None:
-    """The bytes of an array, tensor or ctypes object; None for an object without bytes that this process can read."""
+def array_of(node: Any) -> npt.NDArray[Any] | None:
+    """The memory of an array, tensor or buffer as an array of NumPy; None if there is none that this process can read.
+
+    Numbers of a class that NumPy does not know are integers of the same bits.
+    """
     kind = type(node)
     if issubclass(kind, torch.Tensor):
         if node.device.type != "cpu" or node.layout is not torch.strided or node.is_quantized or node.is_nested:
             return None
-        plain = node.detach().as_subclass(torch.Tensor)
-        length = plain.shape[0] if plain.dim() else None
-        return Content(f"{plain.dtype} {tuple(plain.shape)}", memory_of(plain), length)
+        plain: torch.Tensor = node.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+        try:
+            return plain.numpy()
+        except TypeError:
+            return plain.view(_INTEGERS[plain.element_size()]).numpy()
     if issubclass(kind, np.ndarray):
-        if _is_mapped(node) or node.dtype.hasobject:
-            return None
-        live = np.asarray(node)
-        length = len(live) if live.ndim else None
-        memory = np.ascontiguousarray(live).reshape(-1).view(np.uint8) if live.nbytes else np.empty(0, np.uint8)
-        return Content(f"{live.dtype} {live.shape}", memory, length)
-    if is_image(kind) and is_loaded(node):
-        return Content(f"{node.mode} {node.size} {node.getpalette()}", np.frombuffer(node.tobytes(), np.uint8), None)
+        return None if _is_mapped(node) or node.dtype.hasobject else np.asarray(node)
     if kind.__module__ == "multiprocessing.sharedctypes" and hasattr(kind, "get_obj"):
         node = node.get_obj()  # without its lock
-        kind = type(node)
-    if kind.__module__ == "multiprocessing.shared_memory" and kind.__name__ == "SharedMemory":
+    elif kind.__module__ == "multiprocessing.shared_memory" and kind.__name__ == "SharedMemory":
         node = vars(node)["_buf"]  # None once it is closed
-        kind = type(node)
-    if issubclass(kind, bytearray | array.array | memoryview) or (
-        issubclass(kind, _CTYPES) and not issubclass(kind, _POINTERS)
-    ):
-        memory = np.frombuffer(node, dtype=np.uint8)
-        length = None if issubclass(kind, _CTYPES) and not issubclass(kind, ctypes.Array) else len(node)
-        return Content(f"{kind.__name__} {memory.nbytes}", memory, length)
-    return None
+    kind = type(node)
+    if not issubclass(kind, _BUFFERS) or issubclass(kind, _POINTERS):
+        return None
+    if hasattr(kind, "__len__"):
+        return np.frombuffer(node, dtype=f"V{memoryview(node).nbytes // len(node)}")
+    return np.frombuffer(node, dtype=f"V{ctypes.sizeof(node)}").reshape(())
+
+
+def array_in(node: Any) -> Content | None:
+    """The bytes of an array, tensor, buffer or image; None for an object without bytes that this process can read."""
+    if is_image(type(node)) and is_loaded(node):
+        return Content(f"{node.mode} {node.size} {node.getpalette()}", np.frombuffer(node.tobytes(), np.uint8), None)
+    live = array_of(node)
+    if live is None:
+        return None
+    memory = np.ascontiguousarray(live).reshape(-1).view(np.uint8) if live.nbytes else np.empty(0, np.uint8)
+    return Content(f"{getattr(node, 'dtype', live.dtype)} {live.shape}", memory, len(live) if live.ndim else None)
 
 
 def tensor_parts(tensor: torch.Tensor) -> list[Content]:
@@ -509,11 +487,9 @@ def _keys_and_values(container: Any) -> _Columns:
     """Keys and values, by the methods of the builtin class: a user's subclass may make its items anew."""
     if isinstance(container, dict):
         return _Columns(list(dict.keys(container)), list(dict.values(container)))
-    for base in CONTAINERS[1:]:
-        if isinstance(container, base):
-            values = list(base.__iter__(container))
-            return _Columns(range(len(values)), values)
-    raise TypeError(f"{type(container).__name__} is no container")
+    base = next(base for base in CONTAINERS if isinstance(container, base))
+    values = list(base.__iter__(container))
+    return _Columns(values if base in (set, frozenset) else range(len(values)), values)
 
 
 def tensors_in(module: Any) -> dict[str, tuple[int, bytes | None]]:

@@ -8,15 +8,13 @@ followed when its name is used, so that the code of a logger or a sampler does n
 Not entered: generators, handles, locks, loggers, devices and C objects. Of an object of Lightning only the
 attributes that the code names count. The code of libraries is not followed.
 
-The walk ends after 4,000 objects, and copies of at most 64 MiB are kept. `Reach.complete` says whether that was enough.
+The walk ends after 4,000 objects, and copies of at most 64 MiB are kept.
 """
 
 from __future__ import annotations
 
-import dis
 import enum
 import os
-import sys
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -24,7 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,13 +30,9 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_stocache.cache.codec import module_name
 from lightning_stocache.cache.records import is_image
-from lightning_stocache.source.generators import KINDS, WRAPPED, attributes_of, is_of_library, node_dict
 from lightning_stocache.source.places import (
-    CONTAINERS,
     ITEMS,
-    MISSING,
     SMALL,
-    VALUES,
     Around,
     Array,
     Attributes,
@@ -47,7 +41,6 @@ from lightning_stocache.source.places import (
     Handle,
     Items,
     Mapped,
-    Members,
     Place,
     Tensors,
     Tree,
@@ -58,8 +51,26 @@ from lightning_stocache.source.places import (
     tensors_in,
     values_of,
 )
+from lightning_stocache.source.walk import (
+    CONTAINERS,
+    GENERATORS,
+    MISSING,
+    VALUES,
+    WRAPPED,
+    Variables,
+    attributes_of,
+    class_name,
+    has_slots,
+    inside,
+    is_method,
+    is_of_library,
+    node_dict,
+    read_code,
+    scopes_of,
+    variables_of,
+)
 
-__all__ = ["Reach", "covers", "inside", "is_handle"]
+__all__ = ["Reach", "covers", "is_handle"]
 
 COPIED_BYTES = 64 << 20
 OBJECTS = 4_000
@@ -77,7 +88,6 @@ _MACHINES = (
 )
 _PROGRESS = ("current_epoch", "global_step")  # properties of a Trainer and of its model
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
-_METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _HOOKS = frozenset(torch.nn.Module().__dict__) - {"training"}
 Node: TypeAlias = tuple[str, Any, Around]
 """Where an object lies, the object, and the dataset around it."""
@@ -97,7 +107,6 @@ class Reach:
         self.places: dict[str, Place] = {}
         self.watched: list[str] = []
         """Paths of the datasets and transforms, and of the lists that hold them."""
-        self.complete = True
         self.names = {"forward"}
         """The names that the code of a read uses."""
         self.written = set[str]()
@@ -109,30 +118,24 @@ class Reach:
         self._machines: list[Node] = []  # objects of Lightning, until all names are known
         self._texts: set[str] = set()
         around = Around(length, list)
-        self._known = {id(node): node for node in tail}
-        self._walk([("", source, around), *((f"transform {k}", node, around) for k, node in enumerate(transforms))])
-        self._walk_machines()
+        self.walk([("", source, around), *((f"transform {k}", node, around) for k, node in enumerate(transforms))])
         if not self.names.isdisjoint(("environ", "getenv")):
             texts = sorted(filter(str.isidentifier, self._texts))
             self.add("environ", Attributes(partial(_environment, texts), around, prefix="environ"))
-        self._known = {}
 
     @property
     def is_blind(self) -> bool:
         """Whether the code of a read may use names that do not stand in it."""
         return not _BLIND.isdisjoint(self.names)
 
-    def walk(self, path: str, node: Any, around: Around) -> None:
-        """Walk to the places of an object that has replaced another one."""
+    def walk(self, nodes: Iterable[Node]) -> None:
+        """Walk to the places of the source, or of an object that has replaced another one."""
         self._known = {id(node): node for node in self._tail}
-        self._walk([(path, node, around)])
-        self._walk_machines()
-        self._known = {}
-
-    def _walk_machines(self) -> None:
+        self._walk(nodes)
         machines, self._machines = self._machines, []
         for path, node, around in machines:
             self._walk(self._of_machine(path, node, around))
+        self._known = {}
 
     def add(self, path: str, place: Place, nbytes: int = 0) -> None:
         """Add a place. `nbytes` is the size of the copy of its content."""
@@ -157,19 +160,16 @@ class Reach:
             if issubclass(type(node), VALUES) or id(node) in self._known:
                 continue
             if self._objects >= OBJECTS:
-                self.complete = False
                 return
             self._known[id(node)] = node  # held, so that no id is used again
             self._objects += 1
-            try:
+            with suppress(Exception):  # of an object of the user's that only looks like one of these
                 waiting.extend(self._visit(path, node, around))
-            except Exception:  # of an object of the user's that only looks like one of these
-                self.complete = False
 
     def _visit(self, path: str, node: Any, around: Around) -> Iterator[Node]:
         """Add the places of an object, and yield the objects that it leads to."""
         kind = type(node)  # never isinstance: a proxy may load what it stands for to answer
-        if issubclass(kind, (*KINDS, types.ModuleType)):
+        if issubclass(kind, (*GENERATORS, types.ModuleType)):
             return
         is_user_class = not is_of_library(kind)
         package = module_name(kind.__module__).partition(".")[0]
@@ -182,17 +182,16 @@ class Reach:
         elif kind in WRAPPED:
             children = ((name, getattr(node, name)) for name in WRAPPED[kind])
             yield from ((f"{path}.{name}", child, around) for name, child in children if child is not None)
-        elif (content := array_in(node)) is not None:
-            self._add_array(path, lambda: cast(Any, array_in(node)), content, around)
+        elif array_in(node) is not None:
+            self._add_array(path, partial(array_in, node), around)
             if issubclass(kind, np.ma.MaskedArray):
-                mask = partial(_mask, node)
-                self._add_array(inside(path, "mask"), mask, mask(), around)
+                self._add_array(inside(path, "mask"), lambda: array_in(np.ma.getmaskarray(node)), around)
         elif issubclass(kind, np.ndarray) and node.dtype == object:
             yield from self._of_container(path, lambda: node.reshape(-1).tolist(), around)
         elif issubclass(kind, torch.Tensor):
-            self._add_parts(path, node, around)
-        elif issubclass(kind, np.ndarray):
-            self.complete = False  # in a file
+            for number in range(len(tensor_parts(node))):  # it is sparse, nested, jagged or quantised
+                self._add_array(inside(path, f"part {number}"), partial(_part_of_tensor, node, number), around)
+        elif issubclass(kind, np.ndarray):  # in a file
             self.add(path, Mapped(partial(_same_object, node), around, len(node) if node.ndim else None))
             self.add(inside(path, "file"), Handle(partial(_file_of_map, node), around))
         elif kind.__name__ in ("DataFrame", "Series") and package in ("pandas", "polars"):
@@ -212,10 +211,8 @@ class Reach:
             self._machines.append((path, node, around))
         elif is_machine or (hasattr(kind, "close") and not is_user_class and not is_data):
             return
-        elif node_dict(node) is not None or _has_slots(kind):
+        elif node_dict(node) is not None or has_slots(kind):
             yield from self._of_object(path, node, around)
-        elif is_user_class:
-            self.complete = False  # an object of an extension
         if (function := attributes_of(node).get("__wrapped__")) is not None:
             yield f"{path}.__wrapped__", function, around
 
@@ -227,7 +224,7 @@ class Reach:
         is_module = issubclass(kind, torch.nn.Module) and "_parameters" in vars(node)
         self._watch(path, node)
         attributes = attributes_of(node)
-        read = partial(attributes_of, node) if _has_slots(kind) else partial(_same_object, attributes)
+        read = next(variables_of(path, node)).read
         hidden = _HOOKS if is_module else frozenset[str]()
         self.add(path, Attributes(read, around, None, path, kind, is_known, hidden))
         if kind.__module__ == "datasets.table":
@@ -249,8 +246,9 @@ class Reach:
     def _of_module(self, path: str, module: Any, around: Around) -> Iterator[Node]:
         """Of a network: its tensors and the modules inside it."""
         self.add(inside(path, "tensors"), Tensors(partial(tensors_in, module), around))
+        length = (around.length,)
         buffers = vars(module)["_buffers"].items()  # one may hold an item for each sample
-        of_samples = ((name, buffer) for name, buffer in buffers if _length_of(buffer) == around.length)
+        of_samples = ((name, buffer) for name, buffer in buffers if buffer is not None and buffer.shape[:1] == length)
         yield from ((inside(path, name), buffer, around) for name, buffer in of_samples)
         modules = vars(module)["_modules"]
         if modules:
@@ -295,16 +293,13 @@ class Reach:
             with suppress(ValueError):
                 tree = Tree(read, around, COPIED_BYTES - self._bytes)
                 self.add(path, tree, tree.nbytes)
-                self.complete &= tree.step == 1
                 return
-        place = Members(read, around, length) if is_set else Items(read, around, length, is_plain)
-        self.add(path, place, nbytes)
+        self.add(path, Items(read, around, length, is_plain), nbytes)
         if is_plain:
             return
         if length <= SMALL and not is_set and any(map(_has_state, values)) and len(self.watched) < WATCHED:
             self.watched.append(path)
         step = max(1, -(-length // ITEMS))
-        self.complete &= step == 1
         keys = list(node) if isinstance(node, dict) else range(length)
         is_of_samples = length == around.length and around.sample is None
         for number in range(0, length, step):
@@ -314,19 +309,11 @@ class Reach:
             name = key if type(key) in (int, str) else number
             yield inside(path, name, is_item=True), values[number], replace(around, sample=index)
 
-    def _add_array(self, path: str, read: Callable[[], Content], content: Content, around: Around) -> None:
+    def _add_array(self, path: str, read: Callable[[], Any], around: Around) -> None:
+        content = read()
         nbytes = content.memory.nbytes
         in_full = self._bytes + nbytes <= COPIED_BYTES
-        self.complete &= in_full
         self.add(path, Array(read, around, content.length, in_full), nbytes if in_full else 0)
-
-    def _add_parts(self, path: str, tensor: torch.Tensor, around: Around) -> None:
-        """Add the tensors of which a sparse, nested, jagged or quantised one consists."""
-        contents = tensor_parts(tensor)
-        self.complete &= bool(contents)  # on a device
-        for number, content in enumerate(contents):
-            read = partial(_part_of_tensor, tensor, number)
-            self._add_array(inside(path, f"part {number}"), read, content, around)
 
     def _of_frame(self, path: str, frame: Any, around: Around) -> Iterator[Node]:
         """Of a frame of pandas or polars: its columns, which are read anew because a frame replaces them; its index."""
@@ -342,9 +329,8 @@ class Reach:
         for where, read in reads.items():
             content = read()
             if isinstance(content, Content):
-                self._add_array(where, read, content, around)
+                self._add_array(where, read, around)
             elif isinstance(content, list):
-                self.complete &= len(content) < _ROWS
                 place: Place = Items(read, around, len(content), True)
                 if not all(map(is_plain_value, content)):
                     with suppress(ValueError):
@@ -361,17 +347,14 @@ class Reach:
         around = replace(around, names=())
         yield "", type(kind), around
         for member in kind if issubclass(kind, enum.Enum) else ():
-            path = f"{module_name(kind.__module__)}.{kind.__qualname__}.{member.name}"
+            path = inside(class_name(kind), member.name)
             self.add(path, Attributes(partial(attributes_of, member), around, prefix=path))
-        for base in kind.__mro__:
-            if is_of_library(base):
-                continue
-            path = f"{module_name(base.__module__)}.{base.__qualname__}"
-            read = partial(_class_attributes, base)
+        for variables in variables_of("", kind):
+            path = variables.path
             if path not in self.places:
-                self.add(path, Attributes(read, around, prefix=path))
-            for name, value in read().items():
-                if not _is_method(value):
+                self.add(path, Attributes(variables.read, around, prefix=path))
+            for name, value in variables.read().items():
+                if not is_method(value):
                     yield inside(path, name), value, around.inside(name)
                     continue
                 method = (inside(path, name), value, around)
@@ -385,62 +368,29 @@ class Reach:
         if is_of_library(function):
             return
         around = replace(around, names=())
-        spaces, names = self._read_code(function.__code__)
-        for name in names - self.names:
+        code = read_code(function.__code__)
+        self.written |= code.written
+        self._texts |= code.texts
+        for name in code.names - self.names:
             self.names.add(name)
             yield from self._methods.pop(name, ())
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        if cells:
-            yield from self._of_scope(f"{path}()", f"{path}()", partial(_contents_of, cells), around)
-        module, where = module_name(function.__module__), f"the globals of {function.__qualname__}"
-        namespace = function.__globals__
-        yield from self._of_scope(where, module, partial(_picked, namespace, spaces), around)
-        imported = {name: sys.modules[name] for name in names & sys.modules.keys()}  # perhaps in the function itself
-        for inner in (imported | _picked(namespace, spaces)).values():
-            if type(inner) is types.ModuleType and not is_of_library(inner):
-                read = partial(_picked, vars(inner), names)
-                yield from self._of_scope(f"{where} in {inner.__name__}", inner.__name__, read, around)
+        for scope in scopes_of(path, function):
+            yield from self._of_scope(scope, around)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         yield from ((f"{path} default {k}", value, around) for k, value in enumerate(defaults))
 
-    def _of_scope(self, path: str, prefix: str, read: Callable[[], Any], around: Around) -> Iterator[Node]:
+    def _of_scope(self, scope: Variables, around: Around) -> Iterator[Node]:
         """Of the variables that a function reaches by name."""
-        variables = read()
-        if path not in self.places:
-            self.add(path, Attributes(read, around, prefix=prefix))
-        for name, value in variables.items():
-            is_class = isinstance(value, type)
+        if scope.path not in self.places:
+            self.add(scope.path, Attributes(scope.read, around, prefix=scope.prefix))
+        for name, value in scope.read().items():
+            path, is_class = inside(scope.prefix, name), isinstance(value, type)
             if is_class and is_of_library(value):
                 continue
             if is_class:  # the function may make an object of it
                 inits = (vars(base).get("__init__") for base in value.__mro__)
-                yield from ((f"{inside(prefix, name)}.__init__", init, around) for init in inits if _is_method(init))
-            yield inside(prefix, name), value, around.inside(name)
-
-    def _read_code(self, code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-        """The global names that code loads, and all its names; its texts and what it sets are noted."""
-        steps = list(dis.get_instructions(code))
-        spaces = {step.argval for step in steps if step.opname in _LOADS}
-        self.written.update(step.argval for step in steps if step.opname == "STORE_ATTR")
-        names = {*code.co_names, *code.co_freevars}
-        for constant in code.co_consts:
-            if isinstance(constant, str):
-                self._texts.add(constant)
-            elif isinstance(constant, types.CodeType):  # a lambda, a comprehension
-                inner = self._read_code(constant)
-                spaces |= inner[0]
-                names |= inner[1]
-        return frozenset(spaces), frozenset(names)
-
-
-_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
-
-
-def inside(path: str, name: Any, is_item: bool = False) -> str:
-    """The path of an attribute, or of an item, of the object at a path."""
-    if is_item:
-        return f"{path}[{name!r}]"
-    return f"{path}.{name}" if path else str(name)
+                yield from ((f"{path}.__init__", init, around) for init in inits if is_method(init))
+            yield path, value, around.inside(name)
 
 
 def covers(paths: Collection[str], path: str) -> bool:
@@ -451,7 +401,7 @@ def covers(paths: Collection[str], path: str) -> bool:
 def is_handle(value: Any) -> bool:
     """Whether it is an open file or the like, a generator that may be seeded anew, or nothing yet."""
     kind = type(value)
-    if value is None or value is MISSING or issubclass(kind, KINDS):
+    if value is None or value is MISSING or issubclass(kind, GENERATORS):
         return True
     if issubclass(kind, Dataset | torch.nn.Module) or (is_image(kind) and is_loaded(value)):
         return False
@@ -469,38 +419,8 @@ def _has_state(node: Any) -> bool:
     return decides and node_dict(node) is not None
 
 
-def _is_method(value: Any) -> bool:
-    return type(value) in _METHODS or "__wrapped__" in (node_dict(value) or ())
-
-
-def _has_slots(kind: type) -> bool:
-    return any(vars(base).get("__slots__") for base in kind.__mro__)
-
-
 def _same_object(node: Any) -> Any:
     return node
-
-
-def _class_attributes(kind: type) -> dict[str, Any]:
-    """The methods and the other attributes of a class, without those that Python itself adds."""
-    return {
-        name: value
-        for name, value in vars(kind).items()
-        if _is_method(value) or not ((name.startswith("__") and name.endswith("__")) or name == "_abc_impl")
-    }
-
-
-def _contents_of(cells: dict[str, Any]) -> dict[str, Any]:
-    """The variables in the closure of a function, by name."""
-    contents = {}
-    for name, cell in cells.items():
-        with suppress(ValueError):  # not filled yet
-            contents[name] = cell.cell_contents
-    return contents
-
-
-def _picked(namespace: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    return {name: namespace[name] for name in sorted(names & namespace.keys())}
 
 
 def _around_child(node: Any, name: str, child: Any, around: Around) -> Around:
@@ -549,11 +469,6 @@ def _environment(texts: Collection[str]) -> dict[str, str | None]:
     return {text: os.environ.get(text) for text in texts} | longer
 
 
-def _mask(array: Any) -> Content:
-    """Where a masked array has no values."""
-    return cast(Content, array_in(np.ma.getmaskarray(array)))
-
-
 def _part_of_tensor(tensor: torch.Tensor, number: int) -> Content:
     return tensor_parts(tensor)[number]
 
@@ -567,10 +482,6 @@ def _name_in_file(node: Any) -> tuple[str, ...]:
     with suppress(Exception):  # closed
         return str(node.file.filename), str(node.name)
     return ()
-
-
-def _length_of(tensor: torch.Tensor | None) -> int:
-    return len(tensor) if tensor is not None and tensor.dim() else 0
 
 
 def _index(frame: Any) -> Any:

@@ -21,16 +21,23 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
-from types import CellType, FunctionType, ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lightning_stocache.node.isolation import STANDARD, descriptors
-from lightning_stocache.source.generators import is_of_library, named_globals, node_dict, reachable
-from lightning_stocache.source.places import MISSING
+from lightning_stocache.source.places import array_of, same_value
+from lightning_stocache.source.walk import (
+    MISSING,
+    SCALARS,
+    Variables,
+    inside,
+    items_of,
+    reachable,
+    variables_of,
+)
 
 if sys.platform != "win32":
     import fcntl
@@ -45,46 +52,45 @@ _MOST_STEP = 1e300
 _EPOCHS_AHEAD = 1_000_003  # a prime, so that no cycle of a few epochs hides a difference
 _OF_FILES = {"_compression", "_io", "bz2", "compression", "gzip", "io", "lzma"}  # their objects move with a file
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)  # a subclass may do more when it is filled
-_PLAIN = (int, float, str, bytes, bool, type(None))
 _CTYPE: Any = ctypes.c_int.__base__  # the number of a `multiprocessing.Value`
 _UNSEEKABLE = (AttributeError, OSError, ValueError)  # a pipe, a closed file, a text file in the middle of an iteration
 
-_Place: TypeAlias = tuple[Any, Any]
-"""An object that holds a value, and the key or name of the value."""
-
 
 class Contents:
-    """Copies of containers, of arrays and of values.
+    """Copies of variables, of containers and of arrays.
 
     Args:
         nodes: containers and arrays, with the places where they lie. The copies of arrays take 64 MiB at most.
-        values: the places of single values, with their names.
+        variables: values by name.
     """
 
-    def __init__(self, nodes: Iterable[tuple[str, Any]], values: Iterable[tuple[str, _Place]]) -> None:
+    def __init__(self, nodes: Iterable[tuple[str, Any]], variables: Iterable[Variables]) -> None:
         self._copies = list[tuple[str, Any, Any]]()
         left = _MOST_BYTES
-        for where, node in nodes:
+        for path, node in nodes:
             live = live_content(node)
             nbytes = live.nbytes if isinstance(live, np.ndarray) else 0
             if nbytes <= left:
                 left -= nbytes
-                self._copies.append((where, node, live.copy()))
-        self._values = [(where, place, _value_at(place)) for where, place in values]
+                self._copies.append((path, node, live.copy()))
+        self._variables = [(variables, dict(variables.read())) for variables in variables]
 
     def put_back(self) -> str | None:
         """Put back what differs. Returns the first place that differed; None if there is none."""
         moved = list[str]()
-        for where, node, before in self._copies:
+        for path, node, before in self._copies:
             live = live_content(node)
             if live is not None and not _is_same(live, before):
-                moved.append(where)
+                moved.append(path)
                 with suppress(Exception):  # what cannot be put back stays as the read has left it
                     _refill(live, before)
-        for where, place, value in self._values:
-            if not _is_same_item(_value_at(place), value):
-                moved.append(where)
-                _put(place, value)
+        for variables, values in self._variables:
+            for name in {**values, **variables.read()}:
+                value = values.get(name, MISSING)
+                if not same_value(variables[name], value):
+                    moved.append(inside(variables.prefix, name))
+                    with suppress(Exception):
+                        variables[name] = value
         return moved[0] if moved else None
 
 
@@ -109,12 +115,12 @@ class Snapshot:
 
     def __init__(self, source: Any) -> None:
         nodes = list(reachable(source))
-        containers = [(where, live) for where, node in nodes for live in _containers_of(node)]
-        places = [(where, place) for where, node in nodes for place in _places_of(node)]
-        held = [(where, value) for where, live in containers for value in _items(live).values()]
-        held += [(where, _value_at(place)) for where, place in places]
-        arrays = {id(value): (where, value) for where, value in held if _own_array(value) is not None}
-        self._contents = Contents([*containers, *arrays.values()], places)
+        containers = [(path, node) for path, node in nodes if type(node) in _CONTAINERS]
+        variables = [found for path, node in nodes if not _is_of_file(node) for found in variables_of(path, node)]
+        held = [(path, value) for path, node in containers for _, value in items_of(node)]
+        held += [(found.path, value) for found in variables for value in list(found.read().values())]
+        arrays = {id(value): (path, value) for path, value in held if _own_array(value) is not None}
+        self._contents = Contents([*containers, *arrays.values()], variables)
         files = [(where, node) for where, node in nodes if issubclass(type(node), io.IOBase)]
         outer = tuple(f"{where}." for where, _ in files)
         # A compressed file moves the file inside it, which must stay where the decompressor expects it.
@@ -180,43 +186,43 @@ class Counters:
         moves = dict(_moves(before, self._copies))
         earlier = moves if self._moves is None else self._moves
         self._moves = {key: move for key, move in moves.items() if key in earlier and _is_step(earlier[key], move)}
-        return [move.where for move in self._moves.values()]
+        return [move.words for move in self._moves.values()]
 
     @contextmanager
     def ahead(self, length: int) -> Iterator[None]:
         """Set the numbers ahead by a million epochs of a dataset of that length, and put them back at the end."""
         moves = list((self._moves or {}).values())
-        before = [_value_at(move.place) for move in moves]
+        before = [move.owner[move.key] for move in moves]
         for move, value in zip(moves, before, strict=True):
-            _put(move.place, _advanced(value, move.step * _EPOCHS_AHEAD * length))
+            move.owner[move.key] = _advanced(value, move.step * _EPOCHS_AHEAD * length)
         try:
             yield
         finally:
             for move, value in zip(moves, before, strict=True):
-                _put(move.place, value)
+                move.owner[move.key] = value
 
     def put_shared_back(self) -> None:
         """Put back what reads have moved in each `multiprocessing.Value`: the trainer sees it, too."""
         for _, move in _moves(self._first, _number_copies(self._source)):
-            value = _value_at(move.place)
+            value = move.owner[move.key]
             if issubclass(type(value), _CTYPE):
                 value.value = move.before
 
 
 class _Move(NamedTuple):
-    """A number that has moved: where it lies, in words and for code, its value before, and by how much it moved."""
+    """A number that has moved: its place in words, its owner and its key there, its value before, and by how much."""
 
-    where: str
-    place: _Place
+    words: str
+    owner: Any
+    key: Any
     before: Any
     step: Any
 
 
 class _Copy(NamedTuple):
-    """A container, array or place with the numbers in it, by key; `content` is an array if `owner` is one's `flat`."""
+    """The numbers by key in a container, in variables, or in an array, whose `owner` is its `flat`."""
 
-    where: str
-    node: Any
+    path: str
     owner: Any
     content: Any
 
@@ -226,9 +232,6 @@ class _Length:
 
     def __init__(self, items: list[Any]) -> None:
         self._items = items
-
-    def __len__(self) -> int:
-        return 1
 
     def __getitem__(self, key: int) -> int:
         return len(self._items)
@@ -241,26 +244,25 @@ class _Length:
 def _number_copies(source: Any) -> dict[Any, _Copy]:
     """Copies of all that can hold numbers that a source counts with, by identity. Arrays take 64 MiB at most."""
     copies, left = dict[Any, _Copy](), _MOST_BYTES
-    for where, node in reachable(source, arrays=True):
+    for path, node in reachable(source, arrays=True):
         array = _own_array(node)
         if array is not None and array.dtype.kind in "iuf" and array.nbytes <= left:
             left -= array.nbytes
-            copies[id(node)] = _Copy(where, node, array.flat, array.flatten())
-        for live in _containers_of(node):
-            if len(live) <= _MOST_ITEMS and not isinstance(live, set | deque):
-                content = {key: _number_in(value) for key, value in _items(live).items()}
-                copies[id(live)] = _Copy(where, node, live, content)
-        for owner, key in _places_of(node):
-            copies[id(owner), key] = _Copy(where, node, owner, {key: _number_in(_value_at((owner, key)))})
+            copies[id(node)] = _Copy(path, array.flat, array.flatten())
+        if type(node) in _CONTAINERS and isinstance(node, dict | list) and len(node) <= _MOST_ITEMS:
+            copies[id(node)] = _Copy(path, node, {key: _number_in(value) for key, value in items_of(node)})
+        for variables in () if _is_of_file(node) else variables_of(path, node):
+            content = {name: _number_in(value) for name, value in list(variables.read().items())}
+            copies[variables.path] = _Copy(path, variables, content)
     return copies
 
 
 def _moves(before: dict[Any, _Copy], now: dict[Any, _Copy]) -> Iterator[tuple[Any, _Move]]:
     """The numbers that have moved between two copies, by identity."""
-    for identity, (where, node, owner, content) in now.items():
-        if identity not in before and type(identity) is int:
+    for identity, (path, owner, content) in now.items():
+        if identity not in before:
             continue
-        earlier = before[identity].content if identity in before else {}
+        earlier = before[identity].content
         if isinstance(content, np.ndarray):
             keys = np.flatnonzero(content != earlier)[:_MOST_NUMBERS].tolist()
         else:
@@ -269,11 +271,18 @@ def _moves(before: dict[Any, _Copy], now: dict[Any, _Copy]) -> Iterator[tuple[An
             old = earlier[key] if isinstance(content, np.ndarray) else earlier.get(key, 0)
             step = _step(old, content[key])
             if step is not None:
-                words = where if isinstance(content, np.ndarray) else _words(where, node, (owner, key))
-                yield (identity, key), _Move(words.removesuffix("._obj"), (owner, key), old, step)
+                yield (identity, key), _Move(_words(path, owner, key), owner, key, old, step)
         grown = len(content) - len(earlier)
-        if type(owner) is list and grown > 0 and all(type(content[key]) in _PLAIN for key in keys[-grown:]):
-            yield (identity, "length"), _Move(f"the length of {where}", (_Length(owner), 0), len(earlier), grown)
+        if type(owner) is list and grown > 0 and all(type(value) in SCALARS for value in owner[-grown:]):
+            yield (identity, "length"), _Move(f"the length of {path}", _Length(owner), 0, len(earlier), grown)
+
+
+def _words(path: str, owner: Any, key: Any) -> str:
+    if isinstance(owner, Variables):
+        if owner.path.endswith("()"):
+            return f"a variable of {owner.path.removesuffix('()')}"
+        return inside(owner.prefix, key).removesuffix("._obj")
+    return inside(path, key, is_item=True) if isinstance(owner, dict | list) else path
 
 
 def _step(old: Any, new: Any) -> int | float | None:
@@ -314,65 +323,6 @@ def _advanced(value: Any, step: Any) -> Any:
     return kind(int(number) if dtype.kind in "iu" else number)
 
 
-# ---- places ----
-
-
-def _containers_of(node: Any) -> Iterator[Any]:
-    """The containers whose content is part of a source: an object's attributes, or the object itself."""
-    kind = type(node)
-    if kind is FunctionType:
-        yield node.__dict__
-    if issubclass(kind, (type, FunctionType, ModuleType, io.IOBase)) or kind.__module__.partition(".")[0] in _OF_FILES:
-        return
-    if kind in _CONTAINERS:
-        yield node
-    attributes = node_dict(node)
-    if attributes is not None:
-        yield attributes
-
-
-def _places_of(node: Any) -> Iterator[_Place]:
-    """Single values that a source's code sets: globals and closures of its functions, attributes of its classes."""
-    if type(node) is FunctionType:
-        yield from ((cell, "cell_contents") for cell in node.__closure__ or ())
-        yield from ((node.__globals__, name) for name in named_globals(node))
-    elif issubclass(type(node), type) and not is_of_library(node):
-        yield from ((node, name) for name in list(vars(node)) if not name.startswith("__"))
-
-
-def _value_at(place: _Place) -> Any:
-    owner, key = place
-    if isinstance(owner, CellType | type):
-        try:
-            return vars(owner).get(key, MISSING) if isinstance(owner, type) else owner.cell_contents
-        except ValueError:  # an empty cell
-            return MISSING
-    if isinstance(owner, dict):
-        return owner.get(key, MISSING)
-    return owner[key] if key < len(owner) else MISSING
-
-
-def _put(place: _Place, value: Any) -> None:
-    owner, key = place
-    if isinstance(owner, CellType | type):
-        setattr(owner, key, value) if value is not MISSING else delattr(owner, key)
-    elif value is MISSING:
-        owner.pop(key, None)
-    else:
-        owner[key] = value
-
-
-def _items(container: Any) -> dict[Any, Any]:
-    return container if isinstance(container, dict) else dict(enumerate(container))
-
-
-def _words(where: str, node: Any, place: _Place) -> str:
-    owner, key = place
-    if isinstance(owner, CellType):
-        return f"a variable of {where}"
-    return f"{where}[{key!r}]" if owner is node and isinstance(node, dict | list) else f"{where}.{key}"
-
-
 # ---- contents ----
 
 
@@ -381,16 +331,10 @@ def live_content(node: Any) -> Any:
     kind = type(node)
     if issubclass(kind, dict | list | set | deque):
         return node
-    live = None
-    if issubclass(kind, np.ndarray):
-        live = np.asarray(node)
-    elif issubclass(kind, torch.Tensor):
-        with suppress(TypeError, RuntimeError):  # bfloat16, a quantised tensor, another device
-            live = node.detach().numpy()
-    elif kind is bytearray or kind.__module__ != "builtins":  # an `array`, a `multiprocessing.Array`
-        with suppress(TypeError, ValueError, BufferError):
-            live = np.frombuffer(memoryview(node).cast("B"), dtype=np.uint8)
-    return live if live is not None and live.flags.writeable else None
+    with suppress(Exception):  # of a buffer that is released, or a tensor without memory
+        live = np.asarray(node) if issubclass(kind, np.ndarray) else array_of(node)
+        return live if live is not None and live.flags.writeable else None
+    return None
 
 
 def _own_array(value: Any) -> npt.NDArray[Any] | None:
@@ -416,15 +360,8 @@ def _is_same(live: Any, before: Any) -> bool:
     if isinstance(live, set):
         return bool(live == before)
     if isinstance(live, dict):
-        return live.keys() == before.keys() and all(_is_same_item(live[key], value) for key, value in before.items())
-    return len(live) == len(before) and all(map(_is_same_item, live, before))
-
-
-def _is_same_item(item: Any, before: Any) -> bool:
-    """Whether it is the same object, or an equal number or text. Others are not asked: an array has no truth value."""
-    if item is before:
-        return True
-    return type(item) is type(before) and isinstance(item, int | float | str | bytes) and item == before
+        return live.keys() == before.keys() and all(same_value(live[key], value) for key, value in before.items())
+    return len(live) == len(before) and all(map(same_value, live, before))
 
 
 def _refill(live: Any, before: Any) -> None:
@@ -440,18 +377,22 @@ def _refill(live: Any, before: Any) -> None:
 # ---- files ----
 
 
+def _is_of_file(node: Any) -> bool:
+    """Whether the state of an object is that of a file."""
+    kind = type(node)
+    return issubclass(kind, io.IOBase) or kind.__module__.partition(".")[0] in _OF_FILES
+
+
 def _position(file: io.IOBase) -> int | None:
-    try:
+    with suppress(*_UNSEEKABLE):
         return file.tell()
-    except _UNSEEKABLE:
-        return None
+    return None
 
 
 def _descriptor(file: io.IOBase) -> int | None:
-    try:
+    with suppress(*_UNSEEKABLE):
         return file.fileno()
-    except _UNSEEKABLE:
-        return None
+    return None
 
 
 def _offsets() -> dict[int, tuple[int, int]]:

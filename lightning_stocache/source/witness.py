@@ -10,7 +10,7 @@ A `Witness` keeps copies of the state that the source's code can reach (`reach`)
 - "machinery": a handle, or what a read itself moves (a counter, a memo). It is a reason to look at some samples.
 
 Bounds are bytes and objects, never time: 64 MiB of copies, 4,000 objects, 1,024 spread items of a long container of
-objects. `complete` says whether they were enough. No attribute of a user's object is asked for: its `__dict__`, its
+objects. No attribute of a user's object is asked for: its `__dict__`, its
 slots and its class tell.
 
 Attributes of the dataset, its transforms and the datasets inside it are also compared before each batch (`look`). For
@@ -33,23 +33,20 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
-from lightning_stocache.source.generators import KINDS, are_draws_evidence, is_of_library, node_dict
-from lightning_stocache.source.identity import class_name
+from lightning_stocache.source.generators import are_draws_evidence
 from lightning_stocache.source.places import (
-    CONTAINERS,
-    MISSING,
     SMALL,
     Around,
     Array,
     Attributes,
     Items,
-    Members,
     Place,
     Tensors,
     is_plain_value,
     same_value,
 )
-from lightning_stocache.source.reach import Reach, covers, inside, is_handle
+from lightning_stocache.source.reach import Reach, covers, is_handle
+from lightning_stocache.source.walk import CONTAINERS, GENERATORS, MISSING, class_name, inside, is_of_library, node_dict
 
 __all__ = ["Difference", "Kind", "StateDigest", "Sums", "Witness", "digest_of_state", "same_state"]
 
@@ -159,11 +156,6 @@ class Witness:
         self._filled.update(path.removeprefix(_FIRST) for path in paths if path.startswith(_FIRST))
         self._machinery.update(path for path in paths if not path.startswith(_FIRST))
 
-    @property
-    def complete(self) -> bool:
-        """Whether everything that the source's code can reach is compared."""
-        return self._reach.complete
-
     # ---- before each batch ----
 
     def look(self) -> str | None:
@@ -252,7 +244,7 @@ class Witness:
 
     def _is_certain(self, place: Place, name: Any, old: Any, new: Any) -> bool:
         """Whether another value of an attribute is a change that no sample need prove."""
-        if issubclass(type(new), KINDS):  # where there was none; perhaps only a sampler draws from it
+        if issubclass(type(new), GENERATORS):  # where there was none; perhaps only a sampler draws from it
             return False
         is_plain = all(value is MISSING or is_plain_value(value) for value in (old, new))
         if is_plain and _is_of_user(place) and not self._is_named(place.around.inside(name)):
@@ -341,7 +333,7 @@ class Witness:
         if isinstance(place, Items):
             is_filled = isinstance(content, dict) and covers(self._filled, path)
             new_keys = [key for key, old, _ in values if old is MISSING]
-            changed, grew = [], bool(new_keys)
+            changed, grew = [], len(content) > len(earlier.keys)
             for key, old, new in values:
                 if old is MISSING or same_value(old, new):
                     continue
@@ -356,7 +348,7 @@ class Witness:
                     yield from self._value(inside(path, key, is_item=True), old, new, around)
         else:
             changed, grew = place.changed(earlier, content)
-            new_keys = list(content - earlier) if isinstance(place, Members) else []
+            new_keys = []
         if not changed and not grew and isinstance(place, Items):
             return
         if _is_learned_by_item(place, content, changed, grew):
@@ -372,9 +364,8 @@ class Witness:
             return
         self._note_fill(path, not changed and isinstance(content, dict | set))
         numbers = [key for key in [*changed, *new_keys] if type(key) is int and 0 <= key < place.around.length]
-        if (
-            new_keys and numbers and isinstance(content, dict | set) and not place.is_of_samples
-        ):  # they may be indices of samples
+        has_new_indices = bool(new_keys and numbers) and not place.is_of_samples
+        if has_new_indices and isinstance(content, dict | set):
             yield Difference(path, "setting", tuple(place.around.outer(numbers)) or None)
         yield self._judged(path, place, changed, grew)
 
@@ -387,22 +378,20 @@ class Witness:
             yield Difference(path, "machinery")
             return
         if old is MISSING and get_worker_info() is not None:
-            self._reach.walk(path, new, around)
+            self._reach.walk([(path, new, around)])
             return
         before = self._reach.take(path)
         self._replaced += 1
         is_comparable = self._replaced <= _REPLACED
         if is_comparable:
-            self._reach.walk(path, new, around)
-        else:
-            self._reach.complete = False
+            self._reach.walk([(path, new, around)])
         if type(old) is not type(new):
             is_data = any(self._judged(path, place, [], False).kind == "data" for place in before.values())
             self._note_unread(path, around)
             yield Difference(path, "data" if is_data else "setting", self._sample(around))
         elif not before and not _is_same_foreign(old, new):
             is_foreign = not (is_plain_value(old) or callable(old) or isinstance(old, CONTAINERS))
-            yield self._judged(path, Place(_nothing, around, SMALL + 1 if is_foreign else None), [], False)
+            yield self._judged(path, Place(tuple, around, SMALL + 1 if is_foreign else None), [], False)
         else:
             for inner, place in before.items():
                 now = self._reach.places.get(inner)
@@ -456,11 +445,11 @@ class Witness:
 
     def digest(self) -> StateDigest:
         """Digests of the state now, without what reads move."""
-        sums = {"data": hashlib.blake2b(digest_size=16), "setting": hashlib.blake2b(digest_size=16)}
-        for path, (kind, digest) in sorted(self.sums().items()):
-            if not covers(self._machinery | self._filled, path):
-                sums[kind].update(path.encode(errors="replace") + b"\0" + digest)
-        return StateDigest(sums["data"].hexdigest(), sums["setting"].hexdigest())
+        moved = self._machinery | self._filled
+        sums = {path: content for path, content in self.sums().items() if not covers(moved, path)}
+        data = {path: content for path, content in sums.items() if content[0] == "data"}
+        settings = {path: content for path, content in sums.items() if path not in data}
+        return StateDigest(digest_of_state(data), digest_of_state(settings))
 
     def sums(self, length: int | None = None) -> Sums:
         """A digest of each place now: what `digest` summarises.
@@ -469,7 +458,7 @@ class Witness:
             length: leave out the items from this one on, of places with an item for each sample: a source that only
                 grew has the digests that it had.
         """
-        sums: Sums = {"class": ("data", class_name(self._source).encode())}
+        sums: Sums = {"class": ("data", class_name(type(self._source)).encode())}
         for path, place in self._reach.places.items():
             with suppress(Exception):  # of objects of the user's that are read
                 content = place.read()
@@ -500,7 +489,7 @@ class Witness:
         found = dict[int, None]()
         for place in self._reach.places.values():
             with suppress(Exception):  # of objects of the user's that are read
-                content = place.read() if isinstance(place, Items | Members) else ()
+                content = place.read() if isinstance(place, Items) else ()
                 if len(content) <= SMALL:
                     found.update((key, None) for key in content if type(key) is int and 0 <= key < self._length)
         return list(found)[:SMALL]
@@ -558,7 +547,7 @@ def _is_same_handle(old: Any, new: Any) -> bool:
     """Whether a handle, or nothing, stands where another one stood. A first generator is one only in a worker."""
     if not (is_handle(old) and is_handle(new)):
         return False
-    return get_worker_info() is not None or not _is_empty(old) or not issubclass(type(new), KINDS)
+    return get_worker_info() is not None or not _is_empty(old) or not issubclass(type(new), GENERATORS)
 
 
 def _is_learned_by_item(place: Place, content: Any, changed: list[Any], grew: bool) -> bool:
@@ -611,7 +600,3 @@ def _is_same_foreign(old: Any, new: Any) -> bool:
         fingerprints = [(node_dict(node) or {}).get("_fingerprint") for node in (old, new)]
         return fingerprints[0] is not None and fingerprints[0] == fingerprints[1]
     return False
-
-
-def _nothing() -> None:
-    return None

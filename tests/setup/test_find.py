@@ -98,7 +98,7 @@ def test_where_no_process_is_started_all_is_put_back(monkeypatch: pytest.MonkeyP
     assert look(Made(partial(_report, tmp_path / "pids"))).codec is not None
     assert set((tmp_path / "pids").read_text().split()) == {str(os.getpid())}
     assert look(lazy).codec is not None
-    assert "moves the generator of own" in str(look(Made(lambda index: own.random())).reason)
+    assert "moves the generator of Made.make().own" in str(look(Made(lambda index: own.random())).reason)
     assert own.random() == np.random.default_rng(3).random()
     assert lazy.is_as_before
 

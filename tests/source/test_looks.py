@@ -1,5 +1,6 @@
 """When stored samples are read again, and what follows from what has moved."""
 
+import multiprocessing
 import random
 from collections.abc import Callable
 from contextlib import closing
@@ -148,8 +149,11 @@ def read_of_counts(visits: Visits) -> Any:
 
 @pytest.mark.parametrize(
     "counts",
-    [[0, 0], {0: 0, 1: 0}, np.zeros(2), torch.zeros(2, dtype=torch.int64), bytearray(2)],
-    ids=lambda counts: type(counts).__name__,
+    [
+        *([0, 0], {0: 0, 1: 0}, np.zeros(2), torch.zeros(2, dtype=torch.int64)),
+        *(torch.zeros(2, dtype=torch.bfloat16), bytearray(2), multiprocessing.Array("i", 2)),
+    ],
+    ids=lambda counts: f"{type(counts).__name__} {getattr(counts, 'dtype', '')}",
 )
 def test_what_is_written_into_common_state_is_found_and_put_back(counts: Any) -> None:
     """In containers and arrays that the other object holds, or whose name in the source its code says; no others."""

@@ -20,6 +20,13 @@ _total = 0
 _log = [0]
 
 
+class Slotted:
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
 class Source:
     """Has state of every kind."""
 
@@ -30,7 +37,7 @@ class Source:
         self.seen, self.ordered = {1}, OrderedDict(a=1)
         self.counts, self.weights = np.zeros(4, dtype=np.int64), torch.zeros(3)
         self.file, self.inside = io.BytesIO(bytes(100)), {"deep": [[1]]}
-        self.closure = _closure()
+        self.closure, self.slotted = _closure(), Slotted()
 
 
 def _closure() -> Callable[[], int]:
@@ -69,6 +76,8 @@ MOVES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "of the class": (lambda source: source.shared.append(2), lambda source: list(source.shared)),
     "a class's": (lambda source: setattr(type(source), "reads", 5), lambda source: type(source).reads),
     "closure": (lambda source: source.closure(), lambda source: source.closure.__closure__[0].cell_contents),
+    "slot": (lambda source: setattr(source.slotted, "calls", 2), lambda source: source.slotted.calls),
+    "function": (lambda source: setattr(source.closure, "calls", 2), lambda source: hasattr(source.closure, "calls")),
     "file": (lambda source: source.file.read(7), lambda source: source.file.tell()),
 }
 
