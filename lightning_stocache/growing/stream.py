@@ -37,7 +37,7 @@ from lightning_stocache.loading.dataset import CachedDataset, Forwarding
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.residents import StreamBatches, batches_in_turn, batches_of, deal, permutation
-from lightning_stocache.setup.first_samples import difference
+from lightning_stocache.setup.find import difference
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest, Layout, check_choice, check_count, check_flag

@@ -1,6 +1,7 @@
 """Set-up reads a few samples of a source, to choose their codec and to find the random part of the source.
 
-A `SourceReader` lets a `Reader` read the source. The process keeps the samples until they are stored.
+A `SourceReader` lets a `Reader` read the source. The process keeps the samples until they are stored. Of a stream it
+reads the first 16 samples, and of a rolling cache, whose sources are slow, the first two that its fillers draw.
 """
 
 from __future__ import annotations
@@ -8,32 +9,37 @@ from __future__ import annotations
 import hashlib
 import logging
 import multiprocessing
-from collections.abc import Callable, Sequence
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, cast
 
+from torch.utils.data import get_worker_info
+
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.node.group import job_ranks
-from lightning_stocache.setup.first_samples import FirstSampleError, codec_of
+from lightning_stocache.node.named import manifest_of
 from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files
-from lightning_stocache.setup.reader import Reader, Subject, start_method
-from lightning_stocache.setup.request import CacheRequest
+from lightning_stocache.setup.reader import NoProcessError, Reader, Subject, start_method
+from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.setup.worth import why_not_worth
-from lightning_stocache.source.access import batch_reader
-from lightning_stocache.source.draws import Draws
+from lightning_stocache.source.access import batch_reader, is_own_iterator
+from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.probe import FEW, MANY, Probe, Read, why_random
 from lightning_stocache.source.proof import BlindSource
 from lightning_stocache.source.random_split import Split, split, spread
-from lightning_stocache.source.samples import bits, same_sample, stacked
+from lightning_stocache.source.samples import bits, digest_of, mark_of, same_sample, stacked
 from lightning_stocache.source.snapshot import Counters
 from lightning_stocache.source.transform_split import Cut, Tail
 from lightning_stocache.source.witness import Witness
 
-__all__ = ["Finding", "SourceReader", "parts_of"]
+__all__ = ["Finding", "FirstSampleError", "SourceReader", "difference", "parts_of"]
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +55,15 @@ _NO_STACK = (
 _COUNTED = 3  # samples that are read of a source that counts its reads
 _QUICK = MANY - FEW  # indices that are read after the first four, if reading is fast
 MOST_BYTES: float = 64 << 20  # of the samples that the process keeps
+_OF_STREAM = 16  # samples that are read of a stream
+_OF_POOL = 2  # one would not show that shapes differ
+_TRIES = 6  # failed draws after which set-up gives up
+_SECONDS = 10.0  # after which two samples are enough
+_ONCE = "it is its own iterator, and iterating over it again does not begin with the same samples"
+
+
+class FirstSampleError(RuntimeError):
+    """No sample of a source could be read, or samples cannot be stored."""
 
 
 @dataclass(frozen=True)
@@ -94,49 +109,53 @@ class SourceReader:
         request: the request with the source. The process starts as a worker of its loader does.
         reader: a process that reads several sources; by default a process of its own.
         number: number of the source in that process.
+        found: what is known about the source.
     """
 
-    def __init__(self, request: CacheRequest, reader: Reader | None = None, number: int = 0) -> None:
-        self.request, self._number, self._failed = request, number, False
+    def __init__(
+        self, request: CacheRequest, reader: Reader | None = None, number: int = 0, found: Finding = Finding()
+    ) -> None:
+        self.request = request
+        self.found = found
+        """The finding that `look` has returned, with the codec that was chosen since."""
+        self._number = number
+        self._failed = False
         if reader is None:
             method, init = _way(request)
-            reader = Reader([_subject(request)], method, init=init)
+            reader = Reader([_subject(request)], method, init=init, must=request.writers > 0)
         self._reader = reader
 
     @classmethod
     def of(cls, requests: Sequence[CacheRequest]) -> list[SourceReader]:
         """The readers of sources that open together. One forked process reads all without a `worker_init_fn`."""
-        shared = [request for request in requests if _way(request) == ("fork", None)]
+        shared = list(filter(_shares_process, requests))
         reader, numbers = Reader(list(map(_subject, shared)), "fork"), count()
         return [
-            cls(request, reader, next(numbers)) if _way(request) == ("fork", None) else cls(request)
-            for request in requests
+            cls(request, reader, next(numbers)) if _shares_process(request) else cls(request) for request in requests
         ]
 
-    def look(self, known: str = "") -> Finding:
+    def look(self) -> Finding:
         """Look at the source.
 
-        Args:
-            known: `Finding.digest` of the job that made an existing cache. If four samples have the same digest, no
-                more are read.
+        If a cache of its name exists, and four samples give the finding of the job that made it, no more are read.
 
         Raises:
+            FirstSampleError: (of a rolling cache) no sample could be read, or samples cannot be stored.
             UnsupportedSampleError: (`strict`) a sample cannot be stored as bytes.
             SampleMismatchError: (`strict`, rows) the samples differ in shape, dtype or structure.
             Exception: (`strict`) an error of the source itself.
         """
-        if self.request.as_stream:
-            try:
-                draws = Draws(self.request.source, shuffle=False, passes=1, as_stream=True)
-                return Finding(codec_of(draws, self.request.layout, has_workers=_has_workers(self.request)))
-            except FirstSampleError as error:
-                return Finding(reason=str(error))
         if self.request.spec is not None:
             return Finding(self.request.spec)
+        manifest = None if self.request.name is None else manifest_of(self.request.name, self.request.dir)
+        known = "" if manifest is None else manifest.found
         try:
             found = cast(Finding, self._reader.ask("look", known, number=self._number))
         except Exception as error:  # the source is the user's, and may raise anything
-            if self.request.strict:
+            if self.request.writers:
+                title = f"the source of a rolling cache ({type(self.request.source).__name__})"
+                raise FirstSampleError(f"{title} cannot be cached: {_words(error)}") from error
+            if self.request.strict and self.request.by_index:
                 raise
             return Finding(reason=_words(error))
         # Samples under a name are what the next job compares, and each rank of a job has sockets.
@@ -144,23 +163,26 @@ class SourceReader:
         is_certain = self._reader.is_certain(self._number, by_reach=by_reach)
         return replace(found, seen=found.seen if is_certain else (), is_certain=is_certain)
 
-    def read(self, found: Finding, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:
+    def read(self, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:
         """Samples by index, as bytes in a cache. Samples that are random, or cannot be read or stored, are left out.
 
         Args:
-            found: the result of `look`, with the codec that was chosen since.
             indices: indices of the samples. Samples that `look` has read are not read again.
             again: whether to read all these samples again, under other seeds.
         """
-        if not indices or self._failed:
+        if not indices or self._failed or self.found.codec is None:
             return {}
         try:
-            answer = self._reader.ask("encoded", found, indices, again, number=self._number)
+            answer = self._reader.ask("encoded", self.found, indices, again, number=self._number)
             return cast("dict[int, list[bytes]]", answer)
         except Exception as error:  # as in `look`
             log.debug("%s cannot be read: %s", self.request.title, error)
             self._failed = True
             return {}
+
+    def first(self) -> tuple[list[tuple[int, str]], str]:
+        """Marks and digests of the first samples of a stream; and the error that ended it, or ""."""
+        return cast("tuple[list[tuple[int, str]], str]", self._reader.ask("first", number=self._number))
 
     def close(self) -> None:
         """End the process."""
@@ -172,7 +194,13 @@ def _way(request: CacheRequest) -> tuple[str | None, Callable[[int], None] | Non
     loader = request.reader
     if loader is None or not _has_workers(request):
         return start_method(None), None
-    return start_method(loader.start_method or multiprocessing.get_start_method()), loader.worker_init_fn
+    method = loader.start_method or multiprocessing.get_start_method()
+    # If this process read it, a generator would lose samples, which the fillers of a rolling cache draw.
+    return (method if request.writers else start_method(method)), loader.worker_init_fn
+
+
+def _shares_process(request: CacheRequest) -> bool:
+    return _way(request) == ("fork", None) and not request.writers
 
 
 def _has_workers(request: CacheRequest) -> bool:
@@ -180,7 +208,9 @@ def _has_workers(request: CacheRequest) -> bool:
 
 
 def _subject(request: CacheRequest) -> Subject:
-    return Subject(_Reading(request), request.source, request.title, _has_workers(request))
+    # What an iterator has given to this process would be missing in training.
+    is_iterator = not request.by_index and is_own_iterator(request.source)
+    return Subject(_Reading(request), request.source, request.title, _has_workers(request), is_iterator)
 
 
 class _Reading:
@@ -195,6 +225,8 @@ class _Reading:
         return getattr(self, method)(*arguments)
 
     def look(self, known: str) -> Finding:
+        if not self.request.by_index:
+            return Finding(_codec_of_draws(self.request))
         witness = Witness(self.request.source)
         with witness.reading():
             found, samples = _find(self.request, quick=0 if known else _QUICK)
@@ -229,6 +261,31 @@ class _Reading:
                 except Exception as error:  # of the source, or of the classes of the sample
                     log.debug("sample %d of %s cannot be kept: %s", index, self.request.title, error)
         return encoded
+
+    def first(self) -> tuple[list[tuple[int, str]], str]:
+        _, samples, words = _first_samples(self.request)
+        return [(mark_of(sample), digest_of(sample)) for sample in samples], words
+
+
+def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
+    """Read the first samples of a stream again. Returns why they differ from the stored samples, or None.
+
+    Args:
+        source: the stream.
+        known: returns the stored samples with a mark.
+    """
+    loader = None if get_worker_info() is None else LoaderSettings(1, 1)
+    try:
+        with closing(SourceReader(CacheRequest(source, as_stream=True, reader=loader))) as reader:
+            samples, words = reader.first()
+    except Exception as error:  # the source is the user's, and may raise anything
+        return f"reading it again: {str(error).partition(chr(10))[0]}"
+    for number, (mark, digest) in enumerate(samples):
+        if digest not in map(digest_of, known(mark)):
+            return f"sample {number}, when it was read again, was not among those of the epoch before"
+    if words:
+        return f"reading it again raised {words}"
+    return None if samples else "it gives no samples when it is read again"
 
 
 def parts_of(source: Any, found: Finding) -> tuple[Any, Any]:
@@ -367,8 +424,42 @@ def _look_once(request: CacheRequest) -> Finding:
     return Finding(codec, reads=len(samples), note=note)
 
 
+def _codec_of_draws(request: CacheRequest) -> SampleCodec:
+    """Choose the codec of a stream, or of a rolling cache, by the first samples that are drawn."""
+    indices, samples, words = _first_samples(request)
+    if not samples:
+        raise FirstSampleError(words or "it gives no samples")
+    if not request.writers and is_own_iterator(request.source):
+        _, again, _ = _first_samples(request)
+        count = min(len(samples), len(again))
+        if not count or list(map(bits, samples[:count])) != list(map(bits, again[:count])):
+            raise FirstSampleError(_ONCE)
+    return choose_codec(indices, samples, request.layout)
+
+
+def _first_samples(request: CacheRequest) -> tuple[list[int], list[Any], str]:
+    """The indices of the first samples, the samples, and the last error in words. The seed is not the training's."""
+    samples, indices, failed, words, begun = list[Any](), list[int](), 0, "", time.monotonic()
+    draws = request.draws or Draws(request.source, shuffle=False, passes=1, as_stream=True)
+    most = _OF_POOL if request.writers else _OF_STREAM
+    with Generators(draws.source) as generators:
+        generators.seed(random.SystemRandom().getrandbits(31))
+        for draw in draws.share(0, 1):
+            try:
+                samples.append(draw.load())
+                indices.append(draw.index)
+            except Exception as error:  # the source is the user's, and may raise anything
+                words = words if isinstance(error, EndOfStreamError) else f"{type(error).__name__}: {error}"
+                failed += 1
+            is_late = time.monotonic() - begun > _SECONDS
+            if len(samples) == most or failed > _TRIES or (is_late and len(samples) >= _OF_POOL):
+                break
+    return indices, samples, words
+
+
 def _words(error: Exception) -> str:
     """An error in one line."""
-    if isinstance(error, UnsupportedSampleError | SampleMismatchError | ChildProcessError):
+    is_plain = isinstance(error, UnsupportedSampleError | SampleMismatchError | FirstSampleError)
+    if is_plain or isinstance(error, ChildProcessError | NoProcessError):
         return str(error)
     return f"reading it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"

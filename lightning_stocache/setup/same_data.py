@@ -14,7 +14,7 @@ The compared samples are in their cached form: the deterministic part of a split
 If no sample can be compared (`allow_random`), only the user's `fingerprint` protects the data. Without a fingerprint a
 warning says so.
 
-The resident samples of a rolling cache on a disk are compared in the same way, by their indices (`check_pool`).
+The resident samples of a rolling cache on a disk are compared in the same way, by their indices.
 
 A dataset object that replaces another, as some loader hooks make it, goes on in its cache if its state is equal and 32
 samples are (`is_continued`). A dataset that has grown gets a larger cache, which takes over the samples of the smaller
@@ -24,11 +24,11 @@ one under the same condition (`take_over`): new files may come before old files,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -36,17 +36,16 @@ from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import decoded
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
-from lightning_stocache.node.named import way_out
+from lightning_stocache.node.named import manifest_of, way_out
 from lightning_stocache.setup.find import Finding, SourceReader
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.probe import FEW, MANY
 from lightning_stocache.source.samples import digest_of, same_sample
-from lightning_stocache.source.witness import Witness, same_state
+from lightning_stocache.source.witness import Witness, digest_of_state, same_state
 
 __all__ = [
     "FingerprintError",
-    "check_pool",
     "MORE_COMPARED",
     "is_continued",
     "sample_digests",
@@ -55,9 +54,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-Read: TypeAlias = Callable[[Finding, Sequence[int], bool], Mapping[int, list[bytes]]]
-"""`SourceReader.read` of a source."""
 
 _COMPARED = FEW  # samples at least, if so many are stored, where the state of the dataset is equal
 MORE_COMPARED = MANY
@@ -70,41 +66,45 @@ class FingerprintError(ValueError):
     """The cache of this name has other data."""
 
 
-def store_or_refuse(opened: OpenCache, found: Finding, read: Read, has_equal_state: bool = False) -> bool:
+def store_or_refuse(opened: OpenCache, reader: SourceReader) -> bool:
     """Store the samples that set-up has read. Returns False, with a warning, if the cache has other data.
 
     Args:
         opened: the open cache. Its counters count `setup_fills`.
-        found: the finding about its source, with the codec of the cache.
-        read: `SourceReader.read` of its source.
-        has_equal_state: whether the source has the state that it had in the job that made the cache.
+        reader: reads its source.
 
     Raises:
-        FingerprintError: (`strict`) the cache has other data.
+        FingerprintError: (`strict`, or a rolling cache) the cache has other data.
     """
     request, cache, counters = opened.request, opened.cache, opened.counters
     if cache is None or counters is None:
+        return True
+    if isinstance(cache, RollingStore):
+        _check_pool(request, reader, cache)
         return True
     if request.allow_random:
         if request.name is not None and cache.filled:
             _warn_of_trust(request, "a random source that is cached as it is has other samples in each job")
         return True
-    contents = dict(read(found, list(filter(cache.has_place, found.seen)), False))
+    contents = reader.read(list(filter(cache.has_place, reader.found.seen)))
     if request.name is None:
         _store(cache, contents, counters)
         return True
-    if not cache.filled and not found.is_certain:
+    if not cache.filled and not reader.found.is_certain:
         return True  # epoch one stores the first samples
     if not cache.filled:
         others = (index for index in map(cache.handle.arc.index, range(len(cache))) if index not in contents)
-        contents |= read(found, list(islice(others, max(_COMPARED - len(contents), 0))), False)
+        contents |= reader.read(list(islice(others, max(_COMPARED - len(contents), 0))))
         with cache.alone():
             if not cache.filled:
                 _store(cache, contents, counters)
                 return True
     indices = [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]
     places = ((index, cache.place(index, verify=True)) for index in indices)
-    other, equal = _compare(found, read, cache, places, contents, _COMPARED if has_equal_state else MORE_COMPARED)
+    manifest = manifest_of(request.name, request.dir)
+    has_equal_state = manifest is not None and manifest.state == digest_of_state(opened.state)
+    least = _COMPARED if has_equal_state else MORE_COMPARED
+    other, equal = _compare(reader, cache, places, contents, least)
     if other is None and equal:
         _store(cache, contents, counters)
     words = _refusal(request, other, equal)
@@ -115,8 +115,8 @@ def store_or_refuse(opened: OpenCache, found: Finding, read: Read, has_equal_sta
     return words is None
 
 
-def check_pool(request: CacheRequest, read: Read, pool: RollingStore) -> None:
-    """Compare resident samples of a rolling cache with the source, by their indices, before any process appends.
+def _check_pool(request: CacheRequest, reader: SourceReader, pool: RollingStore) -> None:
+    """Compare resident samples of a rolling cache on a disk with the source, by their indices.
 
     Samples of a stream have no indices.
 
@@ -124,19 +124,18 @@ def check_pool(request: CacheRequest, read: Read, pool: RollingStore) -> None:
         FingerprintError: the pool has other data.
     """
     if request.source is None or not pool.filled:
-        return
+        return  # only RollingWriters append to it, or it is new
     slots = np.empty(0, dtype=np.int64) if request.as_stream else pool.slots_by_index(request.length)
     indices = np.flatnonzero(slots != NO_PLACE)
     indices = indices[:: max(len(indices) // _TRIED, 1)]
     places = ((index, int(slots[index])) for index in indices.tolist() if pool.is_sound(int(slots[index])))
-    words = _refusal(request, *_compare(Finding(pool.codec), read, pool, places, {}, _COMPARED))
+    words = _refusal(request, *_compare(reader, pool, places, {}, _COMPARED))
     if words is not None:
         raise FingerprintError(words)
 
 
 def _compare(
-    found: Finding,
-    read: Read,
+    reader: SourceReader,
     cache: Store,
     places: Iterable[tuple[int, int]],
     contents: Mapping[int, list[bytes]],
@@ -151,7 +150,7 @@ def _compare(
     for index, place in places:
         if index not in contents and equal >= least:
             break
-        ours = contents.get(index) or read(found, [index], False).get(index)
+        ours = contents.get(index) or reader.read([index]).get(index)
         if ours is None or place == NO_PLACE:
             continue
         sample, stored = decoded(cache.codec, ours), next(iter(cache.read(np.array([place]))))
@@ -160,7 +159,7 @@ def _compare(
         if same_sample(sample, stored):
             equal += 1
             continue
-        again = read(found, [index], True).get(index)
+        again = reader.read([index], again=True).get(index)
         if again is not None and same_sample(sample, decoded(cache.codec, again)):
             return index, equal
     return None, equal
@@ -178,12 +177,10 @@ def _refusal(request: CacheRequest, other: int | None, equal: int) -> str | None
     return None
 
 
-def sample_digests(found: Finding, read: Read, indices: Sequence[int]) -> dict[int, str]:
+def sample_digests(reader: SourceReader, indices: Sequence[int]) -> dict[int, str]:
     """Digests of samples, by index. Samples that are random, or cannot be read or stored, are left out."""
-    codec = found.codec
-    if codec is None:
-        return {}
-    return {index: digest_of(decoded(codec, parts)) for index, parts in read(found, indices, False).items()}
+    codec: Any = reader.found.codec
+    return {index: digest_of(decoded(codec, parts)) for index, parts in reader.read(indices).items()}
 
 
 def is_continued(opened: OpenCache, dataset: Any, moved: Collection[str] = ()) -> bool:
@@ -257,8 +254,9 @@ def _has_samples_of(cache: Store, request: CacheRequest, source: Any) -> bool:
         return False
     indices = np.unique(stored[np.linspace(0, len(stored) - 1, MORE_COMPARED).astype(np.int64)])
     places = list(zip(indices.tolist(), cache.lookup(indices).tolist(), strict=True))
-    with closing(SourceReader(replace(request, source=source, reader=None))) as reader:
-        other, equal = _compare(Finding(cache.codec), reader.read, cache, places, {}, MORE_COMPARED)
+    request = replace(request, source=source, reader=None)
+    with closing(SourceReader(request, found=Finding(cache.codec))) as reader:
+        other, equal = _compare(reader, cache, places, {}, MORE_COMPARED)
     return other is None and equal == len(places)
 
 
