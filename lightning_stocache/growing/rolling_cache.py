@@ -162,7 +162,7 @@ class RollingCache(Dataset[Any]):
             raise ValueError(
                 "a rolling cache on a disk needs dir= and name=; without both it lies in memory and ends with its job"
             )
-        request = CacheRequest(
+        self._request = CacheRequest(
             source,
             "",
             Budget.parse(budget),
@@ -174,15 +174,16 @@ class RollingCache(Dataset[Any]):
             as_stream=source is None or is_stream(source),
             reader=LoaderSettings(1, 1, start_method=multiprocessing_context),
             writers=1 if source is None else max(fillers, 1),
+            draws=Draws(source, indices, seed, shuffle),
         )
         if source is None and spec is None:
             raise ValueError("without a source a rolling cache needs spec=SampleSpec.infer(sample), of one to come")
         if indices is not None and (source is None or is_stream(source)):
             raise ValueError("indices needs a map-style source to load them from")
-        self.source, self.budget, self._request = source, request.budget, request
+        self.source, self.budget = source, self._request.budget
         self.transform, self.epoch_samples = transform, epoch_samples
-        self._draws = Draws(source, indices, seed, shuffle)
-        self._filler_count, self._minimum, self._method = fillers, minimum, multiprocessing_context
+        self._seed, self._minimum = seed, minimum
+        self._filler_count, self._method = fillers, multiprocessing_context
         self._fillers: Fillers | None = None  # of the leader of a node
         self._dataset: CachedDataset | None = None  # every slot by its number, once the pool is open
         self._length: int | None = None
@@ -199,12 +200,14 @@ class RollingCache(Dataset[Any]):
             raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
         self.close()
         group = NodeGroup.discover() if group is None else group
-        draws = replace(self._draws, seed=self._draws.seed + _NODE_SEEDS * group.node)
+        assert self._request.draws is not None
+        draws = replace(self._request.draws, seed=self._seed + _NODE_SEEDS * group.node)
         request = replace(self._request, draws=draws)
         [opened] = open_caches([request], {request.pot: request.budget}, group)
         store = cast(RollingStore, opened.cache)
-        passes = 1 if holds_all(request, store.codec, store.granted_bytes) else None
-        group.lead(lambda: self._start(replace(draws, passes=passes), store))
+        if holds_all(request, store.codec, store.granted_bytes):
+            draws = replace(draws, passes=1)
+        group.lead(lambda: self._start(draws, store))
         opened = replace(opened, budget_bytes=store.granted_bytes)
         self._dataset = dataset_in(opened, store.length, self.transform, borrowed=False)
         opened.tell()
@@ -284,7 +287,7 @@ class RollingCache(Dataset[Any]):
     def sampler(self, *, shuffle: bool = True) -> RollingSampler:
         """Make a sampler that draws this rank's resident samples. CachedLoader makes one by itself. Collective."""
         self.resident()  # opens the pool, and with it its group
-        return RollingSampler(self, shuffle=shuffle, seed=self._draws.seed, epoch_samples=self.epoch_samples)
+        return RollingSampler(self, shuffle=shuffle, seed=self._seed, epoch_samples=self.epoch_samples)
 
     def look_after(self) -> None:
         """Log the errors of the fillers, and start dead fillers again."""

@@ -263,7 +263,8 @@ class StreamSource:
         if reason is not None and not request.budget.off and group.rank == 0:
             self._tell(reason)
         budget = request.budget if reason is None else Budget.parse(0)
-        [self.opened] = open_caches([request], {request.pot: budget}, group, self.backend, kept_back=kept_back)
+        [opened] = open_caches([request], {request.pot: budget}, group, self.backend, kept_back=kept_back)
+        self.opened = replace(opened, request=request)  # which keeps its own budget
         if (store := self.store) is not None:
             store.stream_length = self._length()
         self.opened.tell()

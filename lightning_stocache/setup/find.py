@@ -23,10 +23,9 @@ from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampl
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.node.group import job_ranks
 from lightning_stocache.node.named import manifest_of
-from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files
+from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files, why_not_worth
 from lightning_stocache.setup.reader import NoProcessError, Reader, Subject, start_method
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
-from lightning_stocache.setup.worth import why_not_worth
 from lightning_stocache.source.access import batch_reader, is_own_iterator
 from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.source.encoded import EncodedSource

@@ -24,7 +24,7 @@ one under the same condition (`take_over`): new files may come before old files,
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -79,8 +79,7 @@ def store_or_refuse(opened: OpenCache, reader: SourceReader) -> bool:
     request, cache, counters = opened.request, opened.cache, opened.counters
     if cache is None or counters is None:
         return True
-    if isinstance(cache, RollingStore):
-        _check_pool(request, reader, cache)
+    if request.writers and (request.source is None or not cache.filled):
         return True
     if request.allow_random:
         if request.name is not None and cache.filled:
@@ -99,39 +98,32 @@ def store_or_refuse(opened: OpenCache, reader: SourceReader) -> bool:
             if not cache.filled:
                 _store(cache, contents, counters)
                 return True
-    indices = [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]
-    places = ((index, cache.place(index, verify=True)) for index in indices)
+    if isinstance(cache, RollingStore):
+        places = _resident(request, cache)
+    else:
+        indices = [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]
+        places = ((index, cache.place(index, verify=True)) for index in indices)
     manifest = manifest_of(request.name, request.dir)
     has_equal_state = manifest is not None and manifest.state == digest_of_state(opened.state)
-    least = _COMPARED if has_equal_state else MORE_COMPARED
+    least = _COMPARED if has_equal_state or request.writers else MORE_COMPARED
     other, equal = _compare(reader, cache, places, contents, least)
     if other is None and equal:
         _store(cache, contents, counters)
     words = _refusal(request, other, equal)
-    if words is not None and request.strict:
+    if words is not None and request.must_open:
         raise FingerprintError(f"{request.title} cannot be cached: {words}")
     if words is not None:
         log.warning("%s passes through uncached: %s", request.title, words)
     return words is None
 
 
-def _check_pool(request: CacheRequest, reader: SourceReader, pool: RollingStore) -> None:
-    """Compare resident samples of a rolling cache on a disk with the source, by their indices.
-
-    Samples of a stream have no indices.
-
-    Raises:
-        FingerprintError: the pool has other data.
-    """
-    if request.source is None or not pool.filled:
-        return  # only RollingWriters append to it, or it is new
+def _resident(request: CacheRequest, pool: RollingStore) -> Iterator[tuple[int, int]]:
+    """Indices and slots of some samples in a rolling cache on a disk. Samples of a stream have no indices."""
     slots = np.empty(0, dtype=np.int64) if request.as_stream else pool.slots_by_index(request.length)
     indices = np.flatnonzero(slots != NO_PLACE)
-    indices = indices[:: max(len(indices) // _TRIED, 1)]
-    places = ((index, int(slots[index])) for index in indices.tolist() if pool.is_sound(int(slots[index])))
-    words = _refusal(request, *_compare(reader, pool, places, {}, _COMPARED))
-    if words is not None:
-        raise FingerprintError(words)
+    for index in indices[:: max(len(indices) // _TRIED, 1)].tolist():
+        if pool.is_sound(int(slots[index])):
+            yield index, int(slots[index])
 
 
 def _compare(
