@@ -225,7 +225,7 @@ class _Reading:
 
     def look(self, known: str) -> Finding:
         if not self.request.by_index:
-            return Finding(_codec_of_draws(self.request))
+            return _look_once(self.request)
         witness = Witness(self.request.source)
         with witness.reading():
             found, samples = _find(self.request, quick=0 if known else _QUICK)
@@ -262,7 +262,8 @@ class _Reading:
         return encoded
 
     def first(self) -> tuple[list[tuple[int, str]], str]:
-        _, samples, words = _first_samples(self.request)
+        _, samples, error = _first_samples(self.request)
+        words = "" if error is None else f"{type(error).__name__}: {error}"
         return [(mark_of(sample), digest_of(sample)) for sample in samples], words
 
 
@@ -407,40 +408,32 @@ def _counts_reads(parts: Split, length: int) -> str | None:
 
 
 def _look_once(request: CacheRequest) -> Finding:
-    """Choose the codec of a source with allow_random. Samples that cannot be read are left out."""
-    source: Any = request.source
-    samples, failures = dict[int, Any](), []
-    with Generators(source):
-        for index in spread(request.length, FEW, request.domain):
-            try:
-                samples[index] = source[index]
-            except Exception as error:  # the source is the user's, and may raise anything
-                failures.append(error)
-        if not samples:
-            raise failures[0]
-        codec = choose_codec(list(samples), list(samples.values()), request.layout)
-    note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
-    return Finding(codec, reads=len(samples), note=note)
+    """Choose the codec by the first samples of a stream, of a rolling cache, or of a source with allow_random.
 
-
-def _codec_of_draws(request: CacheRequest) -> SampleCodec:
-    """Choose the codec of a stream, or of a rolling cache, by the first samples that are drawn."""
-    indices, samples, words = _first_samples(request)
+    Samples that cannot be read are left out.
+    """
+    indices, samples, error = _first_samples(request)
     if not samples:
-        raise FirstSampleError(words or "it gives no samples")
-    if not request.writers and is_own_iterator(request.source):
+        raise error or FirstSampleError("it gives no samples")
+    if request.as_stream and not request.writers and is_own_iterator(request.source):
         _, again, _ = _first_samples(request)
         count = min(len(samples), len(again))
         if not count or list(map(bits, samples[:count])) != list(map(bits, again[:count])):
             raise FirstSampleError(_ONCE)
-    return choose_codec(indices, samples, request.layout)
+    codec = choose_codec(indices, samples, request.layout)
+    note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
+    return Finding(codec, reads=len(samples), note=note)
 
 
-def _first_samples(request: CacheRequest) -> tuple[list[int], list[Any], str]:
-    """The indices of the first samples, the samples, and the last error in words. The seed is not the training's."""
-    samples, indices, failed, words, begun = list[Any](), list[int](), 0, "", time.monotonic()
-    draws = request.draws or Draws(request.source, shuffle=False, passes=1, as_stream=True)
-    most = _OF_POOL if request.writers else _OF_STREAM
+def _first_samples(request: CacheRequest) -> tuple[list[int], list[Any], Exception | None]:
+    """The indices of the first samples, the samples, and the last error. The seed is not the training's."""
+    draws, most = request.draws, _OF_POOL
+    if draws is None and request.as_stream:
+        draws, most = Draws(request.source, shuffle=False, passes=1, as_stream=True), _OF_STREAM
+    elif draws is None:
+        draws, most = Draws(request.source, spread(request.length, FEW, request.domain)), FEW
+    indices, samples, last, failed = list[int](), list[Any](), None, 0
+    begun = time.monotonic()
     with Generators(draws.source) as generators:
         generators.seed(random.SystemRandom().getrandbits(31))
         for draw in draws.share(0, 1):
@@ -448,12 +441,12 @@ def _first_samples(request: CacheRequest) -> tuple[list[int], list[Any], str]:
                 samples.append(draw.load())
                 indices.append(draw.index)
             except Exception as error:  # the source is the user's, and may raise anything
-                words = words if isinstance(error, EndOfStreamError) else f"{type(error).__name__}: {error}"
+                last = last if isinstance(error, EndOfStreamError) else error
                 failed += 1
             is_late = time.monotonic() - begun > _SECONDS
             if len(samples) == most or failed > _TRIES or (is_late and len(samples) >= _OF_POOL):
                 break
-    return indices, samples, words
+    return indices, samples, last
 
 
 def _words(error: Exception) -> str:

@@ -51,8 +51,9 @@ from lightning_stocache.setup.forms import keeps_files
 from lightning_stocache.setup.named_cache import open_named_cache
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
-from lightning_stocache.setup.same_data import MORE_COMPARED, FingerprintError, sample_digests, store_or_refuse
+from lightning_stocache.setup.same_data import FingerprintError, sample_digests, store_or_refuse
 from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
+from lightning_stocache.source.probe import MANY
 from lightning_stocache.source.witness import StateDigest, Sums, Witness, digest_of_state
 
 __all__ = ["drawn_by_any", "open_caches", "united"]
@@ -295,7 +296,7 @@ def _compare_samples(openings: Sequence[_Opening], group: NodeGroup) -> None:
             return {}
         among = range(request.length) if request.domain is None else request.domain.indices
         # Evenly spread indices may all be even, where odd ones differ.
-        drawn = random.Random(0).sample(range(len(among)), min(MORE_COMPARED, len(among)))
+        drawn = random.Random(0).sample(range(len(among)), min(MANY, len(among)))
         indices = {int(among[number]) for number in drawn} | {index for index in named if index in among}
         return sample_digests(opening.reader, sorted(indices))
 

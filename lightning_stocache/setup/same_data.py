@@ -46,7 +46,6 @@ from lightning_stocache.source.witness import Witness, digest_of_state, same_sta
 
 __all__ = [
     "FingerprintError",
-    "MORE_COMPARED",
     "is_continued",
     "sample_digests",
     "store_or_refuse",
@@ -55,9 +54,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_COMPARED = FEW  # samples at least, if so many are stored, where the state of the dataset is equal
-MORE_COMPARED = MANY
-"""Samples that are compared where the state of the dataset differs, or is all that is known of it."""
 _TRIED = 64  # samples that are looked at until so many could be compared
 _LOOKED_FOR = 256  # stored indices, from which the compared ones are taken
 
@@ -93,7 +89,7 @@ def store_or_refuse(opened: OpenCache, reader: SourceReader) -> bool:
         return True  # epoch one stores the first samples
     if not cache.filled:
         others = (index for index in map(cache.handle.arc.index, range(len(cache))) if index not in contents)
-        contents |= reader.read(list(islice(others, max(_COMPARED - len(contents), 0))))
+        contents |= reader.read(list(islice(others, max(FEW - len(contents), 0))))
         with cache.alone():
             if not cache.filled:
                 _store(cache, contents, counters)
@@ -105,7 +101,7 @@ def store_or_refuse(opened: OpenCache, reader: SourceReader) -> bool:
         places = ((index, cache.place(index, verify=True)) for index in indices)
     manifest = manifest_of(request.name, request.dir)
     has_equal_state = manifest is not None and manifest.state == digest_of_state(opened.state)
-    least = _COMPARED if has_equal_state or request.writers else MORE_COMPARED
+    least = FEW if has_equal_state or request.writers else MANY
     other, equal = _compare(reader, cache, places, contents, least)
     if other is None and equal:
         _store(cache, contents, counters)
@@ -244,11 +240,11 @@ def _has_samples_of(cache: Store, request: CacheRequest, source: Any) -> bool:
     stored = tried[cache.lookup(tried) != NO_PLACE]
     if not len(stored):
         return False
-    indices = np.unique(stored[np.linspace(0, len(stored) - 1, MORE_COMPARED).astype(np.int64)])
+    indices = np.unique(stored[np.linspace(0, len(stored) - 1, MANY).astype(np.int64)])
     places = list(zip(indices.tolist(), cache.lookup(indices).tolist(), strict=True))
     request = replace(request, source=source, reader=None)
     with closing(SourceReader(request, found=Finding(cache.codec))) as reader:
-        other, equal = _compare(reader, cache, places, {}, MORE_COMPARED)
+        other, equal = _compare(reader, cache, places, {}, MANY)
     return other is None and equal == len(places)
 
 
