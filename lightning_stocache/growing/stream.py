@@ -18,7 +18,6 @@ of each rank. The source of an epoch is decided before the epoch begins:
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,8 +45,6 @@ from lightning_stocache.source.guards import StreamReader
 from lightning_stocache.source.samples import mark_of
 
 __all__ = ["CachedStream", "stream_for", "stream_source", "stream_with"]
-
-log = logging.getLogger(__name__)
 
 _BY_HAND = "Give its deterministic part to CachedStream, and the random rest as transform=; or allow_random=True"
 _MOST_BROKEN = 3
@@ -261,7 +258,7 @@ class StreamSource:
                 "resampled=False reads each once; allow_random=True keeps the first draw"
             )
         if reason is not None and not request.budget.off and group.rank == 0:
-            self._tell(reason)
+            request.pass_through(reason)
         budget = request.budget if reason is None else Budget.parse(0)
         [opened] = open_caches([request], {request.pot: budget}, group, self.backend, kept_back=kept_back)
         self.opened = replace(opened, request=request)  # which keeps its own budget
@@ -344,7 +341,7 @@ class StreamSource:
             )
         if reason is None:
             return "cache"
-        self._tell(reason)
+        self.opened.request.pass_through(reason)
         store.clear()
         return "pass"
 
@@ -352,12 +349,9 @@ class StreamSource:
         """Store nothing from now on, with one warning. Samples that other processes read from memory stay there."""
         before = store.ledger.pass_by()
         if before != "pass":
-            self._tell(reason)
+            self.opened.request.pass_through(reason)
         if before == "stream":
             store.clear()
-
-    def _tell(self, reason: str) -> None:
-        log.warning("%s passes through uncached: %s", self.opened.request.title, reason)
 
     def _length(self) -> int | None:
         try:

@@ -51,7 +51,7 @@ from lightning_stocache.setup.forms import keeps_files
 from lightning_stocache.setup.named_cache import open_named_cache
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
-from lightning_stocache.setup.same_data import FingerprintError, sample_digests, store_or_refuse
+from lightning_stocache.setup.same_data import FingerprintError, check_pool, sample_digests, store_or_refuse
 from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
 from lightning_stocache.source.probe import MANY
 from lightning_stocache.source.witness import StateDigest, Sums, Witness, digest_of_state
@@ -274,14 +274,12 @@ def _look(opening: _Opening) -> Finding:
     if not request.writers and (request.budget.off or not request.length):
         return Finding()
     found = Finding(reason=_APART) if opening.is_apart else opening.reader.look()
-    if request.strict and found.reason is not None and not request.as_stream:
-        raise ValueError(f"{request.title} cannot be cached: {found.reason}")
+    if found.reason is not None:
+        request.pass_through(found.reason)
     if found.reads:
         log.info("%s: %d reads at set-up, to learn what the samples are", request.title, found.reads)
     if found.note is not None:
         log.warning("%s: %s", request.title, found.note)
-    if found.reason is not None:
-        log.warning("%s passes through uncached: %s", request.title, found.reason)
     return found
 
 
@@ -307,11 +305,9 @@ def _compare_samples(openings: Sequence[_Opening], group: NodeGroup) -> None:
         indices = set.intersection(*map(set, digests))
         request = opening.request
         if any(len({of_rank[index] for of_rank in digests}) > 1 for index in indices):
-            if request.strict:
-                raise ValueError(f"{request.title} cannot be cached: {_APART}")
             opening.reader.found = Finding(reason=_APART)
-            if group.is_leader:
-                log.warning("%s passes through uncached: %s", request.title, _APART)
+            if request.strict or group.is_leader:
+                request.pass_through(_APART)
         elif opening.is_doubtful and not indices and opening.found.codec is not None and group.rank == 0:
             log.warning(
                 "%s has other settings on each rank, and no sample could be compared: it is taken for the same data",
@@ -365,14 +361,17 @@ def _open_by_name(opening: _Opening, arc: Arc | None = None) -> Store | None:
     """
     request = opening.request
     try:
-        return open_named_cache(request, opening.found, digest_of_state(opening.state), arc, opening.granted)
+        store = open_named_cache(request, opening.found, digest_of_state(opening.state), arc, opening.granted)
+        if isinstance(store, RollingStore):
+            check_pool(request, opening.reader, store)
+        return store
     except (FingerprintError, ManifestError, OSError) as error:
         is_shortage = arc is not None and isinstance(error, OSError) and not isinstance(error, PermissionError)
         if request.must_open or is_shortage:  # without memory all caches are off
             raise
         words = str(error)  # a log record that had the error would keep its frames
         opening.reader.found = Finding(reason=words)
-        log.warning("%s passes through uncached: %s", request.title, words)
+        request.pass_through(words)
         return None
 
 

@@ -6,6 +6,7 @@ value.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -31,6 +32,8 @@ __all__ = [
     "check_count",
     "check_flag",
 ]
+
+log = logging.getLogger(__name__)
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
@@ -182,6 +185,12 @@ class CacheRequest:
     def must_open(self) -> bool:
         """Whether it is an error if this cache cannot open."""
         return self.strict or self.writers > 0
+
+    def pass_through(self, reason: str, error: type[Exception] = ValueError) -> None:
+        """Warn that the source passes through uncached, or raise an error (`strict`; a stream always passes)."""
+        if self.strict and self.by_index:
+            raise error(f"{self.title} cannot be cached: {reason}")
+        log.warning("%s passes through uncached: %s", self.title, reason)
 
     @property
     def samples(self) -> int:

@@ -14,7 +14,7 @@ The compared samples are in their cached form: the deterministic part of a split
 If no sample can be compared (`allow_random`), only the user's `fingerprint` protects the data. Without a fingerprint a
 warning says so.
 
-The resident samples of a rolling cache on a disk are compared in the same way, by their indices.
+The resident samples of a rolling cache on a disk are compared in the same way, by their indices (`check_pool`).
 
 A dataset object that replaces another, as some loader hooks make it, goes on in its cache if its state is equal and 32
 samples are (`is_continued`). A dataset that has grown gets a larger cache, which takes over the samples of the smaller
@@ -24,7 +24,7 @@ one under the same condition (`take_over`): new files may come before old files,
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -46,6 +46,7 @@ from lightning_stocache.source.witness import Witness, digest_of_state, same_sta
 
 __all__ = [
     "FingerprintError",
+    "check_pool",
     "is_continued",
     "sample_digests",
     "store_or_refuse",
@@ -70,12 +71,10 @@ def store_or_refuse(opened: OpenCache, reader: SourceReader) -> bool:
         reader: reads its source.
 
     Raises:
-        FingerprintError: (`strict`, or a rolling cache) the cache has other data.
+        FingerprintError: (`strict`) the cache has other data.
     """
     request, cache, counters = opened.request, opened.cache, opened.counters
-    if cache is None or counters is None:
-        return True
-    if request.writers and (request.source is None or not cache.filled):
+    if cache is None or counters is None or not request.by_index:
         return True
     if request.allow_random:
         if request.name is not None and cache.filled:
@@ -94,32 +93,38 @@ def store_or_refuse(opened: OpenCache, reader: SourceReader) -> bool:
             if not cache.filled:
                 _store(cache, contents, counters)
                 return True
-    if isinstance(cache, RollingStore):
-        places = _resident(request, cache)
-    else:
-        indices = [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]
-        places = ((index, cache.place(index, verify=True)) for index in indices)
+    indices = [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]
+    places = ((index, cache.place(index, verify=True)) for index in indices)
     manifest = manifest_of(request.name, request.dir)
     has_equal_state = manifest is not None and manifest.state == digest_of_state(opened.state)
-    least = FEW if has_equal_state or request.writers else MANY
+    least = FEW if has_equal_state else MANY
     other, equal = _compare(reader, cache, places, contents, least)
     if other is None and equal:
         _store(cache, contents, counters)
     words = _refusal(request, other, equal)
-    if words is not None and request.must_open:
-        raise FingerprintError(f"{request.title} cannot be cached: {words}")
     if words is not None:
-        log.warning("%s passes through uncached: %s", request.title, words)
+        request.pass_through(words, FingerprintError)
     return words is None
 
 
-def _resident(request: CacheRequest, pool: RollingStore) -> Iterator[tuple[int, int]]:
-    """Indices and slots of some samples in a rolling cache on a disk. Samples of a stream have no indices."""
+def check_pool(request: CacheRequest, reader: SourceReader, pool: RollingStore) -> None:
+    """Compare resident samples of a rolling cache on a disk with the source, by their indices.
+
+    Samples of a stream have no indices.
+
+    Raises:
+        FingerprintError: the pool has other data. It is closed then.
+    """
+    if request.source is None or not pool.filled:
+        return
     slots = np.empty(0, dtype=np.int64) if request.as_stream else pool.slots_by_index(request.length)
     indices = np.flatnonzero(slots != NO_PLACE)
-    for index in indices[:: max(len(indices) // _TRIED, 1)].tolist():
-        if pool.is_sound(int(slots[index])):
-            yield index, int(slots[index])
+    indices = indices[:: max(len(indices) // _TRIED, 1)]
+    places = ((index, int(slots[index])) for index in indices.tolist() if pool.is_sound(int(slots[index])))
+    words = _refusal(request, *_compare(reader, pool, places, {}, FEW))
+    if words is not None:
+        pool.close()
+        raise FingerprintError(words)
 
 
 def _compare(
