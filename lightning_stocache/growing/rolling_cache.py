@@ -33,7 +33,7 @@ from lightning_stocache.loading.dataset import CachedDataset, cached_source, dat
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.disk import check_directory
-from lightning_stocache.node.files import Backend
+from lightning_stocache.node.files import Backend, ManifestError
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.processes import poll
 from lightning_stocache.sampling.residents import RollingSampler
@@ -42,6 +42,7 @@ from lightning_stocache.setup.first_samples import codec_of
 from lightning_stocache.setup.named_cache import open_pool
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest, Layout, LoaderSettings, check_count
+from lightning_stocache.setup.same_data import FingerprintError
 from lightning_stocache.setup.segments import make_and_attach
 from lightning_stocache.source.draws import Draws, is_stream
 
@@ -111,7 +112,8 @@ class RollingCache(Dataset[Any]):
         dir: a directory on a disk of this machine, where the pool lies and stays when the job ends. Needs `name`.
             `budget` limits its file.
         name: the name of the pool on the disk. The next job under this name trains on what is resident at once. One
-            job at a time has the pool open. A source with other samples is refused.
+            job at a time has the pool open. If a file under this name has other samples, or is none of these pools, the
+            pool lies in memory for this job, with one warning.
         fingerprint: your version of the data. It must be equal in all jobs of this name. Samples of a stream are not
             compared, so give one for a stream.
 
@@ -120,7 +122,6 @@ class RollingCache(Dataset[Any]):
             samples.
         TypeError: the source is cached already.
         FirstSampleError: (when the pool opens) no sample can be read, or samples cannot be stored.
-        FingerprintError: (when the pool opens) the pool of this name has other data.
         CacheInUseError: (when the pool opens) another job has the pool of this name open.
         RuntimeError: (when an epoch begins) no sample is resident and no filler is left. The message has the last error
             of the fillers.
@@ -211,8 +212,9 @@ class RollingCache(Dataset[Any]):
             store.keep_free(allocation.keep_free[0])
             return [store]
 
+        request = self._request if allocation is None else replace(self._request, name=None, dir=None)
         [opened] = make_and_attach(
-            [OpenCache.without(self._request, group)], make, None if allocation is None else allocation.backend
+            [OpenCache.without(request, group)], make, None if allocation is None else allocation.backend
         )
         store = cast(RollingStore, opened.cache)
         group.lead(lambda: self._start(replace(draws, passes=1 if holds_all else None), store))
@@ -225,7 +227,7 @@ class RollingCache(Dataset[Any]):
     ) -> tuple[SampleCodec, Allocation | None, bool]:
         """Find the codec of the samples, their memory, and whether all samples of the source have room.
 
-        A pool on a disk is opened here, because an error that `make` raises would be reported as a lack of memory.
+        A pool on a disk is opened here. If its name is taken, the pool lies in memory, with one warning.
         """
         if sys.platform == "win32":
             raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
@@ -240,7 +242,11 @@ class RollingCache(Dataset[Any]):
             as_stream=self.source is None or is_stream(self.source),
             reader=LoaderSettings(1, 1, start_method=self._method),
         )
-        store, holds_all = open_pool(request, codec, draws.length, writers)
+        try:
+            store, holds_all = open_pool(request, codec, draws.length, writers)
+        except (FingerprintError, ManifestError, OSError) as error:
+            log.warning("the rolling cache lies in memory, and ends with this job: %s", str(error))
+            return codec, *allocate_pool(self.budget, codec, draws.length, writers, len(group.members))
         on_disk.append(store)
         return codec, None, holds_all
 

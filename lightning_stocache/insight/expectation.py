@@ -123,7 +123,7 @@ def _too_low(metrics: Mapping[str, float]) -> str:
     filled = metrics["fill_fraction"]
     cause = "the source may be created again in every epoch"
     if filled < 1:
-        cause = f"only {100 * filled:.1f} % of the slots are filled; memory may have run out (see the warnings above)"
+        cause = f"only {100 * filled:.1f} % of the cache is filled (the warnings above say why)"
     return (
         f"the hit rate of this epoch is {100 * metrics['hit_rate']:.1f} %, where "
         f"{100 * metrics['hit_rate_expected']:.1f} % were to be expected:\n{cause}"

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, cast
 
-from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.node.group import job_ranks
 from lightning_stocache.setup.first_samples import FirstSampleError, codec_of
@@ -25,7 +24,7 @@ from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.draws import Draws
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.probe import FEW, MANY, Probe, Read, why_random
+from lightning_stocache.source.probe import FEW, MANY, Probe, Read, why_random, words_of
 from lightning_stocache.source.proof import BlindSource
 from lightning_stocache.source.random_split import Split, split, spread
 from lightning_stocache.source.samples import bits, same_sample, stacked
@@ -46,6 +45,7 @@ _NO_STACK = (
     "its sampler draws lists of indices, and what it gives for such a list is not the stack of its samples.\nTo cache "
     "it, let the loader make the batches: batch_size= instead of a BatchSampler as sampler"
 )
+_BY_SPEC = "To cache it, give CachedDataset a spec=, with which set-up reads nothing"
 _COUNTED = 3  # samples that are read of a source that counts its reads
 _QUICK = MANY - FEW  # indices that are read after the first four, if reading is fast
 MOST_BYTES: float = 64 << 20  # of the samples that the process keeps
@@ -138,7 +138,8 @@ class SourceReader:
         except Exception as error:  # the source is the user's, and may raise anything
             if self.request.strict:
                 raise
-            return Finding(reason=_words(error))
+            log.debug("%s cannot be read", self.request.title, exc_info=True)
+            return Finding(reason=words_of(error, "reading it"))
         # Samples under a name are what the next job compares, and each rank of a job has sockets.
         by_reach = self.request.name is not None or job_ranks()[0] > 1
         is_certain = self._reader.is_certain(self._number, by_reach=by_reach)
@@ -180,7 +181,8 @@ def _has_workers(request: CacheRequest) -> bool:
 
 
 def _subject(request: CacheRequest) -> Subject:
-    return Subject(_Reading(request), request.source, request.title, _has_workers(request))
+    subject = Subject(_Reading(request), request.source, request.title, _has_workers(request))
+    return subject if request.reader is not None else subject._replace(way_out=_BY_SPEC)  # no loader is known
 
 
 class _Reading:
@@ -365,10 +367,3 @@ def _look_once(request: CacheRequest) -> Finding:
         codec = choose_codec(list(samples), list(samples.values()), request.layout)
     note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
     return Finding(codec, reads=len(samples), note=note)
-
-
-def _words(error: Exception) -> str:
-    """An error in one line."""
-    if isinstance(error, UnsupportedSampleError | SampleMismatchError | ChildProcessError):
-        return str(error)
-    return f"reading it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"

@@ -22,14 +22,24 @@ from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.access import is_own_iterator
 from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.source.generators import Generators
+from lightning_stocache.source.probe import attributed, words_of
 from lightning_stocache.source.samples import bits, mark_of
 
-__all__ = ["FirstSampleError", "codec_of", "difference"]
+__all__ = ["BY_HAND", "FirstSampleError", "codec_of", "difference"]
 
 _SAMPLES = 2  # one would not show that shapes differ
 _OF_STREAM = 16
 _TRIES = 6  # failed draws after which set-up gives up
 _SECONDS = 10.0  # after which two samples are enough
+BY_HAND = "Give its deterministic part to CachedStream, and the random rest as transform=; or allow_random=True"
+"""The way to cache a random stream."""
+
+_ANOTHER = (
+    "it is random, or another one in every epoch, as batches are that it makes of shuffled samples (make them in the "
+    f"loader).\n{BY_HAND}"
+)
+_AT_ITS_READ = "To cache it, let it open files and start threads at its first read"
+_BY_CONTEXT = 'Give multiprocessing_context="forkserver" or "spawn"'
 _ONCE = "it is its own iterator, and iterating over it again does not begin with the same samples"
 
 
@@ -57,11 +67,13 @@ def codec_of(
         method = method or multiprocessing.get_start_method()
     try:
         # What an iterator has given to this process would be missing in training.
-        subject = Subject(partial(_codec, draws), draws.source, title, has_workers, is_own_iterator(draws.source))
+        way_out = _BY_CONTEXT if must else _AT_ITS_READ
+        is_iterator = is_own_iterator(draws.source)
+        subject = Subject(partial(_codec, draws), draws.source, title, has_workers, is_iterator, way_out)
         with closing(Reader([subject], method, must=must)) as reader:
             return cast(SampleCodec, reader.ask(layout))
     except Exception as error:  # the source is the user's, and may raise anything
-        raise FirstSampleError(f"{title} cannot be cached: {error}") from error
+        raise FirstSampleError(f"{title} cannot be cached: {words_of(error, 'reading it')}") from error
 
 
 def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
@@ -73,22 +85,23 @@ def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None
     """
     try:
         has_workers = get_worker_info() is not None
-        subject = Subject(partial(_differs, source, known), source, "a stream", has_workers, is_own_iterator(source))
+        is_iterator = is_own_iterator(source)
+        subject = Subject(partial(_differs, source, known), source, "a stream", has_workers, is_iterator, _AT_ITS_READ)
         with closing(Reader([subject], start_method(None))) as reader:
             return cast("str | None", reader.ask())
-    except (RuntimeError, OSError) as error:
-        return f"reading it again: {str(error).partition(chr(10))[0]}"
+    except Exception as error:  # the source is the user's, and may raise anything
+        return words_of(error, "reading it again")
 
 
 def _codec(draws: Draws, layout: Layout) -> SampleCodec:
     indices, samples, words = _read(draws)
     if not samples:
-        raise LookupError(words or "it gives no samples")
+        raise FirstSampleError(words or "it gives no samples")
     if draws.as_stream and is_own_iterator(draws.source):
         _, again, _ = _read(draws)
         count = min(len(samples), len(again))
         if not count or list(map(bits, samples[:count])) != list(map(bits, again[:count])):
-            raise LookupError(_ONCE)
+            raise FirstSampleError(_ONCE)
     return choose_codec(indices, samples, layout)
 
 
@@ -97,9 +110,9 @@ def _differs(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
     for number, sample in enumerate(samples):
         seen = bits(sample)
         if not any(bits(other) == seen for other in known(mark_of(sample))):
-            return f"sample {number}, when it was read again, was not among those of the epoch before"
+            return f"sample {number}, when it was read again, was not among those of the epoch before: {_ANOTHER}"
     if words:
-        return f"reading it again raised {words}"
+        return f"{words} (when it was read again)"
     return None if samples else "it gives no samples when it is read again"
 
 
@@ -112,9 +125,9 @@ def _read(draws: Draws) -> tuple[list[int], list[Any], str]:
         for draw in draws.share(0, 1):
             try:
                 samples.append(draw.load())
-                indices.append(draw.index)
+                indices.append(draw.index if draw.index >= 0 else len(indices))  # of a stream, by number
             except Exception as error:  # the source is the user's, and may raise anything
-                words = words if isinstance(error, EndOfStreamError) else f"{type(error).__name__}: {error}"
+                words = words if isinstance(error, EndOfStreamError) else words_of(attributed(error), "reading it")
                 failed += 1
             late = time.monotonic() - begun > _SECONDS
             if len(samples) == most or failed > _TRIES or (late and len(samples) >= _SAMPLES):
