@@ -93,9 +93,11 @@ class Expectation:
         whole = len(dataset) == ring.arcs[0].length and _WHOLE * count <= served <= count + group.world
         same = self._drawn.setdefault(counters, domain) == domain
         if not same and cached_source(dataset).opened.request.domain is not None:
+            has_door = cached_source(dataset).opened.request.reader is not None
+            advice = "With keep_cache=True slots are for the whole dataset" if has_door else "Give indices= all of them"
             self._stray = (
                 f"{type(sampler).__name__} draws other samples than when the cache opened, and only those have slots."
-                "\nWith keep_cache=True slots are for the whole dataset"
+                f"\n{advice}"
             )
         if not (whole and same and draws_once(sampler) and (dealt or len(group.nodes) == 1)):
             return math.nan

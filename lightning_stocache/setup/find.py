@@ -45,6 +45,7 @@ _NO_STACK = (
     "its sampler draws lists of indices, and what it gives for such a list is not the stack of its samples.\nTo cache "
     "it, let the loader make the batches: batch_size= instead of a BatchSampler as sampler"
 )
+_COUNT = "To cache it, count in transform= of CachedDataset, which runs after the cache"
 _BY_SPEC = "To cache it, give CachedDataset a spec=, with which set-up reads nothing"
 _COUNTED = 3  # samples that are read of a source that counts its reads
 _QUICK = MANY - FEW  # indices that are read after the first four, if reading is fast
@@ -263,7 +264,7 @@ def _find_by(counters: Counters, request: CacheRequest, quick: int) -> tuple[Fin
     if parts.reason is None and counters.look():
         reads += _COUNTED
         if (place := _counts_reads(parts, len(source))) is not None:
-            reason = f"its samples depend on how often it was read: on {place}, which each read moves.\n{_BY_HAND}"
+            reason = f"its samples depend on how often it was read: on {place}, which each read moves.\n{_COUNT}"
             return Finding(reason=reason, reads=reads), {}
     if request.store == "encoded" or (request.store == "auto" and request.name is None):
         files = look_at_files(source, parts, request.domain, chosen=request.store == "encoded")
@@ -323,7 +324,8 @@ def _look_at_batch(parts: Split) -> tuple[str | None, int]:
         batch = probe.read(parts.source, [read.index for read in probed], 0)
         reads = len(probed)
         if not isinstance(batch.sample, Sequence) or isinstance(batch.sample, str) or len(batch.sample) != reads:
-            return "its __getitems__ gives whole batches, not a list of one sample per index", reads
+            words = "its __getitems__ gives whole batches, not a list of one sample per index"
+            return f"{words}.\n{_IN_COLLATE}", reads
         if batch.moved:
             return f"it is random (its __getitems__ moves the generator of {batch.moved[0]})\n{_BY_HAND}", reads
         for sample, read in zip(batch.sample, probed, strict=True):

@@ -197,7 +197,7 @@ def test_writers_in_other_processes_append(on_disk, monkeypatch, caplog):
     monkeypatch.setattr(Segment, "free_bytes", property(lambda segment: 0))
     write(pool.handle, range(10, 30))
     assert caplog.text.count("stops growing at") == 1
-    assert "Give the disk more room" in caplog.text
+    assert "; give it more room.\n" in caplog.text
     stats = pool.stats()
     assert stats.resident == stats.capacity == 10
     assert epoch(pool) == list(range(20, 30))

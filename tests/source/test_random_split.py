@@ -294,8 +294,11 @@ def test_what_cannot_be_split_soundly_stays_whole() -> None:
         (Photos(CROP, of_one_shape), "wrong shape"),
         (Photos(CROP, lambda photos, i: noisy(photos.images[i])), "no transform that it holds and calls is random"),
         # a cut before the load would cache an index
-        (Photos(None, lambda held, i: held.load(i), load=lambda i: torch.rand(3) + i), "no transform that it holds and calls"),
-        (ConcatDataset([Photos(CROP), Made(lambda index: torch.rand(3))]), "no transform that it holds and calls"),
+        (
+            Photos(None, lambda held, i: held.load(i), load=lambda i: torch.rand(3) + i),
+            "no transform that it holds and calls",
+        ),
+        (ConcatDataset([Photos(CROP), Made(lambda index: torch.rand(3))]), "no transform that it holds"),
     ):
         parts = split(source)
         assert (parts.source is source, parts.tail) == (True, None)
