@@ -106,7 +106,8 @@ class RollingCache(Dataset[Any]):
         dir: a directory on a disk of this machine, where the pool lies and stays when the job ends. Needs `name`.
             `budget` limits its file.
         name: the name of the pool on the disk. The next job under this name trains on what is resident at once. One
-            job at a time has the pool open. A source with other samples is refused.
+            job at a time has the pool open. If a file under this name has other samples, or is none of these pools, the
+            pool lies in memory for this job, with one warning.
         fingerprint: your version of the data. It must be equal in all jobs of this name. Samples of a stream are not
             compared, so give one for a stream.
 
@@ -115,7 +116,6 @@ class RollingCache(Dataset[Any]):
             samples.
         TypeError: the source is cached already.
         FirstSampleError: (when the pool opens) no sample can be read, or samples cannot be stored.
-        FingerprintError: (when the pool opens) the pool of this name has other data.
         CacheInUseError: (when the pool opens) another job has the pool of this name open.
         RuntimeError: (when an epoch begins) no sample is resident and no filler is left. The message has the last error
             of the fillers.

@@ -36,7 +36,7 @@ from lightning_stocache.loading.dataset import CachedDataset, Forwarding
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.residents import StreamBatches, batches_in_turn, batches_of, deal, permutation
-from lightning_stocache.setup.find import difference
+from lightning_stocache.setup.find import BY_HAND, stream_difference
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest, Layout, check_choice, check_count, check_flag
@@ -46,7 +46,6 @@ from lightning_stocache.source.samples import mark_of
 
 __all__ = ["CachedStream", "stream_for", "stream_source", "stream_with"]
 
-_BY_HAND = "Give its deterministic part to CachedStream, and the random rest as transform=; or allow_random=True"
 _MOST_BROKEN = 3
 _SETTINGS = ("apply_sharding", "set_seed", "set_shuffle")  # DataLoader calls these of the pipe itself
 _AT_ONCE, _AT_ONCE_BYTES = 64, 4 << 20  # samples that are read from memory together
@@ -334,11 +333,8 @@ class StreamSource:
                 f"its {passed:,} samples take about {format_bytes(size)}, and its budget is "
                 f"{format_bytes(self.opened.budget_bytes)}. A stream is kept whole or not at all"
             )
-        elif not self.opened.request.allow_random and (found := difference(self.source, store.marked)) is not None:
-            reason = (
-                f"{found}: it is random, or another one in every epoch, as batches are that it makes of shuffled "
-                f"samples (make them in the loader).\n{_BY_HAND}"
-            )
+        elif not self.opened.request.allow_random:
+            reason = stream_difference(self.source, store.marked)
         if reason is None:
             return "cache"
         self.opened.request.pass_through(reason)
@@ -441,7 +437,7 @@ class _Reading(Iterator[Any]):
         moved = self._reader.moved
         if moved is not None:
             self._store = None
-            reason = f"it moves the generators of {moved} while samples are read: it is random.\n{_BY_HAND}"
+            reason = f"it moves the generators of {moved} while samples are read: it is random.\n{BY_HAND}"
             self._serving.pass_by(store, reason)
         elif store.ledger.mode == "stream":
             try:

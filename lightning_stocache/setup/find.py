@@ -19,18 +19,17 @@ from typing import Any, cast
 
 from torch.utils.data import get_worker_info
 
-from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.node.group import job_ranks
 from lightning_stocache.node.named import manifest_of
 from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files, why_not_worth
-from lightning_stocache.setup.reader import NoProcessError, Reader, Subject, start_method
+from lightning_stocache.setup.reader import Reader, Subject, start_method
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.source.access import batch_reader, is_own_iterator
 from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.probe import FEW, MANY, Probe, Read, why_random
+from lightning_stocache.source.probe import FEW, MANY, Probe, Read, attributed, why_random, words_of
 from lightning_stocache.source.proof import BlindSource
 from lightning_stocache.source.random_split import Split, split, spread
 from lightning_stocache.source.samples import bits, digest_of, mark_of, same_sample, stacked
@@ -38,7 +37,7 @@ from lightning_stocache.source.snapshot import Counters
 from lightning_stocache.source.transform_split import Cut, Tail
 from lightning_stocache.source.witness import Witness
 
-__all__ = ["Finding", "FirstSampleError", "SourceReader", "difference", "parts_of"]
+__all__ = ["BY_HAND", "Finding", "FirstSampleError", "SourceReader", "parts_of", "stream_difference"]
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +50,8 @@ _NO_STACK = (
     "its sampler draws lists of indices, and what it gives for such a list is not the stack of its samples.\nTo cache "
     "it, let the loader make the batches: batch_size= instead of a BatchSampler as sampler"
 )
+_COUNT = "To cache it, count in transform= of CachedDataset, which runs after the cache"
+_BY_SPEC = "To cache it, give CachedDataset a spec=, with which set-up reads nothing"
 _COUNTED = 3  # samples that are read of a source that counts its reads
 _QUICK = MANY - FEW  # indices that are read after the first four, if reading is fast
 MOST_BYTES: float = 64 << 20  # of the samples that the process keeps
@@ -58,6 +59,15 @@ _OF_STREAM = 16  # samples that are read of a stream
 _OF_POOL = 2  # one would not show that shapes differ
 _TRIES = 6  # failed draws after which set-up gives up
 _SECONDS = 10.0  # after which two samples are enough
+BY_HAND = "Give its deterministic part to CachedStream, and the random rest as transform=; or allow_random=True"
+"""The way to cache a random stream."""
+
+_ANOTHER = (
+    "it is random, or another one in every epoch, as batches are that it makes of shuffled samples (make them in the "
+    f"loader).\n{BY_HAND}"
+)
+_AT_ITS_READ = "To cache it, let it open files and start threads at its first read"
+_BY_CONTEXT = 'Give multiprocessing_context="forkserver" or "spawn"'
 _ONCE = "it is its own iterator, and iterating over it again does not begin with the same samples"
 
 
@@ -153,10 +163,11 @@ class SourceReader:
         except Exception as error:  # the source is the user's, and may raise anything
             if self.request.writers:
                 title = f"the source of a rolling cache ({type(self.request.source).__name__})"
-                raise FirstSampleError(f"{title} cannot be cached: {_words(error)}") from error
+                raise FirstSampleError(f"{title} cannot be cached: {words_of(error, 'reading it')}") from error
             if self.request.strict and self.request.by_index:
                 raise
-            return Finding(reason=_words(error))
+            log.debug("%s cannot be read", self.request.title, exc_info=True)
+            return Finding(reason=words_of(error, "reading it"))
         # Samples under a name are what the next job compares, and each rank of a job has sockets.
         by_reach = self.request.name is not None or job_ranks()[0] > 1
         is_certain = self._reader.is_certain(self._number, by_reach=by_reach)
@@ -209,7 +220,12 @@ def _has_workers(request: CacheRequest) -> bool:
 def _subject(request: CacheRequest) -> Subject:
     # What an iterator has given to this process would be missing in training.
     is_iterator = not request.by_index and is_own_iterator(request.source)
-    return Subject(_Reading(request), request.source, request.title, _has_workers(request), is_iterator)
+    subject = Subject(_Reading(request), request.source, request.title, _has_workers(request), is_iterator)
+    if request.writers:
+        return subject._replace(way_out=_BY_CONTEXT)
+    if request.as_stream:
+        return subject._replace(way_out=_AT_ITS_READ)
+    return subject if request.reader is not None else subject._replace(way_out=_BY_SPEC)  # no loader is known
 
 
 class _Reading:
@@ -263,11 +279,11 @@ class _Reading:
 
     def first(self) -> tuple[list[tuple[int, str]], str]:
         _, samples, error = _first_samples(self.request)
-        words = "" if error is None else f"{type(error).__name__}: {error}"
+        words = "" if error is None else words_of(attributed(error), "reading it")
         return [(mark_of(sample), digest_of(sample)) for sample in samples], words
 
 
-def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
+def stream_difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
     """Read the first samples of a stream again. Returns why they differ from the stored samples, or None.
 
     Args:
@@ -279,12 +295,12 @@ def difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None
         with closing(SourceReader(CacheRequest(source, as_stream=True, reader=loader))) as reader:
             samples, words = reader.first()
     except Exception as error:  # the source is the user's, and may raise anything
-        return f"reading it again: {str(error).partition(chr(10))[0]}"
+        return words_of(error, "reading it again")
     for number, (mark, digest) in enumerate(samples):
         if digest not in map(digest_of, known(mark)):
-            return f"sample {number}, when it was read again, was not among those of the epoch before"
+            return f"sample {number}, when it was read again, was not among those of the epoch before: {_ANOTHER}"
     if words:
-        return f"reading it again raised {words}"
+        return f"{words} (when it was read again)"
     return None if samples else "it gives no samples when it is read again"
 
 
@@ -318,7 +334,7 @@ def _find_by(counters: Counters, request: CacheRequest, quick: int) -> tuple[Fin
     if parts.reason is None and counters.look():
         reads += _COUNTED
         if (place := _counts_reads(parts, len(source))) is not None:
-            reason = f"its samples depend on how often it was read: on {place}, which each read moves.\n{_BY_HAND}"
+            reason = f"its samples depend on how often it was read: on {place}, which each read moves.\n{_COUNT}"
             return Finding(reason=reason, reads=reads), {}
     if request.store == "encoded" or (request.store == "auto" and request.name is None):
         files = look_at_files(source, parts, request.domain, chosen=request.store == "encoded")
@@ -378,7 +394,8 @@ def _look_at_batch(parts: Split) -> tuple[str | None, int]:
         batch = probe.read(parts.source, [read.index for read in probed], 0)
         reads = len(probed)
         if not isinstance(batch.sample, Sequence) or isinstance(batch.sample, str) or len(batch.sample) != reads:
-            return "its __getitems__ gives whole batches, not a list of one sample per index", reads
+            words = "its __getitems__ gives whole batches, not a list of one sample per index"
+            return f"{words}.\n{_IN_COLLATE}", reads
         if batch.moved:
             return f"it is random (its __getitems__ moves the generator of {batch.moved[0]})\n{_BY_HAND}", reads
         for sample, read in zip(batch.sample, probed, strict=True):
@@ -439,7 +456,7 @@ def _first_samples(request: CacheRequest) -> tuple[list[int], list[Any], Excepti
         for draw in draws.share(0, 1):
             try:
                 samples.append(draw.load())
-                indices.append(draw.index)
+                indices.append(draw.index if draw.index >= 0 else len(indices))  # of a stream, by number
             except Exception as error:  # the source is the user's, and may raise anything
                 last = last if isinstance(error, EndOfStreamError) else error
                 failed += 1
@@ -447,11 +464,3 @@ def _first_samples(request: CacheRequest) -> tuple[list[int], list[Any], Excepti
             if len(samples) == most or failed > _TRIES or (is_late and len(samples) >= _OF_POOL):
                 break
     return indices, samples, last
-
-
-def _words(error: Exception) -> str:
-    """An error in one line."""
-    is_plain = isinstance(error, UnsupportedSampleError | SampleMismatchError | FirstSampleError)
-    if is_plain or isinstance(error, ChildProcessError | NoProcessError):
-        return str(error)
-    return f"reading it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"

@@ -32,7 +32,7 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.encoded import EncodedSource, access_to
-from lightning_stocache.source.probe import FEW, Probe
+from lightning_stocache.source.probe import FEW, Probe, attributed, words_of
 from lightning_stocache.source.random_split import Split
 from lightning_stocache.source.samples import bits, difference, part_at
 from lightning_stocache.source.transform_split import Cut
@@ -243,7 +243,7 @@ def look_at_files(
             finished = sum(map(form.codec.least_bytes, parts.samples)) // len(parts.samples)
             return replace(form, codec=replace(form.codec, finished_bytes=finished), reads=form.reads + probe.reads)
         except Exception as error:  # methods of these names with another meaning, or a file that cannot be opened
-            return f"its files cannot be read and decoded apart: {error!r}"
+            return words_of(attributed(error), "reading its files, and decoding them apart,")
 
 
 class _Decoded(Dataset[Any]):

@@ -152,7 +152,7 @@ def open_caches(
         ManifestError: (`strict`) a named cache is damaged, or of another version; likewise.
         Exception: (`strict`) an error of a source; on the other ranks a RuntimeError that names it.
 
-    A rolling cache raises these errors without `strict`, too, and besides
+    A rolling cache raises errors of its source and its memory without `strict`, too, and besides
 
         FirstSampleError: no sample of its source can be read, or samples cannot be stored.
         CacheInUseError: another job has the cache of this name open.
@@ -184,8 +184,9 @@ def open_caches(
         _compare_samples(openings, group)
         later = Reserve(kept_back, later_bytes * len(group.members))
         plan, kind = group.lead(lambda: _plan(openings, budgets, len(group.members), backend, later))
-        for opening, (found, granted) in zip(openings, plan, strict=True):
+        for opening, (found, granted, name, directory) in zip(openings, plan, strict=True):
             opening.reader.found, opening.granted = found, granted
+            opening.reader.request = replace(opening.request, name=name, dir=directory)
         parts = group.together(lambda: [parts_of(opening.request.source, opening.found) for opening in openings])
         rings = _lay_rings(openings, group)
         caches = [
@@ -324,11 +325,12 @@ def _plan(
     ranks: int,
     backend: BackendChoice,
     later: Reserve,
-) -> tuple[list[tuple[Finding, int]], Backend | None]:
+) -> tuple[list[tuple[Finding, int, str | None, str | None]], Backend | None]:
     """Join the named caches that exist, and divide the memory of a node among the other requests.
 
     Returns:
-        The finding and the granted bytes of each request, and the kind of segment; None is the system's default.
+        The finding, the granted bytes, the name and the directory of each request, and the kind of segment; None is
+        the system's default.
     """
     for opening in openings:
         if opening.request.name is not None and opening.found.codec is not None:
@@ -345,13 +347,15 @@ def _plan(
     if any(opening.slots < opening.request.samples for opening in openings):
         for warning in division.warnings:
             log.warning(warning)
-    return [(opening.found, opening.granted) for opening in openings], division.backend
+    plan = [(opening.found, opening.granted, opening.request.name, opening.request.dir) for opening in openings]
+    return plan, division.backend
 
 
 def _open_by_name(opening: _Opening, arc: Arc | None = None) -> Store | None:
     """Join the cache of the request's name, or make it with an arc. Returns None if there is none to be used.
 
-    A file under the name that cannot be used is left alone: the source passes through, with one warning.
+    A file under the name that cannot be used is left alone, with one warning: the source passes through, or a rolling
+    cache lies in memory.
 
     Raises:
         FingerprintError: (`strict`) it has other data, or another budget made it.
@@ -367,9 +371,13 @@ def _open_by_name(opening: _Opening, arc: Arc | None = None) -> Store | None:
         return store
     except (FingerprintError, ManifestError, OSError) as error:
         is_shortage = arc is not None and isinstance(error, OSError) and not isinstance(error, PermissionError)
-        if request.must_open or is_shortage:  # without memory all caches are off
+        if request.strict or is_shortage:  # without memory all caches are off
             raise
         words = str(error)  # a log record that had the error would keep its frames
+        if request.writers:
+            log.warning("the rolling cache lies in memory, and ends with this job: %s", words)
+            opening.reader.request = replace(request, name=None, dir=None)
+            return None
         opening.reader.found = Finding(reason=words)
         request.pass_through(words)
         return None

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
 from lightning_stocache.setup import find, reader
-from lightning_stocache.setup.find import Finding, SourceReader, difference
+from lightning_stocache.setup.find import Finding, SourceReader, stream_difference
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from tests.sources import Made
 
@@ -180,9 +180,9 @@ def test_a_stream_is_read_again_and_nothing_is_left_behind(monkeypatch: pytest.M
     """As in a worker, which may have no process of its own: generators go on where they were; an error is told."""
     monkeypatch.setattr(find, "start_method", lambda chosen: None)
     state = torch.get_rng_state()
-    assert difference(lambda: iter([torch.rand(2)]), lambda mark: []) is not None
+    assert stream_difference(lambda: iter([torch.rand(2)]), lambda mark: []) is not None
     assert torch.equal(torch.get_rng_state(), state)
-    assert "the disk is gone" in str(difference(lambda: _raises(0), lambda mark: []))
+    assert "the disk is gone" in str(stream_difference(lambda: _raises(0), lambda mark: []))
 
 
 class Batched(Made):
