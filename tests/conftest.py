@@ -37,7 +37,7 @@ from tqdm import tqdm
 from lightning_stocache.node import isolation
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.processes import THREAD_PREFIX, other_threads
-from lightning_stocache.setup import find, first_samples
+from lightning_stocache.setup import find
 from lightning_stocache.setup.reader import Reader
 from lightning_stocache.source import looks, random_split
 from tests.processes import (
@@ -190,7 +190,6 @@ def set_up_reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Set-up reads samples in a process of its own, as it does for users; with `--in-process` in that of the test."""
     if request.config.getoption("in_process") or request.node.get_closest_marker("gpu"):
         monkeypatch.setattr(find, "start_method", lambda chosen: None)
-        monkeypatch.setattr(first_samples, "start_method", lambda chosen: None)
     # Pipes, sockets and threads that are there before the test are none of the trainer's: of pytest-xdist, of a fork
     # server, of a logger in an earlier test.
     foreign = {descriptor for descriptor in isolation.descriptors() if is_pipe(descriptor)}

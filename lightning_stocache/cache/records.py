@@ -160,6 +160,8 @@ class RecordCodec:
         self._check_required(sample, title)
         try:
             pickled, buffers = _pickled(sample, packed=self.packed)
+        except UnsupportedSampleError as error:
+            raise UnsupportedSampleError(f"{title} cannot be kept as bytes: {error}") from error
         except Exception as error:  # the code of the sample's classes may raise anything
             reason = (str(error) or type(error).__name__).splitlines()[0]
             advice = "Samples must hold only objects that pickle can write, such as tensors, arrays and text"

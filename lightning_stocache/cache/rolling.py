@@ -315,11 +315,10 @@ class RollingStore(Store):
             raise OSError(errno.ENOSPC, f"a rolling cache needs {needed} for its first sample: {short}")
         if self.segment.lock(self.count + 1):  # this process keeps the lock until it ends
             log.warning(
-                "the rolling cache stops growing at %s samples: %s.\nIt rolls within these. Give %s, or lower the "
-                "budget to have no such warning",
+                "the rolling cache stops growing at %s samples: %s.\nIt rolls within these. A lower budget has no such "
+                "warning",
                 f"{self.filled:,}",
                 short,
-                "the disk more room" if self.segment.on_disk else "the job more memory",
             )
 
     # ---- room for records ----

@@ -406,6 +406,6 @@ def _mismatch(index: int | None, path: str, expected: str, came: str) -> SampleM
     sample = "a sample" if index is None else f"sample {index}"
     return SampleMismatchError(
         f"{sample}: {named(path)} must be {expected}, as in the first sample; got {came}. "
-        "Rows have one structure, dtype and shape: convert, resize or pad them in the source, or keep records "
-        '(layout="records")'
+        "Rows have one structure, dtype and shape: convert, resize or pad them in the source, or keep records: "
+        'layout="records" of CachedDataset, CachedStream or RollingCache'
     )

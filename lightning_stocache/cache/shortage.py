@@ -34,6 +34,7 @@ PAUSE_SECONDS = 10.0
 _MOST_NS = 500_000_000  # delay by storing before a pause: a slow disk costs training half a second in ten
 _LEAST = 64 * 2**20  # bytes that are left free unless `keep_free` was called
 _SHARE = 64  # a process fills 1/64 of what is left before it looks again
+_ENLARGE = "enlarge it (Docker: --shm-size)"
 _EVERY = 0.1  # seconds between two looks
 _LEAST_FILES = 8 * 2**20  # half of the margin that `node.grant` leaves in /dev/shm beside the batches of loaders
 
@@ -67,13 +68,14 @@ class Shortage:
             self._unchecked = min(left, room - batches) // _SHARE
             if room - batches < nbytes:
                 free_text, batches_text = format_bytes(room), format_bytes(batches)
-                return f"{memory_directory()} ({free_text} free, {batches_text} kept for loaders' batches)"
+                where = memory_directory()
+                return f"{where} ({free_text} free, {batches_text} kept for loaders' batches); {_ENLARGE}"
         if left >= nbytes:
             return None
         least, kept = format_bytes(max(lowest - allocated, 0)), format_bytes(reserve)
         if segment.on_disk:
-            return f"{name} ({least} free, {kept} kept for others)"
-        return f"{name} (at times {least} free, {kept} kept for the training)"
+            return f"{name} ({least} free, {kept} kept for others); give it more room"
+        return f"{name} (at times {least} free, {kept} kept for the training); give the job more memory"
 
     def keep_free(self, nbytes: int) -> None:
         """Leave so many bytes free, and forget earlier looks, in all processes that fill the cache."""
@@ -82,12 +84,15 @@ class Shortage:
 
 
 def refused(error: OSError, *, on_disk: bool = False) -> str | None:
-    """The reason why the system has no room for a sample, in words; None if it is another error."""
+    """The reason why the system has no room for a sample, in words; None if it is another error.
+
+    On a disk every error counts.
+    """
     if on_disk:
         return f"the disk refuses more samples ({error.strerror})"
     if error.errno != errno.ENOSPC:
         return None
-    return f"no space left in {memory_directory()}; enlarge it (Docker: --shm-size)"
+    return f"no space left in {memory_directory()}; {_ENLARGE}"
 
 
 class Pace:

@@ -526,12 +526,11 @@ class Store:
         # This process keeps the lock behind those of the slots until it ends, so each node has one warning.
         if not self._retry_at and self.segment.lock(self.layout.count):
             log.warning(
-                "the cache stops at %s of %s samples: %s.\nThe others are loaded every time. Give %s, or lower the "
-                "budget to have no such warning",
+                "the cache stops at %s of %s samples: %s.\nThe others are loaded every time. A lower budget has no "
+                "such warning",
                 f"{self.filled:,}",
                 f"{self.layout.count:,}",
                 short,
-                "the disk more room" if self.segment.on_disk else "the job more memory",
             )
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 

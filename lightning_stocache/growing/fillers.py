@@ -122,7 +122,7 @@ class Fillers:
         if notes[_SINCE]:
             words += f", loading {_sample_name(int(notes[_INDEX]))}"
         if self._restarts[number] < _MOST_RESTARTS:
-            log.warning("%s; it is started again, behind that sample", words)
+            log.warning("%s; it is started again, behind what it has drawn", words)
             self._restarts[number] += 1
             self._start(number)
         else:
@@ -211,9 +211,10 @@ def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: 
             continue
         notes[_INDEX], notes[_SINCE] = draw.index, time.monotonic_ns()
         notes[_DRAWN] += 1
+        task = "load"
         try:
             sample = draw.load()
-            notes[_SINCE] = 0
+            notes[_SINCE], task = 0, "store"
             while not store.append(sample, draw.index):
                 if notes[_STOP]:
                     return
@@ -228,9 +229,8 @@ def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: 
             if ends or int(notes[_FAILED]) == 1:
                 trace = "".join(traceback.format_exception(error))[-_LONGEST:]
                 outcome = f"after {in_a_row} failures in a row the filler ends" if ends else "others are only counted"
-                words = (
-                    f"filler {number} could not load {_sample_name(draw.index)}, which is left out; {outcome}:\n{trace}"
-                )
+                name = _sample_name(draw.index)
+                words = f"filler {number} could not {task} {name}, which is left out; {outcome}:\n{trace}"
                 reports.send(words)
             if ends:
                 return

@@ -9,7 +9,7 @@ The leader of a node takes the memory, starts the fillers and waits for samples;
 map-style dataset. Its length is the number of samples that were resident when the epoch began. Behind it stands a
 CachedDataset whose store is the pool, so a CachedLoader makes batches as from any full cache.
 
-On a disk the pool outlives its job (`named_cache.open_pool`): the next job trains on what is resident at once.
+On a disk the pool outlives its job: the next job trains on what is resident at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any, SupportsIndex, cast
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Arc, Integers, Ring
-from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import StoreHandle
@@ -32,17 +31,13 @@ from lightning_stocache.growing.fillers import Fillers
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
-from lightning_stocache.node.disk import check_directory
-from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.processes import poll
 from lightning_stocache.sampling.residents import RollingSampler
-from lightning_stocache.setup.allocation import Allocation, allocate_pool
-from lightning_stocache.setup.first_samples import codec_of
-from lightning_stocache.setup.named_cache import open_pool
+from lightning_stocache.setup.allocation import holds_all
+from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest, Layout, LoaderSettings, check_count
-from lightning_stocache.setup.segments import make_and_attach
 from lightning_stocache.source.draws import Draws, is_stream
 
 __all__ = ["RollingCache", "RollingStats", "dataset_in", "share_pools"]
@@ -111,7 +106,8 @@ class RollingCache(Dataset[Any]):
         dir: a directory on a disk of this machine, where the pool lies and stays when the job ends. Needs `name`.
             `budget` limits its file.
         name: the name of the pool on the disk. The next job under this name trains on what is resident at once. One
-            job at a time has the pool open. A source with other samples is refused.
+            job at a time has the pool open. If a file under this name has other samples, or is none of these pools, the
+            pool lies in memory for this job, with one warning.
         fingerprint: your version of the data. It must be equal in all jobs of this name. Samples of a stream are not
             compared, so give one for a stream.
 
@@ -120,7 +116,6 @@ class RollingCache(Dataset[Any]):
             samples.
         TypeError: the source is cached already.
         FirstSampleError: (when the pool opens) no sample can be read, or samples cannot be stored.
-        FingerprintError: (when the pool opens) the pool of this name has other data.
         CacheInUseError: (when the pool opens) another job has the pool of this name open.
         RuntimeError: (when an epoch begins) no sample is resident and no filler is left. The message has the last error
             of the fillers.
@@ -167,7 +162,7 @@ class RollingCache(Dataset[Any]):
             raise ValueError(
                 "a rolling cache on a disk needs dir= and name=; without both it lies in memory and ends with its job"
             )
-        request = CacheRequest(
+        self._request = CacheRequest(
             source,
             "",
             Budget.parse(budget),
@@ -176,15 +171,19 @@ class RollingCache(Dataset[Any]):
             fingerprint=fingerprint,
             layout=layout,
             dir=dir,
+            as_stream=source is None or is_stream(source),
+            reader=LoaderSettings(1, 1, start_method=multiprocessing_context),
+            writers=1 if source is None else max(fillers, 1),
+            draws=Draws(source, indices, seed, shuffle),
         )
         if source is None and spec is None:
             raise ValueError("without a source a rolling cache needs spec=SampleSpec.infer(sample), of one to come")
         if indices is not None and (source is None or is_stream(source)):
             raise ValueError("indices needs a map-style source to load them from")
-        self.source, self.budget, self._request = source, request.budget, request
+        self.source, self.budget = source, self._request.budget
         self.transform, self.epoch_samples = transform, epoch_samples
-        self._draws = Draws(source, indices, seed, shuffle)
-        self._filler_count, self._minimum, self._method = fillers, minimum, multiprocessing_context
+        self._seed, self._minimum = seed, minimum
+        self._filler_count, self._method = fillers, multiprocessing_context
         self._fillers: Fillers | None = None  # of the leader of a node
         self._dataset: CachedDataset | None = None  # every slot by its number, once the pool is open
         self._length: int | None = None
@@ -197,52 +196,21 @@ class RollingCache(Dataset[Any]):
         Args:
             group: which ranks share memory; by default the running process group tells.
         """
+        if sys.platform == "win32":
+            raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
         self.close()
         group = NodeGroup.discover() if group is None else group
-        draws = replace(self._draws, seed=self._draws.seed + _NODE_SEEDS * group.node)
-        on_disk: list[RollingStore] = []  # on a leader, the pool of this name
-        codec, allocation, holds_all = group.lead(lambda: self._plan(draws, group, on_disk))
-        whose = {"dataset": f"rolling: {type(self.source).__name__}", "node": group.node, "nodes": len(group.nodes)}
-
-        def make(kind: Backend | None) -> list[RollingStore]:
-            if allocation is None:
-                return on_disk
-            store = RollingStore.empty(codec, allocation.slots[0], kind, whose, granted=allocation.granted[0])
-            store.keep_free(allocation.keep_free[0])
-            return [store]
-
-        [opened] = make_and_attach(
-            [OpenCache.without(self._request, group)], make, None if allocation is None else allocation.backend
-        )
+        assert self._request.draws is not None
+        draws = replace(self._request.draws, seed=self._seed + _NODE_SEEDS * group.node)
+        request = replace(self._request, draws=draws)
+        [opened] = open_caches([request], {request.pot: request.budget}, group)
         store = cast(RollingStore, opened.cache)
-        group.lead(lambda: self._start(replace(draws, passes=1 if holds_all else None), store))
+        if holds_all(request, store.codec, store.granted_bytes):
+            draws = replace(draws, passes=1)
+        group.lead(lambda: self._start(draws, store))
         opened = replace(opened, budget_bytes=store.granted_bytes)
         self._dataset = dataset_in(opened, store.length, self.transform, borrowed=False)
         opened.tell()
-
-    def _plan(
-        self, draws: Draws, group: NodeGroup, on_disk: list[RollingStore]
-    ) -> tuple[SampleCodec, Allocation | None, bool]:
-        """Find the codec of the samples, their memory, and whether all samples of the source have room.
-
-        A pool on a disk is opened here, because an error that `make` raises would be reported as a lack of memory.
-        """
-        if sys.platform == "win32":
-            raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
-        request = self._request
-        codec = request.spec or codec_of(draws, request.layout, self._method)
-        writers = 1 if self.source is None else max(self._filler_count, 1)
-        if request.dir is None:
-            return codec, *allocate_pool(self.budget, codec, draws.length, writers, len(group.members))
-        request = replace(
-            request,
-            dir=check_directory(request.dir),
-            as_stream=self.source is None or is_stream(self.source),
-            reader=LoaderSettings(1, 1, start_method=self._method),
-        )
-        store, holds_all = open_pool(request, codec, draws.length, writers)
-        on_disk.append(store)
-        return codec, None, holds_all
 
     def _start(self, draws: Draws, store: RollingStore) -> None:
         if self.source is not None and self._filler_count:
@@ -319,7 +287,7 @@ class RollingCache(Dataset[Any]):
     def sampler(self, *, shuffle: bool = True) -> RollingSampler:
         """Make a sampler that draws this rank's resident samples. CachedLoader makes one by itself. Collective."""
         self.resident()  # opens the pool, and with it its group
-        return RollingSampler(self, shuffle=shuffle, seed=self._draws.seed, epoch_samples=self.epoch_samples)
+        return RollingSampler(self, shuffle=shuffle, seed=self._seed, epoch_samples=self.epoch_samples)
 
     def look_after(self) -> None:
         """Log the errors of the fillers, and start dead fillers again."""

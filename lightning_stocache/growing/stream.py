@@ -18,7 +18,6 @@ of each rank. The source of an epoch is decided before the epoch begins:
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +36,7 @@ from lightning_stocache.loading.dataset import CachedDataset, Forwarding
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.residents import StreamBatches, batches_in_turn, batches_of, deal, permutation
-from lightning_stocache.setup.first_samples import difference
+from lightning_stocache.setup.find import BY_HAND, stream_difference
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest, Layout, check_choice, check_count, check_flag
@@ -47,9 +46,6 @@ from lightning_stocache.source.samples import mark_of
 
 __all__ = ["CachedStream", "stream_for", "stream_source", "stream_with"]
 
-log = logging.getLogger(__name__)
-
-_BY_HAND = "Give its deterministic part to CachedStream, and the random rest as transform=; or allow_random=True"
 _MOST_BROKEN = 3
 _SETTINGS = ("apply_sharding", "set_seed", "set_shuffle")  # DataLoader calls these of the pipe itself
 _AT_ONCE, _AT_ONCE_BYTES = 64, 4 << 20  # samples that are read from memory together
@@ -261,9 +257,10 @@ class StreamSource:
                 "resampled=False reads each once; allow_random=True keeps the first draw"
             )
         if reason is not None and not request.budget.off and group.rank == 0:
-            self._tell(reason)
+            request.pass_through(reason)
         budget = request.budget if reason is None else Budget.parse(0)
-        [self.opened] = open_caches([request], {request.pot: budget}, group, self.backend, kept_back=kept_back)
+        [opened] = open_caches([request], {request.pot: budget}, group, self.backend, kept_back=kept_back)
+        self.opened = replace(opened, request=request)  # which keeps its own budget
         if (store := self.store) is not None:
             store.stream_length = self._length()
         self.opened.tell()
@@ -336,14 +333,11 @@ class StreamSource:
                 f"its {passed:,} samples take about {format_bytes(size)}, and its budget is "
                 f"{format_bytes(self.opened.budget_bytes)}. A stream is kept whole or not at all"
             )
-        elif not self.opened.request.allow_random and (found := difference(self.source, store.marked)) is not None:
-            reason = (
-                f"{found}: it is random, or another one in every epoch, as batches are that it makes of shuffled "
-                f"samples (make them in the loader).\n{_BY_HAND}"
-            )
+        elif not self.opened.request.allow_random:
+            reason = stream_difference(self.source, store.marked)
         if reason is None:
             return "cache"
-        self._tell(reason)
+        self.opened.request.pass_through(reason)
         store.clear()
         return "pass"
 
@@ -351,12 +345,9 @@ class StreamSource:
         """Store nothing from now on, with one warning. Samples that other processes read from memory stay there."""
         before = store.ledger.pass_by()
         if before != "pass":
-            self._tell(reason)
+            self.opened.request.pass_through(reason)
         if before == "stream":
             store.clear()
-
-    def _tell(self, reason: str) -> None:
-        log.warning("%s passes through uncached: %s", self.opened.request.title, reason)
 
     def _length(self) -> int | None:
         try:
@@ -446,7 +437,7 @@ class _Reading(Iterator[Any]):
         moved = self._reader.moved
         if moved is not None:
             self._store = None
-            reason = f"it moves the generators of {moved} while samples are read: it is random.\n{_BY_HAND}"
+            reason = f"it moves the generators of {moved} while samples are read: it is random.\n{BY_HAND}"
             self._serving.pass_by(store, reason)
         elif store.ledger.mode == "stream":
             try:

@@ -93,9 +93,11 @@ class Expectation:
         whole = len(dataset) == ring.arcs[0].length and _WHOLE * count <= served <= count + group.world
         same = self._drawn.setdefault(counters, domain) == domain
         if not same and cached_source(dataset).opened.request.domain is not None:
+            has_door = cached_source(dataset).opened.request.reader is not None
+            advice = "With keep_cache=True slots are for the whole dataset" if has_door else "Give indices= all of them"
             self._stray = (
                 f"{type(sampler).__name__} draws other samples than when the cache opened, and only those have slots."
-                "\nWith keep_cache=True slots are for the whole dataset"
+                f"\n{advice}"
             )
         if not (whole and same and draws_once(sampler) and (dealt or len(group.nodes) == 1)):
             return math.nan
@@ -123,7 +125,7 @@ def _too_low(metrics: Mapping[str, float]) -> str:
     filled = metrics["fill_fraction"]
     cause = "the source may be created again in every epoch"
     if filled < 1:
-        cause = f"only {100 * filled:.1f} % of the slots are filled; memory may have run out (see the warnings above)"
+        cause = f"only {100 * filled:.1f} % of the cache is filled (the warnings above say why)"
     return (
         f"the hit rate of this epoch is {100 * metrics['hit_rate']:.1f} %, where "
         f"{100 * metrics['hit_rate_expected']:.1f} % were to be expected:\n{cause}"

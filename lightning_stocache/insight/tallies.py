@@ -116,7 +116,7 @@ class Tallies:
                 self._was_late = True
                 log.warning(
                     "the cache counts of the other ranks have not come in %.0f s: this epoch's stocache/ values are "
-                    "left out.\nGive all ranks the same monitor callbacks and the same number of batches",
+                    "left out.\nGive all ranks the same monitors and the same number of batches",
                     patience,
                 )
             return {}

@@ -138,7 +138,7 @@ class BatchPool:
         except OSError as error:
             if self._refused_until is None:
                 log.warning(
-                    "workers send batches in messages, which is slower, for want of shared memory: %s", str(error)
+                    "workers send batches in messages, which is slower: no shared memory for them (%s)", str(error)
                 )
             self._refused_until = time.monotonic() + _PAUSE_SECONDS
             return None

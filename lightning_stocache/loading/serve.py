@@ -194,7 +194,8 @@ class CachedSource:
         if self._keys == 1 and counters.is_first("keys"):
             log.warning(
                 "%s is asked for keys that are no indices, as %.60s: such samples are not cached, but loaded every "
-                "time.\nTo cache them, let the sampler draw indices, and the loader make the batches",
+                "time.\nTo cache them, let the sampler draw numbers (of a tensor or array: its .tolist()), and the "
+                "loader make the batches",
                 type(self.source).__name__,
                 repr(key),  # a handler may keep the record
             )
@@ -815,7 +816,7 @@ _WAYS_OUT = (
     "cached image. For data that grows or is replaced there is RollingCache"
 )
 _RANDOM = (
-    "%s is another one each time it is read: its source is random, and the cache would freeze its first draw. All "
+    "%s is another one each time it is read: its source is random, or depends on the time or on earlier reads. All "
     "samples are loaded uncached.\nGive its deterministic part to CachedDataset, and the random rest as transform="
 )
 _WRITES = (

@@ -2,13 +2,11 @@
 
 A pot is a budget that several requests share; each gets a part by the size of its dataset. The pots are served in
 order: what the first has taken is not free for the second. What the loaders, their workers and the training need is
-kept back before anything is granted. A pool has a budget of its own. Only the leader of a node divides; no memory is
-taken here.
+kept back before anything is granted. A pool opens alone. Only the leader of a node divides; no memory is taken here.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +23,7 @@ from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve, grant, loader_reserve, margin
 from lightning_stocache.setup.request import ENDLESS, BackendChoice, CacheRequest, LoaderSettings
 
-__all__ = ["Allocation", "allocate", "allocate_pool", "largest_grant", "roomy_bytes"]
-
-log = logging.getLogger(__name__)
+__all__ = ["Allocation", "allocate", "holds_all", "largest_grant"]
 
 _MIB = 2**20
 _READERS = 4  # processes per rank that map the memory of a stream
@@ -76,67 +72,34 @@ def allocate(
     if all(codec is None for codec in codecs):  # measuring the free memory takes time
         nothing = (0,) * len(requests)
         return Allocation(nothing, nothing, nothing)
+    for request in requests:
+        budget = budgets[request.pot]
+        if request.writers and request.samples == ENDLESS and budget.unit == "% of dataset":
+            raise ValueError(f'budget must be bytes ("8GiB") or a share of what is free for a stream, got {budget}')
+    sizes = [
+        (0, 0) if codec is None else _slot_sizes(request, codec, budgets[request.pot])
+        for request, codec in zip(requests, codecs, strict=True)
+    ]
     directory = next((request.dir for request in requests if request.dir is not None), None)
-    if directory is not None:
-        return _on_disk(directory, requests, _sizes(codecs, SUM_BYTES), budgets)
-
-    def divide(free: FreeMemory) -> Allocation:
-        reserves = [_reserve(request, codec, ranks, free.own) for request, codec in zip(requests, codecs, strict=True)]
-        return _divide(requests, _sizes(codecs), budgets, free, reserves, later or Reserve(), ranks)
-
-    return _in_memory(divide, choice)
-
-
-def allocate_pool(
-    budget: Budget, codec: SampleCodec, length: int | None, writers: int, ranks: int, directory: str | None = None
-) -> tuple[Allocation, bool]:
-    """Grant memory of this node, or its disk, to a rolling cache. Returns it, and whether the whole source has room.
-
-    Args:
-        budget: budget of this node.
-        codec: codec of the samples.
-        length: number of samples in the source; None for a stream.
-        writers: number of processes that append at the same time.
-        ranks: number of ranks on this node.
-        directory: of a cache on a disk. A budget in bytes limits its whole file.
-
-    Raises:
-        ValueError: there is no room for the minimum number of samples, or the budget is a share of a stream.
-    """
-    if length is None and budget.unit == "% of dataset":
-        raise ValueError(f'budget must be bytes ("8GiB") or a share of what is free for a stream, got {budget}')
-    on_disk, is_part = directory is not None, budget.unit == "% of dataset" and budget.amount < 100
-    each, roomy = RollingStore.slot_bytes(codec, on_disk=on_disk), roomy_bytes(codec, on_disk=on_disk)
-    request = CacheRequest(cast("Dataset[object]", range(ENDLESS if length is None else length)), "")
-    sizes = [(each if is_part else roomy, each)]
     if directory is None:
-        allocation = _in_memory(
-            lambda free: _divide([request], sizes, {"": budget}, free, [Reserve()], Reserve(), ranks), "auto"
-        )
+
+        def divide(free: FreeMemory) -> Allocation:
+            reserves = [
+                _reserve(request, codec, ranks, free.own) for request, codec in zip(requests, codecs, strict=True)
+            ]
+            return _divide(requests, sizes, budgets, free, reserves, later or Reserve(), ranks)
+
+        allocation = _in_memory(divide, choice)
     else:
-        allocation = _on_disk(directory, [request], sizes, {"": budget})
-    [slots], [granted] = allocation.slots, allocation.granted
-    if on_disk and budget.unit == "bytes":
-        file_bytes = int(budget.amount - budget.amount // _TABLES_SHARE) // _PAGE * _PAGE
-        fitting, granted = RollingStore.fit(codec, slots, granted, file_bytes)
-        slots = granted // each if isinstance(codec, RecordCodec) else fitting
-        allocation = replace(allocation, slots=(slots,), granted=(granted,))
-    holds_all = length is not None and granted >= length * roomy
-    least = 1 if holds_all else writers + 2
-    if slots < least:
-        gives = " ".join(allocation.warnings) or f"budget={str(budget)!r} gives {format_bytes(granted)}"
-        raise ValueError(
-            f"a rolling cache needs room for {least} samples of {format_bytes(each)} at least, so that one can be read "
-            f"while others are written; {gives}"
-        )
-    for warning in allocation.warnings:
-        log.warning(warning)
-    return allocation, holds_all
+        allocation = _on_disk(directory, requests, sizes, budgets)
+    if requests[0].writers and codecs[0] is not None:
+        return _of_pool(allocation, requests[0], codecs[0], budgets[requests[0].pot])
+    return allocation
 
 
-def roomy_bytes(codec: SampleCodec, *, on_disk: bool) -> int:
-    """The bytes per sample with which a rolling cache surely has room for a whole source."""
-    return RollingStore.slot_bytes(codec, on_disk=on_disk) * (_ROOMY if isinstance(codec, RecordCodec) else 1)
+def holds_all(request: CacheRequest, codec: SampleCodec, granted: int) -> bool:
+    """Whether a rolling cache surely has room for its whole source."""
+    return request.samples < ENDLESS and granted >= request.samples * _roomy_bytes(request, codec)
 
 
 def largest_grant(
@@ -183,9 +146,43 @@ def _in_memory(divide: Callable[[FreeMemory], Allocation], choice: BackendChoice
     return allocation
 
 
-def _sizes(codecs: Sequence[SampleCodec | None], more: int = 0) -> list[tuple[int, int]]:
-    """The bytes of a slot, as an upper estimate and as expected; 0 without a codec."""
-    return [(0, 0) if codec is None else (codec.most_slot_bytes + more, codec.slot_bytes + more) for codec in codecs]
+def _slot_sizes(request: CacheRequest, codec: SampleCodec, budget: Budget) -> tuple[int, int]:
+    """The bytes of a slot, as an upper estimate and as expected."""
+    if request.writers:
+        expected = RollingStore.slot_bytes(codec, on_disk=request.dir is not None)
+        is_part = budget.unit == "% of dataset" and budget.amount < 100
+        return (expected if is_part else _roomy_bytes(request, codec)), expected
+    checksum = 0 if request.dir is None else SUM_BYTES
+    return codec.most_slot_bytes + checksum, codec.slot_bytes + checksum
+
+
+def _roomy_bytes(request: CacheRequest, codec: SampleCodec) -> int:
+    """The bytes per sample with which a rolling cache surely has room for a whole source."""
+    expected = RollingStore.slot_bytes(codec, on_disk=request.dir is not None)
+    return expected * _ROOMY if isinstance(codec, RecordCodec) else expected
+
+
+def _of_pool(allocation: Allocation, request: CacheRequest, codec: SampleCodec, budget: Budget) -> Allocation:
+    """The allocation of a rolling cache. On a disk, a budget in bytes limits the whole file.
+
+    Raises:
+        ValueError: there is no room for the minimum number of samples.
+    """
+    on_disk = request.dir is not None
+    each = RollingStore.slot_bytes(codec, on_disk=on_disk)
+    [slots], [granted] = allocation.slots, allocation.granted
+    if on_disk and budget.unit == "bytes":
+        file_bytes = int(budget.amount - budget.amount // _TABLES_SHARE) // _PAGE * _PAGE
+        fitting, granted = RollingStore.fit(codec, slots, granted, file_bytes)
+        slots = granted // each if isinstance(codec, RecordCodec) else fitting
+    least = 1 if holds_all(request, codec, granted) else request.writers + 2
+    if slots < least:
+        gives = " ".join(allocation.warnings) or f"budget={str(budget)!r} gives {format_bytes(granted)}"
+        raise ValueError(
+            f"a rolling cache needs room for {least} samples of {format_bytes(each)} at least, so that one can be read "
+            f"while others are written; {gives}"
+        )
+    return replace(allocation, slots=(slots,), granted=(granted,))
 
 
 def _divide(
@@ -197,7 +194,7 @@ def _divide(
     later: Reserve,
     ranks: int,
 ) -> Allocation:
-    """Divide the free memory; `sizes` are those of `_sizes`."""
+    """Divide the free memory; `sizes` are those of `_slot_sizes`, or 0 if a source is not cached."""
     slots, granted, warnings = [0] * len(requests), [0] * len(requests), []
     loaders = sum(reserves, Reserve())
     kept_back = loaders + later
@@ -234,9 +231,9 @@ def _divide(
 def _reserve(request: CacheRequest, codec: SampleCodec | None, ranks: int, own: int) -> Reserve:
     """The memory that the loader of a request needs on this node."""
     loader = request.reader
-    if request.as_stream:
+    if request.as_stream and not request.writers:
         return Reserve(readers=ranks * _READERS)
-    if loader is None or codec is None:
+    if loader is None or codec is None or request.writers:
         return Reserve()
     batch_bytes = loader.batch_size * codec.batch_bytes
     workers = loader.num_workers, loader.prefetch_factor

@@ -1,6 +1,7 @@
 """Set-up reads a few samples of a source, to choose their codec and to find the random part of the source.
 
-A `SourceReader` lets a `Reader` read the source. The process keeps the samples until they are stored.
+A `SourceReader` lets a `Reader` read the source. The process keeps the samples until they are stored. Of a stream it
+reads the first 16 samples, and of a rolling cache, whose sources are slow, the first two that its fillers draw.
 """
 
 from __future__ import annotations
@@ -8,32 +9,35 @@ from __future__ import annotations
 import hashlib
 import logging
 import multiprocessing
-from collections.abc import Callable, Sequence
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, cast
 
-from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
+from torch.utils.data import get_worker_info
+
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.node.group import job_ranks
-from lightning_stocache.setup.first_samples import FirstSampleError, codec_of
-from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files
+from lightning_stocache.node.named import manifest_of
+from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files, why_not_worth
 from lightning_stocache.setup.reader import Reader, Subject, start_method
-from lightning_stocache.setup.request import CacheRequest
-from lightning_stocache.setup.worth import why_not_worth
-from lightning_stocache.source.access import batch_reader
-from lightning_stocache.source.draws import Draws
+from lightning_stocache.setup.request import CacheRequest, LoaderSettings
+from lightning_stocache.source.access import batch_reader, is_own_iterator
+from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.probe import FEW, MANY, Probe, Read, why_random
+from lightning_stocache.source.probe import FEW, MANY, Probe, Read, attributed, why_random, words_of
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.random_split import Split, split, spread
-from lightning_stocache.source.samples import bits, same_sample, stacked
+from lightning_stocache.source.samples import bits, digest_of, mark_of, same_sample, stacked
 from lightning_stocache.source.snapshot import Counters
 from lightning_stocache.source.transform_split import Cut, Tail
 from lightning_stocache.source.witness import Witness
 
-__all__ = ["Finding", "SourceReader", "parts_of"]
+__all__ = ["BY_HAND", "Finding", "FirstSampleError", "SourceReader", "parts_of", "stream_difference"]
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +50,29 @@ _NO_STACK = (
     "its sampler draws lists of indices, and what it gives for such a list is not the stack of its samples.\nTo cache "
     "it, let the loader make the batches: batch_size= instead of a BatchSampler as sampler"
 )
+_COUNT = "To cache it, count in transform= of CachedDataset, which runs after the cache"
+_BY_SPEC = "To cache it, give CachedDataset a spec=, with which set-up reads nothing"
 _COUNTED = 3  # samples that are read of a source that counts its reads
 _QUICK = MANY - FEW  # indices that are read after the first four, if reading is fast
 MOST_BYTES: float = 64 << 20  # of the samples that the process keeps
+_OF_STREAM = 16  # samples that are read of a stream
+_OF_POOL = 2  # one would not show that shapes differ
+_TRIES = 6  # failed draws after which set-up gives up
+_SECONDS = 10.0  # after which two samples are enough
+BY_HAND = "Give its deterministic part to CachedStream, and the random rest as transform=; or allow_random=True"
+"""The way to cache a random stream."""
+
+_ANOTHER = (
+    "it is random, or another one in every epoch, as batches are that it makes of shuffled samples (make them in the "
+    f"loader).\n{BY_HAND}"
+)
+_AT_ITS_READ = "To cache it, let it open files and start threads at its first read"
+_BY_CONTEXT = 'Give multiprocessing_context="forkserver" or "spawn"'
+_ONCE = "it is its own iterator, and iterating over it again does not begin with the same samples"
+
+
+class FirstSampleError(RuntimeError):
+    """No sample of a source could be read, or samples cannot be stored."""
 
 
 @dataclass(frozen=True)
@@ -94,73 +118,81 @@ class SourceReader:
         request: the request with the source. The process starts as a worker of its loader does.
         reader: a process that reads several sources; by default a process of its own.
         number: number of the source in that process.
+        found: what is known about the source.
     """
 
-    def __init__(self, request: CacheRequest, reader: Reader | None = None, number: int = 0) -> None:
-        self.request, self._number, self._failed = request, number, False
+    def __init__(
+        self, request: CacheRequest, reader: Reader | None = None, number: int = 0, found: Finding = Finding()
+    ) -> None:
+        self.request = request
+        self.found = found
+        """The finding that `look` has returned, with the codec that was chosen since."""
+        self._number = number
+        self._failed = False
         if reader is None:
             method, init = _way(request)
-            reader = Reader([_subject(request)], method, init=init)
+            reader = Reader([_subject(request)], method, init=init, must=request.writers > 0)
         self._reader = reader
 
     @classmethod
     def of(cls, requests: Sequence[CacheRequest]) -> list[SourceReader]:
         """The readers of sources that open together. One forked process reads all without a `worker_init_fn`."""
-        shared = [request for request in requests if _way(request) == ("fork", None)]
+        shared = list(filter(_shares_process, requests))
         reader, numbers = Reader(list(map(_subject, shared)), "fork"), count()
         return [
-            cls(request, reader, next(numbers)) if _way(request) == ("fork", None) else cls(request)
-            for request in requests
+            cls(request, reader, next(numbers)) if _shares_process(request) else cls(request) for request in requests
         ]
 
-    def look(self, known: str = "") -> Finding:
+    def look(self) -> Finding:
         """Look at the source.
 
-        Args:
-            known: `Finding.digest` of the job that made an existing cache. If four samples have the same digest, no
-                more are read.
+        If a cache of its name exists, and four samples give the finding of the job that made it, no more are read.
 
         Raises:
+            FirstSampleError: (of a rolling cache) no sample could be read, or samples cannot be stored.
             UnsupportedSampleError: (`strict`) a sample cannot be stored as bytes.
             SampleMismatchError: (`strict`, rows) the samples differ in shape, dtype or structure.
             Exception: (`strict`) an error of the source itself.
         """
-        if self.request.as_stream:
-            try:
-                draws = Draws(self.request.source, shuffle=False, passes=1, as_stream=True)
-                return Finding(codec_of(draws, self.request.layout, has_workers=_has_workers(self.request)))
-            except FirstSampleError as error:
-                return Finding(reason=str(error))
         if self.request.spec is not None:
             return Finding(self.request.spec)
+        manifest = None if self.request.name is None else manifest_of(self.request.name, self.request.dir)
+        known = "" if manifest is None else manifest.found
         try:
             found = cast(Finding, self._reader.ask("look", known, number=self._number))
         except Exception as error:  # the source is the user's, and may raise anything
-            if self.request.strict:
+            if self.request.writers:
+                title = f"the source of a rolling cache ({type(self.request.source).__name__})"
+                raise FirstSampleError(f"{title} cannot be cached: {words_of(error, 'reading it')}") from error
+            if self.request.strict and self.request.by_index:
                 raise
-            return Finding(reason=_words(error))
+            log.debug("%s cannot be read", self.request.title, exc_info=True)
+            return Finding(reason=words_of(error, "reading it"))
         # Samples under a name are what the next job compares, and each rank of a job has sockets.
         by_reach = self.request.name is not None or job_ranks()[0] > 1
         is_certain = self._reader.is_certain(self._number, by_reach=by_reach)
         return replace(found, seen=found.seen if is_certain else (), is_certain=is_certain)
 
-    def read(self, found: Finding, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:
+    def read(self, indices: Sequence[int], again: bool = False) -> dict[int, list[bytes]]:
         """Samples by index, as bytes in a cache. Samples that are random, or cannot be read or stored, are left out.
 
         Args:
-            found: the result of `look`, with the codec that was chosen since.
             indices: indices of the samples. Samples that `look` has read are not read again.
             again: whether to read all these samples again, under other seeds.
         """
-        if not indices or self._failed:
+        if not indices or self._failed or self.found.codec is None:
             return {}
         try:
-            answer = self._reader.ask("encoded", found, indices, again, number=self._number)
+            answer = self._reader.ask("encoded", self.found, indices, again, number=self._number)
             return cast("dict[int, list[bytes]]", answer)
         except Exception as error:  # as in `look`
             log.debug("%s cannot be read: %s", self.request.title, error)
             self._failed = True
             return {}
+
+    def first(self) -> tuple[list[tuple[int, str]], str]:
+        """Marks and digests of the first samples of a stream; and the error that ended it, or ""."""
+        return cast("tuple[list[tuple[int, str]], str]", self._reader.ask("first", number=self._number))
 
     def close(self) -> None:
         """End the process."""
@@ -172,7 +204,13 @@ def _way(request: CacheRequest) -> tuple[str | None, Callable[[int], None] | Non
     loader = request.reader
     if loader is None or not _has_workers(request):
         return start_method(None), None
-    return start_method(loader.start_method or multiprocessing.get_start_method()), loader.worker_init_fn
+    method = loader.start_method or multiprocessing.get_start_method()
+    # If this process read it, a generator would lose samples, which the fillers of a rolling cache draw.
+    return (method if request.writers else start_method(method)), loader.worker_init_fn
+
+
+def _shares_process(request: CacheRequest) -> bool:
+    return _way(request) == ("fork", None) and not request.writers
 
 
 def _has_workers(request: CacheRequest) -> bool:
@@ -180,7 +218,14 @@ def _has_workers(request: CacheRequest) -> bool:
 
 
 def _subject(request: CacheRequest) -> Subject:
-    return Subject(_Reading(request), request.source, request.title, _has_workers(request))
+    # What an iterator has given to this process would be missing in training.
+    is_iterator = not request.by_index and is_own_iterator(request.source)
+    subject = Subject(_Reading(request), request.source, request.title, _has_workers(request), is_iterator)
+    if request.writers:
+        return subject._replace(way_out=_BY_CONTEXT)
+    if request.as_stream:
+        return subject._replace(way_out=_AT_ITS_READ)
+    return subject if request.reader is not None else subject._replace(way_out=_BY_SPEC)  # no loader is known
 
 
 class _Reading:
@@ -195,6 +240,8 @@ class _Reading:
         return getattr(self, method)(*arguments)
 
     def look(self, known: str) -> Finding:
+        if not self.request.by_index:
+            return _look_once(self.request)
         witness = Witness(self.request.source)
         with witness.reading():
             found, samples = _find(self.request, quick=0 if known else _QUICK)
@@ -230,6 +277,32 @@ class _Reading:
                     log.debug("sample %d of %s cannot be kept: %s", index, self.request.title, error)
         return encoded
 
+    def first(self) -> tuple[list[tuple[int, str]], str]:
+        _, samples, error = _first_samples(self.request)
+        words = "" if error is None else words_of(attributed(error), "reading it")
+        return [(mark_of(sample), digest_of(sample)) for sample in samples], words
+
+
+def stream_difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str | None:
+    """Read the first samples of a stream again. Returns why they differ from the stored samples, or None.
+
+    Args:
+        source: the stream.
+        known: returns the stored samples with a mark.
+    """
+    loader = None if get_worker_info() is None else LoaderSettings(1, 1)
+    try:
+        with closing(SourceReader(CacheRequest(source, as_stream=True, reader=loader))) as reader:
+            samples, words = reader.first()
+    except Exception as error:  # the source is the user's, and may raise anything
+        return words_of(error, "reading it again")
+    for number, (mark, digest) in enumerate(samples):
+        if digest not in map(digest_of, known(mark)):
+            return f"sample {number}, when it was read again, was not among those of the epoch before: {_ANOTHER}"
+    if words:
+        return f"{words} (when it was read again)"
+    return None if samples else "it gives no samples when it is read again"
+
 
 def parts_of(source: Any, found: Finding) -> tuple[Any, Any]:
     """The part of a source that is cached, and the function that finishes a sample after the cache, or None."""
@@ -261,7 +334,7 @@ def _find_by(counters: Counters, request: CacheRequest, quick: int) -> tuple[Fin
     if parts.reason is None and counters.look():
         reads += _COUNTED
         if (place := _counts_reads(parts, len(source))) is not None:
-            reason = f"its samples depend on how often it was read: on {place}, which each read moves.\n{_BY_HAND}"
+            reason = f"its samples depend on how often it was read: on {place}, which each read moves.\n{_COUNT}"
             return Finding(reason=reason, reads=reads), {}
     if request.store == "encoded" or (request.store == "auto" and request.name is None):
         files = look_at_files(source, parts, request.domain, chosen=request.store == "encoded")
@@ -321,7 +394,8 @@ def _look_at_batch(parts: Split) -> tuple[str | None, int]:
         batch = probe.read(parts.source, [read.index for read in probed], 0)
         reads = len(probed)
         if not isinstance(batch.sample, Sequence) or isinstance(batch.sample, str) or len(batch.sample) != reads:
-            return "its __getitems__ gives whole batches, not a list of one sample per index", reads
+            words = "its __getitems__ gives whole batches, not a list of one sample per index"
+            return f"{words}.\n{_IN_COLLATE}", reads
         if batch.moved:
             return f"it is random (its __getitems__ moves the generator of {batch.moved[0]})\n{_BY_HAND}", reads
         for sample, read in zip(batch.sample, probed, strict=True):
@@ -351,24 +425,42 @@ def _counts_reads(parts: Split, length: int) -> str | None:
 
 
 def _look_once(request: CacheRequest) -> Finding:
-    """Choose the codec of a source with allow_random. Samples that cannot be read are left out."""
-    source: Any = request.source
-    samples, failures = dict[int, Any](), []
-    with Generators(source):
-        for index in spread(request.length, FEW, request.domain):
-            try:
-                samples[index] = source[index]
-            except Exception as error:  # the source is the user's, and may raise anything
-                failures.append(error)
-        if not samples:
-            raise failures[0]
-        codec = choose_codec(list(samples), list(samples.values()), request.layout)
+    """Choose the codec by the first samples of a stream, of a rolling cache, or of a source with allow_random.
+
+    Samples that cannot be read are left out.
+    """
+    indices, samples, error = _first_samples(request)
+    if not samples:
+        raise error or FirstSampleError("it gives no samples")
+    if request.as_stream and not request.writers and is_own_iterator(request.source):
+        _, again, _ = _first_samples(request)
+        count = min(len(samples), len(again))
+        if not count or list(map(bits, samples[:count])) != list(map(bits, again[:count])):
+            raise FirstSampleError(_ONCE)
+    codec = choose_codec(indices, samples, request.layout)
     note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
     return Finding(codec, reads=len(samples), note=note)
 
 
-def _words(error: Exception) -> str:
-    """An error in one line."""
-    if isinstance(error, UnsupportedSampleError | SampleMismatchError | ChildProcessError):
-        return str(error)
-    return f"reading it raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
+def _first_samples(request: CacheRequest) -> tuple[list[int], list[Any], Exception | None]:
+    """The indices of the first samples, the samples, and the last error. The seed is not the training's."""
+    draws, most = request.draws, _OF_POOL
+    if draws is None and request.as_stream:
+        draws, most = Draws(request.source, shuffle=False, passes=1, as_stream=True), _OF_STREAM
+    elif draws is None:
+        draws, most = Draws(request.source, spread(request.length, FEW, request.domain)), FEW
+    indices, samples, last, failed = list[int](), list[Any](), None, 0
+    begun = time.monotonic()
+    with Generators(draws.source) as generators:
+        generators.seed(random.SystemRandom().getrandbits(31))
+        for draw in draws.share(0, 1):
+            try:
+                samples.append(draw.load())
+                indices.append(draw.index if draw.index >= 0 else len(indices))  # of a stream, by number
+            except Exception as error:  # the source is the user's, and may raise anything
+                last = last if isinstance(error, EndOfStreamError) else error
+                failed += 1
+            is_late = time.monotonic() - begun > _SECONDS
+            if len(samples) == most or failed > _TRIES or (is_late and len(samples) >= _OF_POOL):
+                break
+    return indices, samples, last

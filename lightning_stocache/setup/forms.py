@@ -1,21 +1,26 @@
-"""The form in which samples are stored: rows or records, decoded or as their files.
+"""The form in which samples are stored: rows or records, decoded or as their files; and whether records are worth it.
 
 Samples of one shape that hold only numbers are rows: a batch of rows is one copy per field. Other samples are records,
 which hold any object that survives pickling. Set-up tries this with each sample that it reads.
 
 A sample stored as its file saves the reading. A decoded sample saves the decoding too, and takes more memory. Set-up
 measures the seconds and bytes of both forms; the granted memory decides.
+
+A record can be larger than its sample: the pickle of a view (a slice of an Arrow table, rows of a frame with a
+MultiIndex, cells of AnnData) may hold the data that it was cut from. Then the records of all samples have most of their
+bytes in common, and a dataset of 2 MB takes gigabytes. And a hit can cost more than a load, where a sample is quickly
+read and slowly made from its bytes. Rows are copied as they are, which no load can beat by much.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import combinations, islice
+from statistics import median
 from typing import Any, TypeAlias
 
 from torch.utils.data import Dataset
@@ -27,15 +32,33 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.encoded import EncodedSource, access_to
-from lightning_stocache.source.probe import FEW, Probe
+from lightning_stocache.source.probe import FEW, Probe, attributed, words_of
 from lightning_stocache.source.random_split import Split
 from lightning_stocache.source.samples import bits, difference, part_at
 from lightning_stocache.source.transform_split import Cut
 
-__all__ = ["EncodedForm", "choose_codec", "keeps_files", "look_at_files"]
+__all__ = ["EncodedForm", "choose_codec", "keeps_files", "look_at_files", "why_not_worth"]
 
 _ODD = 0.25  # share of the samples that may differ and then pass through
 _TIMED = 12  # files of other samples that are read for the first time, if there are so many
+
+_COMPARED = 4  # samples whose records are compared
+_PIECES, _PIECE = 64, 32  # bytes of a record that are looked for in another one
+_LEAST_TELLING = 8  # pieces
+_LEAST_VALUES = 9  # of the bytes of a piece: numbers that repeat are common to all kinds of samples
+_LEAST_COMMON = 4096  # bytes: a text or a grid that samples share costs less than it takes to explain
+_FACTOR = 2  # by which a hit must be slower than a read
+_LOST_SECONDS = 1.0  # by hits, in an epoch
+_TIMED_SECONDS = 1.0  # for the hits that are timed
+
+_COMMON = (
+    "the records of two samples have most of their bytes in common, as those of views that carry the data that they "
+    "were cut from.\nTo cache it, return data of the sample alone: a copy, arrays, or plain objects"
+)
+_SLOW = (
+    "a sample is read in %s, and made from its bytes in %s: an epoch from the cache would take longer.\nTo cache it, "
+    "return arrays, tensors or plain objects"
+)
 
 _Failure: TypeAlias = UnsupportedSampleError | SampleMismatchError
 
@@ -119,6 +142,55 @@ def _required(samples: Sequence[Any], cut: Cut | None) -> Required:
     return max(found, key=found.__getitem__)
 
 
+# ---- records that are worth their memory and their time ----
+
+
+def why_not_worth(codec: RecordCodec, samples: Sequence[Any], read_ns: Sequence[int], length: int) -> str | None:
+    """Why the samples of a source are not worth a cache; None if they are.
+
+    Args:
+        codec: the codec of their records.
+        samples: a few samples.
+        read_ns: nanoseconds that reads of the source took.
+        length: number of samples that an epoch serves.
+
+    Raises:
+        UnsupportedSampleError: a sample cannot be stored as bytes.
+    """
+    records = [b"".join(codec.contents(codec.encode(sample))) for sample in samples[:_COMPARED]]
+    pairs = [(one, other) for one, other in combinations(records, 2) if one != other]
+    if pairs and all(_has_most_of(*pair) for pair in pairs):
+        return _COMMON
+    if not read_ns:
+        return None
+    hits = list[int]()
+    for sample in samples:
+        record = memoryview(b"".join(codec.contents(codec.encode(sample))))
+        begun = time.perf_counter_ns()
+        codec.decode(record)
+        hits.append(time.perf_counter_ns() - begun)
+        if sum(hits) > _TIMED_SECONDS * 1e9:
+            break
+    hit, read = median(hits), median(read_ns)
+    if hit > _FACTOR * read and (hit - read) * length > _LOST_SECONDS * 1e9:
+        return _SLOW % (_words(read), _words(hit))
+    return None
+
+
+def _has_most_of(record: bytes, other: bytes) -> bool:
+    """Whether another record has most bytes of a record, by pieces of it that are no mere repetition of few numbers."""
+    begins = range(0, max(len(record) - _PIECE, 1), max(len(record) // _PIECES, 1))
+    pieces = [record[begin : begin + _PIECE] for begin in begins]
+    telling = [piece for piece in pieces if len(set(piece)) >= _LEAST_VALUES]
+    found = sum(piece in other for piece in telling)
+    is_large = found * len(record) > _LEAST_COMMON * len(telling)
+    return len(telling) >= _LEAST_TELLING and 2 * found > len(telling) and is_large
+
+
+def _words(nanoseconds: float) -> str:
+    return f"{nanoseconds / 1e6:.3g} ms" if nanoseconds > 1e5 else f"{nanoseconds / 1e3:.3g} us"
+
+
 # ---- decoded or as files ----
 
 
@@ -171,7 +243,7 @@ def look_at_files(
             finished = sum(map(form.codec.least_bytes, parts.samples)) // len(parts.samples)
             return replace(form, codec=replace(form.codec, finished_bytes=finished), reads=form.reads + probe.reads)
         except Exception as error:  # methods of these names with another meaning, or a file that cannot be opened
-            return f"its files cannot be read and decoded apart: {error!r}"
+            return words_of(attributed(error), "reading its files, and decoding them apart,")
 
 
 class _Decoded(Dataset[Any]):
@@ -201,7 +273,7 @@ def _timed(files: EncodedSource, head: Any, indices: Sequence[int]) -> EncodedFo
         reads.append(read - begin)
         decodes.append(max(time.perf_counter() - again - (again - read), 0.0))
     codec = replace(RecordCodec.infer(contents), form="encoded")
-    return EncodedForm(codec, statistics.median(reads), statistics.median(decodes), 3 * len(indices))
+    return EncodedForm(codec, median(reads), median(decodes), 3 * len(indices))
 
 
 def keeps_files(granted: int, length: int, decoded: SampleCodec, encoded: EncodedForm) -> bool:

@@ -5,7 +5,7 @@ class of the source, its length, the fields of a sample, and a text of the user.
 refused. The geometry is the arc of the ring. Samples cannot move, so the geometry wins over the budget and the order of
 nodes of a job that joins, with a warning. A job that joins a half filled cache continues to fill it.
 
-A rolling cache on a disk (`open_pool`) has one job at a time. Its leader has the exclusive lock of the file once
+A rolling cache on a disk has one job at a time. Its leader has the exclusive lock of the file once
 (`named`), which shows that no process of another job has the file open, and then keeps the lock of one byte.
 """
 
@@ -15,27 +15,22 @@ import hashlib
 import logging
 import traceback
 from collections.abc import Mapping
-from contextlib import closing
-from typing import cast
 
-from lightning_stocache.cache.checksums import checksum
 from lightning_stocache.cache.layout import ROLLING
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import Store
-from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.files import Manifest, ManifestError, printable
-from lightning_stocache.node.named import clean, join_named, manifest_of, open_named, way_out
+from lightning_stocache.node.named import clean, join_named, open_named, way_out
 from lightning_stocache.node.processes import poll
 from lightning_stocache.node.segment import Segment
-from lightning_stocache.setup.allocation import allocate_pool, roomy_bytes
-from lightning_stocache.setup.find import SourceReader
+from lightning_stocache.setup.find import Finding
 from lightning_stocache.setup.request import CacheRequest
-from lightning_stocache.setup.same_data import FingerprintError, check_pool
+from lightning_stocache.setup.same_data import FingerprintError
 from lightning_stocache.source.access import identity
 
-__all__ = ["CacheInUseError", "fingerprint", "found_before", "has_state_of", "open_named_cache", "open_pool"]
+__all__ = ["CacheInUseError", "fingerprint", "open_named_cache"]
 
 log = logging.getLogger(__name__)
 
@@ -68,39 +63,19 @@ def fingerprint(request: CacheRequest, codec: SampleCodec) -> dict[str, str | in
     }
 
 
-def found_before(request: CacheRequest) -> str:
-    """The `Finding.digest` of the job that made an existing cache; "" if there is no cache."""
-    manifest = None if request.name is None else manifest_of(request.name, request.dir)
-    return "" if manifest is None else manifest.found
-
-
-def has_state_of(request: CacheRequest, state: str) -> bool:
-    """Whether the dataset of the job that made an existing cache had this state."""
-    manifest = None if request.name is None else manifest_of(request.name, request.dir)
-    return manifest is not None and manifest.state == state
-
-
 def open_named_cache(
-    request: CacheRequest,
-    codec: SampleCodec,
-    budget: Budget,
-    arc: Arc | None = None,
-    granted: int = 0,
-    found: str = "",
-    kind: type[Store] = Store,
-    state: str = "",
+    request: CacheRequest, found: Finding, state: str, arc: Arc | None = None, granted: int = 0
 ) -> Store | None:
     """Open the cache of the request's name, or make it if `arc` has slots. Returns None if neither is possible.
 
+    A rolling cache may be in use by workers of a job that was killed, which end after a few seconds.
+
     Args:
         request: the request with the name.
-        codec: codec of the samples.
-        budget: budget of this job.
+        found: the finding about its source, with a codec.
+        state: digest of the state of the dataset.
         arc: for a new cache: the samples with a slot on this node.
         granted: bytes that a new cache may take.
-        found: the `Finding.digest` of the samples.
-        kind: the class of the store.
-        state: digest of the state of the dataset.
 
     Raises:
         CacheInUseError: it is a rolling cache, and another job has it open.
@@ -109,8 +84,20 @@ def open_named_cache(
         PermissionError: the name belongs to another user's file.
         OSError: there is no memory for the states of the slots.
     """
-    assert request.name is not None
-    name, directory, rolls = request.name, request.dir, issubclass(kind, RollingStore)
+    for seconds in poll(pause=0.1):
+        try:
+            return _open(request, found, state, arc, granted)
+        except CacheInUseError:
+            if seconds:
+                raise
+    return None
+
+
+def _open(request: CacheRequest, found: Finding, state: str, arc: Arc | None, granted: int) -> Store | None:
+    codec, name, directory, rolls = found.codec, request.name, request.dir, request.writers > 0
+    assert codec is not None
+    assert name is not None
+    kind = RollingStore if rolls else Store
     ours = {**fingerprint(request, codec), **(ROLLING if rolls else {})}
     alone = False
 
@@ -129,9 +116,9 @@ def open_named_cache(
     else:
         whose = {
             "dataset": printable(request.title, _TITLE),
-            "budget": str(budget),
+            "budget": str(request.budget),
             "fingerprint": ours,
-            "found": found,
+            "found": found.digest,
             "state": state,
         }
         size, made = kind.plan(codec, arc, whose, granted=granted, on_disk=directory is not None)
@@ -154,52 +141,8 @@ def open_named_cache(
         if isinstance(error, FingerprintError | OSError):
             raise
         raise ManifestError(f"the cache {name!r} is damaged: {error}. {way_out(name, directory)}") from None
-    _check_budget(request, cache, manifest.budget, budget)
+    _check_budget(request, cache, manifest.budget)
     return cache
-
-
-def open_pool(request: CacheRequest, codec: SampleCodec, length: int | None, writers: int) -> tuple[RollingStore, bool]:
-    """Open the rolling cache of the request's name and directory, or make it.
-
-    Args:
-        request: the request with the name.
-        codec: codec of the samples.
-        length: number of samples that are drawn before one comes again, if it is known.
-        writers: number of processes that append at the same time.
-
-    Returns:
-        The store, and whether the whole source has room.
-
-    Raises:
-        CacheInUseError: another job has it open.
-        FingerprintError: it has other data.
-        ValueError: the budget has no room for the least number of samples.
-        ImportError: xxhash is not installed.
-        ManifestError, PermissionError, OSError: as `open_named_cache`.
-    """
-    checksum()
-    store: Store | None = None
-    for seconds in poll(pause=0.1):  # workers of a job that was killed end after a few seconds
-        try:
-            store = open_named_cache(request, codec, request.budget, kind=RollingStore)
-            break
-        except CacheInUseError:
-            if seconds:
-                raise
-    if store is None:
-        given, _ = allocate_pool(request.budget, codec, length, writers, 1, request.dir)
-        arc = Arc(given.slots[0], given.slots[0])
-        store = open_named_cache(request, codec, request.budget, arc, given.granted[0], kind=RollingStore)
-        assert store is not None
-        store.keep_free(given.keep_free[0])
-    pool = cast(RollingStore, store)
-    try:
-        with closing(SourceReader(request)) as reader:
-            check_pool(request, reader.read, pool)
-    except BaseException:
-        pool.close()
-        raise
-    return pool, length is not None and pool.granted_bytes >= length * roomy_bytes(codec, on_disk=True)
 
 
 def _check(request: CacheRequest, ours: Mapping[str, str | int], manifest: Manifest) -> None:
@@ -217,17 +160,17 @@ def _check(request: CacheRequest, ours: Mapping[str, str | int], manifest: Manif
         )
 
 
-def _check_budget(request: CacheRequest, cache: Store, made: str, budget: Budget) -> None:
+def _check_budget(request: CacheRequest, cache: Store, made: str) -> None:
     """Warn if the cache was made with another budget and has no room for all samples: its slots stay as they are.
 
     Raises:
         FingerprintError: in the same case, if the request is strict.
     """
-    if made == str(budget) or cache.capacity >= request.samples:
+    if made == str(request.budget) or cache.capacity >= request.samples:
         return
     words = (
         f"the cache {request.name!r} was made with budget={made!r} and keeps its {cache.capacity:,} slots; "
-        f"budget={str(budget)!r} is ignored"
+        f"budget={str(request.budget)!r} is ignored"
     )
     ways = way_out(str(request.name), request.dir)
     if request.strict:

@@ -15,9 +15,11 @@ they draw may differ: each index that any rank draws gets a slot.
 5. The samples that set-up has read are stored, or compared with the samples of a named cache (`same_data`). A named
    cache keeps its arc; the leaders exchange these arcs.
 
-A stream takes the same steps. It has no ring, and is read from its beginning, so set-up stores none of its samples.
+Streams and rolling caches take the same steps. They have no ring, set-up stores none of their samples, and their ranks
+may hold different data. A rolling cache opens alone.
 
-An error of one rank is raised on all. A source that cannot be cached passes through, with one warning.
+An error of one rank is raised on all. A source that cannot be cached passes through, with one warning; only for a
+rolling cache this is an error.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TypeVar
 
 from lightning_stocache.cache.checksums import checksum
 from lightning_stocache.cache.placement import Arc, Domain, Ring
 from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import Store, slots_for
 from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.node.budget import Budget, format_bytes
@@ -45,11 +48,12 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.allocation import allocate
 from lightning_stocache.setup.find import Finding, SourceReader, parts_of
 from lightning_stocache.setup.forms import keeps_files
-from lightning_stocache.setup.named_cache import found_before, has_state_of, open_named_cache
+from lightning_stocache.setup.named_cache import open_named_cache
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest
-from lightning_stocache.setup.same_data import MORE_COMPARED, FingerprintError, sample_digests, store_or_refuse
+from lightning_stocache.setup.same_data import FingerprintError, check_pool, sample_digests, store_or_refuse
 from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
+from lightning_stocache.source.probe import MANY
 from lightning_stocache.source.witness import StateDigest, Sums, Witness, digest_of_state
 
 __all__ = ["drawn_by_any", "open_caches", "united"]
@@ -71,31 +75,47 @@ class _Opening:
     """A request on its way to an open cache, on one rank.
 
     Args:
-        request: the request.
-        budget: budget of its pot.
-        reader: reads the source.
-        found: the finding of the leader of this node.
+        reader: the request, and what the leader of this node has found about its source.
+        witness: of the source's state; None for a stream and a rolling cache.
+        state: a digest of each place of that state.
+        is_apart: whether the ranks hold different data under one index.
+        is_doubtful: whether the settings of the source differ between ranks.
         granted: bytes that the cache may take on this node.
         joined: on a leader, the existing cache of this name.
         slots: on a leader, the expected number of samples with room on this node.
         keep_free: on a leader, the bytes that filling leaves free.
-        state: a digest of each place of the source's state.
     """
 
-    request: CacheRequest
-    budget: Budget
     reader: SourceReader
-    found: Finding = field(default_factory=Finding)
+    witness: Witness | None
+    state: Sums
+    is_apart: bool = False
+    is_doubtful: bool = False
     granted: int = 0
     joined: Store | None = None
     slots: int = 0
     keep_free: int = 0
-    state: Sums = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, reader: SourceReader) -> _Opening:
+        """Begin to open the cache of a request."""
+        witness = Witness(reader.request.source) if reader.request.by_index else None
+        return cls(reader, witness, {} if witness is None else witness.sums())
+
+    @property
+    def request(self) -> CacheRequest:
+        """The request."""
+        return self.reader.request
+
+    @property
+    def found(self) -> Finding:
+        """The finding about its source."""
+        return self.reader.found
 
     @property
     def wanted(self) -> int:
         """How many samples the budget is for."""
-        return self.budget.part_of(self.request.samples)
+        return self.request.budget.part_of(self.request.samples)
 
     def close(self) -> None:
         """End the reading process, and close a joined cache that nobody has taken."""
@@ -131,38 +151,42 @@ def open_caches(
         FingerprintError: (`strict`) a named cache has another fingerprint or other data; a RuntimeError on other ranks.
         ManifestError: (`strict`) a named cache is damaged, or of another version; likewise.
         Exception: (`strict`) an error of a source; on the other ranks a RuntimeError that names it.
+
+    A rolling cache raises errors of its source and its memory without `strict`, too, and besides
+
+        FirstSampleError: no sample of its source can be read, or samples cannot be stored.
+        CacheInUseError: another job has the cache of this name open.
+        ValueError: its budget has no room for the least number of samples.
     """
     if sys.platform == "win32":
         log.warning("Windows has no memory that processes could share: all samples pass through uncached")
         return [OpenCache.without(request, group) for request in requests]
-    witnesses = [None if request.as_stream else Witness(request.source) for request in requests]
-    are_apart, are_doubtful = _compare_states(requests, witnesses, group)
-    if not requests:
-        return []
     domains = drawn_by_any([request.domain for request in requests], group)
-    requests = [replace(request, domain=domain) for request, domain in zip(requests, domains, strict=True)]
-    strict = any(request.strict and not budgets[request.pot].off for request in requests)
+    requests = [
+        replace(request, domain=domain, budget=budgets[request.pot])
+        for request, domain in zip(requests, domains, strict=True)
+    ]
+    must_open = any(request.must_open and not request.budget.off for request in requests)
+    is_named = any(request.name is not None for request in requests)
+    backend = "tmpfile" if is_named else backend  # named caches lie in the same filesystem
     try:
         requests = group.together(lambda: list(map(_with_directory, requests)))
     except (OSError, ImportError, RuntimeError) as error:
-        return _without(requests, group, error, strict=strict)
-    is_named = any(request.name is not None for request in requests)
-    backend = "tmpfile" if is_named else backend  # named caches lie in the same filesystem
+        return _without(requests, group, error, strict=must_open)
     with ExitStack() as stack:
-        openings = [
-            stack.enter_context(closing(_Opening(request, budgets[request.pot], reader)))
-            for request, reader in zip(requests, SourceReader.of(requests), strict=True)
-        ]
-        for opening, witness in zip(openings, witnesses, strict=True):
-            opening.state = {} if witness is None else witness.sums()
-        findings = group.lead(lambda: list(map(_look, openings, are_apart)))
+        openings = [stack.enter_context(closing(_Opening.of(reader))) for reader in SourceReader.of(requests)]
+        _compare_states(openings, group)
+        if not openings:
+            return []
+        findings = group.lead(lambda: list(map(_look, openings)))
         for opening, found in zip(openings, findings, strict=True):
-            opening.found = found
-        _compare_samples(openings, witnesses, are_doubtful, group)
+            opening.reader.found = found
+        _compare_samples(openings, group)
         later = Reserve(kept_back, later_bytes * len(group.members))
         plan, kind = group.lead(lambda: _plan(openings, budgets, len(group.members), backend, later))
-        for opening, (found, granted) in zip(openings, plan, strict=True):
-            opening.found, opening.granted = found, granted
+        for opening, (found, granted, name, directory) in zip(openings, plan, strict=True):
+            opening.reader.found, opening.granted = found, granted
+            opening.reader.request = replace(opening.request, name=name, dir=directory)
         parts = group.together(lambda: [parts_of(opening.request.source, opening.found) for opening in openings])
         rings = _lay_rings(openings, group)
         caches = [
@@ -188,7 +212,7 @@ def open_caches(
         try:
             caches = make_and_attach(caches, make, kind)
         except CacheMemoryError as error:
-            return _without(requests, group, error, strict=strict)
+            return _without(requests, group, error, strict=must_open)
         caches = _store_or_refuse(openings, caches, group)
     return _with_arcs(caches, group) if is_named else caches
 
@@ -208,74 +232,6 @@ def united(domains: Sequence[Domain | None]) -> Domain | None:
     return reduce(Domain.__or__, known) if len(known) == len(domains) else None
 
 
-def _compare_states(
-    requests: Sequence[CacheRequest], witnesses: Sequence[Witness | None], group: NodeGroup
-) -> tuple[list[bool], list[bool]]:
-    """Whether the ranks hold different data under one index, and whether their settings differ. Collective.
-
-    One cache serves all ranks of a node, so a rank would get the samples of another rank.
-
-    Raises:
-        ValueError: the ranks have sources of different lengths.
-    """
-    if group.world == 1:
-        return [False] * len(requests), [False] * len(requests)
-    digests = [StateDigest("", "") if witness is None else witness.digest() for witness in witnesses]
-    facts = group.exchange(([request.length for request in requests], digests))
-    first = facts[0][0]
-    for rank, (lengths, _) in enumerate(facts):
-        if lengths != first:
-            raise ValueError(
-                f"all ranks must open the same sources; those of rank 0 have {first} samples, those of rank {rank} "
-                f"{lengths}. Give every rank the whole dataset and let a DistributedSampler divide it"
-            )
-    by_source = list(zip(*(digests for _, digests in facts), strict=True))
-    ask_rank = [witness is not None and witness.asks_rank for witness in witnesses]
-    return (
-        [len({digest.data for digest in of_ranks}) > 1 for of_ranks in by_source],
-        [
-            asks or len({digest.settings for digest in of_ranks}) > 1
-            for asks, of_ranks in zip(ask_rank, by_source, strict=True)
-        ],
-    )
-
-
-def _compare_samples(
-    openings: Sequence[_Opening], witnesses: Sequence[Witness | None], are_doubtful: Sequence[bool], group: NodeGroup
-) -> None:
-    """Let sources pass through whose samples differ between ranks, where their settings differ. Collective."""
-    if not any(are_doubtful):
-        return
-
-    def read(opening: _Opening, is_doubtful: bool, named: set[int]) -> dict[int, str]:
-        request = opening.request
-        if not is_doubtful or request.allow_random:
-            return {}
-        among = range(request.length) if request.domain is None else request.domain.indices
-        # Evenly spread indices may all be even, where odd ones differ.
-        drawn = random.Random(0).sample(range(len(among)), min(MORE_COMPARED, len(among)))
-        indices = {int(among[number]) for number in drawn} | {index for index in named if index in among}
-        return sample_digests(opening.found, opening.reader.read, sorted(indices))
-
-    named_here = [[] if witness is None else witness.named_indices() for witness in witnesses]
-    named = [set().union(*of_ranks) for of_ranks in zip(*group.exchange(named_here), strict=True)]
-    by_rank = group.exchange(group.together(lambda: list(map(read, openings, are_doubtful, named))))
-    for opening, is_doubtful, digests in zip(openings, are_doubtful, zip(*by_rank, strict=True), strict=True):
-        indices = set.intersection(*map(set, digests))
-        request = opening.request
-        if any(len({of_rank[index] for of_rank in digests}) > 1 for index in indices):
-            if request.strict:
-                raise ValueError(f"{request.title} cannot be cached: {_APART}")
-            opening.found = Finding(reason=_APART)
-            if group.is_leader:
-                log.warning("%s passes through uncached: %s", request.title, _APART)
-        elif is_doubtful and not indices and opening.found.codec is not None and group.rank == 0:
-            log.warning(
-                "%s has other settings on each rank, and no sample could be compared: it is taken for the same data",
-                request.title,
-            )
-
-
 def _with_directory(request: CacheRequest) -> CacheRequest:
     """The request, with the checked path of its directory. A DiskError or ImportError if no cache can lie there."""
     if request.dir is None:
@@ -284,17 +240,97 @@ def _with_directory(request: CacheRequest) -> CacheRequest:
     return replace(request, dir=check_directory(request.dir))
 
 
+# ---- looks at the sources, and comparisons between ranks ----
+
+
+def _compare_states(openings: Sequence[_Opening], group: NodeGroup) -> None:
+    """Find out whether the ranks hold different data under one index, and whether their settings differ. Collective.
+
+    One cache serves all ranks of a node, so a rank would get the samples of another rank.
+
+    Raises:
+        ValueError: the ranks have sources of different lengths.
+    """
+    if group.world == 1:
+        return
+    lengths = [opening.request.length if opening.request.by_index else None for opening in openings]
+    digests = [StateDigest("", "") if opening.witness is None else opening.witness.digest() for opening in openings]
+    facts = group.exchange((lengths, digests))
+    first = facts[0][0]
+    for rank, (lengths, _) in enumerate(facts):
+        if lengths != first:
+            raise ValueError(
+                f"all ranks must open the same sources; those of rank 0 have {first} samples, those of rank {rank} "
+                f"{lengths}. Give every rank the whole dataset and let a DistributedSampler divide it"
+            )
+    for opening, of_ranks in zip(openings, zip(*(digests for _, digests in facts), strict=True), strict=True):
+        asks = opening.witness is not None and opening.witness.asks_rank
+        opening.is_apart = len({digest.data for digest in of_ranks}) > 1
+        opening.is_doubtful = asks or len({digest.settings for digest in of_ranks}) > 1
+
+
+def _look(opening: _Opening) -> Finding:
+    """Look at a source, and log the finding."""
+    request = opening.request
+    if not request.writers and (request.budget.off or not request.length):
+        return Finding()
+    found = Finding(reason=_APART) if opening.is_apart else opening.reader.look()
+    if found.reason is not None:
+        request.pass_through(found.reason)
+    if found.reads:
+        log.info("%s: %d reads at set-up, to learn what the samples are", request.title, found.reads)
+    if found.note is not None:
+        log.warning("%s: %s", request.title, found.note)
+    return found
+
+
+def _compare_samples(openings: Sequence[_Opening], group: NodeGroup) -> None:
+    """Let sources pass through whose samples differ between ranks, where their settings differ. Collective."""
+    if not any(opening.is_doubtful for opening in openings):
+        return
+
+    def read(opening: _Opening, named: set[int]) -> dict[int, str]:
+        request = opening.request
+        if not opening.is_doubtful or request.allow_random:
+            return {}
+        among = range(request.length) if request.domain is None else request.domain.indices
+        # Evenly spread indices may all be even, where odd ones differ.
+        drawn = random.Random(0).sample(range(len(among)), min(MANY, len(among)))
+        indices = {int(among[number]) for number in drawn} | {index for index in named if index in among}
+        return sample_digests(opening.reader, sorted(indices))
+
+    named_here = [[] if opening.witness is None else opening.witness.named_indices() for opening in openings]
+    named = [set().union(*of_ranks) for of_ranks in zip(*group.exchange(named_here), strict=True)]
+    by_rank = group.exchange(group.together(lambda: list(map(read, openings, named))))
+    for opening, digests in zip(openings, zip(*by_rank, strict=True), strict=True):
+        indices = set.intersection(*map(set, digests))
+        request = opening.request
+        if any(len({of_rank[index] for of_rank in digests}) > 1 for index in indices):
+            opening.reader.found = Finding(reason=_APART)
+            if request.strict or group.is_leader:
+                request.pass_through(_APART)
+        elif opening.is_doubtful and not indices and opening.found.codec is not None and group.rank == 0:
+            log.warning(
+                "%s has other settings on each rank, and no sample could be compared: it is taken for the same data",
+                request.title,
+            )
+
+
+# ---- memory, and the caches in it ----
+
+
 def _plan(
     openings: Sequence[_Opening],
     budgets: Mapping[str, Budget],
     ranks: int,
     backend: BackendChoice,
     later: Reserve,
-) -> tuple[list[tuple[Finding, int]], Backend | None]:
+) -> tuple[list[tuple[Finding, int, str | None, str | None]], Backend | None]:
     """Join the named caches that exist, and divide the memory of a node among the other requests.
 
     Returns:
-        The finding and the granted bytes of each request, and the kind of segment; None is the system's default.
+        The finding, the granted bytes, the name and the directory of each request, and the kind of segment; None is
+        the system's default.
     """
     for opening in openings:
         if opening.request.name is not None and opening.found.codec is not None:
@@ -306,20 +342,20 @@ def _plan(
     for number, opening in enumerate(openings):
         opening.slots, opening.granted = division.slots[number], division.granted[number]
         opening.keep_free = division.keep_free[number]
-        if opening.request.as_stream:
-            opening.slots = 0  # the bytes are divided
-        elif opening.found.codec is not None and opening.joined is None:
+        if opening.request.by_index and opening.found.codec is not None and opening.joined is None:
             _choose_form(opening)
     if any(opening.slots < opening.request.samples for opening in openings):
         for warning in division.warnings:
             log.warning(warning)
-    return [(opening.found, opening.granted) for opening in openings], division.backend
+    plan = [(opening.found, opening.granted, opening.request.name, opening.request.dir) for opening in openings]
+    return plan, division.backend
 
 
 def _open_by_name(opening: _Opening, arc: Arc | None = None) -> Store | None:
     """Join the cache of the request's name, or make it with an arc. Returns None if there is none to be used.
 
-    A file under the name that cannot be used is left alone: the source passes through, with one warning.
+    A file under the name that cannot be used is left alone, with one warning: the source passes through, or a rolling
+    cache lies in memory.
 
     Raises:
         FingerprintError: (`strict`) it has other data, or another budget made it.
@@ -327,36 +363,24 @@ def _open_by_name(opening: _Opening, arc: Arc | None = None) -> Store | None:
         PermissionError: (`strict`) it belongs to another user.
         OSError: there is no memory to make it; (`strict`) it cannot be read.
     """
-    request, found = opening.request, opening.found
-    assert found.codec is not None
-    state = digest_of_state(opening.state)
+    request = opening.request
     try:
-        return open_named_cache(request, found.codec, opening.budget, arc, opening.granted, found.digest, state=state)
+        store = open_named_cache(request, opening.found, digest_of_state(opening.state), arc, opening.granted)
+        if isinstance(store, RollingStore):
+            check_pool(request, opening.reader, store)
+        return store
     except (FingerprintError, ManifestError, OSError) as error:
         is_shortage = arc is not None and isinstance(error, OSError) and not isinstance(error, PermissionError)
         if request.strict or is_shortage:  # without memory all caches are off
             raise
         words = str(error)  # a log record that had the error would keep its frames
-        opening.found = Finding(reason=words)
-        log.warning("%s passes through uncached: %s", request.title, words)
+        if request.writers:
+            log.warning("the rolling cache lies in memory, and ends with this job: %s", words)
+            opening.reader.request = replace(request, name=None, dir=None)
+            return None
+        opening.reader.found = Finding(reason=words)
+        request.pass_through(words)
         return None
-
-
-def _look(opening: _Opening, is_apart: bool) -> Finding:
-    """Look at a source, and log the finding."""
-    request = opening.request
-    if opening.budget.off or not request.length:
-        return Finding()
-    found = Finding(reason=_APART) if is_apart else opening.reader.look(found_before(request))
-    if request.strict and found.reason is not None and not request.as_stream:
-        raise ValueError(f"{request.title} cannot be cached: {found.reason}")
-    if found.reads:
-        log.info("%s: %d reads at set-up, to learn what the samples are", request.title, found.reads)
-    if found.note is not None:
-        log.warning("%s: %s", request.title, found.note)
-    if found.reason is not None:
-        log.warning("%s passes through uncached: %s", request.title, found.reason)
-    return found
 
 
 def _choose_form(opening: _Opening) -> None:
@@ -378,7 +402,7 @@ def _choose_form(opening: _Opening) -> None:
         codec = found.encoded.codec if as_files else codec
     if codec is not found.codec:
         seen = found.seen if as_files == found.as_files else ()
-        opening.found = replace(found, codec=codec, as_files=as_files, seen=seen)
+        opening.reader.found = replace(found, codec=codec, as_files=as_files, seen=seen)
         opening.slots = min(granted // codec.slot_bytes, wanted)
 
 
@@ -396,7 +420,8 @@ def _lay_rings(openings: Sequence[_Opening], group: NodeGroup) -> list[tuple[Rin
     ]
     rings = []
     for opening, *nodes in zip(openings, *_per_node(ours, group), strict=True):
-        domain, samples = opening.request.domain, 0 if opening.request.as_stream else opening.request.samples
+        domain = opening.request.domain
+        samples = opening.request.samples if opening.request.by_index else 0
         slots, homes, arcs = zip(*nodes, strict=True)
         ring = Ring.cut(samples, group.shares, homes, domain).with_arcs(arcs)
         rings.append((ring, Ring.cut(samples, group.shares, slots, domain)))
@@ -419,16 +444,22 @@ def _homes(opening: _Opening, group: NodeGroup) -> int:
 
 def _make(opening: _Opening, arc: Arc, group: NodeGroup, kind: Backend | None) -> Store | None:
     """Make the store of a cache with this node's arc, or join the named cache."""
-    request, found, granted = opening.request, opening.found, opening.granted
-    store, codec, opening.joined = opening.joined, found.codec, None
-    if codec is not None and request.as_stream and granted >= _LEAST:
-        store = StreamStore.empty(codec, granted, len(group.members), kind)
-    elif store is None and codec is not None and request.name is not None:  # another job may have made it since
+    request, codec, granted = opening.request, opening.found.codec, opening.granted
+    store, opening.joined = opening.joined, None
+    if codec is None:
+        return None
+    if request.writers:
+        arc = Arc(opening.slots, opening.slots)
+    whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
+    if store is None and request.name is not None:  # another job may have made it since
         store = _open_by_name(opening, arc)
-    elif store is None and codec is not None and arc.slots:
-        whose = {"dataset": printable(request.title, _LONGEST), "node": group.node, "nodes": len(group.nodes)}
+    elif store is None and request.writers:
+        store = RollingStore.empty(codec, opening.slots, kind, whose, granted=granted)
+    elif store is None and request.as_stream and granted >= _LEAST:
+        store = StreamStore.empty(codec, granted, len(group.members), kind)
+    elif store is None and request.by_index and arc.slots:
         store = Store.create(codec, arc, None if request.dir else kind, whose, granted=granted, directory=request.dir)
-    if store is not None:
+    if store is not None and opening.keep_free:
         store.keep_free(opening.keep_free)
     return store
 
@@ -440,18 +471,9 @@ def _store_or_refuse(openings: Sequence[_Opening], caches: Sequence[OpenCache], 
         FingerprintError: (`strict`) a named cache has other data; on the other ranks a RuntimeError. All caches are
             closed then.
     """
+    readers = [opening.reader for opening in openings]
     try:
-        usable = group.lead(
-            lambda: [
-                store_or_refuse(
-                    opened,
-                    opening.found,
-                    opening.reader.read,
-                    has_state_of(opening.request, digest_of_state(opening.state)),
-                )
-                for opening, opened in zip(openings, caches, strict=True)
-            ]
-        )
+        usable = group.lead(lambda: list(map(store_or_refuse, caches, readers)))
     except BaseException:
         for opened in caches:
             opened.close()

@@ -113,11 +113,11 @@ class OpenCache:
     def describe(self) -> str:
         """Describe the cache in one line. With several nodes, the line names the node and its arc of the ring."""
         source: Any = self.request.source
-        if self.request.as_stream:
-            return f"{self.request.title}: a stream, stored as it passes, in at most {format_bytes(self.budget_bytes)}"
         if isinstance(self.cache, RollingStore):
             name, count = "RollingCache" if source is None else type(source).__name__, f"{self.cache.capacity:,}"
             return f"{name}: a pool of at most {count} samples, in at most {format_bytes(self.budget_bytes)}"
+        if self.request.as_stream:
+            return f"{self.request.title}: a stream, stored as it passes, in at most {format_bytes(self.budget_bytes)}"
         name, samples, cache, group = type(source).__name__, f"{len(source):,}", self.live_cache, self.group
         if cache is None:
             return f"{name}: {samples} samples, not cached"

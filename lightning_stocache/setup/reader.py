@@ -54,6 +54,7 @@ from lightning_stocache.node.isolation import File, descriptors, end_openmp_thre
 from lightning_stocache.node.processes import REPORT_SECONDS, end_with_parent, other_threads, why_not_begun
 from lightning_stocache.node.segment import open_descriptors
 from lightning_stocache.source.generators import Generators, claim_threads
+from lightning_stocache.source.probe import attributed
 from lightning_stocache.source.snapshot import Snapshot
 from lightning_stocache.source.walk import reachable
 from lightning_stocache.torch_internals import become_worker
@@ -65,7 +66,7 @@ log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 120.0  # for one answer: a look at a source takes at least four reads
 _END_SECONDS = 10.0  # for a killed process to end: on a busy machine, or while it waits for a disk
 _WAY_OUT = 'To cache it, give its loader workers and multiprocessing_context="forkserver" or "spawn"'
-_WAY_TO_SHARE = f"{_WAY_OUT}, or let each process open its own at its first read"
+_WAY_TO_SHARE = "To cache it, let each process open its own at its first read"
 _HANGS = "it hangs in a forked process, where it waits for a thread that only this process has"
 _TAKES = "it reads from a pipe, a socket or a queue, and what set-up took there would be missing in training"
 _QUEUES = (queue.Queue, queue.SimpleQueue, queues.Queue, queues.SimpleQueue, connection.Connection, socket.socket)
@@ -99,6 +100,7 @@ class Subject(NamedTuple):
         title: title of the source, for messages.
         has_workers: whether workers read it in training, not this process.
         is_iterator: whether it is its own iterator, which this process never reads at set-up.
+        way_out: advice on a source that a forked process, or this one, cannot read.
     """
 
     answer: Callable[..., Any]
@@ -106,6 +108,20 @@ class Subject(NamedTuple):
     title: str
     has_workers: bool = False
     is_iterator: bool = False
+    way_out: str = _WAY_OUT
+
+    def reply(self, question: Sequence[Any]) -> Any:
+        """The answer to a question.
+
+        Raises:
+            FaultError: this package has raised an error in its own code.
+            Exception: the error of the source.
+        """
+        try:
+            return self.answer(*question)
+        except Exception as error:
+            failure = attributed(error)
+            raise failure from (None if failure is error else error)
 
 
 class Reader:
@@ -197,7 +213,8 @@ class Reader:
         subject = self._subjects[number]
         if self._method == "fork" and not self._must:
             if subject.has_workers in self.hung:
-                raise HungError(f"an earlier source hung in a forked process: this one is not read in a fork. {_HANGS}")
+                words = "an earlier source hung in a forked process: this one is not read in a fork"
+                raise HungError(f"{words}. {subject.way_out}")
             if _has_remote_queue(subject.source):
                 raise UnsharedError(_TAKES)
         try:
@@ -208,7 +225,7 @@ class Reader:
             raise NoProcessError(f"{type(error).__name__}: {error}") from error
         try:
             self._pipe.send_bytes(message)
-            self._wait(subject.title)
+            self._wait(subject)
             value, failure, missing = pickle.loads(self._pipe.recv_bytes())
         except (EOFError, ConnectionError):
             raise self._end() from None
@@ -249,18 +266,18 @@ class Reader:
         self._process, self._pipe = process, ours
         self._pipes.add(ours.fileno())
 
-    def _wait(self, title: str) -> None:
+    def _wait(self, subject: Subject) -> None:
         """Wait for an answer, or for the end of the process."""
         watch = HangWatch(self._process.pid) if self._method == "fork" else None
         begun, warned = time.monotonic(), False
         while not self._pipe.poll(LOOK_SECONDS) and self._process.is_alive():
             if watch is not None and watch.look():
-                raise HungError(_HANGS)
+                raise HungError(f"{_HANGS}. {subject.way_out}")
             seconds = time.monotonic() - begun
             if seconds > PATIENCE_SECONDS and not self._must:
                 raise ChildProcessError(f"reading it has not ended in {PATIENCE_SECONDS:.0f} s")
             if seconds > REPORT_SECONDS and not warned:
-                log.warning("set-up waits for %s: it reads a few samples to learn what they are", title)
+                log.warning("set-up waits for %s: it reads a few samples to learn what they are", subject.title)
                 warned = True
 
     def _end(self) -> ChildProcessError:
@@ -284,13 +301,13 @@ def _answer_here(subject: Subject, question: tuple[Any, ...]) -> Any:
     snapshot = Snapshot(subject.source)
     try:
         with Generators(subject.source):
-            answer = subject.answer(*question)
+            answer = subject.reply(question)
     except BaseException:
         snapshot.put_back()
         raise
     place = snapshot.put_back()
     if place is not None:
-        raise ChildProcessError(f"reading it moves {place}, which set-up cannot put back. {_WAY_OUT}")
+        raise ChildProcessError(f"reading it moves {place}, which set-up cannot put back. {subject.way_out}")
     return answer
 
 
@@ -301,12 +318,10 @@ def _refusal(subject: Subject, error: Exception, is_certain: bool) -> Exception 
     if isinstance(error, UnsharedError):
         return UnsharedError(f"{error}. {_WAY_TO_SHARE}")
     is_hung = isinstance(error, HungError)
-    if is_hung and subject.has_workers:
-        return HungError(f"{error}. {_WAY_OUT}")
     was_read = isinstance(error, UnsupportedSampleError | SampleMismatchError)
     has_ended = isinstance(error, ChildProcessError) and not is_hung
     is_shared = not subject.has_workers or not is_certain
-    if was_read or has_ended or not is_shared:
+    if was_read or has_ended or not is_shared or (is_hung and subject.has_workers):
         return error
     if _has_queue(subject.source):
         return UnsharedError(f"{_TAKES} ({type(error).__name__}: {error}). {_WAY_TO_SHARE}")
@@ -401,7 +416,7 @@ def _answer(
         become_worker(0, 1, torch.Generator().initial_seed(), subject.source)
         if init is not None:
             init(0)
-        value = subject.answer(*question)
+        value = subject.reply(question)
     except Exception as raised:  # the source is the user's, and may raise anything
         error = _sendable(raised, bool(missing))
     try:

@@ -6,6 +6,7 @@ value.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -17,6 +18,7 @@ from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
+from lightning_stocache.source.draws import Draws
 
 __all__ = [
     "ENDLESS",
@@ -30,6 +32,8 @@ __all__ = [
     "check_count",
     "check_flag",
 ]
+
+log = logging.getLogger(__name__)
 
 BackendChoice = Literal["auto", "tmpfile", "memfd", "file"]
 Layout = Literal["auto", "rows", "records"]
@@ -120,8 +124,9 @@ class CacheRequest:
         prefill: whether idle workers load samples that no batch has asked for yet.
         dir: directory of a cache on a disk; None: in memory.
         domain: the indices that are drawn; None: all.
-        as_stream: whether the source is a stream, or a function that makes an iterator. It has no name, directory,
-            or domain.
+        as_stream: whether the source is a stream, or a function that makes an iterator.
+        writers: of a rolling cache, the number of processes that append at the same time; 0: it is no rolling cache.
+        draws: of a rolling cache, the samples that its fillers draw.
 
     Raises:
         TypeError: the type of spec, fingerprint or dir is wrong.
@@ -143,9 +148,11 @@ class CacheRequest:
     dir: str | None = None
     domain: Domain | None = None
     as_stream: bool = False
+    writers: int = 0
+    draws: Draws | None = None
 
     def __post_init__(self) -> None:
-        if self.as_stream:
+        if self.as_stream and not self.writers:
             check_budget(self.budget)
         if self.domain is not None and self.domain.is_whole:
             object.__setattr__(self, "domain", None)
@@ -170,8 +177,26 @@ class CacheRequest:
         return ENDLESS if self.as_stream else len(cast(Sized, self.source))
 
     @property
+    def by_index(self) -> bool:
+        """Whether an index has a slot of its own: not in a stream, nor in a rolling cache."""
+        return not self.as_stream and not self.writers
+
+    @property
+    def must_open(self) -> bool:
+        """Whether it is an error if this cache cannot open."""
+        return self.strict or self.writers > 0
+
+    def pass_through(self, reason: str, error: type[Exception] = ValueError) -> None:
+        """Warn that the source passes through uncached, or raise an error (`strict`; a stream always passes)."""
+        if self.strict and self.by_index:
+            raise error(f"{self.title} cannot be cached: {reason}")
+        log.warning("%s passes through uncached: %s", self.title, reason)
+
+    @property
     def samples(self) -> int:
-        """Number of samples that are drawn."""
+        """Number of samples that are drawn; `ENDLESS` if that is not known."""
+        if self.draws is not None and self.draws.length is None:
+            return ENDLESS
         return self.length if self.domain is None else len(self.domain)
 
     @property

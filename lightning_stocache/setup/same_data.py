@@ -24,11 +24,11 @@ one under the same condition (`take_over`): new files may come before old files,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -36,18 +36,17 @@ from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.records import decoded
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
-from lightning_stocache.node.named import way_out
+from lightning_stocache.node.named import manifest_of, way_out
 from lightning_stocache.setup.find import Finding, SourceReader
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.source.probe import FEW, MANY
 from lightning_stocache.source.samples import digest_of, same_sample
-from lightning_stocache.source.witness import Witness, same_state
+from lightning_stocache.source.witness import Witness, digest_of_state, same_state
 
 __all__ = [
     "FingerprintError",
     "check_pool",
-    "MORE_COMPARED",
     "is_continued",
     "sample_digests",
     "store_or_refuse",
@@ -56,12 +55,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-Read: TypeAlias = Callable[[Finding, Sequence[int], bool], Mapping[int, list[bytes]]]
-"""`SourceReader.read` of a source."""
-
-_COMPARED = FEW  # samples at least, if so many are stored, where the state of the dataset is equal
-MORE_COMPARED = MANY
-"""Samples that are compared where the state of the dataset differs, or is all that is known of it."""
 _TRIED = 64  # samples that are looked at until so many could be compared
 _LOOKED_FOR = 256  # stored indices, from which the compared ones are taken
 
@@ -70,58 +63,57 @@ class FingerprintError(ValueError):
     """The cache of this name has other data."""
 
 
-def store_or_refuse(opened: OpenCache, found: Finding, read: Read, has_equal_state: bool = False) -> bool:
+def store_or_refuse(opened: OpenCache, reader: SourceReader) -> bool:
     """Store the samples that set-up has read. Returns False, with a warning, if the cache has other data.
 
     Args:
         opened: the open cache. Its counters count `setup_fills`.
-        found: the finding about its source, with the codec of the cache.
-        read: `SourceReader.read` of its source.
-        has_equal_state: whether the source has the state that it had in the job that made the cache.
+        reader: reads its source.
 
     Raises:
         FingerprintError: (`strict`) the cache has other data.
     """
     request, cache, counters = opened.request, opened.cache, opened.counters
-    if cache is None or counters is None:
+    if cache is None or counters is None or not request.by_index:
         return True
     if request.allow_random:
         if request.name is not None and cache.filled:
             _warn_of_trust(request, "a random source that is cached as it is has other samples in each job")
         return True
-    contents = dict(read(found, list(filter(cache.has_place, found.seen)), False))
+    contents = reader.read(list(filter(cache.has_place, reader.found.seen)))
     if request.name is None:
         _store(cache, contents, counters)
         return True
-    if not cache.filled and not found.is_certain:
+    if not cache.filled and not reader.found.is_certain:
         return True  # epoch one stores the first samples
     if not cache.filled:
         others = (index for index in map(cache.handle.arc.index, range(len(cache))) if index not in contents)
-        contents |= read(found, list(islice(others, max(_COMPARED - len(contents), 0))), False)
+        contents |= reader.read(list(islice(others, max(FEW - len(contents), 0))))
         with cache.alone():
             if not cache.filled:
                 _store(cache, contents, counters)
                 return True
     indices = [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]
     places = ((index, cache.place(index, verify=True)) for index in indices)
-    other, equal = _compare(found, read, cache, places, contents, _COMPARED if has_equal_state else MORE_COMPARED)
+    manifest = manifest_of(request.name, request.dir)
+    has_equal_state = manifest is not None and manifest.state == digest_of_state(opened.state)
+    least = FEW if has_equal_state else MANY
+    other, equal = _compare(reader, cache, places, contents, least)
     if other is None and equal:
         _store(cache, contents, counters)
     words = _refusal(request, other, equal)
-    if words is not None and request.strict:
-        raise FingerprintError(f"{request.title} cannot be cached: {words}")
     if words is not None:
-        log.warning("%s passes through uncached: %s", request.title, words)
+        request.pass_through(words, FingerprintError)
     return words is None
 
 
-def check_pool(request: CacheRequest, read: Read, pool: RollingStore) -> None:
-    """Compare resident samples of a rolling cache with the source, by their indices, before any process appends.
+def check_pool(request: CacheRequest, reader: SourceReader, pool: RollingStore) -> None:
+    """Compare resident samples of a rolling cache on a disk with the source, by their indices.
 
     Samples of a stream have no indices.
 
     Raises:
-        FingerprintError: the pool has other data.
+        FingerprintError: the pool has other data. It is closed then.
     """
     if request.source is None or not pool.filled:
         return
@@ -129,14 +121,14 @@ def check_pool(request: CacheRequest, read: Read, pool: RollingStore) -> None:
     indices = np.flatnonzero(slots != NO_PLACE)
     indices = indices[:: max(len(indices) // _TRIED, 1)]
     places = ((index, int(slots[index])) for index in indices.tolist() if pool.is_sound(int(slots[index])))
-    words = _refusal(request, *_compare(Finding(pool.codec), read, pool, places, {}, _COMPARED))
+    words = _refusal(request, *_compare(reader, pool, places, {}, FEW))
     if words is not None:
+        pool.close()
         raise FingerprintError(words)
 
 
 def _compare(
-    found: Finding,
-    read: Read,
+    reader: SourceReader,
     cache: Store,
     places: Iterable[tuple[int, int]],
     contents: Mapping[int, list[bytes]],
@@ -151,7 +143,7 @@ def _compare(
     for index, place in places:
         if index not in contents and equal >= least:
             break
-        ours = contents.get(index) or read(found, [index], False).get(index)
+        ours = contents.get(index) or reader.read([index]).get(index)
         if ours is None or place == NO_PLACE:
             continue
         sample, stored = decoded(cache.codec, ours), next(iter(cache.read(np.array([place]))))
@@ -160,7 +152,7 @@ def _compare(
         if same_sample(sample, stored):
             equal += 1
             continue
-        again = read(found, [index], True).get(index)
+        again = reader.read([index], again=True).get(index)
         if again is not None and same_sample(sample, decoded(cache.codec, again)):
             return index, equal
     return None, equal
@@ -178,12 +170,10 @@ def _refusal(request: CacheRequest, other: int | None, equal: int) -> str | None
     return None
 
 
-def sample_digests(found: Finding, read: Read, indices: Sequence[int]) -> dict[int, str]:
+def sample_digests(reader: SourceReader, indices: Sequence[int]) -> dict[int, str]:
     """Digests of samples, by index. Samples that are random, or cannot be read or stored, are left out."""
-    codec = found.codec
-    if codec is None:
-        return {}
-    return {index: digest_of(decoded(codec, parts)) for index, parts in read(found, indices, False).items()}
+    codec: Any = reader.found.codec
+    return {index: digest_of(decoded(codec, parts)) for index, parts in reader.read(indices).items()}
 
 
 def is_continued(opened: OpenCache, dataset: Any, moved: Collection[str] = ()) -> bool:
@@ -255,10 +245,11 @@ def _has_samples_of(cache: Store, request: CacheRequest, source: Any) -> bool:
     stored = tried[cache.lookup(tried) != NO_PLACE]
     if not len(stored):
         return False
-    indices = np.unique(stored[np.linspace(0, len(stored) - 1, MORE_COMPARED).astype(np.int64)])
+    indices = np.unique(stored[np.linspace(0, len(stored) - 1, MANY).astype(np.int64)])
     places = list(zip(indices.tolist(), cache.lookup(indices).tolist(), strict=True))
-    with closing(SourceReader(replace(request, source=source, reader=None))) as reader:
-        other, equal = _compare(Finding(cache.codec), reader.read, cache, places, {}, MORE_COMPARED)
+    request = replace(request, source=source, reader=None)
+    with closing(SourceReader(request, found=Finding(cache.codec))) as reader:
+        other, equal = _compare(reader, cache, places, {}, MANY)
     return other is None and equal == len(places)
 
 

@@ -16,6 +16,7 @@ from lightning_stocache.node.files import Backend
 from lightning_stocache.node.group import description
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.source.probe import attributed, words_of
 
 __all__ = ["CacheMemoryError", "make_and_attach"]
 
@@ -61,7 +62,7 @@ def make_and_attach(
         except Exception as error:  # whatever it is, the others are waiting for `troubles`
             failure = error
         # By now everybody has attached, or will not.
-        troubles = group.exchange(None if failure is None else description(failure))
+        troubles = group.exchange(None if failure is None else _words(failure))
         names = [store for cache, store in zip(caches, stores, strict=False) if cache.request.name is None]
         for part in (*names, *counters):
             if part is not None:
@@ -75,4 +76,11 @@ def make_and_attach(
             if part is not None:
                 part.close()
     rank, words = next((rank, words) for rank, words in enumerate(troubles) if words)
-    raise CacheMemoryError(f"rank {rank} could not make or reach the shared memory of its node: {words}") from failure
+    raise CacheMemoryError(f"rank {rank} could not {words}") from failure
+
+
+def _words(failure: Exception) -> str:
+    """What a rank could not do, and why."""
+    if isinstance(failure, OSError | MemoryError):
+        return f"make or reach the shared memory of its node: {description(failure)}"
+    return f"open a cache: {words_of(attributed(failure), 'it')}"

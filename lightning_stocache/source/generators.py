@@ -231,8 +231,12 @@ def watch_entropy() -> Iterator[None]:
     """Count questions to the system for entropy as draws: a generator made anew in each read has no earlier state."""
 
     def ask(size: int) -> bytes:
-        asker = str(cast(Any, inspect.currentframe()).f_back.f_globals.get("__name__"))
-        next(_connections if asker.startswith("multiprocessing.") else _entropy)
+        frame: Any = cast(Any, inspect.currentframe()).f_back
+        asker = str(frame.f_globals.get("__name__"))
+        while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+            frame = frame.f_back
+        if frame is None:  # a module asks once, when it is imported
+            next(_connections if asker.startswith("multiprocessing.") else _entropy)
         return original(size)
 
     original, modules = os.urandom, ((os, "urandom"), (random, "_urandom"))  # NumPy asks the second, by `secrets`

@@ -9,7 +9,9 @@ A stream is read once. Its generators are watched meanwhile (`StreamReader`).
 
 from __future__ import annotations
 
+import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ from lightning_stocache.source.access import iterate
 from lightning_stocache.source.generators import Generators, State
 from lightning_stocache.source.samples import Bits, bits, difference
 
-__all__ = ["FEW", "MANY", "SOME", "Probe", "Read", "StreamReader", "why_random"]
+__all__ = ["FEW", "MANY", "SOME", "Probe", "Read", "StreamReader", "attributed", "why_random", "words_of"]
 
 FEW = 4
 """Samples on which set-up, a look or a comparison relies where each costs a read and nothing is in doubt."""
@@ -29,6 +31,11 @@ SOME = 8
 """Samples that are read where there is a doubt."""
 MANY = 32
 """Samples that are read where reading is quick, or where a doubt has to end."""
+
+_PACKAGE = __name__.partition(".")[0]
+_LIBRARIES = frozenset({"torch", "numpy", *sys.stdlib_module_names})  # whose code raises for this package and for users
+# Functions of this package that call the code of users.
+_CALLERS = ("sample", "load", "__getitem__", "__call__", "_called", "_read", "_look_once")
 
 
 @dataclass(frozen=True)
@@ -164,3 +171,32 @@ class StreamReader:
             self.moved, self._generators = " and ".join(moved), None
         self._samples += 1
         return sample
+
+
+# ---- errors ----
+
+
+class FaultError(RuntimeError):
+    """This package has raised an error in its own code."""
+
+
+def attributed(error: Exception) -> Exception:
+    """The error itself, or a FaultError if the code of this package has raised it, not the user's that it calls."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    calls = [(str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_name) for frame in frames]
+    while calls and calls[-1][0] in _LIBRARIES:
+        calls.pop()
+    if _is_message(error) or not calls or calls[-1][0] != _PACKAGE or calls[-1][1] in _CALLERS:
+        return error
+    return FaultError(f"{words_of(error, f'{_PACKAGE} itself')}. This is no fault of the data: please report it")
+
+
+def words_of(error: BaseException, what: str) -> str:
+    """An error in one line, raised by `what`. A message of this package stays as it is."""
+    if _is_message(error):
+        return str(error)
+    return f"{what} raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
+
+
+def _is_message(error: BaseException) -> bool:
+    return type(error).__module__.startswith(f"{_PACKAGE}.") or isinstance(error, ChildProcessError)

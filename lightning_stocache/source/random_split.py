@@ -27,7 +27,6 @@ import time
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -38,7 +37,7 @@ from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.generators import ASKED, Generators, watch_entropy
-from lightning_stocache.source.probe import FEW, MANY, SOME, Probe, Read, why_random
+from lightning_stocache.source.probe import FEW, MANY, SOME, Probe, Read, attributed, why_random, words_of
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import Path, bits, walk
 from lightning_stocache.source.transform_split import (
@@ -66,6 +65,8 @@ QUICK_SECONDS = 0.2
 _MOST_BYTES = 64 << 20  # of samples of further indices
 _ANY_SAMPLE = RecordCodec(0)
 _SLOW_SECONDS = 20.0  # after which two indices are enough
+_NOT_RANDOM = "no transform that it holds and calls is random"
+_OF_A_THREAD = "its transform is called by another thread than the one that reads"
 _NOT_HELD = "the sample does not hold what its transform returns, but something made of it"
 _NAMES = ("transform", "transforms")
 _NOT_ALIKE = "its transform is not called in the same way for every sample"
@@ -169,8 +170,12 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
             except UncuttableError as error:
                 reasons.append(str(error))
             except Exception as error:  # user code on a changed dataset may raise anything; the source itself did not
-                reasons.append(f"without its random steps it raised {error!r}")
-        reason = f"it is random ({moved}) and cannot be split: {reasons[0]}"
+                reasons.append(words_of(attributed(error), "without its random steps it"))
+        # The first way may have found no transform of these names, the second one of another name.
+        why = next((reason for reason in reasons if reason != _NOT_RANDOM), _NOT_RANDOM)
+        draws = any(read.moved for read in (*originals, *again))
+        guess = "" if draws else ", or depends on the time, on earlier reads or on another process"
+        reason = f"it is random{guess} ({moved}), and cannot be split: {why}"
         return Split(source, again, probe.reads, reason=reason)
 
 
@@ -256,7 +261,7 @@ def _cut(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut 
 def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut | None:
     sites = [site for site in sites_of(source) if not named or site[-1] in _NAMES]
     if not sites:
-        raise UncuttableError(f"{type(source).__name__} has no `transform` or `transforms` that could be cut")
+        raise UncuttableError(_NOT_RANDOM)
     samples = [_recorded(source, dict.fromkeys(sites), first, probe)[1] for first, _ in pairs]
     random = {site for calls in samples for site in _random(calls)}
     chains = {tuple(_chain(calls, random, named)) for calls in samples}
@@ -267,7 +272,9 @@ def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bo
     ends = length | {site: 0 for site, follows in chain if follows}
     for call in (call for calls in samples for call in calls if call.site in ends):
         ends[call.site] = min([ends[call.site], *(step for step, moved in enumerate(call.moved) if moved)])
-    if not ends or any(ends[site] == length[site] and not draws_by_itself(part_of(source, site)) for site in ends):
+    if not ends:
+        raise UncuttableError(_NOT_RANDOM)
+    if any(ends[site] == length[site] and not draws_by_itself(part_of(source, site)) for site in ends):
         raise UncuttableError("no step of its transform is random by itself")
     cuts = set[Cut]()
     for first, again in pairs:
@@ -317,10 +324,12 @@ class _Recorder(Head):
         self._is_single = end is None and self.end == 1  # it may be no transform, and return anything
         self._site, self._noted, self._generators = site, calls, generators
         self._reading = threading.get_ident()
+        self.is_of_a_thread = False
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         if threading.get_ident() != self._reading:
-            raise UncuttableError("its transform is called by another thread than the one that reads")
+            self.is_of_a_thread = True  # an error would be that thread's
+            return self.transform(*values, **named)
         before, moved = len(self._noted), list[bool]()
         given = arguments(values, named)
         if self._is_single:
@@ -344,10 +353,21 @@ class _Recorder(Head):
 
 
 def _recorded(source: Any, ends: Mapping[Site, int | None], original: Read, probe: Probe) -> tuple[Read, list[_Call]]:
-    """Read a source with only the first steps of its transforms. Returns the read and the calls of the transforms."""
-    calls = list[_Call]()
-    make = partial(_Recorder, ends=ends, calls=calls, generators=probe.generators)
-    return probe.read(with_transforms(source, ends, make), original.index, original.seed), calls
+    """Read a source with only the first steps of its transforms. Returns the read and the calls of the transforms.
+
+    Raises:
+        UncuttableError: another thread calls a transform.
+    """
+    calls, recorders = list[_Call](), list[_Recorder]()
+
+    def make(site: Site, function: Any) -> _Recorder:
+        recorders.append(_Recorder(site, function, ends=ends, calls=calls, generators=probe.generators))
+        return recorders[-1]
+
+    read = probe.read(with_transforms(source, ends, make), original.index, original.seed)
+    if any(recorder.is_of_a_thread for recorder in recorders):
+        raise UncuttableError(_OF_A_THREAD)
+    return read, calls
 
 
 def _random(calls: list[_Call]) -> Iterator[Site]:

@@ -391,7 +391,7 @@ def with_transforms(source: Any, sites: Iterable[Site], make: Callable[[Site, An
         sites: which transforms are replaced.
         make: called with a site and the transform there; returns its replacement.
     """
-    copies: dict[Site, Any] = {(): copy.copy(source)}
+    copies: dict[Site, Any] = {(): _copied(source)}
     for site in sites:
         for depth, key in enumerate(site, start=1):
             path, parent = site[:depth], copies[site[: depth - 1]]
@@ -401,12 +401,19 @@ def with_transforms(source: Any, sites: Iterable[Site], make: Callable[[Site, An
             if path == site:
                 copies[path] = make(site, value)
             else:
-                copies[path] = list(value) if isinstance(value, tuple) else copy.copy(value)
+                copies[path] = list(value) if isinstance(value, tuple) else _copied(value)
             if isinstance(parent, dict | list):
                 parent[key] = copies[path]
             else:
                 setattr(parent, key, copies[path])
     return copies[()]
+
+
+def _copied(node: Any) -> Any:
+    try:
+        return copy.copy(node)
+    except Exception as error:  # a `__getattr__` that asks for an attribute before there is one, for instance
+        raise UncuttableError(f"a {type(node).__name__} cannot be copied: copy.copy raises {error!r}") from error
 
 
 def _held(node: Any, key: Any) -> Any:

@@ -355,9 +355,10 @@ class CallCaches:
         self._fruitless[stage] += not hit
         if not hit and self._fruitless[stage] == _MOST_FRUITLESS:
             self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
+            advice = "Make the dataset once" if what == "was replaced" else "Change it after the cache, in a transform"
             self._warn_once(
                 f"the {stage} loader is not cached any more: its {type(before.source).__name__} {what} twice before a "
-                "sample was hit.\nMake the dataset once; for data that grows there is RollingCache"
+                f"sample was hit.\n{advice}; for data that grows there is RollingCache"
             )
 
     def _warn_once(self, message: str) -> None:

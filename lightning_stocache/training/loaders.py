@@ -182,7 +182,7 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None
     try:
         length = len(dataset)  # type: ignore[arg-type]
     except Exception as error:  # the user's code raised it; a training without a cache may never ask
-        raise TypeError(f"it has no length: {error!r}. Give it a __len__") from error
+        raise TypeError(f"it has no length: {error!r}. Give it a __len__, if its sampler draws indices") from error
     if length == 0:
         raise ValueError("it is empty: check the path or filter it is made from")
     return length

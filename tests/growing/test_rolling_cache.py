@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
 from lightning_stocache.node import processes
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.setup.first_samples import FirstSampleError
+from lightning_stocache.setup.find import FirstSampleError
 from tests.growing.pools import LENGTH, SPEC, Numbers, all_resident, epoch, fillers_end, labels, row, write
 from tests.jobs import Log
 from tests.loading.twins import same

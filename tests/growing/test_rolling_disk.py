@@ -1,6 +1,7 @@
 """A rolling cache on a disk: the next job trains on what is resident, and loads nothing of that again."""
 
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_stocache import RollingCache
+from lightning_stocache import CachedDataset, RollingCache
 from lightning_stocache.cache.layout import contents_of
 from lightning_stocache.node import processes
 from lightning_stocache.node.files import prefix
 from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.named_cache import CacheInUseError
-from lightning_stocache.setup.same_data import FingerprintError
 from tests.growing.pools import LENGTH, SPEC, Numbers, all_resident, epoch, fillers_end, row, write
+from tests.jobs import warnings
 from tests.processes import call, hanging, wait_until
 from tests.sources import Allowance, CountedSource, CountedStream, Made
 
@@ -123,15 +124,34 @@ def test_a_second_live_job_is_refused(on_disk, monkeypatch):
 
 
 @pytest.mark.processes
-def test_other_data_is_refused(on_disk):
-    """A source of another length or fingerprint, or with other samples. The error has the command that removes it."""
+def test_a_file_of_other_data_or_kind_is_left_alone(on_disk, tmp_path, caplog):
+    """The pool then lies in memory, with one warning that says why and how to remove the file."""
     fill(on_disk(Numbers()))
-    other = Numbers(make=lambda index: (row(index)[0] ^ 1, index))
-    with pytest.raises(FingerprintError, match=r"sample \d+ of the cache 'pool' is another one.\n.*clean pool --dir"):
-        len(on_disk(other))
-    for source, options in ((Numbers(length=LENGTH + 1), {}), (Numbers(), {"fingerprint": "v2"})):
-        with pytest.raises(FingerprintError, match="holds something else"):
-            len(on_disk(source, **options))
+    pool_path = path_of(tmp_path)
+    CachedDataset(Numbers(), dir=str(tmp_path / "pools"), name="rows").close()
+    newer = bytearray(pool_path.read_bytes())
+    newer[24] ^= 255  # its format
+    for name, content in (("newer", bytes(newer)), ("text", b"text" * 5000), ("cut", bytes(newer[:100]))):
+        path = pool_path.with_name(f"{prefix()}{name}")
+        path.write_bytes(content)
+        path.chmod(0o600)
+    command, other = "python -m lightning_stocache clean", Numbers(make=lambda index: (row(index)[0] ^ 1, index))
+    for source, options, words in (
+        (other, {}, rf"sample \d+ of the cache 'pool' is another one.\n.*{command} pool --dir"),
+        (Numbers(length=LENGTH + 1), {}, f"'pool' holds something else than .* {command} pool --dir"),
+        (Numbers(), {"fingerprint": "v2"}, "'pool' holds something else than "),
+        (Numbers(), {"name": "rows"}, f"'rows' holds something else than .* {command} rows --dir"),
+        (Numbers(), {"name": "newer"}, f"'newer' is of another version .* {command} newer --dir"),
+        (Numbers(), {"name": "text"}, "text is no cache: give another name, or remove it"),
+        (Numbers(), {"name": "cut"}, "'cut' is damaged: its header is cut off"),
+    ):
+        caplog.clear()
+        pool = on_disk(source, **options)
+        all_resident(pool, len(source))
+        assert (pool.stats().memory_bytes > 0, pool.stats().disk_bytes) == (True, 0)
+        pool.close()
+        [warning] = warnings(caplog)
+        assert re.search("^the rolling cache lies in memory, and ends with this job: .*" + words, warning)
     assert len(on_disk(Numbers())) == LENGTH
 
 
@@ -146,8 +166,7 @@ def test_samples_that_cannot_be_compared_are_trusted_with_a_warning(on_disk, cap
         pool = on_disk(make(), budget=LENGTH * EACH)
         wait_until(lambda pool=pool: pool.stats().resident > 4)
         pool.close()
-    with pytest.raises(FingerprintError):
-        len(on_disk(make(), budget=LENGTH * EACH, fingerprint="v1"))
+    assert not on_disk(make(), budget=LENGTH * EACH, fingerprint="v1").stats().disk_bytes
     assert caplog.text.count("taken for those of ") == 1
 
 
@@ -178,7 +197,7 @@ def test_writers_in_other_processes_append(on_disk, monkeypatch, caplog):
     monkeypatch.setattr(Segment, "free_bytes", property(lambda segment: 0))
     write(pool.handle, range(10, 30))
     assert caplog.text.count("stops growing at") == 1
-    assert "Give the disk more room" in caplog.text
+    assert "; give it more room.\n" in caplog.text
     stats = pool.stats()
     assert stats.resident == stats.capacity == 10
     assert epoch(pool) == list(range(20, 30))

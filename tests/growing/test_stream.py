@@ -25,7 +25,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from lightning_stocache import CachedLoader, CachedStream
 from lightning_stocache.cache.stream import StreamLedger
 from lightning_stocache.sampling.residents import batches_of, permutation
-from lightning_stocache.setup import first_samples, reader
+from lightning_stocache.setup import find, reader
 from tests.loading.twins import same
 from tests.processes import run_ranks, wait_until
 from tests.sources import CountedStream
@@ -310,7 +310,7 @@ def test_a_stream_whose_first_samples_do_not_come_passes_through(monkeypatch: An
                 time.sleep(600)
             yield from super().__iter__()
 
-    monkeypatch.setattr(first_samples, "start_method", lambda chosen: "fork")
+    monkeypatch.setattr(find, "start_method", lambda chosen: "fork")
     monkeypatch.setattr(reader, "PATIENCE_SECONDS", 0.0)
     with caplog.at_level(logging.WARNING), closing(CachedStream(Stuck(), "1MiB")) as stream:
         assert [len(list(stream)) for _ in range(3)] == [LENGTH] * 3

@@ -16,8 +16,9 @@ from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.grant import Reserve
 from lightning_stocache.setup import allocation
-from lightning_stocache.setup.allocation import Allocation, allocate, allocate_pool
+from lightning_stocache.setup.allocation import Allocation, allocate, holds_all
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
+from lightning_stocache.source.draws import Draws
 
 MIB = 2**20
 MARGIN = 64 * MIB
@@ -129,8 +130,10 @@ def test_the_budget_of_a_pool_is_divided_into_slots() -> None:
 
     def pool(budget: int | str, length: int | None = None, writers: int = 1) -> tuple[int, bool]:
         """The slots of a rolling cache, and whether all of its source has room."""
-        allocation, holds_all = allocate_pool(Budget.parse(budget), spec, length, writers, 1)
-        return allocation.slots[0], holds_all
+        draws = Draws(None if length is None else range(length))
+        asked = CacheRequest(draws.source, "", draws=draws, writers=writers, as_stream=length is None)
+        got = allocate([asked], [spec], {"": Budget.parse(budget)}, 1)
+        return got.slots[0], holds_all(asked, spec, got.granted[0])
 
     assert pool(100 * slot) == (100, False)
     assert pool(100 * slot, length=40) == (40, True)

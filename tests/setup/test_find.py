@@ -19,9 +19,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
-from lightning_stocache.setup import first_samples, reader
-from lightning_stocache.setup.find import Finding, SourceReader
-from lightning_stocache.setup.first_samples import difference
+from lightning_stocache.setup import find, reader
+from lightning_stocache.setup.find import Finding, SourceReader, stream_difference
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from tests.sources import Made
 
@@ -168,9 +167,10 @@ def test_one_process_reads_all_sources_of_a_call(tmp_path: Path) -> None:
         founds = [opening.look() for opening in openings]
         assert [found.codec is not None for found in founds] == [True, True, False, False, True, True]
         assert "the disk is gone" in str(founds[2].reason)
-        again = openings[0].read(founds[0], [0, 5], True)
+        openings[0].found = founds[0]
+        again = openings[0].read([0, 5], again=True)
         assert list(again) == [0, 5]
-        assert openings[0].read(founds[0], [0, 5]) == again
+        assert openings[0].read([0, 5]) == again
     pids, of_init = (set((tmp_path / name).read_text().split()) for name in ("pids", "init"))
     assert len(pids - {str(os.getpid())}) == 2  # after the death another one
     assert pids.isdisjoint(of_init)
@@ -178,11 +178,11 @@ def test_one_process_reads_all_sources_of_a_call(tmp_path: Path) -> None:
 
 def test_a_stream_is_read_again_and_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a worker, which may have no process of its own: generators go on where they were; an error is told."""
-    monkeypatch.setattr(first_samples, "start_method", lambda chosen: None)
+    monkeypatch.setattr(find, "start_method", lambda chosen: None)
     state = torch.get_rng_state()
-    assert difference(lambda: iter([torch.rand(2)]), lambda mark: []) is not None
+    assert stream_difference(lambda: iter([torch.rand(2)]), lambda mark: []) is not None
     assert torch.equal(torch.get_rng_state(), state)
-    assert "the disk is gone" in str(difference(lambda: _raises(0), lambda mark: []))
+    assert "the disk is gone" in str(stream_difference(lambda: _raises(0), lambda mark: []))
 
 
 class Batched(Made):

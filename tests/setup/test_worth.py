@@ -10,8 +10,8 @@ import pytest
 
 from lightning_stocache import CachedDataset
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.setup import worth
-from lightning_stocache.setup.worth import why_not_worth
+from lightning_stocache.setup import forms
+from lightning_stocache.setup.forms import why_not_worth
 from tests.jobs import warnings
 from tests.sources import Made
 
@@ -105,7 +105,7 @@ def test_a_hit_may_cost_twice_a_read_or_a_second_in_an_epoch(
     """The medians decide; a few slow reads or hits do not."""
     samples = [f"sample {index}" for index in range(32)]
     codec, now, decode = RecordCodec.infer(samples), [0], RecordCodec.decode
-    monkeypatch.setattr(worth, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
+    monkeypatch.setattr(forms, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
     decoded: list[Any] = []
 
     def slow(codec: RecordCodec, record: Any) -> Any:
