@@ -124,6 +124,8 @@ def _too_low(metrics: Mapping[str, float]) -> str:
     """The complaint about a hit rate that is far below the expected hit rate."""
     filled = metrics["fill_fraction"]
     cause = "the source may be created again in every epoch"
+    if metrics["bypasses"]:
+        cause = "samples are drawn that have no slot"
     if filled < 1:
         cause = f"only {100 * filled:.1f} % of the cache is filled (the warnings above say why)"
     return (

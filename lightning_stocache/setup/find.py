@@ -75,6 +75,10 @@ class FirstSampleError(RuntimeError):
     """No sample of a source could be read, or samples cannot be stored."""
 
 
+class FilesError(ValueError):
+    """Samples cannot be stored as their files."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """The facts about a source that set-up has found. It can be sent to other processes.
@@ -344,7 +348,7 @@ def _find_by(counters: Counters, request: CacheRequest, quick: int) -> tuple[Fin
         elif request.store == "encoded":
             note = f"store='encoded' is not possible: {files}"
             if request.strict:
-                raise ValueError(note)
+                raise FilesError(note)
     if form is not None and (request.store == "encoded" or parts.reason is not None):
         kept = EncodedSource(source)
         return Finding(form.codec, reads=reads, as_files=True), {index: kept[index] for index in parts.indices}

@@ -35,7 +35,7 @@ MANY = 32
 _PACKAGE = __name__.partition(".")[0]
 _LIBRARIES = frozenset({"torch", "numpy", *sys.stdlib_module_names})  # whose code raises for this package and for users
 # Functions of this package that call the code of users.
-_CALLERS = ("sample", "load", "__getitem__", "__call__", "_called", "_read", "_look_once")
+_CALLERS = ("sample", "load", "__getitem__", "__call__", "_called", "read", "decode", "_read", "_look_once")
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,18 @@ def test_samples_that_cannot_be_loaded_are_left_out(opened, caplog):
 
 
 @pytest.mark.processes
+def test_samples_that_do_not_fit_are_left_out(opened, caplog):
+    """They were loaded: what fails is to store them. The way out is an option of this cache."""
+    source = Numbers(make=lambda index: row(index) if index % 2 else (row(index)[0].float(), index))
+    pool = opened(source, "100%", fillers=1, shuffle=False, spec=SPEC, minimum=1)
+    assert len(pool)
+    wait_until(lambda: pool.stats().failed == LENGTH // 2)
+    fillers_end()
+    assert "filler 0 could not store sample 0, which is left out" in caplog.text
+    assert 'layout="records" of CachedDataset, CachedStream or RollingCache' in caplog.text
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("trouble", "words", "restarts"),
     [

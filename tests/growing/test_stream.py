@@ -547,3 +547,34 @@ def test_batches_are_dealt_evenly(samples: int, ranks: int, size: int, drop_last
         assert set(seen) == set(range(samples))
         few = samples // ranks < -(-samples // (ranks * size))
         assert len(seen) == samples or (few and len(seen) < samples + ranks)
+
+
+class Failing(Numbers):
+    """A stream whose file is gone when it is read for the second time."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            if self.passes:
+                raise FileNotFoundError("the shard is gone")
+            yield sample
+        self.passes += 1
+
+
+def test_a_stream_that_fails_when_it_is_read_again_is_not_called_random(caplog: Any) -> None:
+    """The error is the reason; the epoch then raises it, as without a cache."""
+    with closing(CachedStream(Failing(), "16MiB")) as stream:
+        assert len(list(stream)) == LENGTH
+        with pytest.raises(FileNotFoundError):
+            list(stream)
+    [words] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    reason = "reading it raised FileNotFoundError: the shard is gone (when it was read again)"
+    assert words == f"Failing passes through uncached: {reason}"
+
+
+def test_a_sample_of_a_stream_that_cannot_be_stored_is_named_by_its_number(caplog: Any) -> None:
+    """As of a dataset, by its index."""
+    with closing(CachedStream(CountedStream(8, lambda number: lambda: number), "16MiB")) as stream:
+        assert stream.cache is None
+    assert "cannot be cached: sample 0 cannot be kept as bytes: " in caplog.text

@@ -262,3 +262,17 @@ def test_coverage_counts_samples_that_are_drawn():
         assert coverage([whole, part]) == 1.0
         assert coverage([whole, part, none]) == 8 / 12
         assert coverage([]) == 0.0
+
+
+def test_the_way_out_for_other_samples_is_an_option_of_the_dataset(caplog):
+    """Without a Trainer slots are for the samples that `indices` names."""
+    with closing(CachedDataset(CountedSource(16), indices=range(8))) as dataset:
+        sampler = SubsetRandomSampler(range(8))
+        loader = CachedLoader(dataset, batch_size=4, sampler=sampler)
+        meter = CacheMeter(loader)
+        for drawn in (range(8), range(8, 16)):
+            sampler.indices = drawn
+            assert sum(len(labels) for _, labels in loader) == 8
+            meter.epoch()
+    [complaint] = [text for text in caplog.messages if "draws other samples than when the cache opened" in text]
+    assert complaint.endswith("\nGive indices= all of them")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, SubsetRandomSampler
 
 from lightning_stocache import CachedDataset, CachedLoader, StochasticCache
 from tests.jobs import warnings
@@ -121,8 +121,10 @@ def of_key(key: Any) -> Any:
         lambda index: slice(index, index + 2) and (index, index + 2, (0.5, 1.5)),
         lambda index: [index, index],
         lambda index: frozenset([index]),
+        torch.tensor,
+        np.array,
     ],
-    ids=["strings", "index and size", "boxes", "lists", "sets"],
+    ids=["strings", "index and size", "boxes", "lists", "sets", "tensors", "arrays"],
 )
 def test_keys_that_are_no_index_are_told_once_and_take_no_memory(key: Any, caplog: pytest.LogCaptureFixture) -> None:
     """One warning shows a key; what set-up has stored is given back, and epochs are those of a DataLoader."""
@@ -135,6 +137,26 @@ def test_keys_that_are_no_index_are_told_once_and_take_no_memory(key: Any, caplo
         assert dataset.cache is None
     [words] = warnings(caplog)
     assert f"is asked for keys that are no indices, as {key(0)!r}" in words
+
+
+def test_indices_of_a_tensor_are_told_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
+    """A SubsetRandomSampler of a tensor draws tensors, which are never a hit; of its list it draws numbers."""
+    order = torch.randperm(LENGTH)
+    with closing(CachedDataset(AnyKey(padded))) as dataset:
+        loader = CachedLoader(dataset, batch_size=4, sampler=SubsetRandomSampler(order))  # type: ignore[arg-type]
+        assert sum(map(len, loader)) == LENGTH
+        assert dataset.counters.totals().hits == 0
+    [words] = warnings(caplog)
+    assert "as tensor(" in words
+    assert words.splitlines()[1].startswith(
+        "To cache them, let the sampler draw numbers (of a tensor or array: its .tolist()"
+    )
+    caplog.clear()
+    with closing(CachedDataset(AnyKey(padded))) as dataset:
+        loader = CachedLoader(dataset, batch_size=4, sampler=SubsetRandomSampler(order.tolist()))
+        assert [sum(map(len, loader)) for _ in range(2)] == [LENGTH] * 2
+        assert dataset.counters.totals().hits >= LENGTH
+    assert warnings(caplog) == []
 
 
 def test_a_list_or_slice_by_hand_leaves_the_cache(caplog: pytest.LogCaptureFixture) -> None:

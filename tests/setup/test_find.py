@@ -1,6 +1,7 @@
 """The look at a source leaves nothing behind in the trainer, and gives up what cannot be read."""
 
 import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -100,6 +101,31 @@ def test_where_no_process_is_started_all_is_put_back(monkeypatch: pytest.MonkeyP
     assert "moves the generator of Made.make().own" in str(look(Made(lambda index: own.random())).reason)
     assert own.random() == np.random.default_rng(3).random()
     assert lazy.is_as_before
+
+
+class Unread(Dataset[Any]):
+    """Leaves reading to its class, which is torch's."""
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_a_fault_of_the_package_is_not_called_one_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own error is its own, in a process of set-up or in this one. That of the data may come from any library."""
+    for make, words in (
+        (lambda index: torch.zeros(3).view(2, 2), "reading it raised RuntimeError: shape '[2, 2]' is invalid"),
+        (lambda index: np.zeros(3).reshape(2, 2), "reading it raised ValueError: cannot reshape array"),
+        (lambda index: json.loads("{"), "reading it raised JSONDecodeError: Expecting property name"),
+    ):
+        assert str(look(Made(make)).reason).startswith(words)
+    assert str(look(Unread()).reason).startswith("reading it raised NotImplementedError: Subclasses of Dataset")
+    monkeypatch.setattr("lightning_stocache.setup.find.MOST_BYTES", "64 MiB")
+    for workers in (0, 2):
+        reason = str(look(Made(_squares), workers).reason)
+        assert reason.startswith("lightning_stocache itself raised TypeError: '<=' not supported")
+        assert reason.endswith("This is no fault of the data: please report it")
+    with pytest.raises(RuntimeError, match="lightning_stocache itself raised TypeError"):
+        look(Made(_squares), strict=True)
 
 
 def test_what_cannot_be_cached_has_a_reason() -> None:

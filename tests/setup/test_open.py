@@ -348,3 +348,16 @@ def test_what_one_source_does_wrong_is_told_to_all(on_two_ranks: Any) -> None:
         assert "must open the same sources; those of rank 0 have [20] samples, those of rank 1 []" in words
     assert [kind for kind, *_ in by_cut] == ["RuntimeError", "UncuttableError"]
     assert "failed on rank 1: UncuttableError" in by_cut[0][1]
+
+
+def test_an_error_that_is_none_of_memory_is_not_called_one(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """All samples are loaded from their source, with one warning that names what was raised."""
+
+    def create(*_: Any, **__: Any) -> Any:
+        raise ValueError("no such layout")
+
+    monkeypatch.setattr("lightning_stocache.setup.open.Store.create", create)
+    with closing(CachedDataset(Made(torch.tensor))) as dataset:
+        assert [int(dataset[index]) for index in range(12)] == list(range(12))
+    [warning] = warnings(caplog)
+    assert warning.endswith("uncounted: rank 0 could not open a cache: it raised ValueError: no such layout")

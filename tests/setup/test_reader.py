@@ -570,6 +570,9 @@ def test_a_state_that_cannot_be_put_back_is_a_reason(tmp_path: Path) -> None:
     here = os.getpid()
     reason = str(look(Made(read, LENGTH)).reason)
     assert f"reading it moves the position in {tmp_path / 'file'}, which set-up cannot put back" in reason
+    assert reason.endswith('give its loader workers and multiprocessing_context="forkserver" or "spawn"')
+    with closing(SourceReader(CacheRequest(Made(read, LENGTH)))) as alone:  # of a CachedDataset, without a loader
+        assert str(alone.look().reason).endswith("give CachedDataset a spec=, with which set-up reads nothing")
     os.close(descriptor)
 
 

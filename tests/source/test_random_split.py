@@ -1,6 +1,7 @@
 """`split` finds what is random in a source, cuts its transform there, and proves that the two parts make the whole."""
 
 import copy
+import importlib
 import itertools
 import pickle
 import random
@@ -246,6 +247,7 @@ def test_a_source_that_is_random_in_itself_stays_whole() -> None:
         (lambda i: (i, np.random.rand()), "moves the generator of numpy.random"),
         (lambda i: (torch.rand(3), random.random()), "torch and random"),
         (lambda i: {"x": (i, OWN.random(3))}, "moves the generator of tests.source.test_random_split.OWN"),
+        (lambda i: {"x": (i, next(CLOCK))}, "it is random, or depends on the time, on earlier reads "),
         (lambda i: {"x": (i, next(CLOCK))}, "index 0 differ in sample['x'][1]"),
         (lambda i: np.copyto(BUFFER, next(CLOCK)) or BUFFER, "index 0 differ in sample"),  # a buffer that is reused
         (lambda i: (i, np.random.default_rng().random() > 2), "moves the generator of the system"),
@@ -303,6 +305,57 @@ def test_what_cannot_be_split_soundly_stays_whole() -> None:
         parts = split(source)
         assert (parts.source is source, parts.tail) == (True, None)
         assert why in str(parts.reason)
+
+
+class Wrapper(Dataset[Any]):
+    """Forwards what it has not, also while it is copied and has nothing yet."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+def in_a_thread(photos: Photos, index: int) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(photos.transform, photos.images[index]).result()
+
+
+def augmented(photos: Any, index: int) -> Any:
+    return photos.augment(photos.images[index]) * 2
+
+
+def test_the_reason_is_that_of_the_transform_that_draws() -> None:
+    """Whatever its name: not that no other is random, nor what follows from the try."""
+    for source, why in (
+        (Photos(None, augmented, augment=noisy), "the sample does not hold what its transform returns"),
+        (Photos(torch.nn.Identity(), augmented, augment=noisy), "the sample does not hold what its transform returns"),
+        (
+            Photos(None, lambda photos, i: photos.augment(image=photos.images[i]), augment=noisy),
+            "its transform is called with key",
+        ),
+        (Subset(Photos(None, augmented, augment=noisy), range(4)), "the sample does not hold what its transform"),
+        (Wrapper(Photos(CROP)), "a Wrapper cannot be copied: copy.copy raises RecursionError"),
+        (Photos(noisy, in_a_thread), "its transform is called by another thread than the one that reads"),
+        (Photos(CROP, in_a_thread), "its transform is called by another thread than the one that reads"),
+    ):
+        assert str(split(source).reason).partition(", and cannot be split: ")[2].startswith(why)
+
+
+def test_entropy_for_a_module_that_is_imported_is_no_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first read imports it."""
+    (tmp_path / "asks_for_entropy.py").write_text("import uuid\n\nKEY = uuid.uuid4()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    parts = split(Made(lambda index: (index, importlib.import_module("asks_for_entropy").__name__)))
+    monkeypatch.delitem(sys.modules, "asks_for_entropy")
+    assert parts.reason is None
 
 
 def broken(index: int) -> Any:

@@ -151,6 +151,19 @@ def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path, caplog
     assert warning.endswith("\nthe source may be created again in every epoch")
 
 
+def test_empty_slots_are_not_called_a_lack_of_memory(tmp_path, caplog):
+    """They have many causes, each with a warning of its own."""
+
+    def empty(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == trainer.num_training_batches:
+            trainer.train_dataloader.dataset.cache.clear()
+
+    trainer = make_trainer(tmp_path, [CacheMonitor(), LambdaCallback(on_train_batch_start=empty)], epochs=3)
+    trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
+    [warning] = said(caplog, "were to be expected")
+    assert re.search(r"\nonly \d+\.\d % of the cache is filled \(the warnings above say why\)$", warning)
+
+
 def test_no_value_is_logged_twice(tmp_path):
     """With two fits, a resume, validation within epochs and two monitors a logger has each key once per step."""
     both, val = source(tmp_path), source(tmp_path, "val", 8)
