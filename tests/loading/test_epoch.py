@@ -190,7 +190,7 @@ def test_without_memory_that_workers_can_write_to_batches_are_sent(monkeypatch, 
         loader = CachedLoader(dataset, batch_sampler=batches, multiprocessing_context="fork", **PERSISTENT)
         for _ in range(3):
             assert same([copied(batch) for batch in loader], expected)
-            assert loader.resources.pool.shared_bytes == 0 or not reachable
+            assert loader.resources.pool.shared_left == 0 or not reachable
         assert cache.filled == LENGTH
         loader.close()
 
