@@ -34,7 +34,7 @@ from lightning_stocache.source.looks import AT_ONCE, Due, Look, Schedule, judged
 from lightning_stocache.source.proof import CutProof
 from lightning_stocache.source.samples import Bits, bits
 from lightning_stocache.source.transform_split import Head, Tail, reading
-from lightning_stocache.source.witness import Witness
+from lightning_stocache.source.witness import Difference, Witness
 
 __all__ = ["Changes"]
 
@@ -183,7 +183,7 @@ class Changes:
 
     # ---- looks ----
 
-    def look(self, due: Due, *, finds_lent: bool = False) -> Look:
+    def look(self, due: Due) -> Look:
         """Compare the source's state, and read stored samples again in this process."""
         self.refresh()
         if not self._can_look:
@@ -191,7 +191,7 @@ class Changes:
         due = self._compared(due)
         if not due.reads:
             return _unread(due)
-        look = self._read_again(due, exact=bool(due.moved), finds_lent=finds_lent)
+        look = self._read_again(due)
         if look.change is None and look.samples:
             self.witness.excuse_unread(due.moved)
         elif look.change is not None and look.cause in ("changed", "random") and due.moved:
@@ -252,8 +252,8 @@ class Changes:
         self._process, self._served = os.getpid(), samples
         counters = self.opened.counters
         epoch = 1 if counters is None else 1 + counters.totals().served // max(length, 1)
-        due = self._due(epoch)
-        look = self.look(due, finds_lent=finds_lent and epoch == 1)
+        due = self._due(epoch)._replace(finds_lent=finds_lent and epoch == 1)
+        look = self.look(due)
         self.end(look, epoch)
         if due.samples:
             self.lends = look.lends
@@ -278,7 +278,7 @@ class Changes:
         """Read samples again because attributes have moved, and it is not known why. Returns one that is a change."""
         if not self._can_look:
             return None
-        look = self._read_again(Due(AT_ONCE), exact=True)
+        look = self._read_again(Due(AT_ONCE, moved=tuple(Difference(path, "setting") for path in paths)))
         self._count(look)
         if look.change is not None:
             return min(paths)
@@ -288,20 +288,12 @@ class Changes:
             self.witness.doubtful.update(paths)
         return None
 
-    def _read_again(self, due: Due, *, exact: bool, finds_lent: bool = False) -> Look:
+    def _read_again(self, due: Due) -> Look:
         """Read stored samples again. What that moves is learned, and what others reach is put back."""
         common, cache = self._common, cast(Store, self.opened.cache)
         content = common.content() if common else None
         with self.witness, self.witness.reading(), reading(self.heads):
-            look = read_again(
-                self.opened.source,
-                cache,
-                due.samples,
-                due.indices,
-                exact=exact,
-                finds_lent=finds_lent,
-                proof=self.proof,
-            )
+            look = read_again(self.opened.source, cache, due, self.proof)
         place = None if content is None else cast(CommonState, common).written(content)
         return look if place is None else replace(look, change=place, cause="written")
 

@@ -361,10 +361,9 @@ class CachedSource:
         samples: list[Any] = []
         heads, proof, strict = self.changes.heads, self.changes.proof, self.opened.request.strict
         placed = np.flatnonzero(cache.have_places(indices)).tolist()
-        # Made anew: a forked worker has no CUDA, whatever its parent had. A sample without a slot cannot be frozen.
-        watched = bool(placed) and not self.opened.request.allow_random
-        is_alone = are_draws_evidence()  # else a generator that has moved is no evidence
-        generators = Generators() if watched and is_alone else None
+        # A sample without a slot cannot be frozen, and with other threads a generator that has moved is no evidence.
+        is_watched = placed and not self.opened.request.allow_random and are_draws_evidence()
+        generators = Generators() if is_watched else None  # anew: a forked worker has no CUDA, whatever its parent had
         before = {} if generators is None else generators.state()
         start = time.perf_counter_ns()
         try:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -59,6 +59,7 @@ class Due(NamedTuple):
         samples: how many stored samples are read again.
         at_once: how many may be read if the source's state has moved.
         is_compared: whether the source's state is still to be compared.
+        finds_lent: whether to find out, by one read more, if the source hands out its own memory.
         indices: samples that are read besides.
         moved: where the state has moved, so that samples must prove that they have not changed.
         change: the path of a difference that is a change without a look; None if there is none.
@@ -69,6 +70,7 @@ class Due(NamedTuple):
     samples: int = 0
     at_once: int = 0
     is_compared: bool = False
+    finds_lent: bool = False
     indices: tuple[int, ...] = ()
     moved: tuple[Difference, ...] = ()
     change: str | None = None
@@ -224,36 +226,25 @@ def _spread_over(indices: Sequence[int], count: int) -> list[int]:
 # ---- the look ----
 
 
-def read_again(
-    source: Any,
-    cache: Store,
-    samples: int,
-    indices: Sequence[int] = (),
-    *,
-    exact: bool = False,
-    finds_lent: bool = False,
-    proof: CutProof | None = None,
-) -> Look:
+def read_again(source: Any, cache: Store, due: Due, proof: CutProof | None = None) -> Look:
     """Read stored samples again in this process, and compare them with what is stored. All generators are put back.
 
     A sample that cannot be read now is no change: an error of the source is for whoever asks for the sample. Nor is one
-    whose numbers differ in their last bits: another number of threads adds in another order.
+    whose numbers differ in their last bits, because another number of threads adds in another order; but it is one if
+    something has moved that may change them.
 
     Args:
         source: the dataset that loads the samples of the cache.
         cache: the store.
-        samples: how many are read, if so many are stored.
-        indices: samples that are read besides.
-        exact: whether the last bits count, too: something has moved that may change them.
-        finds_lent: whether to find out, by one read more, if the source hands out its own memory.
+        due: which samples are read, as far as so many are stored.
         proof: of the cut, if the source was cut.
     """
     begun = time.perf_counter_ns()
     dice = random.Random()  # not a process-wide generator, whose draws are the user's
     stored = cache.some_stored(_TRIED, dice)  # always the same ones would leave the others unseen
-    asked = [*indices, *dice.sample(stored, min(samples, len(stored)))]
+    asked = [*due.indices, *dice.sample(stored, min(due.samples, len(stored)))]
     read, load_ns, lends = 0, 0, False
-    with _undisturbed(source):
+    with Generators(source) if are_draws_evidence() else nullcontext():
         for index in asked:
             before = _stored(cache, index)
             if before is UNREADABLE:
@@ -268,10 +259,10 @@ def read_again(
                 continue
             load_ns += time.perf_counter_ns() - start
             read += 1
-            if not _is_same(before, now, cache.codec, index, exact):
+            if not _is_same(before, now, cache.codec, index, exact=bool(due.moved)):
                 cause: Cause = "random" if _differs_each_time(source, index, now, dice.getrandbits(31)) else "changed"
                 return Look(read, time.perf_counter_ns() - begun, f"sample {index}", cause)
-            if finds_lent and read == 1:
+            if due.finds_lent and read == 1:
                 read += 1
                 lends = _is_lent(source, index, now)
     return Look(read, time.perf_counter_ns() - begun, lends=lends, load_ns=load_ns)
@@ -311,17 +302,7 @@ def _loaded(source: Any, index: int) -> Any:
     return source[index] if read is None else one_per_index(read([index]), 1, source)[0]
 
 
-@contextmanager
-def _undisturbed(source: Any) -> Iterator[None]:
-    """Put all generators back, unless another thread may draw from them meanwhile."""
-    if not are_draws_evidence():
-        yield
-        return
-    with Generators(source):
-        yield
-
-
-def _is_same(before: Any, now: Any, codec: SampleCodec, index: int, exact: bool) -> bool:
+def _is_same(before: Any, now: Any, codec: SampleCodec, index: int, *, exact: bool) -> bool:
     """Whether a sample is the stored one. It may look another way until it has been stored, too."""
     if bits(before) == bits(now):
         return True

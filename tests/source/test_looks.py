@@ -118,7 +118,7 @@ def test_stored_samples_are_compared(change: Callable[[int], Any], outcome: Any)
         source.make = change
         states = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
         assert dataset.cache is not None
-        look = read_again(source, dataset.cache, 3)
+        look = read_again(source, dataset.cache, Due(3))
         assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == states
     assert (look.change and look.change.partition(" ")[0], look.cause) == outcome
 
@@ -133,7 +133,7 @@ def test_looks_come_to_all_samples(tmp_path: Path) -> None:
         assert dataset.cache is not None
         (tmp_path / "log").unlink()
         for _ in range(150):
-            read_again(source, dataset.cache, 8)
+            read_again(source, dataset.cache, Due(8))
     assert set(source.loaded) == set(range(64))
 
 
