@@ -336,8 +336,11 @@ class Epoch:
         if resources.route == "worker":
             self._request(plan, resources.pool.take_shared())
         elif isinstance(indices, np.ndarray) and len(indices) and not self._is_closed:
-            plan.places = places = resources.cache.lookup(indices)
-            plan.missing = np.flatnonzero(places == NO_PLACE).tolist()
+            places = resources.cache.lookup(indices)
+            missing = np.flatnonzero(places == NO_PLACE)
+            if len(missing) and resources.workers is None and self._stores_few(indices[missing]):
+                return  # to copy samples into rows, and store none of them, would cost more than to collate them
+            plan.places, plan.missing = places, missing.tolist()
             if plan.missing:  # read other places instead: a hole of the file would take a page, or fault without memory
                 places[plan.missing] = places.max()
             if plan.missing and resources.workers is not None:
@@ -345,6 +348,10 @@ class Epoch:
                 if (shared := resources.pool.take_shared(sizes)) is not None:
                     plan.rows = resources.gather(places, plan.missing, fields_of(shared, sizes))
                 self._request(plan, shared)
+
+    def _stores_few(self, missing: Integers) -> bool:
+        """Whether most of some missing samples have no place in the cache."""
+        return 2 * int(np.count_nonzero(self._resources.cache.have_places(missing))) < len(missing)
 
     def _request_whole(self, plan: Plan) -> None:
         """Ask a worker for a batch that passes through, if there are workers."""
@@ -419,9 +426,6 @@ class Epoch:
         """A batch whose misses this process loads."""
         resources, samples = self._resources, len(plan.indices)
         codec = resources.cache.codec
-        have_places = resources.cache.have_places(plan.indices[plan.missing])
-        if 2 * np.count_nonzero(have_places) < len(plan.missing):  # to copy most samples into rows would store none
-            return default_collate(list(self._cached.samples(plan.indices.tolist()))), 0
         rows = resources.gather(places, plan.missing)
         into = codec.rows(rows, samples)
         odd = self._cached.load_into(into, plan.indices[plan.missing].tolist(), plan.missing)

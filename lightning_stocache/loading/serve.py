@@ -255,8 +255,9 @@ class CachedSource:
             return self._decoded(cache, indices, keys, are_ready, iter(ready), iter(loaded))
         if not loaded:
             return ready
-        stored, others = iter(ready), iter(loaded)
-        return [next(stored) if is_ready else next(others) for is_ready in are_ready.tolist()]
+        for position, sample in zip(np.flatnonzero(are_ready).tolist(), ready, strict=True):
+            loaded.insert(position, sample)
+        return loaded
 
     def _load_missing(self, cache: Store, missing: list[int], keys: Mapping[int, Any] | None) -> list[Any]:
         """The samples of a batch that are not READY, loaded unless another job does it."""
