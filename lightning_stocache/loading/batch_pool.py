@@ -39,7 +39,7 @@ __all__ = ["Attached", "BatchPool", "SharedBatch", "fields_of"]
 
 log = logging.getLogger(__name__)
 
-_SMALL = 1 << 14  # bytes; below this (labels) a fresh tensor costs less than the bookkeeping
+_SMALL = 1 << 14  # bytes; below this (labels) fresh memory costs less than the bookkeeping
 _PER_FIELD = 8  # buffers kept; a consumer that lets go of batches in bursts needs no more
 _PER_SIZE = 2  # buffers kept of each size of single samples
 _PAUSE_SECONDS = 10.0  # after memory was refused
@@ -82,16 +82,11 @@ class BatchPool:
         """
         return [self._take(-(step := _size_class(nbytes)), step, _PER_SIZE)[:nbytes] for nbytes in sizes]
 
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes of private memory that are free and kept for later batches."""
-        return sum(memory.nbytes for buffers in self._private.values() for memory in buffers.free)
-
     def _take(self, key: int, nbytes: int, most: int) -> npt.NDArray[np.uint8]:
         if self._pinned:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
         if nbytes < _SMALL:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu").numpy()
+            return np.empty(nbytes, dtype=np.uint8)
         buffers = self._private.get(key) or self._private.setdefault(key, _Buffers(most))
         # Two threads may be here at once: each list operation is atomic, and the size of what was popped is checked.
         if nbytes > buffers.size:
@@ -151,11 +146,6 @@ class BatchPool:
     def shared_left(self) -> int:
         """Number of batches to which shared memory can still be lent; after a refusal, only by existing segments."""
         return len(self._free) - (0 if self._refused_until is None else self._free.count(None))
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of all segments, free or lent."""
-        return sum(segment.size for segment in self._segments)
 
     def trim(self) -> None:
         """Close the free segments; new ones may be made later."""

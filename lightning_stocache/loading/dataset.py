@@ -257,13 +257,16 @@ class CachedDataset(Forwarding):
         """The sample of an index. The source answers for any other key (a list, a slice) or with further arguments."""
         if options or len(key) != 1:
             return self.__cached.sample_with(*key, **options)
-        self.__cached.look_by_itself(self.__cached.samples_of(key[0]))
+        self.__look(self.__cached.samples_of(key[0]))
         return self.__cached.sample(key[0])
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """The samples of a batch, as a list: all hits are copied out by one gather per field."""
-        self.__cached.look_by_itself(len(indices))
-        return self.__cached.made(lambda: self.__finished(indices))
+        self.__look(len(indices))
+        return self.__cached.changes.made(lambda: self.__finished(indices))
+
+    def __look(self, samples: int) -> None:
+        self.__cached.changes.look_by_itself(samples, finds_lent=not self.__cached.transforms)
 
     def __finished(self, indices: Sequence[Any]) -> Any:
         samples = self.__cached.samples(indices)

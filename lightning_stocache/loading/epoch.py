@@ -25,7 +25,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -41,7 +41,6 @@ from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch, fields
 from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.index_stream import IndexStream
 from lightning_stocache.loading.loader_sampler import batches_of
-from lightning_stocache.loading.look_apart import look_apart
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.prefetch import WORTHWHILE_NS, Job, Prefetcher, held_back
 from lightning_stocache.loading.serve import CachedSource
@@ -260,7 +259,7 @@ class Epoch:
                     self._pass_through()
                 if not self._batches:
                     self._complete()
-                if not self._passes and self._cached.hears_change:  # since this batch was begun
+                if not self._passes and self._cached.changes.are_heard:  # since this batch was begun
                     self._pass_through()
                     self._complete()
                 batch, hits = self._batches.pop()
@@ -293,19 +292,15 @@ class Epoch:
         if self._has_looked or not self._open:
             return
         self._has_looked = True
-        due = self._cached.due()
-        workers = self._resources.workers
+        changes, workers = self._cached.changes, self._resources.workers
+        due = changes.begin_epoch()
         if workers is not None:
             look = workers.look(due) if due.samples or due.is_compared else Look()
         elif self._with_workers:
-            # A process that is started for it has the state of this one.
-            due, compare_ns = self._cached.compared(due)
-            is_asked = due.samples or due.differences
-            look = look_apart(self._cached, cast(Any, self._loader), due) if is_asked else Look()
-            look = replace(look, compare_ns=compare_ns)
+            look = changes.look_apart(due, cast(Any, self._loader))
         else:
-            look = self._cached.look(due)
-        self._cached.end_look(look)
+            look = changes.look(due)
+        changes.end(look)
 
     # ---- plan ----
 
@@ -341,8 +336,11 @@ class Epoch:
         if resources.route == "worker":
             self._request(plan, resources.pool.take_shared())
         elif isinstance(indices, np.ndarray) and len(indices) and not self._is_closed:
-            plan.places = places = resources.cache.lookup(indices)
-            plan.missing = np.flatnonzero(places == NO_PLACE).tolist()
+            places = resources.cache.lookup(indices)
+            missing = np.flatnonzero(places == NO_PLACE)
+            if len(missing) and resources.workers is None and self._stores_few(indices[missing]):
+                return  # to copy samples into rows, and store none of them, would cost more than to collate them
+            plan.places, plan.missing = places, missing.tolist()
             if plan.missing:  # read other places instead: a hole of the file would take a page, or fault without memory
                 places[plan.missing] = places.max()
             if plan.missing and resources.workers is not None:
@@ -350,6 +348,10 @@ class Epoch:
                 if (shared := resources.pool.take_shared(sizes)) is not None:
                     plan.rows = resources.gather(places, plan.missing, fields_of(shared, sizes))
                 self._request(plan, shared)
+
+    def _stores_few(self, missing: Integers) -> bool:
+        """Whether most of some missing samples have no place in the cache."""
+        return 2 * int(np.count_nonzero(self._resources.cache.have_places(missing))) < len(missing)
 
     def _request_whole(self, plan: Plan) -> None:
         """Ask a worker for a batch that passes through, if there are workers."""
@@ -424,9 +426,6 @@ class Epoch:
         """A batch whose misses this process loads."""
         resources, samples = self._resources, len(plan.indices)
         codec = resources.cache.codec
-        have_places = resources.cache.have_places(plan.indices[plan.missing])
-        if 2 * np.count_nonzero(have_places) < len(plan.missing):  # to copy most samples into rows would store none
-            return default_collate(list(self._cached.samples(plan.indices.tolist()))), 0
         rows = resources.gather(places, plan.missing)
         into = codec.rows(rows, samples)
         odd = self._cached.load_into(into, plan.indices[plan.missing].tolist(), plan.missing)
@@ -471,15 +470,15 @@ class Epoch:
 
     def _is_stale(self) -> bool:
         """Whether to read the source as it is now. Workers go on with the source that they were started with."""
-        if self._cached.hears_change or (not self._with_workers and self._cached.changed):
+        if self._cached.changes.are_heard or (not self._with_workers and self._cached.changes.are_seen):
             return True
         return not self._batches and self._resources.route == "main" and self._is_closed
 
     def _pass_through(self) -> None:
         """Make all later batches of the source itself, including those that were made or asked for."""
-        is_change = self._cached.hears_change
+        is_change = self._cached.changes.are_heard
         if is_change:
-            self._cached.refresh()
+            self._cached.changes.refresh()
         plans, self._plans, self._passes = list(self._plans), deque(), True
         if self._batches:
             block = self._block

@@ -139,10 +139,10 @@ class CachedLoader(DataLoader[Any]):
         cached = self._cached()
         if cached is not None and not started and not cached.knows_ranks:
             cached.look_at_ranks()
-        if cached is not None and (not started or cached.hears_change):
-            cached.refresh()  # persistent workers have a source of their own, which stays as it was
+        if cached is not None and (not started or cached.changes.are_heard):
+            cached.changes.refresh()  # persistent workers have a source of their own, which stays as it was
         if cached is not None:
-            cached.share_with(self._other_readers, [self.dataset, cached_in(self.dataset)])
+            cached.changes.share_with(self._other_readers, [self.dataset, cached_in(self.dataset)])
         resources = None if cached is None else self._resources_for(cached)
         if resources is not self.resources:
             self._change(resources)
@@ -247,7 +247,7 @@ class CachedLoader(DataLoader[Any]):
     def _resources_for(self, cached: CachedSource) -> Resources | None:
         """The resources for this cache and this route, kept or new; None if there is no short cut."""
         cache, route, last = cached.cache, self.route, self.resources
-        if last is not None and cached.hears_change and not last.cache.closed and last.workers is not None:
+        if last is not None and cached.changes.are_heard and not last.cache.closed and last.workers is not None:
             return last if last.persistent and last.is_usable() and last.workers is not None else None
         if cache is None or route is None:
             return None

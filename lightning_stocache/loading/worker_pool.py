@@ -107,15 +107,15 @@ class Responder(Dataset[Any]):
         assert dataset is not None  # else the loader is a plain DataLoader
         cached = cached_source(dataset)
         if isinstance(request, Due):
-            return cached.look(request)
+            return cached.changes.look(request)
         if request.is_anew or (request.begins and cached.transforms):
             self._begin(cached, request.is_anew)
         segment = self.attached.segment(request.memory)
         if request.missing is not None and segment is not None:
-            cached.refresh()
+            cached.changes.refresh()
             if (cache := cached.cache) is not None:
                 return self._missing(cached, cache, request.indices, request.missing, segment)
-        reply = cached.made(lambda: self._whole(cached, request.indices, segment))
+        reply = cached.changes.made(lambda: self._whole(cached, request.indices, segment))
         return Reply(reply.batch, reply.packed, len(request.indices))
 
     def _begin(self, cached: CachedSource, is_anew: bool) -> None:
@@ -353,7 +353,7 @@ class InitOnSource:
         if self.function is None:
             return
         if ours and cached is not None:
-            cached_source(cached).look_around(partial(self.function, worker))
+            cached_source(cached).changes.look_around(partial(self.function, worker))
         else:
             self.function(worker)
 

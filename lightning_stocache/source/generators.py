@@ -228,15 +228,15 @@ _connections = count()  # `multiprocessing` asks the system when it connects, fo
 
 @contextmanager
 def watch_entropy() -> Iterator[None]:
-    """Count questions to the system for entropy as draws: a generator made anew in each read has no earlier state."""
+    """Count questions to the system for entropy as draws: a generator made anew in each read has no earlier state.
+
+    Those of modules that a read imports do not count: it imports them once.
+    """
 
     def ask(size: int) -> bytes:
-        frame: Any = cast(Any, inspect.currentframe()).f_back
-        asker = str(frame.f_globals.get("__name__"))
-        while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
-            frame = frame.f_back
-        if frame is None:  # a module asks once, when it is imported
-            next(_connections if asker.startswith("multiprocessing.") else _entropy)
+        askers = _callers()
+        if "importlib._bootstrap" not in askers:
+            next(_connections if askers[0].startswith("multiprocessing.") else _entropy)
         return original(size)
 
     original, modules = os.urandom, ((os, "urandom"), (random, "_urandom"))  # NumPy asks the second, by `secrets`
@@ -247,6 +247,16 @@ def watch_entropy() -> Iterator[None]:
     finally:
         for module, name in modules:
             setattr(module, name, original)
+
+
+def _callers() -> list[str]:
+    """The modules of the code that called the caller, the nearest first, up to this package, which calls all reads."""
+    names = list[str]()
+    frame: Any = cast(Any, inspect.currentframe()).f_back.f_back
+    while frame is not None and not (name := str(frame.f_globals.get("__name__"))).startswith("lightning_stocache."):
+        names.append(name)
+        frame = frame.f_back
+    return names or [""]
 
 
 # ---- that belong to a source ----

@@ -8,6 +8,8 @@ sample each in any case.
 
 A sample that differs is read once more, under another seed. If that differs too, the source is random; else it has
 changed. A state that the source depends on may have moved (`witness`): then samples are read at once.
+
+    Schedule.due -> Due -> judged, with what has moved -> read_again -> Look -> Schedule.end
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -33,7 +35,7 @@ from lightning_stocache.source.samples import bits, same_sample, walk
 from lightning_stocache.source.transform_split import UncuttableError
 from lightning_stocache.source.witness import Difference
 
-__all__ = ["AT_ONCE", "LOST_CUT", "MOST", "Due", "Look", "Schedule", "Verdict", "judged", "read_again"]
+__all__ = ["AT_ONCE", "MOST", "Due", "Look", "Schedule", "judged", "read_again"]
 
 log = logging.getLogger(__name__)
 
@@ -47,153 +49,38 @@ SMALL_READ_NS = 20_000_000  # so are the reads of a state that has moved
 _SURE = 2  # the first epochs, which have a look in any case
 _TRIED = 16  # stored samples among which those of a look are drawn
 
-
-# ---- when ----
-
-
-@dataclass
-class Schedule:
-    """When the next look is due, and how many samples it may read.
-
-    Args:
-        due: the epoch of the next look; it waits until there is time for it.
-        sample_ns: the time of one sample in the last look, in nanoseconds; 0 before the first.
-        load_ns: of that, the time in the source.
-        compare_ns: the time of a comparison of the source's state, in nanoseconds.
-
-    Example:
-        >>> schedule = Schedule()
-        >>> for epoch in range(1, 20):
-        ...     if schedule.samples(epoch, spent_ns=0, elapsed_ns=10**9):
-        ...         schedule.end(epoch, samples=1, spent_ns=1000)
-        ...         print(epoch, end=" ")
-        1 2 3 5 9 17
-    """
-
-    due: int = 1
-    sample_ns: int = 0
-    load_ns: int = 0
-    compare_ns: int = 0
-    _compared_ns: int = 0  # since the training began, at the last comparison
-
-    def samples(self, epoch: int, spent_ns: int, elapsed_ns: int) -> int:
-        """How many samples may be read in an epoch.
-
-        Args:
-            epoch: the number of the epoch; the first is 1.
-            spent_ns: nanoseconds that all looks have taken.
-            elapsed_ns: nanoseconds since the training began.
-        """
-        if epoch < self.due:
-            return 0
-        left_ns = _SHARE * elapsed_ns - spent_ns
-        # Before the first look nobody knows what a sample takes.
-        allowed = min(int(left_ns / self.sample_ns), MOST) if self.sample_ns else int(left_ns > 0)
-        return max(allowed, int(epoch <= _SURE))
-
-    def at_once(self, spent_ns: int, elapsed_ns: int) -> int:
-        """How many samples may be read at once, if a state has moved."""
-        left_ns = max(_SHARE * elapsed_ns - spent_ns, SMALL_READ_NS)
-        return min(int(left_ns / self.load_ns), AT_ONCE) if self.load_ns else AT_ONCE
-
-    def compares(self, epoch: int, elapsed_ns: int) -> bool:
-        """Whether the source's state is compared in an epoch: in the first two, and where that takes little time."""
-        left_ns = max(_SHARE * (elapsed_ns - self._compared_ns), SMALL_COMPARE_NS)
-        if epoch > _SURE and self.compare_ns > left_ns:
-            return False
-        self._compared_ns = elapsed_ns
-        return True
-
-    def note_comparison(self, spent_ns: int) -> None:
-        """Note what a comparison took. One that was interrupted counts as twice the one before at most."""
-        self.compare_ns = min(spent_ns, 2 * self.compare_ns) if self.compare_ns else spent_ns
-
-    def end(self, epoch: int, samples: int, spent_ns: int) -> None:
-        """End a look that has read some samples; the next one is due in 1, 2, 4, 8, ... epochs."""
-        self.sample_ns = max(spent_ns // samples, 1)
-        gap = 1
-        while 1 + gap <= epoch:
-            gap *= 2
-        self.due = 1 + gap
-
-    def hasten(self, epoch: int) -> None:
-        """Make a look due in the epoch after this one: something has moved that may be no change."""
-        self.due = min(self.due, epoch + 1)
-
-
-# ---- what has moved ----
-
-
-class Verdict(NamedTuple):
-    """What follows from differences.
-
-    Args:
-        change: the path of a difference that is a change without a look; None if there is none.
-        indices: the indices of samples that must be read at once.
-        samples: how many stored samples must be read at once besides.
-        hastens: whether the next look comes early.
-        path: where the state has moved, if samples are read for it.
-    """
-
-    change: str | None = None
-    indices: tuple[int, ...] = ()
-    samples: int = 0
-    hastens: bool = False
-    path: str | None = None
-
-
-def judged(differences: Sequence[Difference], allowed: int) -> Verdict:
-    """What follows from differences.
-
-    Args:
-        differences: of the source's state since the last look.
-        allowed: how many samples may be read in the time of a look.
-
-    Example:
-        >>> judged([Difference("epoch", "setting")], allowed=8).samples
-        8
-        >>> judged([Difference("epoch", "setting")], allowed=1).change
-        'epoch'
-    """
-    indices = list[int]()
-    samples, hastens, path = 0, False, None
-    for difference in differences:
-        if difference.kind == "machinery":
-            hastens = True
-            continue
-        is_everywhere = difference.kind == "data" and not difference.indices
-        is_unproven = is_everywhere or (difference.kind == "setting" and allowed < AT_ONCE)
-        if is_unproven and not difference.is_filled:
-            return Verdict(change=difference.path)
-        path = path or difference.path
-        most = AT_ONCE
-        if difference.kind == "unread":
-            most = min(allowed, AT_ONCE)
-        elif difference.is_filled:
-            most = min(max(allowed, 1), AT_ONCE)
-        if most == 0:
-            hastens = True
-        elif difference.indices:
-            indices += spread_over(difference.indices, most)
-        else:
-            samples = max(samples, most)
-    return Verdict(None, tuple(indices), samples, hastens, path)
-
-
-def spread_over(indices: Sequence[int], count: int) -> list[int]:
-    """Up to `count` of some indices, from the first to the last."""
-    places = np.linspace(0, len(indices) - 1, min(count, len(indices)))
-    return [int(indices[int(place)]) for place in places]
-
-
-# ---- the look ----
-
 Cause: TypeAlias = Literal["changed", "random", "written", "uncut"]
-LOST_CUT = (
-    "it cannot be cut at its random steps, as it seemed: %s. All samples are loaded uncached.\nGive its deterministic "
-    "part to CachedDataset, and the random rest as transform=, which runs after the cache"
-)
-"""The warning of a cut that has turned out to be wrong."""
+
+
+class Due(NamedTuple):
+    """What a look is to do.
+
+    Args:
+        samples: how many stored samples are read again.
+        at_once: how many may be read if the source's state has moved.
+        is_compared: whether the source's state is still to be compared.
+        finds_lent: whether to find out, by one read more, if the source hands out its own memory.
+        indices: samples that are read besides.
+        moved: where the state has moved, so that samples must prove that they have not changed.
+        change: the path of a difference that is a change without a look; None if there is none.
+        hastens: whether the next look comes early.
+        compare_ns: nanoseconds that it took to compare the source's state.
+    """
+
+    samples: int = 0
+    at_once: int = 0
+    is_compared: bool = False
+    finds_lent: bool = False
+    indices: tuple[int, ...] = ()
+    moved: tuple[Difference, ...] = ()
+    change: str | None = None
+    hastens: bool = False
+    compare_ns: int = 0
+
+    @property
+    def reads(self) -> bool:
+        """Whether samples are to be read."""
+        return self.change is None and bool(self.samples or self.indices)
 
 
 @dataclass(frozen=True)
@@ -203,12 +90,12 @@ class Look:
     Args:
         samples: how many were read.
         spent_ns: nanoseconds that it took.
-        load_ns: of these, nanoseconds in the source.
         change: what is not as it was, in words; None if all is.
         cause: "changed"; "random": no two reads are equal; "written": a read writes where others read; "uncut": it was
             cut where it cannot be.
         hastens: whether the next look comes early.
         lends: whether the source hands out its own memory: whoever changes a sample in place changes the source.
+        load_ns: of `spent_ns`, nanoseconds in the source.
         compare_ns: nanoseconds that it took to compare the source's state.
         machinery: the places that reads move in the process that looked.
     """
@@ -224,52 +111,140 @@ class Look:
     machinery: frozenset[str] = frozenset()
 
 
-class Due(NamedTuple):
-    """What a look is to do.
+# ---- when ----
+
+
+@dataclass
+class Schedule:
+    """When the next look is due, and how many samples it may read.
 
     Args:
-        samples: how many stored samples are read again in any case.
-        at_once: how many may be read if the source's state has moved.
-        is_compared: whether the source's state is compared.
-        differences: where it has moved, if this is known.
+        next_epoch: the epoch of the next look; it waits until there is time for it.
+        sample_ns: the time of one sample in the last look, in nanoseconds; 0 before the first.
+        load_ns: of that, the time in the source.
+        compare_ns: the time of a comparison of the source's state, in nanoseconds.
+
+    Example:
+        >>> schedule = Schedule()
+        >>> for epoch in range(1, 20):
+        ...     if schedule.due(epoch, spent_ns=0, elapsed_ns=10**9).samples:
+        ...         schedule.end(epoch, Look(samples=1, spent_ns=1000))
+        ...         print(epoch, end=" ")
+        1 2 3 5 9 17
     """
 
-    samples: int = 0
-    at_once: int = 0
-    is_compared: bool = False
-    differences: tuple[Difference, ...] = ()
+    next_epoch: int = 1
+    sample_ns: int = 0
+    load_ns: int = 0
+    compare_ns: int = 0
+    _compared_ns: int = 0  # since the training began, at the last comparison
+
+    def due(self, epoch: int, spent_ns: int, elapsed_ns: int) -> Due:
+        """What to do in an epoch that begins now.
+
+        Args:
+            epoch: the number of the epoch; the first is 1.
+            spent_ns: nanoseconds that all looks have taken.
+            elapsed_ns: nanoseconds since the training began.
+        """
+        left_ns = _SHARE * elapsed_ns - spent_ns
+        samples = 0
+        if epoch >= self.next_epoch:
+            # Before the first look nobody knows what a sample takes.
+            allowed = min(int(left_ns / self.sample_ns), MOST) if self.sample_ns else int(left_ns > 0)
+            samples = max(allowed, int(epoch <= _SURE))
+        at_once = AT_ONCE
+        if self.load_ns:
+            at_once = min(int(max(left_ns, SMALL_READ_NS) / self.load_ns), AT_ONCE)
+        return Due(samples, at_once, self._compares(epoch, elapsed_ns))
+
+    def _compares(self, epoch: int, elapsed_ns: int) -> bool:
+        """Whether the source's state is compared in an epoch: in the first two, and where that takes little time."""
+        left_ns = max(_SHARE * (elapsed_ns - self._compared_ns), SMALL_COMPARE_NS)
+        if epoch > _SURE and self.compare_ns > left_ns:
+            return False
+        self._compared_ns = elapsed_ns
+        return True
+
+    def end(self, epoch: int, look: Look) -> None:
+        """End the look of an epoch. After one that has read samples, the next is due in 1, 2, 4, 8, ... epochs."""
+        if look.compare_ns:  # one that was interrupted counts as twice the one before at most
+            self.compare_ns = min(look.compare_ns, 2 * self.compare_ns) if self.compare_ns else look.compare_ns
+        if look.samples:
+            self.load_ns = look.load_ns // look.samples
+            self.sample_ns = max(look.spent_ns // look.samples, 1)
+            gap = 1
+            while 1 + gap <= epoch:
+                gap *= 2
+            self.next_epoch = 1 + gap
+        if look.hastens:
+            self.next_epoch = min(self.next_epoch, epoch + 1)
 
 
-def read_again(
-    source: Any,
-    cache: Store,
-    samples: int,
-    indices: Sequence[int] = (),
-    *,
-    exact: bool = False,
-    finds_lent: bool = False,
-    proof: Proof | None = None,
-) -> Look:
+# ---- what has moved ----
+
+
+def judged(due: Due, differences: Sequence[Difference]) -> Due:
+    """What a look is to do, given where the source's state differs from that of the last look.
+
+    Example:
+        >>> judged(Due(at_once=8), [Difference("epoch", "setting")]).samples
+        8
+        >>> judged(Due(at_once=1), [Difference("epoch", "setting")]).change
+        'epoch'
+    """
+    samples, indices, hastens, allowed = due.samples, list(due.indices), due.hastens, due.at_once
+    for difference in differences:
+        if difference.kind == "machinery":
+            hastens = True
+            continue
+        is_everywhere = difference.kind == "data" and not difference.indices
+        is_unproven = is_everywhere or (difference.kind == "setting" and allowed < AT_ONCE)
+        if is_unproven and not difference.is_filled:
+            return due._replace(change=difference.path)
+        most = AT_ONCE
+        if difference.kind == "unread":
+            most = min(allowed, AT_ONCE)
+        elif difference.is_filled:
+            most = min(max(allowed, 1), AT_ONCE)
+        if most == 0:
+            hastens = True
+        elif difference.indices:
+            indices += _spread_over(difference.indices, most)
+        else:
+            samples = max(samples, most)
+    moved = tuple(difference for difference in differences if difference.kind != "machinery")
+    return due._replace(samples=samples, indices=tuple(indices), moved=due.moved + moved, hastens=hastens)
+
+
+def _spread_over(indices: Sequence[int], count: int) -> list[int]:
+    """Up to `count` of some indices, from the first to the last."""
+    places = np.linspace(0, len(indices) - 1, min(count, len(indices)))
+    return [int(indices[int(place)]) for place in places]
+
+
+# ---- the look ----
+
+
+def read_again(source: Any, cache: Store, due: Due, proof: Proof | None = None) -> Look:
     """Read stored samples again in this process, and compare them with what is stored. All generators are put back.
 
     A sample that cannot be read now is no change: an error of the source is for whoever asks for the sample. Nor is one
-    whose numbers differ in their last bits: another number of threads adds in another order.
+    whose numbers differ in their last bits, because another number of threads adds in another order; but it is one if
+    something has moved that may change them.
 
     Args:
         source: the dataset that loads the samples of the cache.
         cache: the store.
-        samples: how many are read, if so many are stored.
-        indices: samples that are read besides.
-        exact: whether the last bits count, too: something has moved that may change them.
-        finds_lent: whether to find out, by one read more, if the source hands out its own memory.
+        due: which samples are read, as far as so many are stored.
         proof: of the cut, if the source was cut.
     """
     begun = time.perf_counter_ns()
     dice = random.Random()  # not a process-wide generator, whose draws are the user's
     stored = cache.some_stored(_TRIED, dice)  # always the same ones would leave the others unseen
-    asked = [*indices, *dice.sample(stored, min(samples, len(stored)))]
+    asked = [*due.indices, *dice.sample(stored, min(due.samples, len(stored)))]
     read, load_ns, lends = 0, 0, False
-    with _undisturbed(source):
+    with Generators(source) if are_draws_evidence() else nullcontext():
         for index in asked:
             before = _stored(cache, index)
             if before is UNREADABLE:
@@ -278,16 +253,16 @@ def read_again(
             try:
                 now = load_one(source, index) if proof is None else proof.load(index)
             except UncuttableError as error:
-                return Look(read + 1, time.perf_counter_ns() - begun, LOST_CUT % error, "uncut")
+                return Look(read + 1, time.perf_counter_ns() - begun, str(error), "uncut")
             except Exception:  # the source is the user's, and may raise anything
                 log.debug("sample %d could not be read again", index, exc_info=True)
                 continue
             load_ns += time.perf_counter_ns() - start
             read += 1
-            if not _is_same(before, now, cache.codec, index, exact):
+            if not _is_same(before, now, cache.codec, index, exact=bool(due.moved)):
                 cause: Cause = "random" if _differs_each_time(source, index, now, dice.getrandbits(31)) else "changed"
                 return Look(read, time.perf_counter_ns() - begun, f"sample {index}", cause)
-            if finds_lent and read == 1:
+            if due.finds_lent and read == 1:
                 read += 1
                 lends = _is_lent(source, index, now)
     return Look(read, time.perf_counter_ns() - begun, lends=lends, load_ns=load_ns)
@@ -321,17 +296,7 @@ def _stored(cache: Store, index: int) -> Any:
     return UNREADABLE if place == NO_PLACE else next(iter(cache.read(np.array([place]))))
 
 
-@contextmanager
-def _undisturbed(source: Any) -> Iterator[None]:
-    """Put all generators back, unless another thread may draw from them meanwhile."""
-    if not are_draws_evidence():
-        yield
-        return
-    with Generators(source):
-        yield
-
-
-def _is_same(before: Any, now: Any, codec: SampleCodec, index: int, exact: bool) -> bool:
+def _is_same(before: Any, now: Any, codec: SampleCodec, index: int, *, exact: bool) -> bool:
     """Whether a sample is the stored one. It may look another way until it has been stored, too."""
     if bits(before) == bits(now):
         return True

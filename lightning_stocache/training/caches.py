@@ -77,7 +77,7 @@ class _Open:
         if store is None or not isinstance(self.dataset, CachedDataset):
             return None
         cached = cached_source(self.dataset)
-        has_changed = cached.hears_change or cached.change is not None
+        has_changed = cached.changes.are_heard or cached.changes.witness.look() is not None
         return store.codec if cached.opened.source is self.source and not has_changed else None
 
     def has_changed(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
@@ -86,7 +86,7 @@ class _Open:
         A training epoch passes through to its end, and a loader goes on as long as its persistent workers.
         """
         served = [request for request in requests if self.serves(request)]
-        if not served or isinstance(self.dataset, CachedStream) or not cached_source(self.dataset).hears_change:
+        if not served or isinstance(self.dataset, CachedStream) or not cached_source(self.dataset).changes.are_heard:
             return False
         is_running = any(request.reader is not None and request.reader.is_running for request in served)
         return not is_running and ("train" not in self.stages or "train" in stages or self.idle)
@@ -112,7 +112,7 @@ class _Open:
             before, after = (cached_source(cast(CachedDataset, opened.dataset)).opened for opened in (self, larger))
             if before.counters is not None and after.counters is not None:
                 after.counters.take_matters(before.counters)
-            moved = cached_source(cast(CachedDataset, self.dataset)).witness.machinery
+            moved = cached_source(cast(CachedDataset, self.dataset)).changes.witness.machinery
             return take_over(after, before, moved)
 
         if not group.lead(copy):
@@ -288,7 +288,7 @@ class CallCaches:
                 continue
             cached = cached_source(opened.dataset)
             before = cached.opened
-            if all(self._group.exchange(is_continued(before, new.source, cached.witness.machinery))):
+            if all(self._group.exchange(is_continued(before, new.source, cached.changes.witness.machinery))):
                 cache = replace(before, request=replace(before.request, source=new.source), source=new.source)
                 opened.source, opened.dataset = new.source, dataset_over(CachedSource(cache))
 

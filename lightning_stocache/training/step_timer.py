@@ -10,8 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial, update_wrapper
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,6 +24,9 @@ from lightning_stocache.training.lightning_internals import say, step_calls
 from lightning_stocache.training.monitor import log_epoch
 
 __all__ = ["StepTimer"]
+
+_numbers = count()
+_timers: WeakValueDictionary[int, StepTimer] = WeakValueDictionary()  # of this process, by their numbers
 
 
 class StepTimer(Callback):
@@ -51,11 +57,9 @@ class StepTimer(Callback):
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, float]] = []
-        """Mean seconds of each part, for each epoch of the last `fit`, in the process that trained.
-
-        A strategy that trains in processes of its own (`ddp_spawn`, `ddp_fork`) does not bring them back, only the
-        values of the last epoch in `trainer.callback_metrics`.
-        """
+        """Mean seconds of each part, for each epoch of the last `fit`; those of rank zero, if it ran elsewhere."""
+        self._number = next(_numbers)
+        _timers[self._number] = self
         self._clock = StepClock()
         self._methods: list[tuple[Any, str, Any]] = []  # replaced methods: object, name, former attribute
 
@@ -103,6 +107,7 @@ class StepTimer(Callback):
         """Print the shares of the last epoch's steps."""
         self._stop()
         self._say()
+        vars(trainer.state)["stocache_step"] = _Returned(self._number, self.epochs)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the methods, because Lightning calls no `teardown` now. After Ctrl-C, print the shares, too.
@@ -141,6 +146,22 @@ class StepTimer(Callback):
             step = sum(last.values())
             shares = ", ".join(f"{part} {100 * seconds / step:.0f} %" for part, seconds in last.items())
             say(f"a training step took {1000 * step:.2f} ms in the last epoch: {shares}")
+
+
+@dataclass
+class _Returned:
+    """The epochs of a timer on their way back from a process in which a strategy trains (`ddp_spawn`, `ddp_fork`).
+
+    Of callbacks such a strategy brings nothing back, but it pickles the Trainer's state.
+    """
+
+    number: int
+    epochs: list[dict[str, float]]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.number in _timers:
+            _timers[self.number].epochs = self.epochs
 
 
 def _call_timed(

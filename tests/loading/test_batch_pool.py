@@ -64,13 +64,13 @@ def test_a_larger_batch_gets_larger_memory_and_smaller_memory_is_dropped():
     sent.share_memory_()
     take(pool).fill_(0)
     assert int(sent.min()) == 7
-    small, large = take(pool), take(pool, 2 * SIZE + 8)
+    small, large = take(pool, SIZE + 64), take(pool, 2 * SIZE + 8)
     del small, large
     for _ in range(3):
         one, other = take(pool, 2 * SIZE + 8).fill_(1), take(pool, 2 * SIZE).fill_(2)
         assert (int(one.max()), len(one), one.data_ptr() % 64) == (1, 2 * SIZE + 8, 0)
         del one, other
-    assert pool.idle_bytes <= 2 * (2 * SIZE + 8)
+    assert not [each for each in gc.get_objects() if type(each) is torch.Tensor and each.nbytes == SIZE + 64]
 
 
 # ---- shared
@@ -131,12 +131,16 @@ def test_what_a_worker_writes_is_what_the_batch_holds():
         assert all(field.ctypes.data % 64 == 0 for field in fields if field.size)
     assert len(attached) == 1
     other = pool.take_shared()
-    both = pool.shared_bytes
+    kept, given_up = shared.handle, other.handle
     del shared, other, field
     pool.trim()
-    assert pool.shared_bytes == both // 2
+    others = Attached()
+    assert others.segment(kept) is not None
+    assert others.segment(given_up) is None
     again = pool.take_shared()
     fields_of(again, [1000])[0].fill(6)
     assert fields[0].tolist() == [1] * 1000
     del again, fields
     pool.close()
+    for segment in others.values():
+        segment.close()

@@ -1,12 +1,15 @@
 """Generators that belong to a source are found wherever its code can come to them; states are plain values."""
 
 import functools
+import importlib
 import itertools
 import json
 import random
 import threading
+import uuid
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from lightning_stocache.source.generators import (
     put_back,
     restore,
     states_of,
+    watch_entropy,
 )
 
 GLOBAL = np.random.default_rng(1)
@@ -117,3 +121,16 @@ def test_beside_another_thread_a_move_is_no_evidence_and_nothing_is_seeded() -> 
         ends.set()
         thread.join()
         ends.clear()
+
+
+def test_entropy_for_a_module_that_a_read_imports_is_no_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first read imports it; entropy for anything else is a draw."""
+    (tmp_path / "asks_once.py").write_text("import uuid\n\nKEY = uuid.uuid4()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    generators = Generators()
+    with watch_entropy():
+        before = generators.state()
+        importlib.import_module("asks_once")
+        assert generators.changed(before) == []
+        uuid.uuid4()
+        assert generators.changed(before) == ["the system"]

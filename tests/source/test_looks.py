@@ -14,7 +14,7 @@ import torch
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.source.common_state import CommonState
-from lightning_stocache.source.looks import MOST, Schedule, judged, read_again
+from lightning_stocache.source.looks import MOST, Due, Look, Schedule, judged, read_again
 from lightning_stocache.source.witness import Difference
 from tests.sources import Made
 
@@ -25,11 +25,11 @@ def looked_in(epochs: int, epoch_ns: int, sample_ns: int) -> dict[int, int]:
     """The samples of the looks in some epochs of equal length, by epoch, where reading a sample takes a fixed time."""
     schedule, spent, looks = Schedule(), 0, dict[int, int]()
     for epoch in range(1, epochs + 1):
-        samples = schedule.samples(epoch, spent, (epoch - 1) * epoch_ns)
+        samples = schedule.due(epoch, spent, (epoch - 1) * epoch_ns).samples
         if samples:
             looks[epoch] = samples
             spent += samples * sample_ns
-            schedule.end(epoch, samples, samples * sample_ns)
+            schedule.end(epoch, Look(samples, spent_ns=samples * sample_ns))
     return looks
 
 
@@ -57,10 +57,10 @@ def test_looks_take_a_hundredth_of_the_time(sample_ns: int) -> None:
 def test_a_look_that_is_hastened_comes_in_the_next_epoch() -> None:
     """Not in the one that has just had one."""
     schedule = Schedule()
-    schedule.end(5, 4, 4000)
-    assert [epoch for epoch in range(5, 12) if schedule.samples(epoch, 0, SECOND)] == [9, 10, 11]
-    schedule.hasten(6)
-    assert [epoch for epoch in range(5, 12) if schedule.samples(epoch, 0, SECOND)] == [7, 8, 9, 10, 11]
+    schedule.end(5, Look(4, spent_ns=4000))
+    assert [epoch for epoch in range(5, 12) if schedule.due(epoch, 0, SECOND).samples] == [9, 10, 11]
+    schedule.end(6, Look(hastens=True))
+    assert [epoch for epoch in range(5, 12) if schedule.due(epoch, 0, SECOND).samples] == [7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,9 @@ def test_a_look_that_is_hastened_comes_in_the_next_epoch() -> None:
 )
 def test_what_follows_from_what_has_moved(differences: list[Difference], allowed: int, expected: Any) -> None:
     """Data at known places, and settings if there is time, are read at once; machinery hastens the next look."""
-    assert tuple(judged(differences, allowed)) == expected
+    due = judged(Due(at_once=allowed), differences)
+    path = due.moved[0].path if due.moved else None
+    assert (due.change, due.indices, due.samples, due.hastens, path) == expected
 
 
 def images(index: int) -> torch.Tensor:
@@ -117,7 +119,7 @@ def test_stored_samples_are_compared(change: Callable[[int], Any], outcome: Any)
         source.make = change
         states = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
         assert dataset.cache is not None
-        look = read_again(source, dataset.cache, 3)
+        look = read_again(source, dataset.cache, Due(3))
         assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == states
     assert (look.change and look.change.partition(" ")[0], look.cause) == outcome
 
@@ -132,7 +134,7 @@ def test_looks_come_to_all_samples(tmp_path: Path) -> None:
         assert dataset.cache is not None
         (tmp_path / "log").unlink()
         for _ in range(150):
-            read_again(source, dataset.cache, 8)
+            read_again(source, dataset.cache, Due(8))
     assert set(source.loaded) == set(range(64))
 
 

@@ -15,7 +15,7 @@ def the_package_is_heard(caplog: pytest.LogCaptureFixture) -> None:
     """Record INFO messages: the lines of epochs, and how many samples set-up has read."""
     caplog.set_level(logging.INFO)
     caplog.set_level(logging.INFO, logger="lightning_stocache")
-    caplog.set_level(logging.DEBUG, logger="lightning_stocache.loading.serve")  # which says what is read again
+    caplog.set_level(logging.DEBUG, logger="lightning_stocache.loading.changes")  # which says what is read again
 
 
 @pytest.fixture(params=DOORS)

@@ -263,7 +263,7 @@ def log_to(folder: Path) -> None:
     """Write the log lines of this process from now on to a file in this folder."""
     folder.mkdir(exist_ok=True)
     logging.basicConfig(filename=folder / f"{os.getpid()}.log", level=logging.INFO, force=True)
-    logging.getLogger("lightning_stocache.loading.serve").setLevel(logging.DEBUG)  # which says what is read again
+    logging.getLogger("lightning_stocache.loading.changes").setLevel(logging.DEBUG)  # which says what is read again
 
 
 if __name__ == "__mp_main__":  # in a spawned rank

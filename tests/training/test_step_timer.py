@@ -239,3 +239,12 @@ def test_a_real_device(tmp_path):
     assert len(timer.epochs) == 2
     assert parts["backward"] > parts["transfer"] > 0
     assert sum(parts.values()) <= took
+
+
+@pytest.mark.processes
+def test_epochs_come_back_from_a_process_of_the_strategy(tmp_path):
+    """The means of each epoch of rank zero, as without such a process."""
+    timer = StepTimer()
+    trainer = make_trainer(tmp_path, [timer], strategy="ddp_fork", limit_val_batches=0)
+    trainer.fit(Model(), Data(SAMPLES, SAMPLES, batch_size=1))
+    assert [set(epoch) for epoch in timer.epochs] == [set(PARTS)] * trainer.max_epochs

@@ -1,0 +1,368 @@
+"""What follows if a source changes after its samples were stored.
+
+There is one `Changes` for each served source. It answers whether stored samples may be served, and has some of them
+read again from time to time to find that out (`source.looks`):
+
+    before each batch       `refresh`: attributes are compared; has another process said that the source has changed?
+    in an epoch             `due` -> `look`, in the process that would read the samples without a cache -> `end`
+    in a worker             `look_around` its `worker_init_fn`
+    without a CachedLoader  `look_by_itself`: at the first call of a process, and after each pass over the dataset
+
+A source that has changed is served as it is now, uncached, by every process of the job: one number in shared memory
+says so. Nothing is emptied. The same follows where hits would do something else than reads: a read writes into state
+that the sampler reads, or somebody changes samples in place that are the dataset's own memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_stocache.cache.store import Store
+from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.setup.reader import Reader, Subject, start_method
+from lightning_stocache.source import looks
+from lightning_stocache.source.common_state import CommonState
+from lightning_stocache.source.looks import AT_ONCE, Due, Look, Schedule, judged, read_again
+from lightning_stocache.source.proof import Proof
+from lightning_stocache.source.samples import Bits, bits
+from lightning_stocache.source.transform_split import Head, Tail, reading
+from lightning_stocache.source.witness import Difference, Witness
+
+__all__ = ["Changes"]
+
+log = logging.getLogger(__name__)
+
+_Cause: TypeAlias = looks.Cause | Literal["in place", "strayed"]
+
+_T = TypeVar("_T")
+
+_KEYS_ALONE = 32  # keys that are no indices, after which a cache that has served nothing is given up
+
+
+class Changes:
+    """Tells whether the stored samples of a source may be served.
+
+    Args:
+        opened: the opened cache, with the source.
+        is_copy: whether the source is a copy in the process of the original: if it changes, the original has not.
+
+    Attributes:
+        opened: what is served now: the cache and its source; the source alone once it has changed.
+        proof: of the cut, if the source is cut.
+        witness: compares the source's state.
+        lends: whether the samples of the next batch are to be the source's own (`lend`).
+    """
+
+    def __init__(self, opened: OpenCache, *, is_copy: bool = False) -> None:
+        self.witness = Witness(opened.request.source, getattr(opened.tail, "steps", ()))
+        self.witness.learn(opened.machinery)
+        self.lends = False
+        self._is_copy = is_copy
+        self._schedule = Schedule()
+        self._epoch = 0  # of the CachedLoaders in this process
+        self._process = self._served = 0  # since the last look by itself: this process, and the samples that it served
+        self._common: CommonState | None = None
+        self._keys = 0  # that were no indices
+        self._lent: list[tuple[Any, Bits]] = []  # samples of the first batch, with their bits
+        self.serve(opened)
+
+    def serve(self, opened: OpenCache) -> None:
+        """Serve from another record of the same source."""
+        self.opened, tail = opened, opened.tail
+        self.proof = Proof(opened.request.source, opened.source, tail) if isinstance(tail, Tail) else None
+
+    @property
+    def source(self) -> Dataset[Any]:
+        """The user's dataset."""
+        return self.opened.request.source
+
+    @property
+    def heads(self) -> Sequence[Head]:
+        """The heads of a cut source."""
+        return getattr(self.opened.tail, "heads", ())
+
+    # ---- may stored samples be served? ----
+
+    @property
+    def are_heard(self) -> bool:
+        """Whether a process of the job has said that the source has changed."""
+        counters = self.opened.counters
+        return counters is not None and counters.says_changed
+
+    @property
+    def are_seen(self) -> bool:
+        """Whether the source has changed since it was cached: another process says so, or it is seen here."""
+        if self._keys >= _KEYS_ALONE and self.opened.counters is not None:
+            totals, self._keys = self.opened.counters.totals(), 1
+            if not totals.hits + totals.misses and not self._is_copy:
+                self.opened.counters.say_changed()  # no process reads what set-up has stored
+        if self.are_heard:
+            return True
+        change = self.witness.look()
+        if change is None and self.witness.doubtful:
+            change = self._look_for(self.witness.take_doubtful())
+        if change is None:
+            return False
+        self.give_up("changed", f"its `{change}`")
+        return True
+
+    def refresh(self) -> None:
+        """Serve the source itself, uncached, once it has changed."""
+        opened = self.opened
+        if (opened.cache is not None or opened.source is not self.source) and self.are_seen:
+            self.serve(opened.given_up())
+
+    def made(self, make: Callable[[], _T]) -> _T:
+        """What `make` makes of served samples; made anew if the source is said to have changed meanwhile."""
+        self.refresh()
+        was_cached = self.opened.live_cache is not None
+        result = make()
+        return make() if was_cached and self.are_heard else result
+
+    def give_up(self, cause: _Cause, what: str = "") -> None:
+        """Say to every process that no stored sample may be served, and warn, once on the node."""
+        counters = self.opened.counters
+        if counters is None:
+            return
+        if not self._is_copy:
+            counters.say_changed()
+        if counters.is_first("changed source"):
+            if cause == "changed" and what.startswith("sample ") and self.opened.group.world > 1:
+                what += " (of which the ranks may hold different data)"
+            log.warning("%s: %s", type(self.source).__name__, _WARNINGS[cause].format(what))
+
+    def note_key(self, key: Any) -> None:
+        """Warn once of keys that are no indices. A cache from which nothing else was asked for is given up later."""
+        counters = self.opened.counters
+        if self.opened.live_cache is None or counters is None or isinstance(key, slice):
+            return
+        self._keys += 1
+        if self._keys == 1 and counters.is_first("keys"):
+            log.warning(
+                "%s is asked for keys that are no indices, as %.60s: such samples are not cached, but loaded every "
+                "time.\nTo cache them, let the sampler draw numbers (of a tensor or array: its .tolist()), and the "
+                "loader make the batches",
+                type(self.source).__name__,
+                repr(key),  # a handler may keep the record
+            )
+
+    # ---- what is due? ----
+
+    def begin_epoch(self) -> Due:
+        """What to do in an epoch of a CachedLoader that begins now."""
+        self._epoch += 1
+        return self._due(self._epoch)
+
+    def _due(self, epoch: int) -> Due:
+        counters = self.opened.counters
+        if counters is None or not self._can_look:
+            return Due()
+        elapsed_ns = counters.begin_looks()
+        return self._schedule.due(epoch, counters.looks[1], elapsed_ns)
+
+    @property
+    def _can_look(self) -> bool:
+        """Whether there are stored samples that can be read again."""
+        return self.opened.live_cache is not None and not self.opened.request.allow_random
+
+    def _compared(self, due: Due) -> Due:
+        """What to do, given what has moved in the source's state."""
+        if not due.is_compared:
+            return due
+        begun = time.thread_time_ns()  # without the time of other processes: a comparison that seems slow is left out
+        differences = self.witness.differences()
+        spent_ns = time.thread_time_ns() - begun
+        return judged(due, differences)._replace(is_compared=False, compare_ns=spent_ns)
+
+    # ---- looks ----
+
+    def look(self, due: Due) -> Look:
+        """Compare the source's state, and read stored samples again in this process."""
+        self.refresh()
+        if not self._can_look:
+            return Look()
+        due = self._compared(due)
+        if not due.reads:
+            return _unread(due)
+        look = self._read_again(due)
+        if look.change is None and look.samples:
+            self.witness.excuse_unread(due.moved)
+        elif look.change is not None and look.cause in ("changed", "random") and due.moved:
+            look = replace(look, change=f"its `{due.moved[0].path}`", cause="changed")
+        return replace(look, hastens=due.hastens, compare_ns=due.compare_ns, machinery=self.witness.machinery)
+
+    def look_apart(self, due: Due, loader: DataLoader[Any]) -> Look:
+        """Look in a process like a worker of a loader, where the loader has workers and none runs.
+
+        A loader whose samples are all stored starts no workers. Its next workers would see the source as it is now,
+        after the loader's `worker_init_fn`. This process must not read it: it would open files that later workers
+        share. But it compares the state, which is that of the new process.
+        """
+        due = self._compared(due)
+        if not due.reads:
+            return _unread(due)
+        begun = time.perf_counter_ns()
+        context = loader.multiprocessing_context
+        method = start_method(None if context is None else context.get_start_method())
+        subject = Subject(self.look, self.source, type(self.source).__name__, has_workers=True)
+        with closing(Reader([subject], method, init=loader.worker_init_fn)) as reader:
+            try:
+                look: Look = reader.ask(due)
+            except Exception:  # the source is the user's, and may raise anything
+                log.debug("no sample could be read again", exc_info=True)
+                look = Look(1)  # the time is spent
+        return replace(look, spent_ns=time.perf_counter_ns() - begun, compare_ns=due.compare_ns)
+
+    def look_around(self, init: Callable[[], Any]) -> None:
+        """In a worker: compare the source's state after its `worker_init_fn`. Each worker may have another state."""
+        due = self._due(self._epoch)
+        if not due.is_compared:
+            init()
+            return
+        before = self._compared(due._replace(samples=0))
+        init()
+        after = self._compared(before._replace(is_compared=True))
+        look = self.look(after)
+        moved = after.moved[len(before.moved) :]
+        if moved and look.change is None and not look.samples:  # nothing is stored yet that another worker would get
+            look = replace(look, change=f"its `{moved[0].path}`")
+        self.end(look)
+
+    def look_by_itself(self, samples: int, *, finds_lent: bool) -> None:
+        """Where no CachedLoader iterates: look at the first call of a process, and after each pass over the dataset.
+
+        Args:
+            samples: how many are asked for now.
+            finds_lent: whether somebody may change samples in place.
+        """
+        self._take_back()
+        if not samples or not self._can_look:
+            return
+        length = len(cast(Any, self.source))
+        if self._process == os.getpid() and self._served < length:
+            self._served += samples
+            return
+        self._process, self._served = os.getpid(), samples
+        counters = self.opened.counters
+        epoch = 1 if counters is None else 1 + counters.totals().served // max(length, 1)
+        due = self._due(epoch)._replace(finds_lent=finds_lent and epoch == 1)
+        look = self.look(due)
+        self.end(look, epoch)
+        if due.samples:
+            self.lends = look.lends
+
+    def end(self, look: Look, epoch: int | None = None) -> None:
+        """End a look of this or another process: note what it took, and give up if something has changed."""
+        self.witness.learn(look.machinery)
+        self._schedule.end(self._epoch if epoch is None else epoch, look)
+        self._count(look)
+        if look.change is not None:
+            self.give_up(look.cause, look.change)
+            self.refresh()
+
+    def _count(self, look: Look) -> None:
+        if not look.samples:
+            return
+        log.debug("%s: %d stored samples were read again", type(self.source).__name__, look.samples)
+        if self.opened.counters is not None:
+            self.opened.counters.add_look(look.samples, look.spent_ns)
+
+    def _look_for(self, paths: set[str]) -> str | None:
+        """Read samples again because attributes have moved, and it is not known why. Returns one that is a change."""
+        if not self._can_look:
+            return None
+        look = self._read_again(Due(AT_ONCE, moved=tuple(Difference(path, "setting") for path in paths)))
+        self._count(look)
+        if look.change is not None:
+            return min(paths)
+        if look.samples:
+            self.witness.excuse(paths)
+        elif cast(Store, self.opened.cache).some_stored(1):  # which cannot be read now
+            self.witness.doubtful.update(paths)
+        return None
+
+    def _read_again(self, due: Due) -> Look:
+        """Read stored samples again. What that moves is learned, and what others reach is put back."""
+        common, cache = self._common, cast(Store, self.opened.cache)
+        content = common.content() if common else None
+        with self.witness, self.witness.reading(), reading(self.heads):
+            look = read_again(self.opened.source, cache, due, self.proof)
+        place = None if content is None else cast(CommonState, common).written(content)
+        return look if place is None else replace(look, change=place, cause="written")
+
+    # ---- what hits would not do ----
+
+    def share_with(self, others: Sequence[Any], datasets: Sequence[Any]) -> None:
+        """Say what else may reach the source's state: the samplers and the `collate_fn` of a loader.
+
+        Args:
+            others: these objects.
+            datasets: the wrappers around the source, which these may hold.
+        """
+        if self._can_look and self._common is None:
+            self._common = CommonState(self.source, others, datasets)
+
+    def lend(self, samples: Sequence[Any]) -> None:
+        """Note the source's own samples of its first batch: nobody knows yet whether they are changed in place."""
+        self.lends = False
+        self._lent = [(sample, bits(sample)) for sample in samples]
+
+    def _take_back(self) -> None:
+        """Before the second batch: give up if the samples of the first, the source's own memory, have been changed."""
+        lent, self._lent = self._lent, []
+        if any(bits(sample) != before for sample, before in lent):
+            self.give_up("in place")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Also for a copy.
+        return vars(self) | {"lends": False, "_lent": [], "_copied_in": os.getpid()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        is_copy = state.pop("_copied_in") == os.getpid()
+        vars(self).update({**state, "_is_copy": is_copy or state["_is_copy"]})
+
+
+def _unread(due: Due) -> Look:
+    """The result of a look that has read no sample."""
+    change = None if due.change is None else f"its `{due.change}`"
+    return Look(change=change, hastens=due.hastens, compare_ns=due.compare_ns)
+
+
+_WAYS_OUT = (
+    "From now on all samples are loaded uncached, as changed.\nTo keep the cache, let it hold what stays: give what "
+    "changes as transform= of CachedDataset or StocacheDataModule, which runs after the cache, or the label beside the "
+    "cached image. For data that grows or is replaced there is RollingCache"
+)
+
+_WARNINGS = {
+    "changed": "{} has changed since it was cached. " + _WAYS_OUT,
+    "random": (
+        "{} is another one each time it is read: its source is random, or depends on the time or on earlier reads. All "
+        "samples are loaded uncached.\nGive its deterministic part to CachedDataset, and the random rest as transform="
+    ),
+    "written": (
+        "reading a sample writes into `{}`, which the loader's sampler, batch sampler or collate_fn reads, too. A "
+        "sample from the cache would write nothing, so all samples are loaded uncached.\nTo cache it, count elsewhere: "
+        "in the sampler, or in transform= of CachedDataset, which runs after the cache"
+    ),
+    "in place": (
+        "collate_fn, or the model, changes samples in place that are the dataset's own memory: the next epoch reads "
+        "them as changed. All samples are loaded uncached.\nTo cache it, let the dataset give a copy, or change a copy"
+    ),
+    "uncut": (
+        "it cannot be cut at its random steps, as it seemed: {}. All samples are loaded uncached.\nGive its "
+        "deterministic part to CachedDataset, and the random rest as transform=, which runs after the cache"
+    ),
+    "strayed": (
+        "its transform is called by another thread than the one that reads the sample, so that it cannot be cut. All "
+        "samples are loaded uncached"
+    ),
+}
