@@ -174,7 +174,10 @@ class CachedSource:
                 return self._lend(cache, positions, keys)
             elif cache is not None:
                 others = {} if kinds == {int} else dict(zip(positions, keys, strict=True))
-                return self._each_finished(self._serve(cache, positions, others), positions)
+                unfinished = self._serve(cache, positions, others)
+                if not self.hears_change:
+                    return self._each_finished(unfinished, positions)
+                self.refresh()  # before the tail draws: the whole source draws for this batch
             source = self.opened.source if are_indices else self.source
             if (read := batch_reader(source)) is None:
                 return self._uncached(source, keys, is_whole=not are_indices)
@@ -578,7 +581,7 @@ class CachedSource:
         self.refresh()
         was_cached = self.cache is not None
         result = make()
-        return make() if was_cached and self.hears_change else result
+        return make() if was_cached and self.hears_change and self.cache is not None else result
 
     def _give_up(self, words: str) -> None:
         """Say to every process that no stored sample may be served, and warn, once on the node."""
