@@ -125,7 +125,7 @@ class Changes:
         self.refresh()
         was_cached = self.opened.live_cache is not None
         result = make()
-        return make() if was_cached and self.are_heard else result
+        return make() if was_cached and self.are_heard and self.opened.live_cache is not None else result
 
     def give_up(self, cause: _Cause, what: str = "") -> None:
         """Say to every process that no stored sample may be served, and warn, once on the node."""

@@ -24,7 +24,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
@@ -230,6 +230,8 @@ class Epoch:
         self._batches: list[_Batch] = []  # of the plan that is handed out, the last first
         self._block: Any = None  # the indices of that plan
         self._open, self._passes, self._has_looked = True, passes, passes
+        self.next_epoch: Iterator[Any] | None = None
+        """The newer epoch whose batches are handed out: a loader with persistent workers has one iterator."""
         self._prefetcher = Prefetcher()
         self._finalizer = weakref.finalize(self, resources.end_epoch, self._prefetcher)
         try:
@@ -250,6 +252,10 @@ class Epoch:
 
     def __next__(self) -> Any:
         """The next batch."""
+        if self.next_epoch is not None:
+            while isinstance(self.next_epoch, Epoch) and self.next_epoch.next_epoch is not None:
+                self.next_epoch = self.next_epoch.next_epoch
+            return next(self.next_epoch)
         try:
             with self._state.waiting as waiting:
                 if not self._batches:

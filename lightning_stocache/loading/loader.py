@@ -127,12 +127,13 @@ class CachedLoader(DataLoader[Any]):
         self.gather, self.position = gather, LoaderState()
 
     def __iter__(self) -> Any:
-        """A new epoch. With persistent workers it ends the epoch before, as in DataLoader."""
+        """A new epoch. With persistent workers all iterators of the loader go on with it, as in DataLoader."""
         self.position.waiting.begin()
         if is_stream(self.dataset):
             return self._iter_stream(self.dataset)
         persistent = self.persistent_workers and self.num_workers > 0
-        if persistent and self._current is not None and (last := self._current()) is not None:
+        last = None if not persistent or self._current is None else self._current()
+        if last is not None:
             last.close()
         started = persistent and (self._started or self._plain is not None)
         self.position.begin(self)
@@ -147,7 +148,10 @@ class CachedLoader(DataLoader[Any]):
         if resources is not self.resources:
             self._change(resources)
         if cached is None or resources is None:
-            return self._iter_plainly(seeded=persistent and self._started and self._plain is None)
+            plain = self._iter_plainly(seeded=persistent and self._started and self._plain is None)
+            if last is not None:
+                last.next_epoch = plain
+            return plain
         # New workers with random transforms need a new seed; new ones that only load do not.
         first = not started or (resources.route == "worker" and resources.workers is None)
         stream = IndexStream(self, first, self.position)
@@ -156,6 +160,8 @@ class CachedLoader(DataLoader[Any]):
         passes = cached.cache is None
         warm = whole and stream.trusted and not passes
         epoch = Epoch(self, cached, stream, resources, self.position, warm=warm, passes=passes)
+        if last is not None:
+            last.next_epoch = epoch
         self._current = weakref.ref(epoch)
         return epoch
 

@@ -156,7 +156,10 @@ class CachedSource:
                 return self._lend(cache, positions, keys)
             elif cache is not None:
                 others = None if are_plain else dict(zip(positions, keys, strict=True))
-                return self._each_finished(self._serve(cache, positions, others), positions)
+                unfinished = self._serve(cache, positions, others)
+                if not self.changes.are_heard:
+                    return self._each_finished(unfinished, positions)
+                self.changes.refresh()  # before the tail draws: the whole source draws for this batch
             source = self.opened.source if are_indices else self.source
             if (read := batch_reader(source)) is None:
                 return self._uncached(source, keys, is_whole=not are_indices)

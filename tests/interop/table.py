@@ -11,12 +11,15 @@ import ast
 from pathlib import Path
 
 LIBRARIES = (
-    "torchvision timm huggingface text audio plain storage monai pyg tensordict albumentations generators streams"
+    "torchvision timm huggingface text audio plain storage monai pyg tensordict albumentations generators streams "
+    "polars arrow torchio forecasting threads"
 )
 PASSING = (
     "masks_flipped_by_hand iterable random_windows random_crop_of_long_recordings monai_cache_dataset as_dataset "
     "numpy_in_every_sample numpy_in_one_of_five random_in_every_sample torch_in_every_sample module_global closure "
-    "iterable_dataset iterable_dataset_with_length webdataset_in_a_loader web_loader"
+    "iterable_dataset iterable_dataset_with_length webdataset_in_a_loader web_loader random_events "
+    "record_batches_as_samples slices_of_a_table datasets_in_arrow_format queue queue_with_workers_of_its_own "
+    "random_lengths pool_that_draws"
 )
 
 MODULES: dict[str, str] = {}

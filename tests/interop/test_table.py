@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 ROWS = [(library, way) for library, ways in TABLE.items() for way in ways]
 FIRST_ROWS = [(library, next(iter(ways))) for library, ways in TABLE.items()]
+WITHOUT_FORKS = ("polars", "query_for_each_user")  # polars hangs in a fork, once it has threads
 ONCE_A_PROCESS = ("storage", "lmdb_opened_on_first_use")  # LMDB opens a file once in a process: in a worker
 
 
@@ -52,7 +53,8 @@ def train(way: Callable[[Setting], Any], setting: Setting, callbacks: list[Callb
         warnings.simplefilter("always")
         warnings.simplefilter("ignore", ResourceWarning)  # of files of the run before, collected at any moment
         trainer.fit(model, loader)
-    said = log.lines + [str(each.message) for each in caught if "lightning_stocache" in each.filename]
+    lines = [line for line in log.lines if not line.startswith("set-up waits")]  # on a busy machine
+    said = lines + [str(each.message) for each in caught if "lightning_stocache" in each.filename]
     states = fingerprint([torch.get_rng_state(), np.random.get_state(), random.getstate()])
     names = [type(thing).__name__ for thing in (loader, getattr(loader, "dataset", None))]
     seen = {"batches": model.batches, "states": states, "metrics": trainer.callback_metrics}
@@ -107,7 +109,13 @@ def test_training_is_the_same_and_ends_as_the_table_says(row, files, tmp_path):
 
 
 @pytest.mark.epoch_one_reads_all  # so that workers load samples
-@rows([*FIRST_ROWS, ONCE_A_PROCESS, ("storage", "plain_file_opened_on_first_use")])
+@rows(
+    [
+        *(row for row in FIRST_ROWS if row != WITHOUT_FORKS),
+        ONCE_A_PROCESS,
+        ("storage", "plain_file_opened_on_first_use"),
+    ]
+)
 def test_training_with_workers_is_the_same(row, files, tmp_path):
     """With the first way of each library, of which every other one has workers that load ahead."""
     check(row, files, tmp_path, workers=2)

@@ -134,6 +134,27 @@ def test_an_error_of_the_source_takes_the_place_of_its_batch(kind, arguments, bu
     del without
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("transform", [None, to_float])
+def test_iterators_of_persistent_workers_are_one(transform):
+    """A batch that is taken in the middle of an epoch, by an iterator of its own, begins the epoch anew for both."""
+
+    def peeked(loader: Any) -> list[Any]:
+        """The batches of three epochs, of which the first two are looked into, the second one at each batch."""
+        epoch = iter(loader)
+        batches = [*(next(epoch) for _ in range(3)), next(iter(loader)), *epoch]
+        for _ in range(4):
+            batches += [next(epoch := iter(loader)), next(iter(loader)), next(epoch), next(epoch)]
+        return [*batches, *loader]
+
+    expected = peeked(DataLoader(uncached(Numbers(LENGTH), transform), 5, **PERSISTENT))
+    seed_all()
+    with closing(CachedDataset(Numbers(LENGTH), transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 5, **PERSISTENT)
+        assert same(peeked(loader), expected)
+        loader.close()
+
+
 # ---- a cache that changes ----
 
 

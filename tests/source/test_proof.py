@@ -162,6 +162,25 @@ def test_a_cut_that_fails_later_makes_the_job_pass_through(
         assert len([text for text in caplog.messages if "cannot be cut at its random steps" in text]) == 1
 
 
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("kind", [CachedLoader, DataLoader])
+def test_a_cut_that_fails_later_draws_nothing(kind: Any, tmp_path: Path) -> None:
+    """The batch in which it fails is drawn once, so that later ones have the draws of the source."""
+    flag = tmp_path / "flag"
+    flag.touch()
+    torch.manual_seed(0)
+    expected = list(DataLoader(Later(replaces_in_one, flag), 10, collate_fn=list))
+    state = torch.get_rng_state()
+    flag.unlink()
+    with closing(CachedDataset(Later(replaces_in_one, flag))) as dataset:
+        counters: Any = dataset.counters
+        flag.touch()
+        torch.manual_seed(0)
+        assert same(list(kind(dataset, 10, collate_fn=list)), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert counters.says_changed
+
+
 def looks_and_replaces(held: Boxes, index: int) -> Any:
     return behind.replaces_if_short(held, index) if held.flag.exists() else behind.checks(held, index)  # type: ignore[attr-defined]
 
