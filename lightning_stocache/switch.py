@@ -48,12 +48,12 @@ def _callbacks(*, is_other_package: bool) -> list[Any]:
     try:
         kind = _kind(is_other_package)
     except Exception as error:  # of another library, or of another version of one: the application trains without
-        _warn_once("%s is set, and nothing is cached: %s", _SWITCH, f"{type(error).__name__}: {error}")
+        _warn_once("STOCACHE is set, and nothing is cached: %s", f"{type(error).__name__}: {error}")
         return []
     options = options_in(variables, kind)
     if _SWITCH not in variables:
         others = ", ".join(sorted(variables))
-        _warn_once("%s is set, and %s is not: nothing is cached. Set %s=1, or a budget", others, _SWITCH, _SWITCH)
+        _warn_once("%s is set, and STOCACHE is not: nothing is cached. Set STOCACHE=1, or a budget", others)
         return []
     try:
         return [kind(**{"hyperparameters": False} | options)]  # by default they would be in the application's files

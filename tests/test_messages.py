@@ -16,8 +16,14 @@ ANY = "\0"  # stands for what is known only while the program runs
 DEEP = 10
 # Functions that warn, or keep the reason of a warning, and which of their arguments has the words.
 WORDS: dict[str, tuple[int | str, ...]] = {
-    **dict.fromkeys(["warning", "warn", "_warn_once", "_give_up", "_tell", "_report", "pass_through"], (0,)),
-    **{"warn_of_odd": (1,), "Look": (2,), "pass_by": (1, 2), "warnings.append": (0,), "reports.send": (0,)},
+    **dict.fromkeys(["warning", "warn", "warn_once", "_warn_once", "_tell", "_report", "pass_through"], (0,)),
+    **{
+        "warn_of_odd": (1,),
+        "Look": (2,),
+        "pass_by": (1, 2),
+        "warnings.append": (0,),
+        "reports.send": (0,),
+    },
     **{"Finding": ("reason", "note"), "Split": ("reason",)},
     # Errors whose words become the reason of a warning.
     **dict.fromkeys(["UncuttableError", "UnsupportedSampleError", "SampleMismatchError", "FirstSampleError"], (0,)),
@@ -98,12 +104,14 @@ def texts(node: Any, scope: Scope, deep: int = DEEP) -> set[str]:
     if deep == 0:
         return {ANY}
     if isinstance(node, ast.Constant):
-        return {re.sub(r"%(\.\d+)?[a-z]", ANY, node.value)} if isinstance(node.value, str) else {ANY}
+        return {re.sub(r"%(\.\d+)?[a-z]|{}", ANY, node.value)} if isinstance(node.value, str) else {ANY}
     if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
         parts = node.values if isinstance(node, ast.JoinedStr) else [node.left, node.right]
         several = product(*(sorted(texts(part, scope, deep - 1)) for part in parts))
         return {"".join(words) for words in islice(several, 64)}
-    if isinstance(node, ast.Call):
+    if isinstance(node, ast.Call) and _name(node.func) == "format":
+        alternatives = [texts(node.func.value, scope, deep - 1)]  # type: ignore[attr-defined]
+    elif isinstance(node, ast.Call):
         alternatives = [texts(value, inside, deep - 2) for value, inside in scope.results(node.func) if deep > 2]
     else:
         alternatives = [texts(value, scope, deep - 1) for value in _alternatives(node, scope)]

@@ -137,7 +137,10 @@ class Changes:
         if counters.is_first("changed source"):
             if cause == "changed" and what.startswith("sample ") and self.opened.group.world > 1:
                 what += " (of which the ranks may hold different data)"
-            log.warning("%s: %s", type(self.source).__name__, _WARNINGS[cause].format(what))
+            self._report(_WARNINGS[cause].format(what))
+
+    def _report(self, words: str) -> None:
+        log.warning("%s: %s", type(self.source).__name__, words)
 
     def note_key(self, key: Any) -> None:
         """Warn once of keys that are no indices. A cache from which nothing else was asked for is given up later."""

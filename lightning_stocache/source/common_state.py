@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 
 from lightning_stocache.source.snapshot import Contents, live_content
-from lightning_stocache.source.walk import GENERATORS, Variables, node_dict, reachable, read_code, variables_of
+from lightning_stocache.source.walk import (
+    GENERATORS,
+    Variables,
+    module_of,
+    node_dict,
+    reachable,
+    read_code,
+    variables_of,
+)
 
 __all__ = ["CommonState"]
 
@@ -53,7 +61,7 @@ class CommonState:
                     holds_source = True
                 elif type(node) is FunctionType:
                     named.update(read_code(node.__code__).names)
-                elif _can_be_written(node) and not type(node).__module__.startswith("torch.utils.data"):
+                elif _can_be_written(node) and not module_of(type(node)).startswith("torch.utils.data"):
                     known.add(id(node))
         self._named = named
         own = node_dict(source) or {}
@@ -85,4 +93,4 @@ def _can_be_written(node: Any) -> bool:
     kind = type(node)
     if issubclass(kind, (type, FunctionType, *GENERATORS)):
         return False
-    return live_content(node) is not None or (kind.__module__ != "builtins" and node_dict(node) is not None)
+    return live_content(node) is not None or (module_of(kind) != "builtins" and node_dict(node) is not None)

@@ -12,6 +12,7 @@ import marshal
 import operator
 import types
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -83,6 +84,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 _PAGE_BYTES, _PAGES = 4_096, 256
 _BUFFER_PAGES, _PARAMETER_PAGES = _PAGES, 16  # of a network's tensors: every sample depends on all of a parameter
 _BLOCK_ROWS, _ROW_BYTES = 16, 64 << 20
+_DEEP = 6  # containers in containers
+_MOST_KINDS = 4_096  # items whose classes are looked at
 
 
 @dataclass(frozen=True)
@@ -585,17 +588,24 @@ def _has_plain_attributes(kind: type) -> bool:
     return not (issubclass(kind, (*VALUES, *others)) or is_of_library(kind) or hasattr(kind, "close"))
 
 
-def _kinds_in(values: Iterable[Any], deep: int = 6) -> set[type]:
-    """The classes of some items of a container, and of the items inside them."""
+def _kinds_in(values: Iterable[Any]) -> set[type]:
+    """The classes of some items of a container, and of the items inside them: of 4,096 at most."""
     kinds = set[type]()
-    for value in islice(values, SMALL):
+    waiting = deque([(value, _DEEP) for value in islice(values, SMALL)])
+    for _ in range(_MOST_KINDS):
+        if not waiting:
+            break
+        value, deep = waiting.popleft()
         kind = type(value)
+        inner: Iterable[Any] = ()
         if kind in _BUILTIN and deep:
-            kinds |= _kinds_in(values_of(value), deep - 1) | {kind}
-        elif deep and _has_plain_attributes(kind) and (attributes := attributes_of(value)):
-            kinds |= _kinds_in(attributes.values(), deep - 1)
-        else:
+            inner = values_of(value)
             kinds.add(kind)
+        elif deep and _has_plain_attributes(kind):
+            inner = attributes_of(value).values()
+        if not inner:
+            kinds.add(kind)
+        waiting.extend((part, deep - 1) for part in islice(inner, SMALL))
     return kinds
 
 

@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_stocache.cache.codec import module_name
 from lightning_stocache.cache.records import is_image
 from lightning_stocache.source.places import (
     ITEMS,
@@ -64,7 +63,9 @@ from lightning_stocache.source.walk import (
     inside,
     is_method,
     is_of_library,
+    module_of,
     node_dict,
+    package_of,
     read_code,
     scopes_of,
     variables_of,
@@ -172,7 +173,7 @@ class Reach:
         if issubclass(kind, (*GENERATORS, types.ModuleType)):
             return
         is_user_class = not is_of_library(kind)
-        package = module_name(kind.__module__).partition(".")[0]
+        package = package_of(kind)
         is_data = issubclass(kind, torch.nn.Module | Dataset)
         is_machine = any(map(_is_machine, kind.__mro__))
         if kind is types.FunctionType:
@@ -227,7 +228,7 @@ class Reach:
         read = next(variables_of(path, node)).read
         hidden = _HOOKS if is_module else frozenset[str]()
         self.add(path, Attributes(read, around, None, path, kind, is_known, hidden))
-        if kind.__module__ == "datasets.table":
+        if module_of(kind) == "datasets.table":
             return  # the fingerprint of the dataset around it tells
         if is_module:
             yield from self._of_module(path, node, around)
@@ -410,7 +411,8 @@ def is_handle(value: Any) -> bool:
 
 def _is_machine(kind: type) -> bool:
     """Whether a class is of a library that trains, logs, waits or talks, so that its objects change by themselves."""
-    return any(kind.__module__ == name or kind.__module__.startswith(f"{name}.") for name in _MACHINES)
+    module = module_of(kind)
+    return any(module == name or module.startswith(f"{name}.") for name in _MACHINES)
 
 
 def _has_state(node: Any) -> bool:

@@ -35,6 +35,7 @@ from lightning_stocache.source.walk import (
     Variables,
     inside,
     items_of,
+    package_of,
     reachable,
     variables_of,
 )
@@ -380,7 +381,7 @@ def _refill(live: Any, before: Any) -> None:
 def _is_of_file(node: Any) -> bool:
     """Whether the state of an object is that of a file."""
     kind = type(node)
-    return issubclass(kind, io.IOBase) or kind.__module__.partition(".")[0] in _OF_FILES
+    return issubclass(kind, io.IOBase) or package_of(kind) in _OF_FILES
 
 
 def _position(file: io.IOBase) -> int | None:

@@ -15,6 +15,7 @@ import decimal
 import dis
 import enum
 import fractions
+import os
 import pathlib
 import random
 import sys
@@ -89,6 +90,7 @@ _MOST = 20_000  # objects that are looked at
 _FIRST = 256  # items of a container that are: a list of a million paths has no generator
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
 # Packages whose functions draw from the process-wide generators, or from one that an object or a class of theirs has:
 # their code is not followed, which would take a quarter of a second in albumentations alone.
 _LIBRARIES = sys.stdlib_module_names | {
@@ -209,12 +211,13 @@ def scopes_of(path: str, function: types.FunctionType) -> Iterator[Variables]:
         return
     code, namespace = read_code(function.__code__), function.__globals__
     where, module = f"the globals of {function.__qualname__} at {path}", module_name(function.__module__)
-    loaded = partial(_picked, namespace, code.globals)
+    home = _installed_package(function)
+    loaded = partial(_picked, namespace, code.globals, home)
     yield Variables(where, module, loaded, partial(_set_item, namespace))
     imported = {name: sys.modules[name] for name in code.names & sys.modules.keys()}  # perhaps in the function itself
     for inner in (imported | loaded()).values():
-        if type(inner) is types.ModuleType and not is_of_library(inner):
-            read = partial(_picked, vars(inner), code.names)
+        if type(inner) is types.ModuleType and not is_of_library(inner) and not _is_elsewhere(inner, home):
+            read = partial(_picked, vars(inner), code.names, home)
             yield Variables(f"{where} in {inner.__name__}", inner.__name__, read, partial(_set_item, vars(inner)))
 
 
@@ -270,8 +273,27 @@ def _contents_of(cells: dict[str, types.CellType]) -> dict[str, Any]:
     return contents
 
 
-def _picked(namespace: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    return {name: namespace[name] for name in sorted(names & namespace.keys())}
+def _picked(namespace: dict[str, Any], names: frozenset[str], home: str = "") -> dict[str, Any]:
+    picked = {name: namespace[name] for name in sorted(names & namespace.keys())}
+    return {name: value for name, value in picked.items() if not _is_elsewhere(value, home)} if home else picked
+
+
+def _installed_package(function: types.FunctionType) -> str:
+    """The package of a function that pip has installed; "" for code of the user's own folders."""
+    is_installed = not _INSTALLED.isdisjoint(function.__code__.co_filename.split(os.sep))
+    return str(function.__module__).partition(".")[0] if is_installed else ""
+
+
+def _is_elsewhere(owner: Any, home: str) -> bool:
+    """Whether a function, class or module belongs to another package than the code that names it, if that is installed.
+
+    Installed packages lead to further ones, for instance to one that draws charts: thousands of objects, of which no
+    sample is made.
+    """
+    if not home or not isinstance(owner, types.FunctionType | types.ModuleType | type):
+        return False
+    name: Any = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
+    return str(name).partition(".")[0] != home
 
 
 def _same_object(node: Any) -> Any:
@@ -341,7 +363,18 @@ def read_code(code: types.CodeType) -> Code:
 
 def class_name(kind: type) -> str:
     """A class with its module, in words that are the same in other processes."""
-    return f"{module_name(kind.__module__)}.{kind.__qualname__}"
+    return f"{module_of(kind)}.{kind.__qualname__}"
+
+
+def module_of(kind: type) -> str:
+    """The module of a class, by its name in the user's process; "" if the class has no text there, as SWIG's have."""
+    module: Any = kind.__module__
+    return module_name(module) if isinstance(module, str) else ""
+
+
+def package_of(kind: type) -> str:
+    """The package of a class."""
+    return module_of(kind).partition(".")[0]
 
 
 def is_of_library(owner: Any) -> bool:

@@ -46,7 +46,16 @@ from lightning_stocache.source.places import (
     same_value,
 )
 from lightning_stocache.source.reach import Reach, covers, is_handle
-from lightning_stocache.source.walk import CONTAINERS, GENERATORS, MISSING, class_name, inside, is_of_library, node_dict
+from lightning_stocache.source.walk import (
+    CONTAINERS,
+    GENERATORS,
+    MISSING,
+    class_name,
+    inside,
+    is_of_library,
+    node_dict,
+    package_of,
+)
 
 __all__ = ["Difference", "Kind", "StateDigest", "Sums", "Witness", "digest_of_state", "same_state"]
 
@@ -593,7 +602,7 @@ def _child_path(path: str, place: Place, name: Any) -> str:
 
 def _is_same_foreign(old: Any, new: Any) -> bool:
     """Whether two objects of a library hold the same table, as far as the library tells."""
-    package = type(old).__module__.partition(".")[0]
+    package = package_of(type(old))
     if package == "pyarrow" and hasattr(type(old), "equals"):
         return bool(old.equals(new))
     if package == "datasets":

@@ -577,4 +577,4 @@ def test_a_sample_of_a_stream_that_cannot_be_stored_is_named_by_its_number(caplo
     """As of a dataset, by its index."""
     with closing(CachedStream(CountedStream(8, lambda number: lambda: number), "16MiB")) as stream:
         assert stream.cache is None
-    assert "cannot be cached: sample 0 cannot be kept as bytes: " in caplog.text
+    assert "passes through uncached: sample 0 cannot be kept as bytes: " in caplog.text

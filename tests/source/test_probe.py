@@ -15,7 +15,7 @@ def test_generators_of_a_stream_are_watched() -> None:
     def noisy() -> Iterator[float]:
         return iter(own.random, 2.0)
 
-    for stream, watched, moved in ((noisy, True, "own"), (noisy, False, None), (range(5), True, None)):
+    for stream, watched, moved in ((noisy, True, "function().own"), (noisy, False, None), (range(5), True, None)):
         reader = StreamReader(stream, watched)
         for _ in range(5):
             torch.rand(1)

@@ -1,7 +1,10 @@
 """What the code of a source reaches, and the values that it reaches by name."""
 
+import importlib
+import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,3 +96,25 @@ def test_a_large_or_circular_source_ends_and_a_proxy_is_not_made_to_load() -> No
             raise RuntimeError("loaded")
 
     assert len(list(reachable(Holder(Proxy())))) > 1
+
+
+def test_an_installed_package_does_not_lead_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it needs for itself, for instance to draw charts, makes no sample. The code of users leads to it."""
+    folder = tmp_path / "site-packages"
+    for name, code in (
+        ("charts", "colours = [1]"),
+        ("shapes", "import charts\n\ndef turn(): return charts.colours, own"),
+    ):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(f"{code}\nown = ['{name}']\n")
+    monkeypatch.syspath_prepend(str(folder))
+    shapes: Any = importlib.import_module("shapes")
+    charts = sys.modules["charts"]
+    try:
+        found = {id(node) for _, node in reachable(Holder(shapes.turn))}
+        assert id(shapes.own) in found
+        assert id(charts.colours) not in found
+        ours = eval("lambda: charts.colours", {"charts": charts})  # code of no installed package
+        assert id(charts.colours) in {id(node) for _, node in reachable(Holder(ours))}
+    finally:
+        del sys.modules["shapes"], sys.modules["charts"]

@@ -1136,6 +1136,31 @@ def test_bounds_are_bytes_and_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [{d.kind for d in witness.differences()} for witness in witnesses] == [{"data"}] * 3
 
 
+class Peer:
+    """One of many objects that know each other."""
+
+    peers: list[Any]
+
+
+def test_objects_that_know_each_other_are_looked_at_once() -> None:
+    """From each of a hundred lead a hundred ways to the others, and from these as many again."""
+    peers = [Peer() for _ in range(100)]
+    for peer in peers:
+        peer.peers = peers
+    witness = Witness(Source(peers))
+    assert not witness.differences()
+
+
+def test_a_class_whose_module_is_no_text_is_seen() -> None:
+    """SWIG's classes have a descriptor there."""
+    kind = type("Odd", (), {"__module__": property(str)})
+    source = Source(kind())
+    source.state.level = 1
+    witness = Witness(source)
+    source.state.level = 2
+    assert [difference.path for difference in witness.differences()] == ["state.level"]
+
+
 class Proxy:
     """Loads what it stands for when any attribute is asked for."""
 
