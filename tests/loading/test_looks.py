@@ -537,6 +537,30 @@ def test_a_dataset_that_several_threads_read_stays_cached(transform: Any, caplog
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+class ReadsUnseen(Dataset[Any]):
+    """Sets its count in a way that its code does not show."""
+
+    def __init__(self) -> None:
+        vars(self)["reads"] = 0
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        vars(self)["reads"] += 1
+        time.sleep(0.0005)
+        return torch.full((4, 4), float(index)), index
+
+
+def test_what_a_read_of_another_thread_moves_is_no_change() -> None:
+    """Without set-up's reads nobody knows yet that reads move it."""
+    spec = SampleSpec.infer((torch.zeros(4, 4), 0))
+    with closing(CachedDataset(ReadsUnseen(), spec=spec)) as dataset, ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            assert [label for _, label in pool.map(dataset.__getitem__, range(LENGTH))] == list(range(LENGTH))
+        assert dataset.cache is not None
+
+
 def test_what_several_threads_see_changed_is_served_so() -> None:
     """An attribute that the user changes while threads read is a change, although a read might have moved it."""
 
