@@ -574,6 +574,10 @@ def _with_bytes(node: Any) -> Any:
         return list(map(_with_bytes, node))
     if kind is dict:
         return {key: _with_bytes(value) for key, value in node.items()}
+    if kind is torch.Tensor:
+        with suppress(TypeError, RuntimeError):  # of another device, layout or dtype, or in a graph
+            live = node.numpy()
+            return live.dtype.str, live.shape, live.tobytes()
     if kind in (torch.Tensor, np.ndarray):
         content = array_in(node)
         if content is None:
