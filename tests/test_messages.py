@@ -16,7 +16,7 @@ ANY = "\0"  # stands for what is known only while the program runs
 DEEP = 10
 # Functions that warn, or keep the reason of a warning, and which of their arguments has the words.
 WORDS: dict[str, tuple[int | str, ...]] = {
-    **dict.fromkeys(["warning", "warn", "warn_once", "_warn_once", "_tell", "_report", "pass_through"], (0,)),
+    **dict.fromkeys(["warning", "warn", "_warn_once", "_tell", "_report", "pass_through"], (0,)),
     **{
         "warn_of_odd": (1,),
         "Look": (2,),

@@ -36,7 +36,7 @@ from lightning_stocache.loading.dataset import CachedDataset, Forwarding
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.residents import StreamBatches, batches_in_turn, batches_of, deal, permutation
-from lightning_stocache.setup.find import BY_HAND, stream_difference
+from lightning_stocache.setup.find import WAY_OF_STREAMS, stream_difference
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest, Layout, check_choice, check_count, check_flag
@@ -437,7 +437,7 @@ class _Reading(Iterator[Any]):
         moved = self._reader.moved
         if moved is not None:
             self._store = None
-            reason = f"it moves the generators of {moved} while samples are read: it is random.\n{BY_HAND}"
+            reason = f"it moves the generators of {moved} while samples are read: it is random.\n{WAY_OF_STREAMS}"
             self._serving.pass_by(store, reason)
         elif store.ledger.mode == "stream":
             try:

@@ -37,7 +37,7 @@ from lightning_stocache.source.snapshot import Counters
 from lightning_stocache.source.transform_split import Cut, Tail
 from lightning_stocache.source.witness import Witness
 
-__all__ = ["BY_HAND", "Finding", "FirstSampleError", "SourceReader", "parts_of", "stream_difference"]
+__all__ = ["WAY_OF_STREAMS", "Finding", "FirstSampleError", "SourceReader", "parts_of", "stream_difference"]
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +59,12 @@ _OF_STREAM = 16  # samples that are read of a stream
 _OF_POOL = 2  # one would not show that shapes differ
 _TRIES = 6  # failed draws after which set-up gives up
 _SECONDS = 10.0  # after which two samples are enough
-BY_HAND = "Give its deterministic part to CachedStream, and the random rest as transform=; or allow_random=True"
+WAY_OF_STREAMS = "Give its deterministic part to CachedStream, and the random rest as transform=; or allow_random=True"
 """The way to cache a random stream."""
 
 _ANOTHER = (
     "it is random, or another one in every epoch, as batches are that it makes of shuffled samples (make them in the "
-    f"loader).\n{BY_HAND}"
+    f"loader).\n{WAY_OF_STREAMS}"
 )
 _AT_ITS_READ = "To cache it, let it open files and start threads at its first read"
 _BY_CONTEXT = 'Give multiprocessing_context="forkserver" or "spawn"'

@@ -31,7 +31,6 @@ __all__ = [
     "say",
     "step_calls",
     "warn",
-    "warn_once",
 ]
 
 log = logging.getLogger(__name__)
@@ -52,8 +51,7 @@ def warn(text: str) -> None:
     log.warning(text)
 
 
-warn_once = cache(warn)
-"""Log a warning on rank zero, once."""
+_warn_once = cache(warn)
 
 
 def leaves_samplers_alone(trainer: Any) -> bool:
@@ -61,7 +59,7 @@ def leaves_samplers_alone(trainer: Any) -> bool:
     connector = getattr(trainer, "_accelerator_connector", None)
     wanted = getattr(connector, "use_distributed_sampler", None)
     if wanted is None and hasattr(trainer, "fit_loop"):
-        warn_once("this version of Lightning hides use_distributed_sampler=False: samplers are made for all ranks")
+        _warn_once("this version of Lightning hides use_distributed_sampler=False: samplers are made for all ranks")
     return wanted is False
 
 
@@ -81,7 +79,7 @@ def step_calls(trainer: Any) -> list[tuple[Any, str, str, bool, bool]]:
     """
     loop, strategy = trainer.fit_loop.epoch_loop, trainer.strategy
     if not (hasattr(loop, "_on_before_fetch") and hasattr(loop, "_on_after_fetch")):
-        warn_once("this version of Lightning hides when its loop waits for a batch: StepTimer times nothing")
+        _warn_once("this version of Lightning hides when its loop waits for a batch: StepTimer times nothing")
         return []
     movers = [mover for mover in (trainer.lightning_module, trainer.datamodule) if mover is not None]
     return [
@@ -106,7 +104,7 @@ def data_sources(trainer: Any, call: str) -> dict[str, Any]:
         del loops["fit"]["val"]
     sources = {stage: getattr(loop, "_data_source", None) for stage, loop in loops[call].items()}
     if None in sources.values():
-        warn_once(
+        _warn_once(
             "this version of Lightning hides where its loaders come from: StochasticCache caches nothing. Use "
             "cache_datamodule or StocacheDataModule"
         )
