@@ -7,6 +7,7 @@ no user code except the class of a namedtuple. A consumer that comes back sooner
 
 from __future__ import annotations
 
+import inspect
 import os
 import queue
 import signal
@@ -85,23 +86,29 @@ def held_back(number: int = signal.SIGINT) -> Iterator[None]:
     """Call the Python handler of a signal at the end of the block. Handlers run in the main thread alone.
 
     KeyboardInterrupt between a worker's start and its registration would leave a process that nobody ends. Torch's
-    handler of SIGCHLD, which raises where a worker was killed, would leave the lock of a queue taken for ever.
+    handler of SIGCHLD, which raises where a worker was killed, would leave the lock of a queue taken for ever: it is
+    held back within a block of SIGINT, since what interrupts the end of a block leaves `note` in its place.
     """
-    handler, came, process = signal.getsignal(number), list[FrameType | None](), os.getpid()
+    handler, process = signal.getsignal(number), os.getpid()
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
+    is_held, has_come = True, False
 
     def note(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == process:
-            came.append(frame)
-        else:  # a worker that was forked in the block
+        nonlocal has_come  # not the frame: from this table it would keep all that led to it
+        if is_held and os.getpid() == process:
+            has_come = True
+        else:  # a worker that was forked in the block, or the end of the block was interrupted
             handler(number, frame)
 
     try:
         signal.signal(number, note)
         yield
     finally:
-        signal.signal(number, handler)
-    if came:
-        handler(number, came[0])
+        try:
+            signal.signal(number, handler)
+        finally:
+            is_held = False
+    if has_come:
+        handler(number, inspect.currentframe())

@@ -278,7 +278,7 @@ class WorkerPool:
         """Give a request to the next worker."""
         self._feed.append(request)
         if self._workers.outstanding < self._most:
-            with held_back(signal.SIGCHLD):
+            with held_back(), held_back(signal.SIGCHLD):
                 self._workers.push()
 
     def receive(self) -> Reply:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import gc
+import inspect
 import itertools
 import os
 import random
@@ -331,6 +333,37 @@ def test_ctrl_c_while_a_queue_is_locked_ends_the_epoch(arguments: dict[str, Any]
             labels.tolist() for _, labels in DataLoader(Numbers(LENGTH), 4)
         ]
         loader.close()
+
+
+class KeyboardAtHold(Keyboard):
+    """Presses Ctrl-C at the n-th moment at which a signal is being held back or let go."""
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Keyboard:
+        code = frame.f_code
+        if code is inspect.unwrap(held_back).__code__ or code.co_filename == contextlib.__file__:
+            return super().__call__(frame, event, argument)
+        return self
+
+
+@pytest.mark.processes
+def test_ctrl_c_while_a_signal_is_held_back_leaves_its_handler() -> None:
+    """Torch's handler, which tells of killed workers, is in its place afterwards, whichever moment is interrupted, and
+    although a notebook keeps the error with all frames."""
+    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
+        loader, before = CachedLoader(dataset, 4, **PERSISTENT), None
+        errors: list[KeyboardInterrupt] = []
+        for moment in range(1, 25):
+            batches = iter(loader)
+            next(batches)
+            before = before or signal.getsignal(signal.SIGCHLD)
+            try:
+                KeyboardAtHold().next(batches, moment)
+            except KeyboardInterrupt as error:
+                errors.append(error)
+            assert signal.getsignal(signal.SIGCHLD) is before, moment
+        loader.close()
+    assert len(errors) > 10
+    errors.clear()
 
 
 # ---- beginning again ----
