@@ -71,7 +71,7 @@ class Changes:
         self._process = self._served = 0  # since the last look by itself: this process, and the samples that it served
         self._common: CommonState | None = None
         self._keys = 0  # that were no indices
-        self._lent: list[tuple[Any, Bits]] = []  # samples of the first batch, with their bits
+        self._lent: list[tuple[Any, Bits]] = []  # samples of an epoch's first batch, with their bits
         self.serve(opened)
 
     def serve(self, opened: OpenCache) -> None:
@@ -256,7 +256,7 @@ class Changes:
         self._process, self._served = os.getpid(), samples
         counters = self.opened.counters
         epoch = 1 if counters is None else 1 + counters.totals().served // max(length, 1)
-        due = self._due(epoch)._replace(finds_lent=finds_lent and epoch == 1)
+        due = self._due(epoch)._replace(finds_lent=finds_lent)
         look = self.look(due)
         self.end(look, epoch)
         if due.samples:
@@ -314,12 +314,12 @@ class Changes:
             self._common = CommonState(self.source, others, datasets)
 
     def lend(self, samples: Sequence[Any]) -> None:
-        """Note the source's own samples of its first batch: nobody knows yet whether they are changed in place."""
+        """Note the source's own samples of a batch: nobody knows yet whether they are changed in place."""
         self.lends = False
         self._lent = [(sample, bits(sample)) for sample in samples]
 
     def _take_back(self) -> None:
-        """Before the second batch: give up if the samples of the first, the source's own memory, have been changed."""
+        """Before the next batch: give up if the samples that were lent, the source's own memory, have been changed."""
         lent, self._lent = self._lent, []
         if any(bits(sample) != before for sample, before in lent):
             self.give_up("in place")

@@ -322,7 +322,7 @@ class CachedSource:
         return samples
 
     def _lend(self, cache: Store, indices: Sequence[int], keys: Sequence[Any]) -> list[Any]:
-        """The source's own samples for its first batch: nobody knows yet whether they are changed in place."""
+        """The source's own samples for an epoch's first batch: nobody knows yet whether they are changed in place."""
         by_key = dict(zip(indices, keys, strict=True))
         different = list(by_key)
         ready = int((cache.lookup(np.array(different, dtype=np.int64)) != NO_PLACE).sum())

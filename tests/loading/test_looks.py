@@ -817,6 +817,30 @@ def test_samples_that_were_lent_are_stored(kind: str) -> None:
         assert totals(dataset).hits - before.hits == LENGTH
 
 
+@pytest.mark.parametrize("kind", ["array", "tensor", "dicts"])
+@pytest.mark.parametrize("first", [2, LENGTH // 8])
+def test_samples_that_are_changed_in_place_later_are_seen(kind: str, first: int) -> None:
+    """By the model, from the third batch on, or from the second epoch on, which then is a plain loader's."""
+
+    def run(dataset: Any) -> list[str]:
+        torch.manual_seed(2)
+        loader, seen = DataLoader(dataset, 8, shuffle=True, collate_fn=list), []
+        for _ in range(3):
+            for batch in loader:
+                seen.append(repr(batch))
+                if len(seen) > first:
+                    list(map(add_one, batch))
+        return seen
+
+    expected = run(Views(kind))
+    with closing(CachedDataset(Views(kind))) as dataset:
+        got = run(dataset)
+        assert got[:first] == expected[:first]
+        assert dataset.cache is None
+        if first == LENGTH // 8:
+            assert got == expected
+
+
 class OpensLate(Dataset[Any]):
     """Opens a file at its first read, in any process, and says where."""
 
