@@ -50,6 +50,7 @@ from lightning_stocache.source.places import (
     tensors_in,
     values_of,
 )
+from lightning_stocache.source.samples import is_masked
 from lightning_stocache.source.walk import (
     CONTAINERS,
     GENERATORS,
@@ -185,7 +186,7 @@ class Reach:
             yield from ((f"{path}.{name}", child, around) for name, child in children if child is not None)
         elif array_in(node) is not None:
             self._add_array(path, partial(array_in, node), around)
-            if issubclass(kind, np.ma.MaskedArray):
+            if is_masked(kind):
                 self._add_array(inside(path, "mask"), lambda: array_in(np.ma.getmaskarray(node)), around)
         elif issubclass(kind, np.ndarray) and node.dtype == object:
             yield from self._of_container(path, lambda: node.reshape(-1).tolist(), around)
