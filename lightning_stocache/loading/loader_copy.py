@@ -234,6 +234,8 @@ def copy_over(
     for name, value in list(state.items()):
         if inspect.ismethod(value) and value.__self__ is loader:  # `collate_fn=self.collate`
             state[name] = MethodType(value.__func__, renewed)
+        elif isinstance(value, DataLoader) and value.dataset is loader.dataset:  # Accelerate's reads one inside
+            state[name] = copy_over(value, dataset)
         elif name.startswith("__"):
             del state[name]
             if has_own_class:

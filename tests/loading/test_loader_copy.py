@@ -107,6 +107,31 @@ def test_batches_draws_and_attributes_are_those_of_the_loader(options, tmp_path)
     assert plain.dataset is source
 
 
+class Adapter(DataLoader[Any]):
+    """Reads a loader inside, as Accelerate's and Ray's do."""
+
+    def __init__(self, inside: DataLoader[Any]) -> None:
+        super().__init__(inside.dataset, batch_size=inside.batch_size)
+        self.inside = inside
+
+    def __iter__(self) -> Any:
+        return (batch + 1 for batch in self.inside)
+
+
+def test_a_loader_that_reads_another_is_cached():
+    """The loader inside reads the cache, too, and the given one stays as it is."""
+    adapter = Adapter(DataLoader(Made(torch.tensor, SAMPLES), 6))
+    inside = adapter.inside
+    loader = cache_loader(adapter, "1MiB")
+    for _ in range(2):
+        assert torch.cat(list(loader)).tolist() == list(range(1, SAMPLES + 1))
+    [dataset] = cached_in_leaves(loader)
+    assert dataset.counters.totals().hits >= SAMPLES
+    assert adapter.inside is inside
+    assert isinstance(loader.inside, CachedLoader)
+    assert loader.inside.dataset is loader.dataset
+
+
 def test_the_memory_is_freed_with_the_last_reference():
     """It needs no garbage collection; batches and the loader that was given stay usable."""
     source = Made(lambda index: torch.full((300,), index), SAMPLES)
