@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the aliases tell type checkers that the names are public
     from lightning_stocache.insight.meter import CacheMeter as CacheMeter
     from lightning_stocache.loading.dataset import CachedDataset as CachedDataset
     from lightning_stocache.loading.loader import CachedLoader as CachedLoader
+    from lightning_stocache.loading.loader_copy import cache_loader as cache_loader
     from lightning_stocache.node.files import get_shm_size as get_shm_size
     from lightning_stocache.sampling.locality_sampler import LocalitySampler as LocalitySampler
     from lightning_stocache.source.lmdb_source import LMDBSource as LMDBSource
@@ -49,6 +50,7 @@ _HOMES = {
     "StocacheDataModule": "training.datamodule",
     "StochasticCache": "training.callbacks",
     "cache_datamodule": "training.datamodule",
+    "cache_loader": "loading.loader_copy",
     "get_shm_size": "node.files",
 }
 __all__ = sorted(_HOMES)

@@ -31,7 +31,10 @@ WORDS: dict[str, tuple[int | str, ...]] = {
     **dict.fromkeys(["FingerprintError", "ManifestError", "CacheMemoryError", "DiskError", "PermissionError"], (0,)),
 }
 # Functions whose results, or the errors that they raise, are reasons.
-REASONS = {"cacheable_length", "check_stream", "why_not_worth", "_look_at_batch", "stream_difference", "look_at_files"}
+REASONS = {
+    *("cacheable_length", "check_loader", "length_of", "finding", "reason_of"),
+    *("check_stream", "why_not_worth", "_look_at_batch", "stream_difference", "look_at_files"),
+}
 UNSEEN = ("manifest must fit", "which cannot be packed", "the new part of", f"{ANY} cannot be cached: ")  # no warnings
 # What stands before a reason. A row may show it.
 BEFORE = (

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_stocache.growing.rolling_cache import share_pools
 from lightning_stocache.growing.stream import stream_with
 from lightning_stocache.loading.dataset import StandIn, cached_source, dataset_over
+from lightning_stocache.loading.loader_copy import reason_of, settings_of
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.training.caches import CallCaches
@@ -41,7 +42,6 @@ from lightning_stocache.training.loaders import (
     TransformedStream,
     cacheable_length,
     rewrap,
-    settings_of,
     source_of,
     title,
     with_dataset,
@@ -190,11 +190,9 @@ class CallLoaders:
         cacheable = []
         for number, (stage, leaf) in enumerate(leaves):
             found = [finding[number] if len(finding) == len(leaves) else None for finding in findings]
-            reasons = [reason for reason in found if isinstance(reason, str)]
-            if not reasons and len(set(found)) > 1:
-                reasons = [f"its length differs between the ranks, {found}. Give every rank the whole dataset"]
-            if reasons:
-                self._caches.pass_by(stage, title(leaf), reasons[0])
+            reason = reason_of(found)
+            if reason is not None:
+                self._caches.pass_by(stage, title(leaf), reason)
             elif found[0] is not None:
                 cacheable.append((stage, leaf))
         return cacheable

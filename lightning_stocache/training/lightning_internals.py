@@ -2,7 +2,6 @@
 
 - `trainer._accelerator_connector.use_distributed_sampler`: whether the Trainer leaves the user's samplers alone.
 - `loop._data_source`: the source of loaders: a DataModule, a module, or the arguments of `fit`.
-- `__pl_saved_args` and similar names: the arguments from which Lightning re-creates a loader.
 - `epoch_loop._on_before_fetch`, `_on_after_fetch`: the loop calls them before and after it asks for a batch.
 - `epoch_loop._batches_that_stepped`: the number under which Lightning logs the values of a step.
 - The logger of `rank_zero_info`.
@@ -20,23 +19,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from lightning_stocache.console import PREFIX, above_bars
 
-__all__ = [
-    "ARGS",
-    "ARG_NAMES",
-    "DATASET",
-    "KWARGS",
-    "data_sources",
-    "leaves_samplers_alone",
-    "logged_step",
-    "say",
-    "step_calls",
-    "warn",
-]
+__all__ = ["data_sources", "leaves_samplers_alone", "logged_step", "say", "step_calls", "warn"]
 
 log = logging.getLogger(__name__)
-
-# Where Lightning keeps a loader's arguments (`lightning.fabric.utilities.data`).
-ARGS, KWARGS, ARG_NAMES, DATASET = "__pl_saved_args", "__pl_saved_kwargs", "__pl_saved_arg_names", "__dataset"
 
 
 def say(text: str) -> None:

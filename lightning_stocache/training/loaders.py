@@ -6,34 +6,26 @@ reading a source shows (samples that cannot be kept, an error) are found by `set
 Users give Lightning a loader, or dicts, lists and tuples of loaders, or a CombinedLoader. `rewrap` keeps nesting and
 types.
 
-A copy is made attribute by attribute, without a constructor: a constructor may draw random numbers (MONAI), remove
-arguments (torch_geometric's `collate_fn`) or keep none of them. Sampler, generator and the user's own attributes are
-the same objects. Lightning itself re-creates loaders to insert a sampler, from the arguments that it recorded in a
-loader hook. So these arguments of the copy contain the new dataset, too.
+`loading.loader_copy` makes the copies.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from threading import Thread
-from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.loader_sampler import batches_of
+from lightning_stocache.loading.loader_copy import check_loader, copy_over, length_of
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, wrapped_loader
 from lightning_stocache.loading.position import LoaderState
-from lightning_stocache.loading.worker_pool import InitOnSource
-from lightning_stocache.setup.request import LoaderSettings, check_budget
+from lightning_stocache.setup.request import check_budget
 from lightning_stocache.source.access import check_stream
-from lightning_stocache.torch_internals import is_loader_iterator, unwrapped_pipe
-from lightning_stocache.training.lightning_internals import ARG_NAMES, ARGS, DATASET, KWARGS
+from lightning_stocache.torch_internals import unwrapped_pipe
 from lightning_stocache.training.options import CacheOptions
 
 __all__ = [
@@ -44,7 +36,6 @@ __all__ = [
     "rewrap",
     "running_datasets",
     "running_loaders",
-    "settings_of",
     "source_of",
     "title",
     "with_dataset",
@@ -130,17 +121,6 @@ def running_datasets(trainer: Any, stage: str) -> list[Cached]:
     return cached_in_leaves(running_loaders(trainer, stage))
 
 
-def settings_of(loader: DataLoader[Any], stage: str = "") -> LoaderSettings:
-    """The settings of a loader that determine its memory besides the cache."""
-    draws_lists = loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler)
-    batch_size: Any = loader.batch_size or getattr(batches_of(loader), "batch_size", 1)
-    context: Any = loader.multiprocessing_context
-    init: Any = loader.worker_init_fn
-    method = None if context is None else context.get_start_method()
-    workers = loader.num_workers, loader.prefetch_factor
-    return LoaderSettings(batch_size, *workers, method, init, stage, draws_lists=draws_lists)
-
-
 def title(leaf: Any) -> str:
     """The name of a loader in messages: the class of its dataset, or its own class if it is no DataLoader."""
     return type(source_of(leaf) if isinstance(leaf, DataLoader) else leaf).__name__
@@ -166,61 +146,21 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None
         if hasattr(dataset, "__getitem__") and not is_stream:
             advice = f"Wrap its {type(dataset).__name__} with CachedDataset where you make it"
         raise TypeError(f"it is no torch.utils.data.DataLoader. {advice}")
-    kind = type(leaf).__name__
-    cached = "CachedStream" if is_stream else "CachedDataset"
-    process = getattr(leaf.multiprocessing_context, "Process", None)
     if is_stream and (not options.streams or options.is_off(stage)):
         raise TypeError("it is iterable-style. streams=True keeps its samples in epoch one, if all of it fits")
-    if isinstance(process, type) and issubclass(process, Thread):  # MONAI's ThreadDataLoader
-        raise TypeError(f"the workers of {kind} are threads, and a cache is shared by processes")
-    if any(is_loader_iterator(value) for name, value in vars(leaf).items() if name != "_iterator"):
-        raise TypeError(f"{kind} reads it already. Wrap it with {cached} where you make the loader")
+    check_loader(leaf)
     if is_stream:
         check_stream(source_of(leaf), type(None), in_pipe=True)
         check_budget(options.budgets[options.pot(stage)])
         return -1
-    try:
-        length = len(dataset)  # type: ignore[arg-type]
-    except Exception as error:  # the user's code raised it; a training without a cache may never ask
-        raise TypeError(f"it has no length: {error!r}. Give it a __len__, if its sampler draws indices") from error
-    if length == 0:
-        raise ValueError("it is empty: check the path or filter it is made from")
-    return length
+    return length_of(dataset)
 
 
 def with_dataset(
     loader: DataLoader[Any], dataset: Dataset[Any], sampler: Sampler[Any] | None = None
 ) -> DataLoader[Any]:
-    """A copy of a loader that reads another dataset of the same length. The copy of a DataLoader is a CachedLoader.
+    """A copy of a loader that reads another dataset of the same length. The copy of a DataLoader is a TrainerLoader.
 
     With a `sampler` the copy draws from it; the loader must have a `batch_size`.
     """
-    renewed: DataLoader[Any] = object.__new__(TrainerLoader if type(loader) is DataLoader else type(loader))
-    state = dict(vars(loader)) | {"dataset": dataset, "_iterator": None}
-    for name, value in state.items():
-        if inspect.ismethod(value) and value.__self__ is loader:  # `collate_fn=self.collate`
-            state[name] = MethodType(value.__func__, renewed)
-    if ARGS in state:
-        state |= _replaced_arguments(loader, dataset)
-    if isinstance(renewed, TrainerLoader):
-        state["position"] = LoaderState()
-        if ARGS in state:
-            state[KWARGS] |= {"position": state["position"]}
-    else:
-        state["worker_init_fn"] = InitOnSource.of(loader.worker_init_fn)
-    if sampler is not None:
-        state |= {"sampler": sampler, "batch_sampler": BatchSampler(sampler, state["batch_size"], loader.drop_last)}
-    # Without __setattr__: DataLoader's refuses to change a dataset, and Lightning's records the change.
-    vars(renewed).update(state)
-    return renewed
-
-
-def _replaced_arguments(loader: DataLoader[Any], dataset: Dataset[Any]) -> dict[str, Any]:
-    """The arguments from which Lightning would re-create the copy."""
-    state = vars(loader)
-    args = tuple(dataset if value is loader.dataset else value for value in state[ARGS])
-    kwargs = {name: dataset if value is loader.dataset else value for name, value in state[KWARGS].items()}
-    names = state[ARG_NAMES]
-    if type(loader) is DataLoader:  # CachedLoader takes most of them by keyword only
-        args, kwargs, names = (), dict(zip(names, args, strict=True)) | kwargs, ()
-    return {ARGS: args, KWARGS: kwargs, ARG_NAMES: names, DATASET: dataset}
+    return copy_over(loader, dataset, TrainerLoader, sampler)

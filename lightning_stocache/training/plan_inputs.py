@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_stocache.insight.measurement import Data, PlanError, Spread
 from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
+from lightning_stocache.loading.loader_copy import settings_of
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.loaders import settings_of
 from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import loader_domain
 

@@ -207,10 +207,19 @@ def assert_as_plain(
 
 
 def _run(kind: Any, dataset: Any, arguments: dict[str, Any]) -> list[Any]:
+    """Three epochs of a new loader, which is closed."""
+    loader = kind(dataset, **arguments)
+    seen = epochs_of(loader)
+    if kind is CachedLoader:
+        loader.close()
+    return seen
+
+
+def epochs_of(loader: Any) -> list[Any]:
     """The batches of three epochs, the second broken off, each with the states of all generators after it. The consumer
     draws between batches."""
     seed_all()
-    loader, seen = kind(dataset, **arguments), list[Any]()
+    seen = list[Any]()
     for epoch, stop in enumerate((None, 2, None)):
         if hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)
@@ -222,8 +231,6 @@ def _run(kind: Any, dataset: Any, arguments: dict[str, Any]) -> list[Any]:
             torch.rand(1)
             if number == stop:
                 break
-    if kind is CachedLoader:
-        loader.close()
     return seen
 
 

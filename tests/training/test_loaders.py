@@ -14,7 +14,7 @@ from lightning.fabric.utilities.data import _update_dataloader
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
-from lightning_stocache import CachedDataset, StocacheDataModule, StochasticCache
+from lightning_stocache import CachedDataset, CachedLoader, StocacheDataModule, StochasticCache, cache_loader
 from lightning_stocache.loading.loader_tree import loaders_in
 from lightning_stocache.training import lightning_internals
 from lightning_stocache.training.caches import CallCaches
@@ -123,6 +123,17 @@ def test_lightning_makes_the_copy_anew_around_the_same_dataset(kind, in_hook):
     assert again.dataset is dataset
     assert read(again) == [[0, 10, 20, 30, 40], [50, 60, 70, 80, 90]]
     assert type(again) is type(new)
+
+
+@pytest.mark.parametrize("in_hook", [True, False])
+def test_lightning_makes_what_cache_loader_returns_anew_around_the_cache(in_hook):
+    """So a loader hook may return such a loader, whose arguments were given by position."""
+    with replaced(DataLoader, "dataset") if in_hook else contextlib.nullcontext():
+        new = cache_loader(DataLoader(TENS, 5, None, None, None, 0, torch.stack, False, True), "1MiB")
+    again = _update_dataloader(new, SequentialSampler(range(11)))
+    assert again.dataset is new.dataset
+    assert read(again) == [[0, 10, 20, 30, 40], [50, 60, 70, 80, 90]]
+    assert type(again) is CachedLoader
 
 
 PASSES = "passes through uncached"
