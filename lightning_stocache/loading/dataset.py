@@ -262,6 +262,8 @@ class CachedDataset(Forwarding):
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """The samples of a batch, as a list: all hits are copied out by one gather per field."""
+        if not hasattr(indices, "__len__"):  # a batch sampler may give iterators
+            indices = list(indices)
         self.__look(len(indices))
         return self.__cached.changes.made(lambda: self.__finished(indices))
 
