@@ -38,7 +38,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -49,6 +48,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
+from lightning_stocache.node.errors import text_of, trace_of
 from lightning_stocache.node.hang import LOOK_SECONDS, HangWatch
 from lightning_stocache.node.isolation import File, descriptors, end_openmp_threads, end_with_creator, isolate
 from lightning_stocache.node.processes import REPORT_SECONDS, end_with_parent, other_threads, why_not_begun
@@ -180,7 +180,7 @@ class Reader:
             refusal = _refusal(subject, error, is_certain=not self._missing)
             if refusal is not None:
                 raise refusal from (None if refusal is error else error)
-            log.debug("%s is read in this process: %s", subject.title, str(error))  # a log may keep what it is given
+            log.debug("%s is read in this process: %s", subject.title, text_of(error))  # a log may keep the error
         self._read_here.add(number)
         return _answer_here(subject, question)
 
@@ -222,7 +222,7 @@ class Reader:
             if self._process is None:
                 self._start()
         except Exception as error:  # whatever a start method or a pickle raises
-            raise NoProcessError(f"{type(error).__name__}: {error}") from error
+            raise NoProcessError(f"{type(error).__name__}: {text_of(error)}") from error
         try:
             self._pipe.send_bytes(message)
             self._wait(subject)
@@ -324,7 +324,7 @@ def _refusal(subject: Subject, error: Exception, is_certain: bool) -> Exception 
     if was_read or has_ended or not is_shared or (is_hung and subject.has_workers):
         return error
     if _has_queue(subject.source):
-        return UnsharedError(f"{_TAKES} ({type(error).__name__}: {error}). {_WAY_TO_SHARE}")
+        return UnsharedError(f"{_TAKES} ({type(error).__name__}: {text_of(error)}). {_WAY_TO_SHARE}")
     return error if subject.has_workers else None
 
 
@@ -422,18 +422,18 @@ def _answer(
     try:
         return pickle.dumps((value, error, missing))
     except Exception as raised:  # whatever pickle raises of a class that other processes cannot find
-        return pickle.dumps((None, NoProcessError(f"{type(raised).__name__}: {raised}"), missing))
+        return pickle.dumps((None, NoProcessError(f"{type(raised).__name__}: {text_of(raised)}"), missing))
 
 
 def _sendable(error: Exception, is_shared: bool) -> Exception:
     """The error with its traceback as a note, or another error if it cannot be pickled."""
     if is_shared and _has_bad_descriptor(error):
-        return UnsharedError(f"{_TAKES} ({type(error).__name__}: {error})")
-    error.add_note(f"In the process that read it:\n{''.join(traceback.format_exception(error))}")
+        return UnsharedError(f"{_TAKES} ({type(error).__name__}: {text_of(error)})")
+    error.add_note(f"In the process that read it:\n{trace_of(error)}")
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return RuntimeError(f"{type(error).__name__}: {text_of(error)}")
     return error
 
 
@@ -442,5 +442,5 @@ def _has_bad_descriptor(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.EBADF:
             return True
-        error = error.__cause__ or error.__context__
+        error = error.__context__ if error.__cause__ is None else error.__cause__
     return False

@@ -30,6 +30,7 @@ from lightning_stocache.loading.loader_sampler import batches_of
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, wrapped_loader
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.worker_pool import InitOnSource
+from lightning_stocache.node.errors import description
 from lightning_stocache.setup.request import LoaderSettings, check_budget
 from lightning_stocache.source.access import check_stream
 from lightning_stocache.torch_internals import is_loader_iterator, unwrapped_pipe
@@ -182,7 +183,9 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None
     try:
         length = len(dataset)  # type: ignore[arg-type]
     except Exception as error:  # the user's code raised it; a training without a cache may never ask
-        raise TypeError(f"it has no length: {error!r}. Give it a __len__, if its sampler draws indices") from error
+        raise TypeError(
+            f"it has no length: {description(error)}. Give it a __len__, if its sampler draws indices"
+        ) from error
     if length == 0:
         raise ValueError("it is empty: check the path or filter it is made from")
     return length
