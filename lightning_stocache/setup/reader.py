@@ -4,8 +4,9 @@ Reading leaves traces: many sources open a file at their first read, others draw
 remember. These traces end with the process. It starts as the workers of the loader do.
 
 1. The process starts at the first question. A forked process gets open files of its own (`node/isolation`), so that it
-   moves no position of the trainer's and takes none of its messages. Its parallel loops have as many threads as those
-   of the process that will read the source, so that floating-point numbers have the same bits.
+   moves no position of the trainer's and takes none of its messages. In any other process the pipes, sockets and queues
+   that come with the source cannot be read. The parallel loops of a forked process have as many threads as those of the
+   process that will read the source, so that floating-point numbers have the same bits.
 2. Question and answer are one pickle each, on one pipe. While no answer comes, the forked process is looked at: if all
    of its threads wait for a thread that a fork does not have, it is ended (`node/hang`).
 3. `close` kills the process. It ends with the trainer, too.
@@ -41,6 +42,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import connection, pool, queues
 from typing import Any, ClassVar, NamedTuple
@@ -211,12 +213,11 @@ class Reader:
 
     def _ask_process(self, number: int, question: tuple[Any, ...]) -> Any:
         subject = self._subjects[number]
-        if self._method == "fork" and not self._must:
-            if subject.has_workers in self.hung:
-                words = "an earlier source hung in a forked process: this one is not read in a fork"
-                raise HungError(f"{words}. {subject.way_out}")
-            if _has_remote_queue(subject.source):
-                raise UnsharedError(_TAKES)
+        if not self._must and _has_remote_queue(subject.source):
+            raise UnsharedError(_TAKES)
+        if self._method == "fork" and not self._must and subject.has_workers in self.hung:
+            words = "an earlier source hung in a forked process: this one is not read in a fork"
+            raise HungError(f"{words}. {subject.way_out}")
         try:
             message = pickle.dumps((number, question))
             if self._process is None:
@@ -250,7 +251,10 @@ class Reader:
         if parent is not None:
             kept.add(parent.sentinel)
         ours, theirs = multiprocessing.Pipe()
-        prepare = partial(_begin_fork, os.getpid(), ours.fileno(), shared, kept) if is_forked else end_with_parent
+        if is_forked:
+            prepare: Callable[[], list[str] | None] = partial(_begin_fork, os.getpid(), ours.fileno(), shared, kept)
+        else:
+            prepare = partial(_begin_spawned, [] if self._must else [subject.source for subject in self._subjects])
         context: Any = multiprocessing.get_context(self._method)
         arguments = (theirs, self._subjects, self._init, prepare, threads)
         process = context.Process(target=_serve, args=arguments, daemon=True)
@@ -295,9 +299,12 @@ def _answer_here(subject: Subject, question: tuple[Any, ...]) -> Any:
     """Answer a question in this process, and put back what reading has moved.
 
     Raises:
+        UnsharedError: the source has a pipe, a socket or a queue, which cannot be put back.
         ChildProcessError: a state cannot be put back.
         Exception: the error of `answer`.
     """
+    if _has_queue(subject.source) or _has_remote_queue(subject.source):
+        raise UnsharedError(f"{_TAKES}. {_WAY_TO_SHARE}")
     snapshot = Snapshot(subject.source)
     try:
         with Generators(subject.source):
@@ -406,6 +413,20 @@ def _begin_fork(parent: int, pipe: int, shared: Mapping[int, File], kept: set[in
     missing = isolate(shared, kept)
     gc.freeze()  # a collection would copy every page of the trainer's objects that the process shares
     return missing
+
+
+def _begin_spawned(sources: Sequence[Any]) -> list[str]:
+    """Prepare a process that is not forked. Returns what its parent can read and it cannot.
+
+    Pipes, sockets and queues of the sources have come with them. As in a fork, reads on these fail.
+    """
+    end_with_parent()
+    opened, ends = descriptors(), set[int]()
+    for source in sources:
+        for _, node in _reached(source, (connection.Connection, socket.socket)):
+            with suppress(OSError):  # a closed one
+                ends.add(node.fileno())
+    return isolate({end: opened[end] for end in ends if end in opened})
 
 
 def _answer(
