@@ -8,9 +8,11 @@ read again from time to time to find that out (`source.looks`):
     in a worker             `look_around` its `worker_init_fn`
     without a CachedLoader  `look_by_itself`: at the first call of a process, and after each pass over the dataset
 
-A source that has changed is served as it is now, uncached, by every process of the job: one number in shared memory
-says so. Nothing is emptied. The same follows where hits would do something else than reads: a read writes into state
-that the sampler reads, or somebody changes samples in place that are the dataset's own memory.
+A source that changes before anything was served gets a new cache, if one process alone has opened it: a framework may
+set the dataset up when it makes the loader. Later, a source that has changed is served as it is now, uncached, by every
+process of the job: one number in shared memory says so. Nothing is emptied. The same follows where hits would do
+something else than reads: a read writes into state that the sampler reads, or somebody changes samples in place that
+are the dataset's own memory.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_stocache.cache.store import Store
+from lightning_stocache.node.budget import Budget
+from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.reader import Reader, Subject, start_method
 from lightning_stocache.source import looks
@@ -64,12 +68,15 @@ class Changes:
     """
 
     def __init__(self, opened: OpenCache, *, is_copy: bool = False) -> None:
+        self._is_copy, self._home = is_copy, os.getpid()
+        self._epoch = 0  # of the CachedLoaders in this process
+        self._begin(opened)
+
+    def _begin(self, opened: OpenCache) -> None:
         self.witness = Witness(opened.request.source, getattr(opened.tail, "steps", ()))
         self.witness.learn(opened.machinery)
         self.lends = self.has_keys = False
-        self._is_copy = is_copy
         self._schedule = Schedule()
-        self._epoch = 0  # of the CachedLoaders in this process
         self._process = self._served = 0  # since the last look by itself: this process, and the samples that it served
         self._common: CommonState | None = None
         self._key: Any = None  # the last of many keys of all processes that were no indices
@@ -111,6 +118,9 @@ class Changes:
             change = self._look_for(self.witness.take_doubtful())
         if change is None:
             return False
+        if self._may_open_again:
+            self._open_again()
+            return False
         self.give_up("changed", f"its `{change}`")
         return True
 
@@ -119,6 +129,42 @@ class Changes:
         opened = self.opened
         if (opened.cache is not None or opened.source is not self.source) and self.are_seen:
             self.serve(opened.given_up())
+
+    def refresh_unread(self, *, is_compared: bool = False) -> None:
+        """Open the cache again if the source has changed before it has served anything: a framework may set it up.
+
+        Args:
+            is_compared: whether to compare the content of the source's state, too, not only attributes.
+        """
+        if not self._may_open_again:
+            return
+        has_changed = self.witness.look() is not None
+        if is_compared and not has_changed:
+            has_changed = any(difference.kind != "machinery" for difference in self.witness.differences())
+        if has_changed:
+            self._open_again()
+
+    @property
+    def _may_open_again(self) -> bool:
+        """Whether nothing has been served yet, and this process alone has opened the cache, which has no name."""
+        opened, request = self.opened, self.opened.request
+        if opened.counters is None or opened.borrowed or self._is_copy or self._home != os.getpid():
+            return False
+        if request.name is not None or request.budget.off or opened.group.world > 1 or self.are_heard:
+            return False
+        return not opened.counters.totals().served
+
+    def _open_again(self) -> None:
+        before = self.opened
+        budget = before.request.budget
+        if before.request.reader is not None and before.live_cache is not None:
+            budget = Budget.parse(before.budget_bytes)  # other caches of a Trainer may have the rest of the budget
+        [opened] = open_caches([before.request], {before.request.pot: budget}, before.group)
+        if opened.counters is not None and before.counters is not None:
+            opened.counters.take_matters(before.counters)
+        before.close()
+        self._begin(opened)
+        opened.tell()
 
     def made(self, make: Callable[[], _T]) -> _T:
         """What `make` makes of served samples; made anew if the source is said to have changed meanwhile."""

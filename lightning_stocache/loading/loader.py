@@ -141,6 +141,7 @@ class CachedLoader(DataLoader[Any]):
         if cached is not None and not started and not cached.knows_ranks:
             cached.look_at_ranks()
         if cached is not None and (not started or cached.changes.are_heard):
+            cached.changes.refresh_unread(is_compared=True)
             cached.changes.refresh()  # persistent workers have a source of their own, which stays as it was
         if cached is not None:
             cached.changes.share_with(self._other_readers, [self.dataset, cached_in(self.dataset)])

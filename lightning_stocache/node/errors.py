@@ -25,7 +25,7 @@ def description(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an error, as `str` gives it.
+    """The text of an error, as `str` gives it; "unreadable" if it gives none.
 
     Example:
         >>> text_of(ValueError("no sample"))
@@ -33,8 +33,8 @@ def text_of(error: BaseException) -> str:
     """
     try:
         return str(error)
-    except Exception as other:
-        return f"(its text cannot be had: {type(other).__name__})"
+    except Exception:
+        return "unreadable"
 
 
 def trace_of(error: BaseException) -> str:
