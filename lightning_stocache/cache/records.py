@@ -50,6 +50,7 @@ from lightning_stocache.cache.codec import (
     type_name,
 )
 from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.node.errors import text_of
 
 __all__ = ["RecordCodec", "Required", "SampleCodec", "canonical_bytes", "decoded", "is_image", "is_opened", "written"]
 
@@ -163,7 +164,7 @@ class RecordCodec:
         except UnsupportedSampleError as error:
             raise UnsupportedSampleError(f"{title} cannot be kept as bytes: {error}") from error
         except Exception as error:  # the code of the sample's classes may raise anything
-            reason = (str(error) or type(error).__name__).splitlines()[0]
+            reason = (text_of(error) or type(error).__name__).splitlines()[0]
             advice = "Samples must hold only objects that pickle can write, such as tensors, arrays and text"
             raise UnsupportedSampleError(f"{title} cannot be kept as bytes: {reason}. {advice}") from error
         if pickled.nbytes > _LONGEST_PICKLE:

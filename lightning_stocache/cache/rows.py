@@ -36,6 +36,7 @@ from lightning_stocache.cache.codec import (
     tensor_over,
     type_name,
 )
+from lightning_stocache.node.errors import text_of
 
 __all__ = ["Field", "SampleSpec"]
 
@@ -285,7 +286,7 @@ class SampleSpec:
                     continue
                 came = str(Field.of(field.path, leaf))
             except Exception as error:  # the code of a tensor subclass may raise anything
-                came = f"something else: {error}"
+                came = f"something else: {text_of(error)}"
             raise _mismatch(index, field.path, str(field), came)
         if overlaps(leaves):
             title = "a sample" if index is None else f"sample {index}"

@@ -26,7 +26,6 @@ import os
 import random
 import signal
 import time
-import traceback
 import zlib
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -37,6 +36,7 @@ import torch
 
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.rolling import FILLERS, RollingStore
+from lightning_stocache.node.errors import trace_of
 from lightning_stocache.node.processes import end_with_parent
 from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.torch_internals import become_worker
@@ -227,7 +227,7 @@ def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: 
             in_a_row += 1
             ends = in_a_row >= _MOST_FAILURES
             if ends or int(notes[_FAILED]) == 1:
-                trace = "".join(traceback.format_exception(error))[-_LONGEST:]
+                trace = trace_of(error)[-_LONGEST:]
                 outcome = f"after {in_a_row} failures in a row the filler ends" if ends else "others are only counted"
                 name = _sample_name(draw.index)
                 words = f"filler {number} could not {task} {name}, which is left out; {outcome}:\n{trace}"

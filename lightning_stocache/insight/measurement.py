@@ -25,6 +25,7 @@ from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.node.errors import text_of
 from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.allocation import largest_grant
 from lightning_stocache.setup.forms import choose_codec
@@ -306,8 +307,9 @@ def _reading(source: Dataset[Any]) -> Iterator[None]:
         raise
     except Exception as error:  # the user's code may raise anything
         clear_frames(error.__traceback__)  # the frames hold the loader's iterator, which holds its workers
-        lines = str(error).strip().splitlines() or [""]  # the last line of a worker's error is the original message
-        words = lines[-1].strip() if "Traceback" in str(error) else f"{type(error).__name__}: {lines[0]}"
+        text = text_of(error)
+        lines = text.strip().splitlines() or [""]  # the last line of a worker's error is the original message
+        words = lines[-1].strip() if "Traceback" in text else f"{type(error).__name__}: {lines[0]}"
         raise PlanError(f"a sample of {type(source).__name__} cannot be loaded: {words}") from error
 
 

@@ -18,13 +18,14 @@ Epoch = Mapping[str, float]
 _MATTERS = 0.05  # below this share of an epoch a difference is noise
 
 
-def verdict(epochs: Sequence[Epoch], samples: int, *, off: bool = False) -> list[str]:
+def verdict(epochs: Sequence[Epoch], samples: int, *, off: bool = False, setup_fills: int = 0) -> list[str]:
     """Sentences on the coverage, on the gain, and on what to do if the gain was small.
 
     Args:
         epochs: the metrics of every training epoch, by the names in the metric keys.
         samples: samples in the training set.
         off: the user has switched the cache off.
+        setup_fills: samples of the training set that set-up has stored.
     """
     if off:
         return ["the cache is off (budget=0)"]
@@ -48,7 +49,10 @@ def verdict(epochs: Sequence[Epoch], samples: int, *, off: bool = False) -> list
             *sentences,
             "the dataset has grown, and what is new has no slot. For data that grows there is RollingCache",
         ]
-    if first["hits"] > first["misses"] + first["bypasses"]:  # from a cache with a name, kept, or filled by others
+    # A sampler that draws samples several times, and those that set-up has stored, make hits in epoch one, too.
+    ready_before = first["fill_fraction"] * first["coverage"] * samples - first.get("fills", 0) - setup_fills
+    mostly_hit = first["hits"] > first["misses"] + first["bypasses"]
+    if mostly_hit and ready_before >= 1:  # from a cache with a name, kept, or filled by others
         warm = "epoch one came from the cache already: this run does not tell how long training waits without it"
         return [*sentences, warm]
     if len(epochs) == 1:

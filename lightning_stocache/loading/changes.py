@@ -8,9 +8,11 @@ read again from time to time to find that out (`source.looks`):
     in a worker             `look_around` its `worker_init_fn`
     without a CachedLoader  `look_by_itself`: at the first call of a process, and after each pass over the dataset
 
-A source that has changed is served as it is now, uncached, by every process of the job: one number in shared memory
-says so. Nothing is emptied. The same follows where hits would do something else than reads: a read writes into state
-that the sampler reads, or somebody changes samples in place that are the dataset's own memory.
+A source that changes before anything was served gets a new cache, if one process alone has opened it: a framework may
+set the dataset up when it makes the loader. Later, a source that has changed is served as it is now, uncached, by every
+process of the job: one number in shared memory says so. Nothing is emptied. The same follows where hits would do
+something else than reads: a read writes into state that the sampler reads, or somebody changes samples in place that
+are the dataset's own memory.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_stocache.cache.store import Store
+from lightning_stocache.node.budget import Budget
+from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.reader import Reader, Subject, start_method
 from lightning_stocache.source import looks
+from lightning_stocache.source.access import position_of
 from lightning_stocache.source.common_state import CommonState
 from lightning_stocache.source.looks import AT_ONCE, Due, Look, Schedule, judged, read_again
 from lightning_stocache.source.proof import Proof
@@ -59,18 +64,22 @@ class Changes:
         proof: of the cut, if the source is cut.
         witness: compares the source's state.
         lends: whether the samples of the next batch are to be the source's own (`lend`).
+        has_keys: whether this process has seen a key that is no index.
     """
 
     def __init__(self, opened: OpenCache, *, is_copy: bool = False) -> None:
+        self._is_copy, self._home = is_copy, os.getpid()
+        self._epoch = 0  # of the CachedLoaders in this process
+        self._begin(opened)
+
+    def _begin(self, opened: OpenCache) -> None:
         self.witness = Witness(opened.request.source, getattr(opened.tail, "steps", ()))
         self.witness.learn(opened.machinery)
-        self.lends = False
-        self._is_copy = is_copy
+        self.lends = self.has_keys = False
         self._schedule = Schedule()
-        self._epoch = 0  # of the CachedLoaders in this process
         self._process = self._served = 0  # since the last look by itself: this process, and the samples that it served
         self._common: CommonState | None = None
-        self._keys = 0  # that were no indices
+        self._key: Any = None  # the last of many keys of all processes that were no indices
         self._lent: list[tuple[Any, Bits]] = []  # samples of an epoch's first batch, with their bits
         self.serve(opened)
 
@@ -100,16 +109,17 @@ class Changes:
     @property
     def are_seen(self) -> bool:
         """Whether the source has changed since it was cached: another process says so, or it is seen here."""
-        if self._keys >= _KEYS_ALONE and self.opened.counters is not None:
-            totals, self._keys = self.opened.counters.totals(), 1
-            if not totals.hits + totals.misses and not self._is_copy:
-                self.opened.counters.say_changed()  # no process reads what set-up has stored
+        if self._key is not None:
+            self._leave_to_keys()
         if self.are_heard:
             return True
         change = self.witness.look()
         if change is None and self.witness.doubtful:
             change = self._look_for(self.witness.take_doubtful())
         if change is None:
+            return False
+        if self._may_open_again:
+            self._open_again()
             return False
         self.give_up("changed", f"its `{change}`")
         return True
@@ -119,6 +129,42 @@ class Changes:
         opened = self.opened
         if (opened.cache is not None or opened.source is not self.source) and self.are_seen:
             self.serve(opened.given_up())
+
+    def refresh_unread(self, *, is_compared: bool = False) -> None:
+        """Open the cache again if the source has changed before it has served anything: a framework may set it up.
+
+        Args:
+            is_compared: whether to compare the content of the source's state, too, not only attributes.
+        """
+        if not self._may_open_again:
+            return
+        has_changed = self.witness.look() is not None
+        if is_compared and not has_changed:
+            has_changed = any(difference.kind != "machinery" for difference in self.witness.differences())
+        if has_changed:
+            self._open_again()
+
+    @property
+    def _may_open_again(self) -> bool:
+        """Whether nothing has been served yet, and this process alone has opened the cache, which has no name."""
+        opened, request = self.opened, self.opened.request
+        if opened.counters is None or opened.borrowed or self._is_copy or self._home != os.getpid():
+            return False
+        if request.name is not None or request.budget.off or opened.group.world > 1 or self.are_heard:
+            return False
+        return not opened.counters.totals().served
+
+    def _open_again(self) -> None:
+        before = self.opened
+        budget = before.request.budget
+        if before.request.reader is not None and before.live_cache is not None:
+            budget = Budget.parse(before.budget_bytes)  # other caches of a Trainer may have the rest of the budget
+        [opened] = open_caches([before.request], {before.request.pot: budget}, before.group)
+        if opened.counters is not None and before.counters is not None:
+            opened.counters.take_matters(before.counters)
+        before.close()
+        self._begin(opened)
+        opened.tell()
 
     def made(self, make: Callable[[], _T]) -> _T:
         """What `make` makes of served samples; made anew if the source is said to have changed meanwhile."""
@@ -142,20 +188,43 @@ class Changes:
     def _report(self, words: str) -> None:
         log.warning("%s: %s", type(self.source).__name__, words)
 
-    def note_key(self, key: Any) -> None:
-        """Warn once of keys that are no indices. A cache from which nothing else was asked for is given up later."""
+    # ---- keys that are never a hit ----
+
+    def note_key(self, key: Any, count: int = 1) -> None:
+        """Count a key that is no index of the dataset, or several of which this is one, and warn of it.
+
+        A slice may come from a look by hand, and a number outside of the dataset from padding: such a key is no reason
+        for a warning where no worker is asked for it, unless nothing but keys is asked for.
+        """
         counters = self.opened.counters
-        if self.opened.live_cache is None or counters is None or isinstance(key, slice):
+        if self.opened.live_cache is None or counters is None:
             return
-        self._keys += 1
-        if self._keys == 1 and counters.is_first("keys"):
-            log.warning(
-                "%s is asked for keys that are no indices, as %.60s: such samples are not cached, but loaded every "
-                "time.\nTo cache them, let the sampler draw numbers (of a tensor or array: its .tolist()), and the "
-                "loader make the batches",
-                type(self.source).__name__,
-                repr(key),  # a handler may keep the record
-            )
+        keys = counters.add_keys(count)
+        if keys // _KEYS_ALONE > (keys - count) // _KEYS_ALONE:
+            self._key = key
+        is_drawn = get_worker_info() is not None
+        if position_of(key) is None and (is_drawn or not isinstance(key, slice)):
+            self.warn_of_key(key)
+
+    def warn_of_key(self, key: Any) -> None:
+        """Warn, once on the node, of a key that is no index of the dataset."""
+        counters = self.opened.counters
+        self.has_keys = True
+        if counters is None or not counters.is_first("keys"):
+            return
+        words = _KEYS if position_of(key) is None else _NUMBERS
+        log.warning(words, type(self.source).__name__, _shown(key))
+
+    def _leave_to_keys(self) -> None:
+        """Give the cache up if no process of the node has asked for an index."""
+        counters, key = self.opened.counters, self._key
+        self._key = None
+        if counters is None or self._is_copy:
+            return
+        totals = counters.totals()
+        if not totals.hits + totals.misses:
+            self.warn_of_key(key)
+            counters.say_changed()  # no process reads what set-up has stored
 
     # ---- what is due? ----
 
@@ -338,6 +407,23 @@ def _unread(due: Due) -> Look:
     change = None if due.change is None else f"its `{due.change}`"
     return Look(change=change, hastens=due.hastens, compare_ns=due.compare_ns)
 
+
+def _shown(key: Any) -> str:
+    """The beginning of a key's `repr`, which is the user's and may raise anything."""
+    try:
+        return f"{' '.join(repr(key).split()):.60}"
+    except Exception:
+        return f"an object of class {type(key).__name__}"
+
+
+_KEYS = (
+    "%s is asked for keys that are no indices, as %s: such samples are not cached, but loaded every time.\nTo cache "
+    "them, let the sampler draw numbers (of a tensor or array: its .tolist()), and the loader make the batches"
+)
+_NUMBERS = (
+    "%s is asked for numbers below zero or beyond its length, as %s: such samples are not cached, but loaded every "
+    "time.\nTo cache them, let the sampler draw numbers from zero on"
+)
 
 _WAYS_OUT = (
     "From now on all samples are loaded uncached, as changed.\nTo keep the cache, let it hold what stays: give what "

@@ -78,7 +78,8 @@ class CachedDataset(Forwarding):
     Its names are `source`, `cache`, `counters`, `ring`, `group`, `budget_bytes`, `share`, `close` and `describe`.
     `transform` is the argument, or the source's `transform` if none was given. All other names, private ones too, are
     the source's, to read, write and delete. Names of the source that are hidden by these are reached through `source`.
-    If the source changes, its samples are served uncached, as changed, with a warning.
+    If the source changes, its samples are served uncached, as changed, with a warning. If it changes before the first
+    sample is served, because a framework sets its transform, the cache opens again.
 
     Args:
         source: the dataset to cache: its deterministic, expensive part (read, decode, resize). A transform inside it is
@@ -178,6 +179,12 @@ class CachedDataset(Forwarding):
         if not defer:
             self.share(NodeGroup())
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        cached = vars(self).get("_CachedDataset__cached")
+        if cached is not None and "__" not in name:
+            cached.changes.refresh_unread()
+
     def share(self, group: NodeGroup | None = None) -> None:
         """Replace the cache by one that all ranks of the node share. Collective: every rank calls it.
 
@@ -262,6 +269,8 @@ class CachedDataset(Forwarding):
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """The samples of a batch, as a list: all hits are copied out by one gather per field."""
+        if not hasattr(indices, "__len__"):  # a batch sampler may give iterators
+            indices = list(indices)
         self.__look(len(indices))
         return self.__cached.changes.made(lambda: self.__finished(indices))
 

@@ -339,6 +339,8 @@ class Epoch:
     def _plan_batch(self, indices: Any) -> None:
         resources, plan = self._resources, Plan(indices)
         self._plans.append(plan)
+        if not isinstance(indices, np.ndarray):
+            self._cached.note_drawn(indices)
         if resources.route == "worker":
             self._request(plan, resources.pool.take_shared())
         elif isinstance(indices, np.ndarray) and len(indices) and not self._is_closed:

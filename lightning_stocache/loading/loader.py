@@ -42,7 +42,7 @@ from lightning_stocache.loading.loader_sampler import (
     set_epoch,
 )
 from lightning_stocache.loading.loader_tree import Stream, is_rolling, is_stream
-from lightning_stocache.loading.position import CountedBatches, LoaderState, ResumableBatches
+from lightning_stocache.loading.position import CountedBatches, LoaderState, NotedDraws, ResumableBatches
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.sampling.locality_sampler import Mode
@@ -141,6 +141,7 @@ class CachedLoader(DataLoader[Any]):
         if cached is not None and not started and not cached.knows_ranks:
             cached.look_at_ranks()
         if cached is not None and (not started or cached.changes.are_heard):
+            cached.changes.refresh_unread(is_compared=True)
             cached.changes.refresh()  # persistent workers have a source of their own, which stays as it was
         if cached is not None:
             cached.changes.share_with(self._other_readers, [self.dataset, cached_in(self.dataset)])
@@ -173,12 +174,20 @@ class CachedLoader(DataLoader[Any]):
         self.worker_init_fn = InitOnSource.of(init)
         batches, name = batches_of(self), "sampler" if self.batch_sampler is None else "batch_sampler"
         stream = isinstance(self.dataset, IterableDataset)
-        vars(self)[name] = batches if stream else ResumableBatches(batches, self.position)  # past its __setattr__
+        draws = batches if stream else self._noted(ResumableBatches(batches, self.position))
+        vars(self)[name] = draws  # past its __setattr__
         try:
             return CountedBatches(super().__iter__(), self.position)
         finally:
             vars(self)[name] = batches
             self.generator, self.worker_init_fn = generator, init
+
+    def _noted(self, draws: ResumableBatches) -> Any:
+        """The draws of an epoch that DataLoader makes, looked at for keys that are no indices."""
+        cached = self._cached()
+        if cached is None or cached.cache is None or cached.changes.has_keys:
+            return draws
+        return NotedDraws(draws, cached.note_drawn, is_batched=self.batch_sampler is not None)
 
     def _iter_stream(self, stream: Stream) -> Any:
         """An epoch of a stream: DataLoader's own, or that of a dataset once the whole stream is in memory."""

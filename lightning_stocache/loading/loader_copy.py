@@ -30,6 +30,7 @@ from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.node.budget import Budget
+from lightning_stocache.node.errors import description
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.sampler_domain import sampler_domain
 from lightning_stocache.setup.open import open_caches
@@ -189,7 +190,9 @@ def length_of(dataset: Any) -> int:
     try:
         length = len(dataset)
     except Exception as error:  # the user's code raised it; a training without a cache may never ask
-        raise TypeError(f"it has no length: {error!r}. Give it a __len__, if its sampler draws indices") from error
+        raise TypeError(
+            f"it has no length: {description(error)}. Give it a __len__, if its sampler draws indices"
+        ) from error
     if length == 0:
         raise ValueError("it is empty: check the path or filter it is made from")
     return length

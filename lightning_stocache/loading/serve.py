@@ -31,6 +31,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stocache.cache.codec import Memory, Parts, SampleMismatchError, UnsupportedSampleError
@@ -119,6 +120,17 @@ class CachedSource:
                 return self._uncached(self.source, [key], is_whole=True)[0]
             return self._transformed(sample) if position is None else self._finished(sample, position)
 
+    def note_drawn(self, keys: Any) -> None:
+        """Warn if one of the keys that a loader's sampler has drawn is no index."""
+        if self.cache is None or self.changes.has_keys or not isinstance(keys, Sequence | torch.Tensor):
+            return
+        if set(map(type, keys)) == {int}:
+            return
+        for key in keys:
+            if position_of(key) is None and self._listed(key) is None:
+                self.changes.warn_of_key(key)
+                return
+
     def _listed(self, key: Any) -> list[int] | None:
         return positions_of(key, len(cast(Any, self.source))) if self.opened.serves_lists else None
 
@@ -143,6 +155,8 @@ class CachedSource:
         Without a cache and without transforms they are the result of the source's own `__getitems__`.
         """
         self.changes.refresh()
+        if self._are_mixed(keys):
+            return [self.sample(key) for key in keys]
         with self.changes.witness:
             are_plain = set(map(type, keys)) == {int}
             positions = list(keys) if are_plain else [each for each in map(position_of, keys) if each is not None]
@@ -169,6 +183,12 @@ class CachedSource:
             if are_indices:
                 return self._each_finished(samples, positions)
             return samples if self.transform is None else (self._transformed(sample) for sample in samples)
+
+    def _are_mixed(self, keys: Sequence[Any]) -> bool:
+        """Whether some keys of a batch are indices and some are not, and the source loads each by itself."""
+        if self.cache is None or set(map(type, keys)) == {int} or batch_reader(self.source) is not None:
+            return False
+        return len({position_of(key) is None for key in keys}) > 1
 
     def look_at_ranks(self) -> None:
         """Warn once, on rank zero, if the ranks of a job do not share the cache.
@@ -365,6 +385,8 @@ class CachedSource:
         samples: list[Any] = []
         heads, proof, strict = self.changes.heads, self.changes.proof, self.opened.request.strict
         placed = np.flatnonzero(cache.have_places(indices)).tolist()
+        if len(placed) < len(indices):
+            self._note_outside(cache, indices)
         # A sample without a slot cannot be frozen, and with other threads a generator that has moved is no evidence.
         is_watched = placed and not self.opened.request.allow_random and are_draws_evidence()
         generators = Generators() if is_watched else None  # anew: a forked worker has no CUDA, whatever its parent had
@@ -403,6 +425,13 @@ class CachedSource:
             finally:
                 cache.release(indices)
         return samples
+
+    def _note_outside(self, cache: Store, numbers: list[int]) -> None:
+        """Note numbers that are no indices of the dataset."""
+        if min(numbers) >= 0 and max(numbers) < cache.length:
+            return
+        outside = [number for number in numbers if not 0 <= number < cache.length]
+        self.changes.note_key(outside[0], len(outside))
 
     def _read(self, read: Callable[[list[Any]], list[Any]], indices: list[int], keys: list[Any]) -> list[Any]:
         """Read samples. One is odd if the source has not called its transform as usual: the tail cannot finish it.

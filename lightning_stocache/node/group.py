@@ -23,11 +23,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_stocache.node.errors import description
 from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.post import Mailbox, Post, boot_id
 from lightning_stocache.torch_internals import job_store
 
-__all__ = ["NodeGroup", "description", "job_ranks", "memory_key"]
+__all__ = ["NodeGroup", "job_ranks", "memory_key"]
 
 log = logging.getLogger(__name__)
 
@@ -191,14 +192,6 @@ class NodeGroup:
             if message is not None:
                 raise RuntimeError(f"setting up the cache failed on rank {rank}: {message}")
         return [value for _, value in outcomes]
-
-
-def description(error: BaseException) -> str:
-    """An error in words, never empty: the code of its class may raise anything."""
-    try:
-        return repr(error) or type(error).__name__
-    except Exception:
-        return type(error).__name__
 
 
 def _mailbox() -> Mailbox:

@@ -437,7 +437,7 @@ def _look_once(request: CacheRequest) -> Finding:
     """
     indices, samples, error = _first_samples(request)
     if not samples:
-        raise error or FirstSampleError("it gives no samples")
+        raise FirstSampleError("it gives no samples") if error is None else error
     if request.as_stream and not request.writers and is_own_iterator(request.source):
         _, again, _ = _first_samples(request)
         count = min(len(samples), len(again))

@@ -29,6 +29,7 @@ from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampl
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec, Required, SampleCodec
 from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.node.errors import description
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.encoded import EncodedSource, access_to
@@ -127,7 +128,7 @@ def _check_record(codec: RecordCodec, sample: Any, index: int) -> None:
     try:
         copy = codec.decode(record)
     except Exception as error:  # of the code of the sample's classes
-        raise UnsupportedSampleError(f"sample {index} cannot be read back from bytes: {error!r}") from error
+        raise UnsupportedSampleError(f"sample {index} cannot be read back from bytes: {description(error)}") from error
     if (path := difference(bits(sample), bits(copy))) is not None:
         raise UnsupportedSampleError(f"sample {index}: {named(path)} does not come back from bytes as it was")
 

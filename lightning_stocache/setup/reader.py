@@ -4,8 +4,9 @@ Reading leaves traces: many sources open a file at their first read, others draw
 remember. These traces end with the process. It starts as the workers of the loader do.
 
 1. The process starts at the first question. A forked process gets open files of its own (`node/isolation`), so that it
-   moves no position of the trainer's and takes none of its messages. Its parallel loops have as many threads as those
-   of the process that will read the source, so that floating-point numbers have the same bits.
+   moves no position of the trainer's and takes none of its messages. In any other process the pipes, sockets and queues
+   that come with the source cannot be read. The parallel loops of a forked process have as many threads as those of the
+   process that will read the source, so that floating-point numbers have the same bits.
 2. Question and answer are one pickle each, on one pipe. While no answer comes, the forked process is looked at: if all
    of its threads wait for a thread that a fork does not have, it is ended (`node/hang`).
 3. `close` kills the process. It ends with the trainer, too.
@@ -38,10 +39,10 @@ import socket
 import sys
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import connection, pool, queues
 from typing import Any, ClassVar, NamedTuple
@@ -49,6 +50,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
+from lightning_stocache.node.errors import text_of, trace_of
 from lightning_stocache.node.hang import LOOK_SECONDS, HangWatch
 from lightning_stocache.node.isolation import File, descriptors, end_openmp_threads, end_with_creator, isolate
 from lightning_stocache.node.processes import REPORT_SECONDS, end_with_parent, other_threads, why_not_begun
@@ -180,7 +182,7 @@ class Reader:
             refusal = _refusal(subject, error, is_certain=not self._missing)
             if refusal is not None:
                 raise refusal from (None if refusal is error else error)
-            log.debug("%s is read in this process: %s", subject.title, str(error))  # a log may keep what it is given
+            log.debug("%s is read in this process: %s", subject.title, text_of(error))  # a log may keep the error
         self._read_here.add(number)
         return _answer_here(subject, question)
 
@@ -211,18 +213,17 @@ class Reader:
 
     def _ask_process(self, number: int, question: tuple[Any, ...]) -> Any:
         subject = self._subjects[number]
-        if self._method == "fork" and not self._must:
-            if subject.has_workers in self.hung:
-                words = "an earlier source hung in a forked process: this one is not read in a fork"
-                raise HungError(f"{words}. {subject.way_out}")
-            if _has_remote_queue(subject.source):
-                raise UnsharedError(_TAKES)
+        if not self._must and _has_remote_queue(subject.source):
+            raise UnsharedError(_TAKES)
+        if self._method == "fork" and not self._must and subject.has_workers in self.hung:
+            words = "an earlier source hung in a forked process: this one is not read in a fork"
+            raise HungError(f"{words}. {subject.way_out}")
         try:
             message = pickle.dumps((number, question))
             if self._process is None:
                 self._start()
         except Exception as error:  # whatever a start method or a pickle raises
-            raise NoProcessError(f"{type(error).__name__}: {error}") from error
+            raise NoProcessError(f"{type(error).__name__}: {text_of(error)}") from error
         try:
             self._pipe.send_bytes(message)
             self._wait(subject)
@@ -250,7 +251,10 @@ class Reader:
         if parent is not None:
             kept.add(parent.sentinel)
         ours, theirs = multiprocessing.Pipe()
-        prepare = partial(_begin_fork, os.getpid(), ours.fileno(), shared, kept) if is_forked else end_with_parent
+        if is_forked:
+            prepare: Callable[[], list[str] | None] = partial(_begin_fork, os.getpid(), ours.fileno(), shared, kept)
+        else:
+            prepare = partial(_begin_spawned, [] if self._must else [subject.source for subject in self._subjects])
         context: Any = multiprocessing.get_context(self._method)
         arguments = (theirs, self._subjects, self._init, prepare, threads)
         process = context.Process(target=_serve, args=arguments, daemon=True)
@@ -295,9 +299,12 @@ def _answer_here(subject: Subject, question: tuple[Any, ...]) -> Any:
     """Answer a question in this process, and put back what reading has moved.
 
     Raises:
+        UnsharedError: the source has a pipe, a socket or a queue, which cannot be put back.
         ChildProcessError: a state cannot be put back.
         Exception: the error of `answer`.
     """
+    if _has_queue(subject.source) or _has_remote_queue(subject.source):
+        raise UnsharedError(f"{_TAKES}. {_WAY_TO_SHARE}")
     snapshot = Snapshot(subject.source)
     try:
         with Generators(subject.source):
@@ -324,7 +331,7 @@ def _refusal(subject: Subject, error: Exception, is_certain: bool) -> Exception 
     if was_read or has_ended or not is_shared or (is_hung and subject.has_workers):
         return error
     if _has_queue(subject.source):
-        return UnsharedError(f"{_TAKES} ({type(error).__name__}: {error}). {_WAY_TO_SHARE}")
+        return UnsharedError(f"{_TAKES} ({type(error).__name__}: {text_of(error)}). {_WAY_TO_SHARE}")
     return error if subject.has_workers else None
 
 
@@ -408,6 +415,20 @@ def _begin_fork(parent: int, pipe: int, shared: Mapping[int, File], kept: set[in
     return missing
 
 
+def _begin_spawned(sources: Sequence[Any]) -> list[str]:
+    """Prepare a process that is not forked. Returns what its parent can read and it cannot.
+
+    Pipes, sockets and queues of the sources have come with them. As in a fork, reads on these fail.
+    """
+    end_with_parent()
+    opened, ends = descriptors(), set[int]()
+    for source in sources:
+        for _, node in _reached(source, (connection.Connection, socket.socket)):
+            with suppress(OSError):  # a closed one
+                ends.add(node.fileno())
+    return isolate({end: opened[end] for end in ends if end in opened})
+
+
 def _answer(
     subject: Subject, question: tuple[Any, ...], init: Callable[[int], None] | None, missing: list[str]
 ) -> bytes:
@@ -422,18 +443,18 @@ def _answer(
     try:
         return pickle.dumps((value, error, missing))
     except Exception as raised:  # whatever pickle raises of a class that other processes cannot find
-        return pickle.dumps((None, NoProcessError(f"{type(raised).__name__}: {raised}"), missing))
+        return pickle.dumps((None, NoProcessError(f"{type(raised).__name__}: {text_of(raised)}"), missing))
 
 
 def _sendable(error: Exception, is_shared: bool) -> Exception:
     """The error with its traceback as a note, or another error if it cannot be pickled."""
     if is_shared and _has_bad_descriptor(error):
-        return UnsharedError(f"{_TAKES} ({type(error).__name__}: {error})")
-    error.add_note(f"In the process that read it:\n{''.join(traceback.format_exception(error))}")
+        return UnsharedError(f"{_TAKES} ({type(error).__name__}: {text_of(error)})")
+    error.add_note(f"In the process that read it:\n{trace_of(error)}")
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        return RuntimeError(f"{type(error).__name__}: {text_of(error)}")
     return error
 
 
@@ -442,5 +463,5 @@ def _has_bad_descriptor(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.EBADF:
             return True
-        error = error.__cause__ or error.__context__
+        error = error.__context__ if error.__cause__ is None else error.__cause__
     return False

@@ -12,8 +12,8 @@ from typing import Any
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.store import Store
+from lightning_stocache.node.errors import description
 from lightning_stocache.node.files import Backend
-from lightning_stocache.node.group import description
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.probe import attributed, words_of

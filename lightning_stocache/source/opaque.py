@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import torch
 
+from lightning_stocache.node.errors import description
 from lightning_stocache.source.samples import Path, refilled, walk, with_part
 from lightning_stocache.source.transform_split import Tail, UncuttableError, Values, reading, unpacked
 
@@ -260,7 +261,7 @@ def read_blindly(read: Callable[[], Sequence[Any]], indices: Sequence[int], tail
         if not looks and not blind.calls:
             raise
         if not looks:
-            raise LookedAtError(f"code behind its transform raises {error!r}") from error
+            raise LookedAtError(f"code behind its transform raises {description(error)}") from error
     if looks:
         raise LookedAtError(f"code behind its transform looks at the result ({', '.join(dict.fromkeys(looks))})")
     objection = blind.objection(samples)

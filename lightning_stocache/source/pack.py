@@ -15,7 +15,6 @@ import os
 import shutil
 import sys
 import time
-import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from lightning_stocache.cache.codec import UnsupportedSampleError
+from lightning_stocache.node.errors import text_of, trace_of
 from lightning_stocache.node.processes import THREAD_PREFIX, end_with_parent
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.blob import decode_blob, encode_blob
@@ -158,8 +158,8 @@ class _Blobs(Dataset[Any]):
             return index, encode_blob(self._load(index), index)
         except Exception as error:  # the source is the user's, and may raise anything, also unpicklable errors
             name = "" if isinstance(error, PackError | UnsupportedSampleError) else f"{type(error).__name__}: "
-            failure = PackError(f"sample {index} of {type(self._source).__name__}: {name}{error}")
-            failure.add_note(traceback.format_exc())
+            failure = PackError(f"sample {index} of {type(self._source).__name__}: {name}{text_of(error)}")
+            failure.add_note(trace_of(error))
             return index, failure
 
     def _load(self, index: int) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
+from lightning_stocache.node.errors import text_of
 from lightning_stocache.source.access import iterate
 from lightning_stocache.source.generators import Generators, State
 from lightning_stocache.source.samples import Bits, bits, difference
@@ -194,8 +195,8 @@ def attributed(error: Exception) -> Exception:
 def words_of(error: BaseException, what: str) -> str:
     """An error in one line, raised by `what`. A message of this package stays as it is."""
     if _is_message(error):
-        return str(error)
-    return f"{what} raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
+        return text_of(error)
+    return f"{what} raised {type(error).__name__}: {(text_of(error).strip().splitlines() or [''])[-1]}"
 
 
 def _is_message(error: BaseException) -> bool:

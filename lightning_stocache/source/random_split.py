@@ -231,7 +231,7 @@ def _pairs(
         try:
             pair = probe.read_twice(source, index)
         except Exception as error:  # the source is the user's, and may raise anything
-            failure = failure or error
+            failure = error if failure is None else failure
             continue
         seen += 1
         nbytes += _ANY_SAMPLE.least_bytes(pair[1].sample)

@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
+from lightning_stocache.node.errors import description
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.samples import Path, part_at, with_part
 
@@ -413,7 +414,9 @@ def _copied(node: Any) -> Any:
     try:
         return copy.copy(node)
     except Exception as error:  # a `__getattr__` that asks for an attribute before there is one, for instance
-        raise UncuttableError(f"a {type(node).__name__} cannot be copied: copy.copy raises {error!r}") from error
+        raise UncuttableError(
+            f"a {type(node).__name__} cannot be copied: copy.copy raises {description(error)}"
+        ) from error
 
 
 def _held(node: Any, key: Any) -> Any:

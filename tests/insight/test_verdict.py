@@ -47,6 +47,15 @@ HARDLY = "training hardly waited for data even in its first epoch: a cache canno
 IS_WARM = "epoch one came from the cache already: this run does not tell how long training waits without it"
 
 
+def test_hits_of_epoch_one_that_are_no_earlier_cache_are_not_called_one():
+    """A sampler with replacement hits what it has stored itself, and a small set is stored at set-up."""
+    drawn_twice = epoch(hits=30, misses=10, fills=10, wait=0.5)
+    assert IS_WARM not in verdict([drawn_twice, WARM], 10)
+    from_setup = epoch(hits=10, fills=0, wait=0.5)
+    assert IS_WARM not in verdict([from_setup, WARM], 10, setup_fills=10)
+    assert IS_WARM in verdict([from_setup, WARM], 10)
+
+
 @pytest.mark.parametrize(
     ("epochs", "sentences"),
     [

@@ -52,6 +52,70 @@ WAYS: dict[str, tuple[Any, str | int, int, dict[str, Any]]] = {
 """Loaders, budgets, the slots that these pay for, and arguments of the loaders."""
 
 
+class Settable:
+    """Holds a transform in the ways in which frameworks set one."""
+
+    def __init__(self) -> None:
+        self.transform: Any = None
+        self._steps: Any = None
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        image = torch.full((3, 16, 16), index, dtype=torch.uint8)
+        for step in (self.transform, self._steps):
+            image = image if step is None else step(image)
+        return image, index
+
+    @property
+    def steps(self) -> Any:
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: Any) -> None:
+        self._steps = steps
+
+    def set_steps(self, steps: Any) -> None:
+        self._steps = steps
+
+
+SETS: dict[str, Callable[[Any, Any], Any]] = {
+    "attribute": lambda dataset, steps: setattr(dataset, "transform", steps),
+    "property": lambda dataset, steps: setattr(dataset, "steps", steps),
+    "method": lambda dataset, steps: dataset.set_steps(steps),
+    "source": lambda dataset, steps: setattr(dataset.source, "transform", steps),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "way", "options"),
+    [
+        *((kind, way, {}) for kind in (DataLoader, CachedLoader) for way in SETS),
+        *((CachedLoader, way, WORKERS) for way in SETS),
+        *((DataLoader, way, WORKERS) for way in ("attribute", "property")),
+    ],
+)
+def test_a_transform_that_is_set_before_the_first_sample_opens_the_cache_again(
+    kind: Any, way: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a framework sets when it makes the loader is split, and no warning comes; later it is a change."""
+    steps = v2.Compose([v2.RandomCrop(8), v2.ToDtype(torch.float32, scale=True)])
+    with closing(CachedDataset(Settable())) as dataset:  # type: ignore[arg-type]
+        SETS[way](dataset, steps)
+        loader = kind(dataset, batch_size=16, **options)
+        for _ in range(2):
+            assert {image.shape for images, _ in loader for image in images} == {(3, 8, 8)}
+        assert dataset.counters.totals().hits >= 64
+        assert warnings(caplog) == []
+        dataset.transform = v2.CenterCrop(12)
+        assert dataset[0][0].shape[1] in (8, 12)
+        assert dataset.cache is None
+    [words] = warnings(caplog)
+    assert "`transform` has changed since it was cached" in words
+
+
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)

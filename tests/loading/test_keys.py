@@ -1,8 +1,10 @@
 """What a sampler yields reaches the dataset as it is. Numbers are looked up; other keys are never a hit."""
 
+import logging
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,6 +139,129 @@ def test_keys_that_are_no_index_are_told_once_and_take_no_memory(key: Any, caplo
         assert dataset.cache is None
     [words] = warnings(caplog)
     assert f"is asked for keys that are no indices, as {key(0)!r}" in words
+
+
+class Several:
+    """A sampler that gives a key for each few samples."""
+
+    def __init__(self, of: Callable[[int], Any], step: int) -> None:
+        self.of, self.step = of, step
+
+    def __len__(self) -> int:
+        return LENGTH // self.step
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.of, range(0, LENGTH, self.step))
+
+
+class Unreadable:
+    """A key without a text."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def of_several(key: Any) -> Any:
+    return torch.zeros(2) if isinstance(key, int | slice | np.ndarray | torch.Tensor) else torch.ones(2)
+
+
+SEVERAL: dict[str, Callable[[int], Any]] = {
+    "slices": lambda index: slice(index, index + 2),
+    "arrays": lambda index: np.arange(index, index + 2),
+    "masks": lambda index: torch.arange(LENGTH) == index,
+    "unreadable": lambda index: Unreadable(),
+}
+WORKERS: dict[str, dict[str, Any]] = {
+    "no workers": {"num_workers": 0},
+    "workers": {"num_workers": 2},
+    "persistent": {"num_workers": 2, "persistent_workers": True},
+    "spawned": {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "spawn"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "workers"),
+    [
+        *(pytest.param(CachedLoader, key, "no workers") for key in SEVERAL),
+        *(pytest.param(CachedLoader, "slices", workers, marks=pytest.mark.processes) for workers in [*WORKERS][1:]),
+        *(pytest.param(CachedLoader, key, "persistent", marks=pytest.mark.processes) for key in [*SEVERAL][1:]),
+        pytest.param(DataLoader, "slices", "no workers"),
+        *(pytest.param(DataLoader, key, "persistent", marks=pytest.mark.processes) for key in SEVERAL),
+    ],
+)
+def test_keys_of_several_samples_are_told_once_in_a_job(
+    kind: Any, key: str, workers: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever processes read, one warning comes, and the memory of set-up is given back after some keys."""
+    log, handler = logging.getLogger("lightning_stocache"), logging.FileHandler(tmp_path / "log")
+    log.addHandler(handler)  # of forked workers, too
+    with closing(CachedDataset(AnyKey(of_several))) as dataset, closing(handler):
+        loader = kind(dataset, batch_size=None, sampler=Several(SEVERAL[key], 2), **WORKERS[workers])
+        for _ in range(4):
+            assert len(list(loader)) == LENGTH // 2
+        del loader
+        list(DataLoader(dataset, batch_size=None))
+        assert dataset.cache is None
+    log.removeHandler(handler)
+    told = (tmp_path / "log").read_text() + capfd.readouterr().err
+    shown = {"slices": "slice(", "arrays": "array([", "masks": "tensor([", "unreadable": "an object of class Unread"}
+    assert told.count("keys that are no indices") == told.count(f"that are no indices, as {shown[key]}") == 1
+
+
+def test_indices_beside_other_keys_are_cached(caplog: pytest.LogCaptureFixture) -> None:
+    """In a batch of both, an index is looked up, and any other key is loaded each time."""
+    asked: list[Any] = []
+
+    def make(key: Any) -> Any:
+        asked.append(key)
+        return torch.tensor(float(len(str(key))))
+
+    batches = [[index, f"{index}"] for index in range(LENGTH)]
+    plain = list(DataLoader(AnyKey(make), batch_sampler=batches))
+    with closing(CachedDataset(AnyKey(make))) as dataset:
+        loader = CachedLoader(dataset, batch_sampler=batches)
+        assert same([list(loader) for _ in range(3)], [plain] * 3)
+        asked.clear()
+        list(loader)
+        assert asked == [f"{index}" for index in range(LENGTH)]
+    [words] = warnings(caplog)
+    assert "as '0'" in words
+
+
+@pytest.mark.parametrize("first", [-LENGTH, LENGTH])
+def test_numbers_outside_of_the_dataset_are_told_if_there_are_no_others(
+    first: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Numbers from the end, or of another dataset, are never a hit; among others they are padding."""
+    with closing(CachedDataset(AnyKey(of_key))) as dataset:
+        loader = CachedLoader(dataset, batch_size=4, sampler=range(first, first + LENGTH))
+        assert [len(list(loader)) for _ in range(3)] == [LENGTH // 4] * 3
+        assert dataset.cache is None
+    [words] = warnings(caplog)
+    assert "is asked for numbers below zero or beyond its length" in words
+    caplog.clear()
+    with closing(CachedDataset(AnyKey(of_key))) as dataset:
+        loader = CachedLoader(dataset, batch_size=4, sampler=[*range(LENGTH), -1, LENGTH])
+        assert [len(list(loader)) for _ in range(9)] == [-(-(LENGTH + 2) // 4)] * 9
+        assert dataset.cache is not None
+    assert warnings(caplog) == []
+
+
+def test_a_batch_of_keys_may_be_an_iterator() -> None:
+    """A batch sampler that gives iterators works as with a DataLoader."""
+
+    class Iterators:
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Iterator[Any]:
+            return map(iter, [[0, 1], [2, 3]])
+
+    plain = list(DataLoader(AnyKey(of_key), batch_sampler=Iterators()))  # type: ignore[arg-type]
+    with closing(CachedDataset(AnyKey(of_key))) as dataset:
+        for kind in (CachedLoader, DataLoader):
+            loader = kind(dataset, batch_sampler=Iterators())
+            assert same([list(loader) for _ in range(2)], [plain] * 2)
 
 
 def test_indices_of_a_tensor_are_told_the_way_out(caplog: pytest.LogCaptureFixture) -> None:

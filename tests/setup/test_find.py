@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 
+from lightning_stocache import CachedStream
 from lightning_stocache.setup import find, reader
 from lightning_stocache.setup.find import Finding, SourceReader, stream_difference
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
@@ -144,6 +145,69 @@ def test_what_cannot_be_cached_has_a_reason() -> None:
         if error is not None:
             with pytest.raises(error, match=reason.rpartition("Error: ")[2]):
                 look(Made(make), 2, strict=True)
+
+
+class Empty(Exception):
+    """An error that has a length of zero, as one that collects others."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Untrue(Exception):
+    """An error that has no truth."""
+
+    def __bool__(self) -> bool:
+        raise TypeError("no truth")
+
+
+class Mute(Exception):
+    """An error that has no text."""
+
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+def _fails(kind: type[Exception], index: int) -> Any:
+    raise kind("the shard is gone")
+
+
+class FailingStream(IterableDataset[Any]):
+    """Raises at its first sample."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        self.kind = kind
+
+    def __iter__(self) -> Any:
+        raise self.kind("the shard is gone")
+        yield
+
+
+@pytest.mark.parametrize("kind", [Empty, Untrue, Mute])
+def test_an_error_is_the_reason_whatever_its_class_says_of_it(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """One with a length of 0, without a truth or without a text, of a dataset, of a step of it, and of a stream."""
+    words = "unreadable" if kind is Mute else "the shard is gone"
+    reason = f"reading it raised {kind.__name__}: {words}"
+    for workers in (0, 2):
+        assert look(Made(partial(_fails, kind)), workers).reason == reason
+    with pytest.raises(kind):
+        look(Made(partial(_fails, kind)), strict=True)
+    assert look(Made(lambda index: _fails(kind, index) if index == 0 else torch.zeros(2))).codec is not None
+    with closing(CachedStream(FailingStream(kind), "1MiB")) as stream, pytest.raises(kind):
+        list(stream)
+    assert f"FailingStream passes through uncached: {reason}" in caplog.text
+    unpicklable = look(Made(lambda index: {"value": Unpicklable(kind)}), layout="records").reason
+    assert str(unpicklable).startswith("sample 0 cannot be kept as bytes: " + words)
+
+
+class Unpicklable:
+    """A part of a sample that pickle cannot write."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        self.kind = kind
+
+    def __reduce__(self) -> Any:
+        raise self.kind("the shard is gone")
 
 
 def test_one_broken_sample_does_not_switch_the_cache_off() -> None:

@@ -296,6 +296,66 @@ def test_no_message_is_taken(kind: str, caplog: pytest.LogCaptureFixture) -> Non
     assert "let each process open its own at its first read" in caplog.text
 
 
+class Taken(Dataset[Any]):
+    """Its samples are what it takes from a queue or a connection, which workers of any start method get."""
+
+    def __init__(self, messages: Any, hides: bool) -> None:
+        self.messages, self.hides = messages, hides
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            take = getattr(self.messages, "recv", None) or self.messages.get
+            return torch.tensor(int(take()))
+        except OSError:
+            if not self.hides:
+                raise
+            return torch.tensor(-1)
+
+
+@contextmanager
+def messages_of(kind: str, context: Any) -> Iterator[Any]:
+    """An object that gives the numbers from zero on, of a class of `multiprocessing`."""
+    if kind == "Pipe":
+        reads, writes = context.Pipe(duplex=False)
+        with reads, writes:
+            for number in range(LENGTH):
+                writes.send(number)
+            yield reads
+    elif kind == "Manager":
+        with context.Manager() as manager:
+            messages = manager.Queue()
+            for number in range(LENGTH):
+                messages.put(number)
+            yield messages
+    else:
+        messages = getattr(context, kind)()
+        for number in range(LENGTH):
+            messages.put(number)
+        wait_until(lambda: not messages.empty())
+        yield messages
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("kind", ["Queue", "SimpleQueue", "JoinableQueue", "Pipe", "Manager"])
+def test_no_message_is_taken_whatever_starts_the_workers(kind: str, method: str) -> None:
+    """Set-up leaves all of them to the workers, and the reason says so; what hides the failure is not stored."""
+    context = multiprocessing.get_context(method)
+    loader = LoaderSettings(4, 2, start_method=method)
+    with messages_of(kind, context) as messages:
+        for hides in (False, True):
+            request = CacheRequest(Taken(messages, hides), reader=loader)
+            with closing(SourceReader(request)) as reading:
+                finding = reading.look()
+            assert finding.seen == ()
+            if not hides or kind == "Manager":
+                assert "it reads from a pipe, a socket or a queue" in str(finding.reason)
+        whole = Taken(messages, False)
+        assert [int(whole[index]) for index in range(LENGTH)] == list(range(LENGTH))
+
+
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_a_failure_that_a_source_hides_is_not_stored(kind: str) -> None:
     """No message is taken, and each sample is the source's own, in every epoch."""
