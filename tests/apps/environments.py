@@ -1,0 +1,42 @@
+"""One virtual environment per application, which sees the packages of this one: torch and Lightning are installed once.
+
+The environments lie in the folder of the variable APPS_FOLDER and stay there for the next run.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+_FOLDER = Path(os.environ.get("APPS_FOLDER") or Path(tempfile.gettempdir()) / "lightning_stocache_apps")
+_AS_HERE = ("torch", "torchvision", "lightning", "pytorch-lightning")
+
+
+def python_with(*requirements: str) -> Path:
+    """The Python of an environment with these requirements, which is made if there is none.
+
+    Raises:
+        RuntimeError: they cannot be installed beside this environment's torch and Lightning.
+    """
+    folder = _FOLDER / hashlib.sha256(repr((sys.prefix, requirements)).encode()).hexdigest()[:12]
+    python, ready = folder / "bin/python", folder / "ready"
+    if not ready.exists():
+        venv.create(folder, clear=True, symlinks=True)
+        site_packages = sysconfig.get_path("purelib", vars={"base": str(folder)})
+        # Searched after the environment's own packages, so an application can have another NumPy, for instance.
+        Path(site_packages, "base.pth").write_text(sysconfig.get_path("purelib"))
+        versions = "".join(f"{name}=={importlib.metadata.version(name)}\n" for name in _AS_HERE)
+        (folder / "constraints.txt").write_text(versions)
+        install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+        pip = subprocess.run(
+            [*install, "-c", str(folder / "constraints.txt"), *requirements], capture_output=True, text=True
+        )
+        if pip.returncode:
+            raise RuntimeError(f"{', '.join(requirements)} cannot be installed:\n{pip.stderr[-2000:]}")
+        ready.touch()
+    return python
