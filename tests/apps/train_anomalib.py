@@ -33,8 +33,7 @@ data = Folder(
     train_augmentations=Compose([RandomHorizontalFlip(), RandomVerticalFlip()]) if is_augmented else None,
     seed=1,
 )
-model = Ganomaly(
-    batch_size=8, n_features=8, latent_vec_size=8, pre_processor=Ganomaly.configure_pre_processor((32, 32))
-)
+small = Ganomaly.configure_pre_processor((32, 32))
+model = Ganomaly(batch_size=8, n_features=8, latent_vec_size=8, pre_processor=small)
 engine = Engine(max_epochs=4, accelerator="cpu", enable_progress_bar=False, logger=False)
 engine.fit(model, datamodule=data)

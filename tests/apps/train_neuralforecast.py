@@ -14,9 +14,8 @@ seed_everything(1)
 note_losses()
 count(TimeSeriesDataset, SERIES)
 days = pd.date_range("2020-01-01", periods=40)
-frames = [
-    pd.DataFrame({"unique_id": f"{n:02}", "ds": days, "y": np.sin(np.arange(40.0) / 3 + n)}) for n in range(SERIES)
-]
+waves = [np.sin(np.arange(40.0) / 3 + number) for number in range(SERIES)]
+frames = [pd.DataFrame({"unique_id": f"{number:02}", "ds": days, "y": wave}) for number, wave in enumerate(waves)]
 sizes = {"n_freq_downsample": [1, 1, 1], "mlp_units": 3 * [[8, 8]]}
 options = {"accelerator": "cpu", "enable_progress_bar": False, "logger": False}
 model = NHITS(h=4, input_size=8, batch_size=16, max_steps=20, **sizes, **options)

@@ -20,11 +20,8 @@ def write_split(split: str, samples: int) -> None:
     images = [{"id": number, "file_name": name, "width": 96, "height": 96} for number, name in enumerate(names)]
     box = {"category_id": 1, "bbox": [8, 8, 40, 40], "area": 1600, "iscrowd": 0}
     boxes = [box | {"id": number, "image_id": number} for number in range(samples)]
-    content = {
-        "images": images,
-        "annotations": boxes,
-        "categories": [{"id": 1, "name": "box", "supercategory": "none"}],
-    }
+    kind = {"id": 1, "name": "box", "supercategory": "none"}
+    content = {"images": images, "annotations": boxes, "categories": [kind]}
     (Path("data") / split / "_annotations.coco.json").write_text(json.dumps(content))
 
 

@@ -33,7 +33,5 @@ count(YOLODataset, SAMPLES)
 options = {"data": "data.yaml", "model": "yolov8n.yaml", "imgsz": 64, "epochs": 4, "batch": 8, "workers": 0}
 offline = {"amp": False, "plots": False, "val": False, "pretrained": False, "device": "cpu", "project": "out"}
 trainer = Trainer(overrides=options | offline)
-trainer.add_callback(
-    "on_train_batch_end", lambda trainer: note({name: item.item() for name, item in trainer.loss_items.items()})
-)
+trainer.add_callback("on_train_batch_end", lambda trainer: note([loss.item() for loss in trainer.loss_items.values()]))
 trainer.train()
