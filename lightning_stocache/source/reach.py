@@ -335,7 +335,7 @@ class Reach:
 
     def _of_frame(self, path: str, frame: Any, around: Around) -> Iterator[Node]:
         """Of a frame of pandas or polars: its columns, which are read anew because a frame replaces them; its index."""
-        reads = {}
+        reads: dict[str, Callable[[], Any]] = {}
         if hasattr(frame, "columns"):
             names = list(frame.columns)
             self.add(inside(path, "columns"), Items(lambda: list(frame.columns), around, len(names), True))
