@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import multiprocessing
 import random
 import time
@@ -333,7 +334,8 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
 def _find_by(counters: Counters, request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
     """Look at a source with the numbers that it may count with."""
     source: Any = request.source
-    parts = split(source, quick=quick, domain=request.domain)
+    passes = math.inf if request.reader is None else request.reader.passes
+    parts = split(source, quick=quick, domain=request.domain, passes=passes)
     reads, form, note = parts.reads, None, None
     if parts.reason is None and counters.look():
         reads += _COUNTED

@@ -7,6 +7,7 @@ value.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -93,6 +94,7 @@ class LoaderSettings:
         stage: stage of the Trainer, for messages.
         draws_lists: whether its sampler draws lists of indices, each as one key (`batch_size=None`).
         is_running: whether it has persistent workers from an earlier epoch, which read an open cache.
+        passes: how often it reads the source at most.
     """
 
     batch_size: int
@@ -102,6 +104,7 @@ class LoaderSettings:
     worker_init_fn: Callable[[int], None] | None = None
     stage: str = ""
     is_running: bool = False
+    passes: float = math.inf
     draws_lists: bool = False
 
 

@@ -20,8 +20,10 @@ is random in few samples only, and draws from a hidden generator, is not recogni
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import statistics
 import threading
 import time
 from collections import UserDict
@@ -65,6 +67,8 @@ QUICK_SECONDS = 0.2
 _MOST_BYTES = 64 << 20  # of samples of further indices
 _ANY_SAMPLE = RecordCodec(0)
 _SLOW_SECONDS = 20.0  # after which two indices are enough
+_CUT_READS = 6  # of each index: two to find the transform, two to prove the cut, one or two blind ones
+_PATIENCE_SECONDS = 0.5  # that set-up may cost a training
 _NOT_RANDOM = "no transform that it holds and calls is random"
 _OF_A_THREAD = "its transform is called by another thread than the one that reads"
 _NOT_HELD = "the sample does not hold what its transform returns, but something made of it"
@@ -110,7 +114,7 @@ class Split:
         return {read.index: read.sample for read in self.probed if bits(read.sample) == read.bits}
 
 
-def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split:
+def split(source: Any, *, quick: int = 0, domain: Domain | None = None, passes: float = math.inf) -> Split:
     """Split a source into what is the same on every read and the random rest.
 
     Args:
@@ -118,6 +122,7 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
             deterministic source is read twice per index, a random one up to ten times. If all raise, so does this.
         quick: how many more indices to probe within 0.2 s.
         domain: which indices may be read; by default all.
+        passes: how often the samples will be read. A random source stays whole if finding its cut takes longer.
 
     Example:
         >>> import torch
@@ -147,6 +152,8 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
             reason = f"its reads ask {ASKED}, whose answers may change at any time"
         elif moved is None and probe.always:  # another thread may draw now and then, but not during each read
             reason = f"it is random (each read moves the generator of {' and '.join(sorted(probe.always))})"
+        if reason is None and moved is not None:
+            reason = _why_not_worth(again, len(source) if domain is None else len(domain), passes)
         if reason is not None or moved is None:
             return Split(source, again, probe.reads, reason=reason)
         reasons = []
@@ -177,6 +184,16 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None) -> Split
         guess = "" if draws else ", or depends on the time, on earlier reads or on another process"
         reason = f"it is random{guess} ({moved}), and cannot be split: {why}"
         return Split(source, again, probe.reads, reason=reason)
+
+
+def _why_not_worth(reads: Sequence[Read], samples: int, passes: float) -> str | None:
+    """Why a random source is not worth a cut, or None: to find it takes half a second longer than all hits save."""
+    read_seconds = statistics.median(read.ns for read in reads) * 1e-9
+    cost, saved = _CUT_READS * len(reads) * read_seconds, (passes - 1) * samples * read_seconds
+    if cost <= saved + _PATIENCE_SECONDS:
+        return None
+    words = f"its cut at the random steps takes {_CUT_READS * len(reads)} more reads of {read_seconds:.1f} s"
+    return f"it is random, and {words}, while {passes:.0f} epochs of {samples} samples save fewer"
 
 
 def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, ...]:

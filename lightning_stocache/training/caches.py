@@ -43,6 +43,7 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import drawn_by_any, open_caches, united
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.same_data import is_continued, take_over
+from lightning_stocache.training.lightning_internals import say
 from lightning_stocache.training.options import CacheOptions
 
 __all__ = ["CallCaches"]
@@ -153,7 +154,7 @@ class CallCaches:
         self._open: list[_Open] = []
         self._group = NodeGroup()
         self._train_to_come = False
-        self._warnings: set[str] = set()
+        self._warnings, self._said = set[str](), set[str]()
         self._fruitless = Counter[str]()  # datasets of a stage that were replaced before a sample was hit
         self.has_slots = False
         """Whether a sample of this call has had a slot, on any node."""
@@ -169,6 +170,16 @@ class CallCaches:
     def pass_by(self, stage: str, title: str, reason: str) -> None:
         """Warn that a loader is not cached."""
         self._warn_once(f"{stage} loader: {title} passes through uncached: {reason}")
+
+    def leave_alone(self, stages: Sequence[str]) -> None:
+        """Say, once, that the sets of these stages are not cached because the call reads them once."""
+        text = (
+            f"{' and '.join(stages)}: read once in this call, so not cached. With keep_cache=True, a name or a dir the "
+            "cache is there for the next call"
+        )
+        if stages and text not in self._said:
+            say(text)
+            self._said.add(text)
 
     def open(
         self,

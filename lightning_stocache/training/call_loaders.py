@@ -17,8 +17,9 @@ agree on each loader.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ from lightning_stocache.training.loaders import (
     with_dataset,
 )
 from lightning_stocache.training.options import STAGES, CacheOptions
+from lightning_stocache.training.reads import Reads
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import follow_pools, free_pools, loader_domain, locality_for
 
@@ -101,6 +103,7 @@ class CallLoaders:
         at_hand: Mapping[str, Any] | None = None,
     ) -> None:
         self._caches, self._getters, self._trainer = caches, dict(getters), trainer
+        self._reads = Reads(trainer)
         self._fits = trainer is not None and trainer.state.fn == "fit"
         self._train_to_come = "train" in getters and self._fits
         self._at_hand = dict(at_hand or {})
@@ -147,7 +150,8 @@ class CallLoaders:
             source, name = source_of(loader), f"{options.name or ''}-{stage}{number[stage]}"
             domain = loader_domain(self._trainer, stage, loader)
             is_running = loader.persistent_workers and id(loader) in self._copies.get(stage, {})
-            settings = replace(settings_of(loader, stage), is_running=is_running)
+            passes = math.inf if options.for_all else self._reads.passes(stage)
+            settings = replace(settings_of(loader, stage), is_running=is_running, passes=passes)
             requests.append(options.request(source, settings, name, domain))
             number[stage] += not isinstance(source, IterableDataset)
         later = training_bytes(self._trainer)
@@ -178,6 +182,10 @@ class CallLoaders:
     def _cacheable(self, asked: Mapping[str, Any], group: NodeGroup) -> list[tuple[str, DataLoader[Any]]]:
         """The loaders that can be cached on every rank, each with its stage; a warning for each of the others."""
         leaves = [(stage, leaf) for stage in self._getters if stage in asked for leaf in leaves_in(asked[stage])]
+        read_once = group.exchange([self._is_left_alone(number, leaves) for number in range(len(leaves))])
+        left = {number for number, *ranks in zip(range(len(leaves)), *read_once, strict=False) if all(ranks)}
+        self._caches.leave_alone(sorted({leaves[number][0] for number in left}, key=STAGES.index))
+        leaves = [leaf for number, leaf in enumerate(leaves) if number not in left]
         findings = group.exchange(group.together(lambda: [self._finding(stage, leaf) for stage, leaf in leaves]))
         cacheable = []
         for number, (stage, leaf) in enumerate(leaves):
@@ -190,6 +198,15 @@ class CallLoaders:
             elif found[0] is not None:
                 cacheable.append((stage, leaf))
         return cacheable
+
+    def _is_left_alone(self, number: int, leaves: Sequence[tuple[str, Any]]) -> bool:
+        """Whether a leaf is not cached because the call reads it once."""
+        options, (stage, leaf) = self._caches.options, leaves[number]
+        if options.for_all or options.dir is not None or options.is_off(stage) or cached_in_leaves(leaf):
+            return False
+        if isinstance(leaf, DataLoader) and source_of(leaf) in self._caches:  # another stage reads it, too
+            return False
+        return self._reads.are_single(stage, leaf, [*leaves[:number], *leaves[number + 1 :]])
 
     def _finding(self, stage: str, leaf: Any) -> int | str | None:
         """The length of a leaf's dataset, the reason why it cannot be cached, or None if there is nothing to cache."""

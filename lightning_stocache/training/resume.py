@@ -71,6 +71,11 @@ class ResumePoint(Callback):
         return "lightning_stocache"
 
     @property
+    def resumes(self) -> bool:
+        """Whether the fit begins at the position in a checkpoint."""
+        return self._saved is not None
+
+    @property
     def dealt(self) -> bool:
         """Whether the fit resumes from a checkpoint in which all orders follow from seed and epoch."""
         states = [] if self._saved is None else [state for state in self._saved["loaders"] if isinstance(state, dict)]

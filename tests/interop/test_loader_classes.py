@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_stocache import StochasticCache
 from tests.training.tiny import fit, through
 
 pytestmark = pytest.mark.slow  # the libraries take seconds to import
@@ -50,10 +51,14 @@ def test_lightning_makes_them_anew_to_predict(tmp_path, kind):
     """The loader of MONAI's that Lightning makes anew for predict reads the cache too."""
     seen = []
     for door in ("none", "callback"):
-        trainer, model, dm, looking = through(door, tmp_path, {"predict": lambda: made(kind, shuffle=True)})
+        hooks, cache = {"predict": lambda: made(kind, shuffle=True)}, {} if door == "none" else {"keep_cache": True}
+        trainer, model, dm, looking = through(door, tmp_path, hooks, cache=cache)
         torch.manual_seed(0)
         trainer.predict(model, datamodule=dm)
         seen.append(model.batches)
+        for callback in trainer.callbacks:
+            if isinstance(callback, StochasticCache):
+                callback.close()
     assert seen[0] == seen[1]
     assert looking.slots["predict"] == [24]
 

@@ -6,6 +6,7 @@ import itertools
 import pickle
 import random
 import sys
+import time
 import weakref
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -363,6 +364,23 @@ def test_the_reason_is_that_of_the_transform_that_draws() -> None:
         (Photos(CROP, in_a_thread), "its transform is called by another thread than the one that reads"),
     ):
         assert str(split(source).reason).partition(", and cannot be split: ")[2].startswith(why)
+
+
+@pytest.mark.parametrize(("passes", "is_cut"), [(2, False), (100, True)])
+def test_a_cut_that_takes_longer_than_it_saves_is_not_looked_for(passes: int, is_cut: bool) -> None:
+    """Of four samples that take a while: 24 reads more are fewer than those of 100 epochs, not of two."""
+
+    def slow(photos: Photos, index: int) -> Any:
+        reads.append(index)
+        time.sleep(0.05)
+        return photos.transform(photos.images[index])
+
+    reads: list[int] = []
+    parts = split(Photos(v2.RandomHorizontalFlip(), slow, length=4), passes=passes)
+    assert (parts.tail is not None) is is_cut
+    if not is_cut:
+        assert len(reads) == 8
+        assert "2 epochs of 4 samples save fewer" in str(parts.reason)
 
 
 def test_entropy_for_a_module_that_is_imported_is_no_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

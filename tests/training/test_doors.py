@@ -227,8 +227,8 @@ def test_a_call_opens_two_segments_per_dataset_and_closes_them(tmp_path, segment
     trainer.fit(Model(), dm)
     assert logged(trainer, "stocache/misses") == [SAMPLES, 0]
     check(opened=8)
-    trainer.validate(Model(), dm, verbose=False)
-    check(opened=10)
+    trainer.validate(Model(), dm, verbose=False)  # reads once, so it opens none
+    check(opened=8)
 
 
 @pytest.mark.epoch_one_reads_all
@@ -240,9 +240,9 @@ def test_a_kept_cache_outlives_a_failure_and_ends_with_its_dataset(tmp_path, seg
     [state] = cache.cache_state()
     expected = {"dataset": "CountedSource", "stages": ["train"], "samples": SAMPLES, "slots": SAMPLES, "filled": 16}
     assert state.items() >= expected.items()
-    trainer = make_trainer(tmp_path, [cache])
+    trainer = make_trainer(tmp_path, [cache], epochs=1)
     trainer.fit(Model(), dm)
-    assert logged(trainer, "stocache/hits")[-1] == 16
+    assert logged(trainer, "stocache/hits") == [16]
     before, dm.train = dm.train, source(tmp_path)
     make_trainer(tmp_path, [cache], logger=False).fit(Model(), dm)
     assert [dataset in cache.caches for dataset in (before, dm.train)] == [False, True]
@@ -300,7 +300,7 @@ def test_scarce_memory_is_kept_for_train_and_promised_once(tmp_path, monkeypatch
     monkeypatch.setattr(FreeMemory, "measure", lambda *_: free)
     train, val = (Made(lambda _: torch.zeros(MIB, dtype=torch.uint8), length) for length in (800, 400))
     loaders = {"train": lambda: plain_loader(train, batch_size=1), "val": lambda: plain_loader(val, batch_size=1)}
-    sanity_check = {"num_sanity_val_steps": 1, "limit_train_batches": 1, "check_val_every_n_epoch": 2}
+    sanity_check = {"num_sanity_val_steps": 1, "limit_train_batches": 1, "check_val_every_n_epoch": 3, "epochs": 6}
     _, _, looking = fit("callback", tmp_path, loaders, **sanity_check)
     [train_slots], [val_slots] = looking.slots["train"], looking.slots["val"]
     assert 300 < val_slots <= 400 - 64  # a margin of 64 MiB is left

@@ -140,9 +140,9 @@ def test_a_kept_pool_goes_on(tmp_path, caplog):
     """A second call has the samples that came since; with `epoch_samples` all epochs have one length."""
     model, pool = Remembers(), pool_of(60, fillers=1, epoch_samples=20)
     dm = StocacheDataModule(train=pool, batch_size=4, keep_cache=True, num_workers=1, transform=torch.neg)
-    make_trainer(tmp_path, logger=False).fit(model, dm)
+    make_trainer(tmp_path, logger=False, epochs=1).fit(model, dm)
     came = pool.stats().appended
-    make_trainer(tmp_path, logger=False).fit(model, dm)
+    make_trainer(tmp_path, logger=False, epochs=1).fit(model, dm)
     assert pool.stats().appended >= came > 0
     assert [len(epoch) for epoch in model.epochs] == [20, 20]
     assert all(value <= 0 for epoch in model.epochs for value in epoch)

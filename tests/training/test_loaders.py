@@ -211,7 +211,7 @@ def test_sets_of_ours_that_cannot_be_cached_pass(tmp_path, caplog):
     dm = StocacheDataModule(*sets, batch_size=2, transform=lambda sample: sample, eval_transform=torch.neg)
     looking, model, negative = Looking(), Watcher(), Watcher()
     make_trainer(tmp_path, [looking], logger=False, num_sanity_val_steps=0).fit(model, datamodule=dm)
-    for batch in DataLoader(stream(), 2):
+    for batch in [*DataLoader(stream(), 2)] * 2:
         negative.note("val0", -batch)
     assert [entry for entry in model.batches if entry[0] == "val0"] == negative.batches
     assert looking.slots["train"] == [SAMPLES]

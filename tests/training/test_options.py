@@ -93,7 +93,7 @@ def test_factories_are_called_once_and_batch_transforms_on_whole_batches(tmp_pat
     transforms = {"batch_transform": noting(training), "eval_batch_transform": noting(evaluation)}
     dm = StocacheDataModule(**sets, batch_size=4, prepare=lambda: order.append("prepare"), **transforms)
     assert order == []
-    trainer = make_trainer(tmp_path, num_sanity_val_steps=1, logger=False)
+    trainer = make_trainer(tmp_path, epochs=1, num_sanity_val_steps=1, logger=False)
     trainer.fit(Model(), dm)
     assert training == [(4, 3, 8, 8)] * 2
     assert evaluation == [(4, 3, 8, 8)] * 3

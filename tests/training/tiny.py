@@ -202,7 +202,7 @@ def behind(door: str, data: Any, **options: Any) -> tuple[list[Callback], Any]:
     return [CacheMonitor()], StocacheDataModule(data.train, data.val, **options)
 
 
-def make_trainer(tmp_path: Path, callbacks: Sequence[Callback] = (), *, epochs: int = 1, **options: Any) -> Trainer:
+def make_trainer(tmp_path: Path, callbacks: Sequence[Callback] = (), *, epochs: int = 2, **options: Any) -> Trainer:
     """A Trainer on one CPU that logs every step to a CSV and says nothing."""
     defaults: dict[str, Any] = {
         "accelerator": "cpu",

@@ -1,0 +1,137 @@
+"""What a Trainer call reads once is left alone: no cache, no read by set-up; what is read again is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from lightning_stocache import CachedDataset, StochasticCache
+from tests.sources import Made
+from tests.training.tiny import Looking, Watcher, behind, data_hooks, make_trainer, plain_loader, said
+
+LENGTH, BATCH = 12, 4
+ONCE = "read once in this call, so not cached"
+
+
+def numbers(log: Any = "") -> Made:
+    """A set that notes its loads in a file, if it is given one."""
+    return Made(torch.tensor, LENGTH, log_path=log)
+
+
+def loader(data: Any, **options: Any) -> Any:
+    return plain_loader(data, batch_size=BATCH, **options)
+
+
+def looking_at(tmp_path: Any, door: str, call: str, cache: dict[str, Any], hooks: Any, **options: Any) -> Looking:
+    callbacks, dm = behind(door, hooks, **cache)
+    looking = Looking()
+    trainer = make_trainer(tmp_path, [*callbacks, looking, *options.pop("callbacks", [])], logger=False, **options)
+    getattr(trainer, call)(Watcher(), datamodule=dm)
+    return looking
+
+
+def is_cached(looking: Looking, stage: str) -> bool:
+    return any(looking.slots.get(stage, []))
+
+
+@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
+@pytest.mark.parametrize(("call", "stage"), [("validate", "val"), ("test", "test"), ("predict", "predict")])
+def test_a_call_that_reads_once_loads_once(tmp_path: Any, caplog: Any, door: str, call: str, stage: str) -> None:
+    """Each sample is loaded as often as without a cache, and one line says why nothing is cached."""
+    data = numbers(tmp_path / "loads")
+    looking = looking_at(tmp_path, door, call, {}, data_hooks(**{stage: lambda: loader(data)}))
+    assert not is_cached(looking, stage)
+    assert data.loads == LENGTH
+    assert len(said(caplog, f"{stage}: {ONCE}")) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "train", "val"),
+    [
+        ({"epochs": 1}, False, False),
+        ({"epochs": 2}, True, True),
+        ({"epochs": 3, "check_val_every_n_epoch": 2}, True, False),
+        ({"epochs": 4, "check_val_every_n_epoch": 2}, True, True),
+        ({"epochs": 1, "val_check_interval": 0.5}, False, True),
+        ({"epochs": 1, "val_check_interval": 3, "check_val_every_n_epoch": None}, False, True),
+        ({"epochs": 1, "num_sanity_val_steps": -1}, False, True),
+        ({"epochs": -1, "max_steps": 2}, False, True),
+        ({"epochs": 5, "max_steps": 3}, False, True),
+        ({"epochs": -1, "max_steps": 4}, True, True),
+        ({"epochs": 5, "max_steps": 2, "accumulate_grad_batches": 2}, True, True),
+        ({"epochs": 5, "max_steps": 2, "callbacks": [GradientAccumulationScheduler({0: 1})]}, True, True),
+        ({"epochs": -1, "max_time": "00:00:00:01"}, True, True),
+        ({"fast_dev_run": True}, False, False),
+    ],
+)
+def test_a_fit_caches_what_it_may_read_again(tmp_path: Any, options: Any, train: bool, val: bool) -> None:
+    """As far as the Trainer's limits tell: where they do not, it caches."""
+    hooks = data_hooks(train=lambda: loader(sets[0], shuffle=True), val=lambda: loader(sets[1]))
+    sets = numbers(tmp_path / "loads"), numbers()
+    looking = looking_at(tmp_path, "callback", "fit", {}, hooks, **options)
+    assert (is_cached(looking, "train"), is_cached(looking, "val")) == (train, val)
+    if not train:
+        assert 0 < sets[0].loads <= LENGTH
+
+
+@pytest.mark.parametrize("call", ["fit", "test"])
+@pytest.mark.parametrize(
+    ("sampler", "is_again"),
+    [
+        (lambda data: RandomSampler(data), False),
+        (lambda data: SubsetRandomSampler(range(6)), False),
+        (lambda data: SubsetRandomSampler([0, 1, 0]), True),
+        (lambda data: RandomSampler(data, replacement=True), True),
+        (lambda data: RandomSampler(data, num_samples=2 * LENGTH), True),
+        (lambda data: WeightedRandomSampler([1.0] * LENGTH, LENGTH), True),
+        (lambda data: [0, 1, 2], True),  # who knows
+    ],
+)
+def test_a_sampler_that_may_repeat_is_cached(
+    tmp_path: Any, call: str, sampler: Callable[..., Any], is_again: bool
+) -> None:
+    """Within one epoch, too."""
+    data, stage = numbers(), "train" if call == "fit" else call
+    hooks = data_hooks(**{stage: lambda: loader(data, sampler=sampler(data))})
+    looking = looking_at(tmp_path, "callback", call, {}, hooks, epochs=1)
+    assert is_cached(looking, stage) is is_again
+
+
+def test_a_set_of_several_loaders_is_cached(tmp_path: Any) -> None:
+    """Of two stages, or of one; and of several training loaders, of which the shorter begins again."""
+    data, other = numbers(), numbers()
+    given = Looking()
+    trainer = make_trainer(tmp_path, [StochasticCache(), given], epochs=1, logger=False)
+    trainer.fit(Watcher(), loader(data), loader(data))
+    assert is_cached(given, "train")
+    assert is_cached(given, "val")
+    both = data_hooks(test=lambda: [loader(data), loader(data)])
+    assert is_cached(looking_at(tmp_path, "callback", "test", {}, both), "test")
+    several = data_hooks(train=lambda: [loader(data), loader(other)])
+    assert is_cached(looking_at(tmp_path, "callback", "fit", {}, several, epochs=1), "train")
+
+
+@pytest.mark.parametrize("call", ["fit", "test"])
+@pytest.mark.parametrize("option", ["keep_cache", "name", "dir"])
+def test_a_cache_that_stays_is_opened(tmp_path: Any, name: str, call: str, option: str) -> None:
+    """What another call or job will read is cached in the first."""
+    data, stage = numbers(), "train" if call == "fit" else call
+    options = {"keep_cache": True, "name": name, "dir": str(tmp_path)}
+    hooks = data_hooks(**{stage: lambda: loader(data)})
+    looking = looking_at(tmp_path, "callback", call, {option: options[option]}, hooks, epochs=1)
+    assert is_cached(looking, stage)
+
+
+def test_a_cache_of_the_users_own_always_caches(tmp_path: Any, caplog: Any) -> None:
+    """A CachedDataset in the loader of a test is filled."""
+    dataset = CachedDataset(numbers())
+    make_trainer(tmp_path, [StochasticCache()], logger=False).test(Watcher(), loader(dataset), verbose=False)
+    assert dataset.cache is not None
+    assert dataset.cache.filled == LENGTH
+    assert not said(caplog, ONCE)
+    dataset.close()
