@@ -5,6 +5,7 @@ Each runs three times in an environment of its own: twice as it is, and once wit
 
 import json
 import os
+import re
 import subprocess
 from collections import Counter
 from dataclasses import dataclass
@@ -48,11 +49,12 @@ CACHED_OR_EXPLAINED = {
 
 @dataclass
 class Run:
-    """A training: the losses of its steps, the reads of training samples, and what it printed."""
+    """A training: the losses of its steps, the reads of training samples, what it printed, and the files it wrote."""
 
     losses: list[Any]
     reads: list[dict[str, Any]]
     printed: str
+    files: list[str]
 
     @property
     def warnings(self) -> list[str]:
@@ -93,16 +95,19 @@ def run(application: str, python: Path, folder: Path, **variables: str) -> Run:
     )
     assert not ended.returncode, ended.stdout[-4000:]
     lines = {name: (folder / f"{name}.jsonl").read_text().splitlines() for name in ("losses", "reads")}
-    return Run(*(list(map(json.loads, values)) for values in lines.values()), ended.stdout)
+    names = (str(path.relative_to(folder)) for path in folder.rglob("*"))
+    files = sorted(re.sub(r"\d+", "#", name) for name in names)  # times, versions and processes differ
+    return Run(*(list(map(json.loads, values)) for values in lines.values()), ended.stdout, files)
 
 
 def trained(application: str, requirements: tuple[str, ...], folder: Path) -> Run:
-    """The training with the switch, whose losses are those of two without."""
+    """The training with the switch, whose losses and files are those of two without."""
     python = python_with(*requirements)
     plain = [run(application, python, folder / name) for name in ("plain", "again")]
     assert plain[0].losses == plain[1].losses, "two trainings without a cache differ: seed the application"
     cached = run(application, python, folder / "cached", STOCACHE="1GiB")
     assert cached.losses == plain[0].losses
+    assert cached.files == plain[0].files
     assert not plain[0].is_cached(LENT.get(application, _LOOK))
     return cached
 
