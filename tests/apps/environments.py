@@ -3,6 +3,7 @@
 The environments lie in the folder of the variable APPS_FOLDER and stay there for the next run.
 """
 
+import fcntl
 import hashlib
 import importlib.metadata
 import os
@@ -24,19 +25,24 @@ def python_with(*requirements: str) -> Path:
         RuntimeError: they cannot be installed beside this environment's torch and Lightning.
     """
     folder = _FOLDER / hashlib.sha256(repr((sys.prefix, requirements)).encode()).hexdigest()[:12]
-    python, ready = folder / "bin/python", folder / "ready"
-    if not ready.exists():
-        venv.create(folder, clear=True, symlinks=True)
-        site_packages = sysconfig.get_path("purelib", vars={"base": str(folder)})
-        # Searched after the environment's own packages, so an application can have another NumPy, for instance.
-        Path(site_packages, "base.pth").write_text(sysconfig.get_path("purelib"))
-        versions = "".join(f"{name}=={importlib.metadata.version(name)}\n" for name in _AS_HERE)
-        (folder / "constraints.txt").write_text(versions)
-        install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-        pip = subprocess.run(
-            [*install, "-c", str(folder / "constraints.txt"), *requirements], capture_output=True, text=True
-        )
-        if pip.returncode:
-            raise RuntimeError(f"{', '.join(requirements)} cannot be installed:\n{pip.stderr[-2000:]}")
-        ready.touch()
-    return python
+    _FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of pytest may make it
+        if not (folder / "ready").exists():
+            _make(folder, requirements)
+    return folder / "bin/python"
+
+
+def _make(folder: Path, requirements: tuple[str, ...]) -> None:
+    venv.create(folder, clear=True, symlinks=True)
+    site_packages = sysconfig.get_path("purelib", vars={"base": str(folder)})
+    # Searched after the environment's own packages, so an application can have another NumPy, for instance.
+    Path(site_packages, "base.pth").write_text(sysconfig.get_path("purelib"))
+    here = {found.name: found.version for found in importlib.metadata.distributions() if found.name in _AS_HERE}
+    constraints = folder / "constraints.txt"
+    constraints.write_text("".join(f"{name}=={version}\n" for name, version in here.items()))
+    install = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet"]
+    pip = subprocess.run([*install, "-c", str(constraints), *requirements], capture_output=True, text=True)
+    if pip.returncode:
+        raise RuntimeError(f"{', '.join(requirements)} cannot be installed:\n{pip.stderr[-2000:]}")
+    (folder / "ready").touch()

@@ -47,7 +47,7 @@ CACHED_OR_EXPLAINED = {
 """With the reason of a warning. `careamics` imports pkg_resources."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """A training: the losses of its steps, the reads of training samples, what it printed, and the files it wrote."""
 
@@ -78,8 +78,9 @@ class Run:
         return self.samples_of_setup <= _MOST_IN_SETUP and self.repeated <= _LOOKS * look
 
     def __str__(self) -> str:
-        reads = len(self.reads)
-        return f"{self.samples_of_setup} samples in set-up, {self.repeated} repeated of {reads} reads\n{self.printed}"
+        lines = [line for line in self.printed.splitlines() if "stocache" in line]
+        reads = f"{self.samples_of_setup} samples in set-up, {self.repeated} repeated of {len(self.reads)} reads"
+        return "\n".join((reads, *lines))
 
 
 def run(application: str, python: Path, folder: Path, **variables: str) -> Run:
@@ -117,7 +118,7 @@ def test_an_application_is_cached(application, tmp_path):
     """Each sample is loaded once at most, but for looks, set-up reads a few, and losses are equal."""
     cached = trained(application, CACHED[application], tmp_path)
     assert cached.is_cached(LENT.get(application, _LOOK)), str(cached)
-    assert not cached.warnings
+    assert not cached.warnings, str(cached)
 
 
 @pytest.mark.parametrize("application", CACHED_OR_EXPLAINED)
@@ -126,4 +127,4 @@ def test_an_application_is_cached_or_told_why_not(application, tmp_path):
     requirements, reason = CACHED_OR_EXPLAINED[application]
     cached = trained(application, requirements, tmp_path)
     assert cached.is_cached(_LOOK) or len(cached.warnings) == 1, str(cached)
-    assert all(reason in warning for warning in cached.warnings)
+    assert all(reason in warning for warning in cached.warnings), str(cached)
