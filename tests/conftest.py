@@ -271,11 +271,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave soak tests out, unless the expression of `-m` names them: `-m "not slow"` alone would run them. Hide
-    CUDA, which no forked process can use; with `-m gpu` nothing is forked."""
+    """Leave tests for the night out, unless the expression of `-m` names them: `-m "not slow"` alone would run them.
+    Hide CUDA, which no forked process can use; with `-m gpu` nothing is forked."""
     chosen = config.option.markexpr
-    if "soak" not in chosen:
-        config.option.markexpr = f"({chosen}) and not soak" if chosen else "not soak"
+    left_out = " and ".join(f"not {mark}" for mark in ("soak", "apps") if mark not in chosen)
+    config.option.markexpr = f"({chosen}) and {left_out}" if chosen and left_out else chosen or left_out
     if "gpu" in chosen:
         multiprocessing.set_start_method("forkserver", force=True)
     else:

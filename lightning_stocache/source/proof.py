@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, get_worker_info
 
 from lightning_stocache.cache.records import is_image
 from lightning_stocache.source.access import load_one
@@ -37,6 +37,7 @@ from lightning_stocache.source.opaque import LookedAtError, depends_on_none, rea
 from lightning_stocache.source.probe import MANY, SOME, Probe, Read, why_random
 from lightning_stocache.source.samples import Bits, bits, part_at, walk
 from lightning_stocache.source.transform_split import Tail, UncuttableError, reading, reads_as_library
+from lightning_stocache.source.walk import reachable
 
 __all__ = ["PROVING_SECONDS", "Proof"]
 
@@ -49,6 +50,11 @@ _LOOKED = 3  # comparisons of a sample in a look
 _TRIED = 64  # seeds under which the tail is run, for a comparison
 _TRYING_SECONDS = 0.2  # for more than the least of these
 _LEAST_TRIED = 16
+_OF_OTHERS = "its transform holds a dataset, and makes the sample of other samples, too"
+_UNEQUAL = (
+    "its random steps, run after the dataset, do not give its sample again under the same seed (does a sample need "
+    "their result?)"
+)
 
 
 class Proof:
@@ -233,10 +239,12 @@ class Proof:
         index, tail = original.index, self._tail
         whole = tail.of_batch(sample, index) if isinstance(index, list) else tail(sample, index)
         if probe.generators.moved(original.after) or bits(whole) != original.bits:
-            raise UncuttableError(
-                "its random steps, run after the dataset, do not give its sample again under the same seed (does a "
-                "sample need their result?)"
-            )
+            raise UncuttableError(_OF_OTHERS if self._has_dataset() else _UNEQUAL)
+
+    def _has_dataset(self) -> bool:
+        """Whether a transform holds a dataset, as those that mix several samples do."""
+        nodes = (node for step in self._tail.steps for _, node in reachable(step))
+        return any(issubclass(type(node), Dataset) for node in nodes)
 
     def _telling_seeds(self, sample: Any, index: int, seed: int, count: int, probe: Probe) -> list[int]:
         """Up to `count` of some seeds: those under which the tail gives the most unusual results first."""

@@ -198,6 +198,9 @@ class Reach:
             self.add(inside(path, "file"), Handle(partial(_file_of_map, node), around))
         elif kind.__name__ in ("DataFrame", "Series") and package in ("pandas", "polars"):
             yield from self._of_frame(path, node, around)
+        elif package == "pandas" and any(base.__name__ == "Index" for base in kind.__mro__):
+            # Of its attributes, one keeps results of its methods: reads fill it.
+            self._add_column(path, partial(_index, node), around, len(node))
         elif package == "pyarrow" and hasattr(kind, "slice"):
             self.add(path, Column(partial(_same_object, node), around, len(node)))
         elif package == "h5py":
@@ -317,9 +320,22 @@ class Reach:
         in_full = self._bytes + nbytes <= COPIED_BYTES
         self.add(path, Array(read, around, content.length, in_full), nbytes if in_full else 0)
 
+    def _add_column(self, path: str, read: Callable[[], Any], around: Around, length: int) -> None:
+        content = read()
+        if isinstance(content, Content):
+            self._add_array(path, read, around)
+        elif isinstance(content, list):
+            place: Place = Items(read, around, len(content), True)
+            if not all(map(is_plain_value, content)):
+                with suppress(ValueError):
+                    place = Tree(read, around, COPIED_BYTES - self._bytes)
+            self.add(path, place, place.nbytes or content.__sizeof__())
+        else:
+            self.add(path, Column(read, around, length))
+
     def _of_frame(self, path: str, frame: Any, around: Around) -> Iterator[Node]:
         """Of a frame of pandas or polars: its columns, which are read anew because a frame replaces them; its index."""
-        reads = {}
+        reads: dict[str, Callable[[], Any]] = {}
         if hasattr(frame, "columns"):
             names = list(frame.columns)
             self.add(inside(path, "columns"), Items(lambda: list(frame.columns), around, len(names), True))
@@ -327,19 +343,9 @@ class Reach:
         else:
             reads = {path: partial(_column, frame, None)}
         if hasattr(frame, "index"):
-            reads[inside(path, "index")] = partial(_index, frame)
+            reads[inside(path, "index")] = lambda: _index(frame.index)
         for where, read in reads.items():
-            content = read()
-            if isinstance(content, Content):
-                self._add_array(where, read, around)
-            elif isinstance(content, list):
-                place: Place = Items(read, around, len(content), True)
-                if not all(map(is_plain_value, content)):
-                    with suppress(ValueError):
-                        place = Tree(read, around, COPIED_BYTES - self._bytes)
-                self.add(where, place, place.nbytes or content.__sizeof__())
-            else:
-                self.add(where, Column(read, around, len(frame)))
+            self._add_column(where, read, around, len(frame))
         if hasattr(frame, "attrs"):
             yield inside(path, "attrs"), frame.attrs, around
 
@@ -487,9 +493,8 @@ def _name_in_file(node: Any) -> tuple[str, ...]:
     return ()
 
 
-def _index(frame: Any) -> Any:
-    """The index of a frame, as a column."""
-    index = frame.index
+def _index(index: Any) -> Any:
+    """An index of pandas, as a column."""
     if type(index).__name__ == "RangeIndex":
         return [index.start, index.stop, index.step]
     return _column(index, None)

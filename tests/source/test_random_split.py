@@ -285,6 +285,21 @@ def of_one_shape(photos: Photos, index: int) -> Any:
     return image
 
 
+class Mosaic:
+    """Puts an image of those that were read before below a new one, as of detectors' augmentations."""
+
+    def __init__(self) -> None:
+        self.dataset = Photos(self, lambda photos, i: photos.transform(photos.image(i)), read_before=[])
+        self.dataset.image = self.image
+
+    def image(self, index: int) -> torch.Tensor:
+        self.dataset.read_before.append(index)
+        return self.dataset.images[index]
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        return torch.cat([image, self.image(random.choice(self.dataset.read_before))])
+
+
 def test_what_cannot_be_split_soundly_stays_whole() -> None:
     """A cut that would not reproduce the source is not made, and the reason says what stood against it."""
     for source, why in (
@@ -295,6 +310,7 @@ def test_what_cannot_be_split_soundly_stays_whole() -> None:
         (Photos(CROP, sometimes_twice), "not called in the same way for every sample"),
         (Photos(noisy, lambda photos, i: photos.transform(image=photos.images[i])), "keyword arguments (image)"),
         (Photos(CROP, of_one_shape), "wrong shape"),
+        (Mosaic().dataset, "its transform holds a dataset, and makes the sample of other samples, too"),
         (Photos(CROP, lambda photos, i: noisy(photos.images[i])), "no transform that it holds and calls is random"),
         # a cut before the load would cache an index
         (

@@ -201,6 +201,18 @@ def test_columns_of_a_frame_are_data() -> None:
     assert [difference.kind for difference in witness.differences()] == ["data"]
 
 
+def test_results_that_an_index_keeps_are_no_change() -> None:
+    """An Index of pandas keeps what it has computed, such as its places by name; other names are a change."""
+    source = Source({"columns": frames.Index(["y", "name", "kind"])})
+    witness = Witness(source)
+    assert source.state["columns"].get_loc("name") == 1
+    assert source.state["columns"].is_unique
+    assert witness.differences() == []
+    source.state["columns"] = frames.Index(["y", "label", "kind"])
+    [difference] = witness.differences()
+    assert difference.path.startswith("state['columns']")
+
+
 gain, CONFIG, TABLE = 1.0, {"size": 32}, [0] * 100
 
 
