@@ -143,7 +143,8 @@ class CallLoaders:
             The ids of the loaders that can be cached.
         """
         self._at_hand = {}
-        self._train_to_come &= "train" not in loaders
+        if "train" in loaders:
+            self._train_to_come = False
         group, options = NodeGroup.discover(), self._caches.options
         cacheable, requests, number = self._cacheable(loaders, group), [], Counter[str]()
         for stage, loader in cacheable:
@@ -180,7 +181,7 @@ class CallLoaders:
         )
 
     def _cacheable(self, asked: Mapping[str, Any], group: NodeGroup) -> list[tuple[str, DataLoader[Any]]]:
-        """The loaders that can be cached on every rank, each with its stage; a warning for each of the others."""
+        """The loaders that can be cached on every rank, each with its stage; a message for each of the others."""
         leaves = [(stage, leaf) for stage in self._getters if stage in asked for leaf in leaves_in(asked[stage])]
         single = group.exchange([self._is_single(number, leaves) for number in range(len(leaves))])
         uncached = {number for number, ranks in enumerate(zip(*single, strict=False)) if all(ranks)}

@@ -37,12 +37,12 @@ CACHED = {
     "rfdetr --replacement": ("rfdetr[train]==1.9.4",),
 }
 LENT = {"chemprop": 16}
-"""Batch sizes of applications whose samples are the dataset's own memory: a look reads a whole batch from the source."""
+"""Batch sizes of applications whose samples are the dataset's own memory: a look reads a whole batch again."""
 
 CACHED_OR_EXPLAINED = {
     "scvi": (("scvi-tools==1.4.2",), "its sampler draws lists of indices"),
     "careamics": (("careamics==0.0.4.2", "setuptools<81"), "its transform is called with keyword arguments"),
-    "ultralytics": (("ultralytics==8.4.190",), "its transform holds a dataset, and makes each sample from other samples"),
+    "ultralytics": (("ultralytics==8.4.190",), "its transform holds a dataset"),
 }
 """With the reason of a warning. `careamics` imports pkg_resources."""
 
