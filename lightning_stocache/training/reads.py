@@ -94,7 +94,7 @@ class Reads:
         """Whether the fit validates once at most, apart from the few batches of a sanity check."""
         trainer = self._trainer
         every = trainer.check_val_every_n_epoch
-        interval = getattr(trainer, "val_check_interval", None)  # None if the user gave a time
+        interval = getattr(trainer, "val_check_interval", None)  # Lightning does not set it if it is a time
         if every is None or interval != 1.0 or trainer.num_sanity_val_steps == math.inf:
             return False
         first = self._first()[0]
