@@ -2,8 +2,8 @@
 
 A segment holds rows of sixteen 64-bit numbers: the rank plus one (zero marks an unused row), then the columns of
 `Counts`. The last numbers of the first row belong to all processes: which warnings the node has had, whether the source
-has changed, and what it has cost so far to read stored samples again. So does the last number of the second row: how
-many keys were no indices.
+has changed, and what it has cost so far to read stored samples again. The last number of the second row, too: how many
+keys were no indices.
 
 A process takes a row at its first count, with the lock of the row's byte, which the kernel frees when the process ends.
 A free row with a rank is taken only by a process of the same rank, which goes on adding. So nothing is ever reset, no
@@ -85,13 +85,14 @@ class Counts:
 
 
 _PLACE = {column.name: place for place, column in enumerate(fields(Counts), start=1)}
-# In the first row, for all processes; in the second the keys:
+# Columns for all processes, in the first row:
 _WARNINGS = _COLUMNS - 1  # one bit for each matter
 _CHANGED = _COLUMNS - 2  # whether the source has changed
 _BEGUN = _COLUMNS - 3  # the moment, in nanoseconds, from which the time of the training counts
 _SPENT = _COLUMNS - 4  # nanoseconds in which stored samples were read again
 _LOOKED = _COLUMNS - 5  # number of these samples
-_KEYS = _COLUMNS - 1  # number of keys that were no indices
+# In the second row:
+_OTHER_KEYS = _COLUMNS - 1  # number of keys that were no indices
 _MATTERS = {matter: 1 << place for place, matter in enumerate(get_args(Matter))}
 
 
@@ -153,13 +154,13 @@ class Counters:
         """Whether a process has said that the source has changed."""
         return not self.closed and bool(self._rows[0, _CHANGED])
 
-    def add_keys(self, count: int) -> int:
-        """Count keys that were no indices. Returns how many all processes have counted."""
+    def add_other_keys(self, count: int) -> int:
+        """Count keys that were no indices. Returns the number that all processes have counted."""
         if self.closed:
             return 0
         with Claims(self.segment).waiting(_ROWS):
-            self._rows[1, _KEYS] += count
-            return int(self._rows[1, _KEYS])
+            self._rows[1, _OTHER_KEYS] += count
+            return int(self._rows[1, _OTHER_KEYS])
 
     def begin_looks(self) -> int:
         """The time of the training so far, in nanoseconds; the first call of all processes begins it."""

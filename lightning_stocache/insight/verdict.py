@@ -49,10 +49,10 @@ def verdict(epochs: Sequence[Epoch], samples: int, *, off: bool = False, setup_f
             *sentences,
             "the dataset has grown, and what is new has no slot. For data that grows there is RollingCache",
         ]
-    # A sampler that draws samples several times, and those that set-up has stored, make hits in epoch one, too.
+    # Epoch one also hits samples that set-up has stored, and samples that its sampler draws several times.
     ready_before = first["fill_fraction"] * first["coverage"] * samples - first.get("fills", 0) - setup_fills
     mostly_hit = first["hits"] > first["misses"] + first["bypasses"]
-    if mostly_hit and ready_before >= 1:  # from a cache with a name, kept, or filled by others
+    if mostly_hit and ready_before >= 1:  # a named or kept cache, or one that other jobs have filled
         warm = "epoch one came from the cache already: this run does not tell how long training waits without it"
         return [*sentences, warm]
     if len(epochs) == 1:

@@ -8,11 +8,14 @@ read again from time to time to find that out (`source.looks`):
     in a worker             `look_around` its `worker_init_fn`
     without a CachedLoader  `look_by_itself`: at the first call of a process, and after each pass over the dataset
 
-A source that changes before anything was served gets a new cache, if one process alone has opened it: a framework may
-set the dataset up when it makes the loader. Later, a source that has changed is served as it is now, uncached, by every
-process of the job: one number in shared memory says so. Nothing is emptied. The same follows where hits would do
-something else than reads: a read writes into state that the sampler reads, or somebody changes samples in place that
-are the dataset's own memory.
+A source that changes before its first sample is served gets a new cache, if the cache has no name and one process
+alone has opened it: a framework may set a transform when it makes the loader. A source that changes later is served as
+it is now, uncached, by every process of the job: one number in shared memory says so. Nothing is emptied. The same
+follows where hits would do something else than reads: a read writes into state that the sampler reads, or somebody
+changes samples in place that are the dataset's own memory.
+
+Keys that are no indices are never a hit. All processes count them together: one warning shows a key, and after many a
+cache that was asked for no index is given up.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ _Cause: TypeAlias = looks.Cause | Literal["in place", "strayed"]
 
 _T = TypeVar("_T")
 
-_KEYS_ALONE = 32  # keys that are no indices, after which a cache that has served nothing is given up
+_MANY_KEYS = 32  # keys that are no indices, after which a cache that was asked for no index is given up
 
 
 class Changes:
@@ -64,22 +67,24 @@ class Changes:
         proof: of the cut, if the source is cut.
         witness: compares the source's state.
         lends: whether the samples of the next batch are to be the source's own (`lend`).
-        has_keys: whether this process has seen a key that is no index.
+        has_other_keys: whether this process has seen a key that is no index.
     """
 
     def __init__(self, opened: OpenCache, *, is_copy: bool = False) -> None:
-        self._is_copy, self._home = is_copy, os.getpid()
+        self._is_copy = is_copy
+        self._home = os.getpid()  # the process that opened the cache
         self._epoch = 0  # of the CachedLoaders in this process
         self._begin(opened)
 
     def _begin(self, opened: OpenCache) -> None:
+        """Serve from a cache from which nothing was served yet."""
         self.witness = Witness(opened.request.source, getattr(opened.tail, "steps", ()))
         self.witness.learn(opened.machinery)
-        self.lends = self.has_keys = False
+        self.lends = self.has_other_keys = False
         self._schedule = Schedule()
         self._process = self._served = 0  # since the last look by itself: this process, and the samples that it served
         self._common: CommonState | None = None
-        self._key: Any = None  # the last of many keys of all processes that were no indices
+        self._other_key: Any = None  # a key that was no index, once all processes have counted `_MANY_KEYS` more
         self._lent: list[tuple[Any, Bits]] = []  # samples of an epoch's first batch, with their bits
         self.serve(opened)
 
@@ -109,8 +114,8 @@ class Changes:
     @property
     def are_seen(self) -> bool:
         """Whether the source has changed since it was cached: another process says so, or it is seen here."""
-        if self._key is not None:
-            self._leave_to_keys()
+        if self._other_key is not None:
+            self._check_indices()
         if self.are_heard:
             return True
         change = self.witness.look()
@@ -131,7 +136,7 @@ class Changes:
             self.serve(opened.given_up())
 
     def refresh_unread(self, *, is_compared: bool = False) -> None:
-        """Open the cache again if the source has changed before it has served anything: a framework may set it up.
+        """Open a new cache if the source has changed before its first sample is served.
 
         Args:
             is_compared: whether to compare the content of the source's state, too, not only attributes.
@@ -146,7 +151,7 @@ class Changes:
 
     @property
     def _may_open_again(self) -> bool:
-        """Whether nothing has been served yet, and this process alone has opened the cache, which has no name."""
+        """Whether no sample was served yet, and the cache has no name and was opened by this process alone."""
         opened, request = self.opened, self.opened.request
         if opened.counters is None or opened.borrowed or self._is_copy or self._home != os.getpid():
             return False
@@ -155,10 +160,11 @@ class Changes:
         return not opened.counters.totals().served
 
     def _open_again(self) -> None:
+        """Replace the cache by a new one for the source as it is now."""
         before = self.opened
         budget = before.request.budget
         if before.request.reader is not None and before.live_cache is not None:
-            budget = Budget.parse(before.budget_bytes)  # other caches of a Trainer may have the rest of the budget
+            budget = Budget.parse(before.budget_bytes)  # other caches of the Trainer call may have the rest
         [opened] = open_caches([before.request], {before.request.pot: budget}, before.group)
         if opened.counters is not None and before.counters is not None:
             opened.counters.take_matters(before.counters)
@@ -188,37 +194,42 @@ class Changes:
     def _report(self, words: str) -> None:
         log.warning("%s: %s", type(self.source).__name__, words)
 
-    # ---- keys that are never a hit ----
+    # ---- keys that are no indices ----
 
     def note_key(self, key: Any, count: int = 1) -> None:
-        """Count a key that is no index of the dataset, or several of which this is one, and warn of it.
+        """Count keys that are no indices of the dataset, and warn.
 
-        A slice may come from a look by hand, and a number outside of the dataset from padding: such a key is no reason
-        for a warning where no worker is asked for it, unless nothing but keys is asked for.
+        Slices outside of workers (`dataset[:4]` by hand) and numbers outside of the dataset (padding) give no warning
+        here. If no index is asked for, the warning comes when the cache is given up.
+
+        Args:
+            key: one of the keys, for the warning.
+            count: number of keys.
         """
         counters = self.opened.counters
         if self.opened.live_cache is None or counters is None:
             return
-        keys = counters.add_keys(count)
-        if keys // _KEYS_ALONE > (keys - count) // _KEYS_ALONE:
-            self._key = key
-        is_drawn = get_worker_info() is not None
-        if position_of(key) is None and (is_drawn or not isinstance(key, slice)):
+        total = counters.add_other_keys(count)
+        if total // _MANY_KEYS > (total - count) // _MANY_KEYS:
+            self._other_key = key
+        is_number = position_of(key) is not None
+        is_by_hand = isinstance(key, slice) and get_worker_info() is None
+        if not is_number and not is_by_hand:
             self.warn_of_key(key)
 
     def warn_of_key(self, key: Any) -> None:
         """Warn, once on the node, of a key that is no index of the dataset."""
         counters = self.opened.counters
-        self.has_keys = True
+        self.has_other_keys = True
         if counters is None or not counters.is_first("keys"):
             return
-        words = _KEYS if position_of(key) is None else _NUMBERS
+        words = _NO_INDICES if position_of(key) is None else _NUMBERS_OUTSIDE
         log.warning(words, type(self.source).__name__, _shown(key))
 
-    def _leave_to_keys(self) -> None:
+    def _check_indices(self) -> None:
         """Give the cache up if no process of the node has asked for an index."""
-        counters, key = self.opened.counters, self._key
-        self._key = None
+        counters = self.opened.counters
+        key, self._other_key = self._other_key, None
         if counters is None or self._is_copy:
             return
         totals = counters.totals()
@@ -409,18 +420,18 @@ def _unread(due: Due) -> Look:
 
 
 def _shown(key: Any) -> str:
-    """The beginning of a key's `repr`, which is the user's and may raise anything."""
+    """The beginning of a key's `repr`, on one line."""
     try:
         return f"{' '.join(repr(key).split()):.60}"
-    except Exception:
+    except Exception:  # of the code of the key's class
         return f"an object of class {type(key).__name__}"
 
 
-_KEYS = (
+_NO_INDICES = (
     "%s is asked for keys that are no indices, as %s: such samples are not cached, but loaded every time.\nTo cache "
     "them, let the sampler draw numbers (of a tensor or array: its .tolist()), and the loader make the batches"
 )
-_NUMBERS = (
+_NUMBERS_OUTSIDE = (
     "%s is asked for numbers below zero or beyond its length, as %s: such samples are not cached, but loaded every "
     "time.\nTo cache them, let the sampler draw numbers from zero on"
 )

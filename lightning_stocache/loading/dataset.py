@@ -78,8 +78,8 @@ class CachedDataset(Forwarding):
     Its names are `source`, `cache`, `counters`, `ring`, `group`, `budget_bytes`, `share`, `close` and `describe`.
     `transform` is the argument, or the source's `transform` if none was given. All other names, private ones too, are
     the source's, to read, write and delete. Names of the source that are hidden by these are reached through `source`.
-    If the source changes, its samples are served uncached, as changed, with a warning. If it changes before the first
-    sample is served, because a framework sets its transform, the cache opens again.
+    If the source changes, its samples are served uncached, as changed, with a warning. If it changes before its first
+    sample is served (a framework sets a transform), it gets a new cache; not under a `name`, nor with several ranks.
 
     Args:
         source: the dataset to cache: its deterministic, expensive part (read, decode, resize). A transform inside it is
@@ -182,7 +182,7 @@ class CachedDataset(Forwarding):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         cached = vars(self).get("_CachedDataset__cached")
-        if cached is not None and "__" not in name:
+        if cached is not None and "__" not in name:  # names of this class have two underscores
             cached.changes.refresh_unread()
 
     def share(self, group: NodeGroup | None = None) -> None:

@@ -340,7 +340,7 @@ class Epoch:
         resources, plan = self._resources, Plan(indices)
         self._plans.append(plan)
         if not isinstance(indices, np.ndarray):
-            self._cached.note_drawn(indices)
+            self._cached.check_keys(indices)
         if resources.route == "worker":
             self._request(plan, resources.pool.take_shared())
         elif isinstance(indices, np.ndarray) and len(indices) and not self._is_closed:

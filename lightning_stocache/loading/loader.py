@@ -42,7 +42,7 @@ from lightning_stocache.loading.loader_sampler import (
     set_epoch,
 )
 from lightning_stocache.loading.loader_tree import Stream, is_rolling, is_stream
-from lightning_stocache.loading.position import CountedBatches, LoaderState, NotedDraws, ResumableBatches
+from lightning_stocache.loading.position import CheckedDraws, CountedBatches, LoaderState, ResumableBatches
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.worker_pool import InitOnSource
 from lightning_stocache.sampling.locality_sampler import Mode
@@ -174,7 +174,7 @@ class CachedLoader(DataLoader[Any]):
         self.worker_init_fn = InitOnSource.of(init)
         batches, name = batches_of(self), "sampler" if self.batch_sampler is None else "batch_sampler"
         stream = isinstance(self.dataset, IterableDataset)
-        draws = batches if stream else self._noted(ResumableBatches(batches, self.position))
+        draws = batches if stream else self._checked(ResumableBatches(batches, self.position))
         vars(self)[name] = draws  # past its __setattr__
         try:
             return CountedBatches(super().__iter__(), self.position)
@@ -182,12 +182,12 @@ class CachedLoader(DataLoader[Any]):
             vars(self)[name] = batches
             self.generator, self.worker_init_fn = generator, init
 
-    def _noted(self, draws: ResumableBatches) -> Any:
-        """The draws of an epoch that DataLoader makes, looked at for keys that are no indices."""
+    def _checked(self, draws: ResumableBatches) -> ResumableBatches | CheckedDraws:
+        """The draws of an epoch that DataLoader makes, checked for keys that are no indices."""
         cached = self._cached()
-        if cached is None or cached.cache is None or cached.changes.has_keys:
+        if cached is None or cached.cache is None or cached.changes.has_other_keys:
             return draws
-        return NotedDraws(draws, cached.note_drawn, is_batched=self.batch_sampler is not None)
+        return CheckedDraws(draws, cached.check_keys, is_batched=self.batch_sampler is not None)
 
     def _iter_stream(self, stream: Stream) -> Any:
         """An epoch of a stream: DataLoader's own, or that of a dataset once the whole stream is in memory."""

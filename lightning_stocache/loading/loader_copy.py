@@ -1,12 +1,12 @@
-"""`cache_loader`: a finished DataLoader over a cache. And the copies of loaders, which the doors of a Trainer use, too.
+"""`cache_loader`, and copies of loaders that read another dataset, which the doors of a Trainer use, too.
 
-A copy reads another dataset. It is made attribute by attribute, without a constructor: a constructor may draw random
-numbers (MONAI), remove arguments (torch_geometric's `collate_fn`) or keep none of them. Sampler, generator and the
-user's own attributes are the same objects.
+A copy is made attribute by attribute, without a constructor: a constructor may draw random numbers (MONAI), remove
+arguments (torch_geometric's `collate_fn`) or keep none of them. Sampler, generator and the user's own attributes are
+the same objects.
 
-Lightning re-creates loaders to insert a sampler, from the arguments that it noted while a loader hook made them, or
-from the attributes. The names of its notes begin with two underscores. In the copy of a subclass the notes contain the
-new dataset. The copy of a DataLoader has another class, whose arguments are all attributes, so it has no notes.
+Lightning re-creates loaders to insert a sampler: from the constructor's arguments, which it records in a loader hook
+under names that begin with two underscores, or from the attributes. In the copy of a subclass these records contain the
+new dataset. The copy of a DataLoader has another class, whose arguments are all attributes, so it has no records.
 """
 
 from __future__ import annotations
@@ -57,19 +57,20 @@ def cache_loader(
     dir: str | None = None,
     share: bool = True,
 ) -> Loader:
-    """The same loader over a cache: for training loops and frameworks that make a DataLoader themselves.
+    """Copy a finished DataLoader, so that it reads through a cache: for loops and frameworks without a Trainer.
 
-    It is what StochasticCache does to the loaders of a Trainer. Batches, their order and all random draws stay the
-    same. The copy of a DataLoader is a CachedLoader, which makes batches at memory speed; a loader of another class
-    keeps its class. The copy has the sampler, `collate_fn`, workers and all other attributes of the loader. Its
-    `dataset` has the names of the dataset, and its class for `isinstance`. Use the copy in place of the loader.
+    StochasticCache does the same to the loaders of a Trainer. Batches, their order and all random draws stay the same.
+    The copy of a DataLoader is a CachedLoader, which makes batches at memory speed; a loader of another class keeps its
+    class. The copy has the sampler, `collate_fn`, workers and all other attributes of the loader. Its `dataset` has the
+    attributes of the original dataset, and is an instance of its class. Use the copy in place of the loader.
 
     A loader that reads a cached dataset already is returned as it is. So is a loader that cannot be cached, with one
-    warning: its dataset is iterable-style (`CachedStream` keeps streams), empty or without a length, it reads with
-    threads, or it has begun to read. A random dataset that cannot be split passes through, too.
+    warning: its dataset is iterable-style (`CachedStream` keeps streams), empty, without a length, or random in a way
+    that cannot be split; its workers are threads; or it has begun to read.
 
     The memory is freed with the last reference to the copy (`del loader`) and its batches, at the latest when the
-    process ends. `CachedDataset` in a CachedLoader has a `close` of its own. `CacheMeter(loader)` measures.
+    process ends. To free it earlier, use a CachedLoader of a `CachedDataset`, which has `close`. `CacheMeter(loader)`
+    measures hits and waiting.
 
     Args:
         loader: a `torch.utils.data.DataLoader` of any class, or timm's PrefetchLoader around one.
@@ -83,11 +84,11 @@ def cache_loader(
             decoded after the cache), or "auto"; see `CachedDataset`.
         prefill: let idle workers load samples that no batch has asked for yet.
         dir: a directory on a disk of this machine, where the cache lies instead of in memory; see `CachedDataset`.
-        share: whether the ranks of a node share one cache. Then all ranks call this, in the same order, after
-            `init_process_group`. False: a cache for this rank alone, for a loader that other ranks do not have.
+        share: whether the ranks of a node share one cache. If so, all ranks call `cache_loader` in the same order,
+            after `init_process_group`. False: a cache for this rank alone, for a loader that other ranks do not have.
 
     Returns:
-        The copy; for timm's PrefetchLoader, a copy of it around the copy. The loader itself if nothing is cached.
+        The copy, or the loader itself if it is not cached. For timm's PrefetchLoader, a copy of it around the copy.
 
     Raises:
         TypeError: `loader` is no DataLoader, or an option is of the wrong type; (`strict`) it cannot be cached.
@@ -105,7 +106,7 @@ def cache_loader(
     plain = loader if inner is None else inner
     if not isinstance(plain, DataLoader):
         kind = type(loader).__name__
-        raise TypeError(f"loader must be a torch.utils.data.DataLoader, got {kind}. Give a wrapper's loader")
+        raise TypeError(f"loader must be a torch.utils.data.DataLoader, got {kind}. Give the loader inside a wrapper")
     check_flag("share", share)
     request = CacheRequest(
         plain.dataset,
@@ -133,7 +134,7 @@ def cache_loader(
 
 
 def _cached_dataset(loader: DataLoader[Any], request: CacheRequest, group: NodeGroup) -> StandIn | None:
-    """The dataset of a loader over a cache; None, with one warning, if it is not cached on any rank. Collective."""
+    """The cached dataset of a loader, or None, with one warning, if it is not cached. Collective."""
     title = type(loader.dataset).__name__
 
     def finding() -> int | str:
@@ -213,8 +214,9 @@ def settings_of(loader: DataLoader[Any], stage: str = "") -> LoaderSettings:
     context: Any = loader.multiprocessing_context
     init: Any = loader.worker_init_fn
     method = None if context is None else context.get_start_method()
-    workers = loader.num_workers, loader.prefetch_factor
-    return LoaderSettings(batch_size, *workers, method, init, stage, draws_lists=draws_lists)
+    return LoaderSettings(
+        batch_size, loader.num_workers, loader.prefetch_factor, method, init, stage, draws_lists=draws_lists
+    )
 
 
 def copy_over(
@@ -237,12 +239,12 @@ def copy_over(
     for name, value in list(state.items()):
         if inspect.ismethod(value) and value.__self__ is loader:  # `collate_fn=self.collate`
             state[name] = MethodType(value.__func__, renewed)
-        elif isinstance(value, DataLoader) and value.dataset is loader.dataset:  # Accelerate's reads one inside
+        elif isinstance(value, DataLoader) and value.dataset is loader.dataset:  # Accelerate's loaders read another
             state[name] = copy_over(value, dataset)
         elif name.startswith("__"):
             del state[name]
             if has_own_class:
-                state[name] = _replaced(value, loader.dataset, dataset)
+                state[name] = _with_value(value, loader.dataset, dataset)
     state |= {"dataset": dataset, "_iterator": None}
     if isinstance(renewed, CachedLoader):
         state["position"] = LoaderState()
@@ -255,12 +257,12 @@ def copy_over(
     return renewed
 
 
-def _replaced(note: Any, before: Any, after: Any) -> Any:
-    """A note of a constructor's arguments (one, a tuple, or a dict of them) with another dataset."""
-    if note is before:
+def _with_value(record: Any, before: Any, after: Any) -> Any:
+    """A record of a constructor's arguments (one, a tuple or a dict) with one value in place of another."""
+    if record is before:
         return after
-    if isinstance(note, tuple):
-        return tuple(after if value is before else value for value in note)
-    if isinstance(note, dict):
-        return {name: after if value is before else value for name, value in note.items()}
-    return note
+    if isinstance(record, tuple):
+        return tuple(after if value is before else value for value in record)
+    if isinstance(record, dict):
+        return {name: after if value is before else value for name, value in record.items()}
+    return record

@@ -29,7 +29,7 @@ from lightning_stocache.loading.loader_sampler import batch_size_of, batches_of,
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.source.generators import PROCESS_WIDE, as_text, put_back, states_of
 
-__all__ = ["CountedBatches", "LoaderState", "NotedDraws", "ResumableBatches", "Waiting"]
+__all__ = ["CheckedDraws", "CountedBatches", "LoaderState", "ResumableBatches", "Waiting"]
 
 _VERSION = 1
 _KEYS = {"batches", "batch_size", "replicas", "length"}
@@ -250,26 +250,26 @@ class ResumableBatches:
             yield from self._noted(None, chain(first, drawing))
 
 
-class NotedDraws:
-    """Wraps `ResumableBatches`, and shows what is drawn to a function.
+class CheckedDraws:
+    """Wraps `ResumableBatches` and gives the keys of each draw to a function.
 
     Args:
         draws: the draws of an epoch.
-        note: called with the keys of each draw.
+        check: called with the keys of each draw.
         is_batched: whether a draw is a batch of keys; else it is one key.
     """
 
-    def __init__(self, draws: ResumableBatches, note: Callable[[Any], None], *, is_batched: bool) -> None:
-        self._draws, self._note, self._is_batched = draws, note, is_batched
+    def __init__(self, draws: ResumableBatches, check: Callable[[Any], None], *, is_batched: bool) -> None:
+        self._draws, self._check, self._is_batched = draws, check, is_batched
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._noted, iter(self._draws))  # not a generator: the sampler begins when DataLoader begins it
+        return map(self._checked, iter(self._draws))  # not a generator: the sampler begins when DataLoader begins it
 
     def __len__(self) -> int:
         return len(self._draws)
 
-    def _noted(self, draw: Any) -> Any:
-        self._note(draw if self._is_batched else [draw])
+    def _checked(self, draw: Any) -> Any:
+        self._check(draw if self._is_batched else [draw])
         return draw
 
 

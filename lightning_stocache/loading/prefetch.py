@@ -86,20 +86,21 @@ def held_back(number: int = signal.SIGINT) -> Iterator[None]:
     """Call the Python handler of a signal at the end of the block. Handlers run in the main thread alone.
 
     KeyboardInterrupt between a worker's start and its registration would leave a process that nobody ends. Torch's
-    handler of SIGCHLD, which raises where a worker was killed, would leave the lock of a queue taken for ever: it is
-    held back within a block of SIGINT, since what interrupts the end of a block leaves `note` in its place.
+    handler of SIGCHLD, which raises where a worker was killed, would leave the lock of a queue taken for ever. Hold
+    SIGCHLD back inside a block of SIGINT: an interrupt at the end of its block would leave `note` as the handler.
     """
     handler, process = signal.getsignal(number), os.getpid()
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    is_held, has_come = True, False
+    is_held = True
+    has_come = False
 
     def note(number: int, frame: FrameType | None) -> None:
-        nonlocal has_come  # not the frame: from this table it would keep all that led to it
+        nonlocal has_come  # the frame is not kept: if `note` stays the handler, it would keep the frame's objects alive
         if is_held and os.getpid() == process:
             has_come = True
-        else:  # a worker that was forked in the block, or the end of the block was interrupted
+        else:  # in a worker that was forked in the block, or after the end of the block was interrupted
             handler(number, frame)
 
     try:

@@ -120,9 +120,9 @@ class CachedSource:
                 return self._uncached(self.source, [key], is_whole=True)[0]
             return self._transformed(sample) if position is None else self._finished(sample, position)
 
-    def note_drawn(self, keys: Any) -> None:
+    def check_keys(self, keys: Any) -> None:
         """Warn if one of the keys that a loader's sampler has drawn is no index."""
-        if self.cache is None or self.changes.has_keys or not isinstance(keys, Sequence | torch.Tensor):
+        if self.cache is None or self.changes.has_other_keys or not isinstance(keys, Sequence | torch.Tensor):
             return
         if set(map(type, keys)) == {int}:
             return
@@ -185,7 +185,7 @@ class CachedSource:
             return samples if self.transform is None else (self._transformed(sample) for sample in samples)
 
     def _are_mixed(self, keys: Sequence[Any]) -> bool:
-        """Whether some keys of a batch are indices and some are not, and the source loads each by itself."""
+        """Whether a batch has indices and other keys, and the source loads each sample by itself."""
         if self.cache is None or set(map(type, keys)) == {int} or batch_reader(self.source) is not None:
             return False
         return len({position_of(key) is None for key in keys}) > 1
@@ -428,10 +428,9 @@ class CachedSource:
 
     def _note_outside(self, cache: Store, numbers: list[int]) -> None:
         """Note numbers that are no indices of the dataset."""
-        if min(numbers) >= 0 and max(numbers) < cache.length:
-            return
         outside = [number for number in numbers if not 0 <= number < cache.length]
-        self.changes.note_key(outside[0], len(outside))
+        if outside:
+            self.changes.note_key(outside[0], len(outside))
 
     def _read(self, read: Callable[[list[Any]], list[Any]], indices: list[int], keys: list[Any]) -> list[Any]:
         """Read samples. One is odd if the source has not called its transform as usual: the tail cannot finish it.

@@ -1,7 +1,7 @@
-"""Errors in words.
+"""Errors in words, whatever their classes do.
 
-An error may be of the user's class, whose methods may raise anything: `str`, `repr`, and `bool`, which the traceback
-module asks. So an error is compared with None, never tested by its truth.
+The class of an error may be the user's, and its `__str__`, `__repr__` and `__bool__` may raise anything. So an error is
+compared with None, never tested for truth, which the traceback module does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["description", "text_of", "trace_of"]
 
 
 def description(error: BaseException) -> str:
-    """An error in words, never empty.
+    """The `repr` of an error, or the name of its class if its `repr` is empty or raises.
 
     Example:
         >>> description(ValueError("no sample"))
@@ -25,7 +25,7 @@ def description(error: BaseException) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an error, as `str` gives it; "unreadable" if it gives none.
+    """The `str` of an error, or "unreadable" if it raises.
 
     Example:
         >>> text_of(ValueError("no sample"))
@@ -38,7 +38,7 @@ def text_of(error: BaseException) -> str:
 
 
 def trace_of(error: BaseException) -> str:
-    """The traceback of an error, with the error's text; the place alone if the error has no truth."""
+    """The traceback of an error with its causes; without the causes if the class's `__bool__` or `__len__` raises."""
     try:
         return "".join(traceback.format_exception(error))
     except Exception:

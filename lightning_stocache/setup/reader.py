@@ -4,9 +4,9 @@ Reading leaves traces: many sources open a file at their first read, others draw
 remember. These traces end with the process. It starts as the workers of the loader do.
 
 1. The process starts at the first question. A forked process gets open files of its own (`node/isolation`), so that it
-   moves no position of the trainer's and takes none of its messages. In any other process the pipes, sockets and queues
-   that come with the source cannot be read. The parallel loops of a forked process have as many threads as those of the
-   process that will read the source, so that floating-point numbers have the same bits.
+   moves no position of the trainer's and takes none of its messages. A spawned process cannot read the pipes, sockets
+   and queues that come with the source. Parallel loops have as many threads as in the process that will read the
+   source, so that floating-point numbers have the same bits.
 2. Question and answer are one pickle each, on one pipe. While no answer comes, the forked process is looked at: if all
    of its threads wait for a thread that a fork does not have, it is ended (`node/hang`).
 3. `close` kills the process. It ends with the trainer, too.
@@ -252,7 +252,7 @@ class Reader:
             kept.add(parent.sentinel)
         ours, theirs = multiprocessing.Pipe()
         if is_forked:
-            prepare: Callable[[], list[str] | None] = partial(_begin_fork, os.getpid(), ours.fileno(), shared, kept)
+            prepare = partial(_begin_fork, os.getpid(), ours.fileno(), shared, kept)
         else:
             prepare = partial(_begin_spawned, [] if self._must else [subject.source for subject in self._subjects])
         context: Any = multiprocessing.get_context(self._method)
@@ -361,7 +361,7 @@ def _serve(
     pipe: connection.Connection,
     subjects: Sequence[Subject],
     init: Callable[[int], None] | None,
-    prepare: Callable[[], list[str] | None],
+    prepare: Callable[[], list[str]],
     threads: int,
 ) -> None:
     """Answer questions until the pipe ends.
@@ -378,7 +378,7 @@ def _serve(
     """
     claim_threads()
     try:
-        missing = prepare() or []
+        missing = prepare()
     except OSError as error:  # no descriptor is left
         pipe.recv_bytes()
         pipe.send_bytes(pickle.dumps((None, NoProcessError(f"{type(error).__name__}: {error}"), [])))
@@ -418,15 +418,16 @@ def _begin_fork(parent: int, pipe: int, shared: Mapping[int, File], kept: set[in
 def _begin_spawned(sources: Sequence[Any]) -> list[str]:
     """Prepare a process that is not forked. Returns what its parent can read and it cannot.
 
-    Pipes, sockets and queues of the sources have come with them. As in a fork, reads on these fail.
+    Args:
+        sources: their pipes, sockets and queues, which came with them, become descriptors on which reads fail.
     """
     end_with_parent()
-    opened, ends = descriptors(), set[int]()
+    numbers = set[int]()
     for source in sources:
         for _, node in _reached(source, (connection.Connection, socket.socket)):
-            with suppress(OSError):  # a closed one
-                ends.add(node.fileno())
-    return isolate({end: opened[end] for end in ends if end in opened})
+            with suppress(OSError):  # it is closed
+                numbers.add(node.fileno())
+    return isolate({number: file for number, file in descriptors().items() if number in numbers})
 
 
 def _answer(

@@ -50,7 +50,7 @@ _LOOKED = 3  # comparisons of a sample in a look
 _TRIED = 64  # seeds under which the tail is run, for a comparison
 _TRYING_SECONDS = 0.2  # for more than the least of these
 _LEAST_TRIED = 16
-_OF_OTHERS = "its transform holds a dataset, and makes the sample of other samples, too"
+_MIXED = "its transform holds a dataset, and makes each sample from other samples, too"
 _UNEQUAL = (
     "its random steps, run after the dataset, do not give its sample again under the same seed (does a sample need "
     "their result?)"
@@ -239,12 +239,9 @@ class Proof:
         index, tail = original.index, self._tail
         whole = tail.of_batch(sample, index) if isinstance(index, list) else tail(sample, index)
         if probe.generators.moved(original.after) or bits(whole) != original.bits:
-            raise UncuttableError(_OF_OTHERS if self._has_dataset() else _UNEQUAL)
-
-    def _has_dataset(self) -> bool:
-        """Whether a transform holds a dataset, as those that mix several samples do."""
-        nodes = (node for step in self._tail.steps for _, node in reachable(step))
-        return any(issubclass(type(node), Dataset) for node in nodes)
+            nodes = (node for step in tail.steps for _, node in reachable(step))
+            holds_dataset = any(issubclass(type(node), Dataset) for node in nodes)
+            raise UncuttableError(_MIXED if holds_dataset else _UNEQUAL)
 
     def _telling_seeds(self, sample: Any, index: int, seed: int, count: int, probe: Probe) -> list[int]:
         """Up to `count` of some seeds: those under which the tail gives the most unusual results first."""

@@ -67,8 +67,8 @@ QUICK_SECONDS = 0.2
 _MOST_BYTES = 64 << 20  # of samples of further indices
 _ANY_SAMPLE = RecordCodec(0)
 _SLOW_SECONDS = 20.0  # after which two indices are enough
-_CUT_READS = 6  # of each index: two to find the transform, two to prove the cut, one or two blind ones
-_PATIENCE_SECONDS = 0.5  # that set-up may cost a training
+_CUT_READS = 6  # of each index: two to find the transform, two to prove the cut, one or two with opaque results
+_PATIENCE_SECONDS = 0.5  # that finding a cut may take more than all hits save
 _NOT_RANDOM = "no transform that it holds and calls is random"
 _OF_A_THREAD = "its transform is called by another thread than the one that reads"
 _NOT_HELD = "the sample does not hold what its transform returns, but something made of it"
@@ -122,7 +122,8 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None, passes: 
             deterministic source is read twice per index, a random one up to ten times. If all raise, so does this.
         quick: how many more indices to probe within 0.2 s.
         domain: which indices may be read; by default all.
-        passes: how often the samples will be read. A random source stays whole if finding its cut takes longer.
+        passes: how often each sample will be read. A random source stays whole if finding its cut costs more than all
+            hits save.
 
     Example:
         >>> import torch
@@ -187,13 +188,14 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None, passes: 
 
 
 def _why_not_worth(reads: Sequence[Read], samples: int, passes: float) -> str | None:
-    """Why a random source is not worth a cut, or None: to find it takes half a second longer than all hits save."""
+    """The reason why finding the cut of a random source costs more than all hits save, or None if it does not."""
     read_seconds = statistics.median(read.ns for read in reads) * 1e-9
-    cost, saved = _CUT_READS * len(reads) * read_seconds, (passes - 1) * samples * read_seconds
-    if cost <= saved + _PATIENCE_SECONDS:
+    cut_reads = _CUT_READS * len(reads)
+    saved_reads = (passes - 1) * samples
+    if (cut_reads - saved_reads) * read_seconds <= _PATIENCE_SECONDS:
         return None
-    words = f"its cut at the random steps takes {_CUT_READS * len(reads)} more reads of {read_seconds:.1f} s"
-    return f"it is random, and {words}, while {passes:.0f} epochs of {samples} samples save fewer"
+    words = f"finding its random steps takes {cut_reads} more reads of {read_seconds:.1f} s"
+    return f"it is random, and {words}, more than {passes:.0f} epochs of {samples} samples save"
 
 
 def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, ...]:

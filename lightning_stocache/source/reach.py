@@ -199,7 +199,7 @@ class Reach:
         elif kind.__name__ in ("DataFrame", "Series") and package in ("pandas", "polars"):
             yield from self._of_frame(path, node, around)
         elif package == "pandas" and any(base.__name__ == "Index" for base in kind.__mro__):
-            # Of its attributes, one keeps results of its methods: reads fill it.
+            # As a column, not by its attributes: in `_cache` an Index keeps results of its methods.
             self._add_column(path, partial(_index, node), around, len(node))
         elif package == "pyarrow" and hasattr(kind, "slice"):
             self.add(path, Column(partial(_same_object, node), around, len(node)))

@@ -154,7 +154,8 @@ class CallCaches:
         self._open: list[_Open] = []
         self._group = NodeGroup()
         self._train_to_come = False
-        self._warnings, self._said = set[str](), set[str]()
+        self._warnings = set[str]()
+        self._lines = set[str]()  # that were printed once
         self._fruitless = Counter[str]()  # datasets of a stage that were replaced before a sample was hit
         self.has_slots = False
         """Whether a sample of this call has had a slot, on any node."""
@@ -171,15 +172,15 @@ class CallCaches:
         """Warn that a loader is not cached."""
         self._warn_once(f"{stage} loader: {title} passes through uncached: {reason}")
 
-    def leave_alone(self, stages: Sequence[str]) -> None:
-        """Say, once, that the sets of these stages are not cached because the call reads them once."""
+    def say_single(self, stages: Sequence[str]) -> None:
+        """Print once that the datasets of these stages are not cached because the call reads them once."""
         text = (
             f"{' and '.join(stages)}: read once in this call, so not cached. With keep_cache=True, a name or a dir the "
             "cache is there for the next call"
         )
-        if stages and text not in self._said:
+        if stages and text not in self._lines:
+            self._lines.add(text)
             say(text)
-            self._said.add(text)
 
     def open(
         self,

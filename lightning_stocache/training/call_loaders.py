@@ -143,7 +143,8 @@ class CallLoaders:
             The ids of the loaders that can be cached.
         """
         self._at_hand = {}
-        self._train_to_come &= "train" not in loaders
+        if "train" in loaders:
+            self._train_to_come = False
         group, options = NodeGroup.discover(), self._caches.options
         cacheable, requests, number = self._cacheable(loaders, group), [], Counter[str]()
         for stage, loader in cacheable:
@@ -180,12 +181,12 @@ class CallLoaders:
         )
 
     def _cacheable(self, asked: Mapping[str, Any], group: NodeGroup) -> list[tuple[str, DataLoader[Any]]]:
-        """The loaders that can be cached on every rank, each with its stage; a warning for each of the others."""
+        """The loaders that can be cached on every rank, each with its stage; a message for each of the others."""
         leaves = [(stage, leaf) for stage in self._getters if stage in asked for leaf in leaves_in(asked[stage])]
-        read_once = group.exchange([self._is_left_alone(number, leaves) for number in range(len(leaves))])
-        left = {number for number, *ranks in zip(range(len(leaves)), *read_once, strict=False) if all(ranks)}
-        self._caches.leave_alone(sorted({leaves[number][0] for number in left}, key=STAGES.index))
-        leaves = [leaf for number, leaf in enumerate(leaves) if number not in left]
+        single = group.exchange([self._is_single(number, leaves) for number in range(len(leaves))])
+        uncached = {number for number, ranks in enumerate(zip(*single, strict=False)) if all(ranks)}
+        self._caches.say_single(sorted({leaves[number][0] for number in uncached}, key=STAGES.index))
+        leaves = [leaf for number, leaf in enumerate(leaves) if number not in uncached]
         findings = group.exchange(group.together(lambda: [self._finding(stage, leaf) for stage, leaf in leaves]))
         cacheable = []
         for number, (stage, leaf) in enumerate(leaves):
@@ -197,14 +198,14 @@ class CallLoaders:
                 cacheable.append((stage, leaf))
         return cacheable
 
-    def _is_left_alone(self, number: int, leaves: Sequence[tuple[str, Any]]) -> bool:
+    def _is_single(self, number: int, leaves: Sequence[tuple[str, Any]]) -> bool:
         """Whether a leaf is not cached because the call reads it once."""
         options, (stage, leaf) = self._caches.options, leaves[number]
         if options.for_all or options.dir is not None or options.is_off(stage) or cached_in_leaves(leaf):
             return False
         if isinstance(leaf, DataLoader) and source_of(leaf) in self._caches:  # another stage reads it, too
             return False
-        return self._reads.are_single(stage, leaf, [*leaves[:number], *leaves[number + 1 :]])
+        return self._reads.is_single(stage, leaf, [*leaves[:number], *leaves[number + 1 :]])
 
     def _finding(self, stage: str, leaf: Any) -> int | str | None:
         """The length of a leaf's dataset, the reason why it cannot be cached, or None if there is nothing to cache."""

@@ -1,8 +1,8 @@
-"""How often a Trainer call reads a set: what it reads once is left alone, because a cache would only cost.
+"""How often a Trainer call reads a dataset. One that is read once is not cached: a cache would only cost time.
 
-A call that validates, tests or predicts reads its sets once; a fit of one epoch its training set, and its validation
-set if it validates once. Where a set may be read again (by another loader, a sampler that repeats, a combination that
-goes round, a fit whose end is unknown), it is cached.
+A call that validates, tests or predicts reads its datasets once. A fit reads the training set once if it has one epoch,
+the validation set if it validates once. A dataset that may be read again is cached: another loader reads it, too, its
+sampler may draw a sample twice, a shorter loader of several begins again, or the end of the fit is unknown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Reads"]
 
 
 class Reads:
-    """Tells of the sets of one Trainer call whether they are read once.
+    """How often a Trainer call reads its datasets.
 
     Args:
         trainer: the Trainer of the call, or None outside of one.
@@ -40,13 +40,13 @@ class Reads:
         self._trainer = trainer
         self._start: tuple[int, int] | None = None
 
-    def are_single(self, stage: str, leaf: Any, others: Sequence[tuple[str, Any]]) -> bool:
-        """Whether the call reads each sample of a loader at most once; False where it is unknown.
+    def is_single(self, stage: str, leaf: Any, others: Sequence[tuple[str, Any]]) -> bool:
+        """Whether the call reads each sample of a loader at most once; False if that is unknown.
 
         Args:
             stage: the loader's stage.
             leaf: the loader.
-            others: the other loaders that are known, with their stages.
+            others: the call's other loaders that exist so far, with their stages.
         """
         if self._trainer is None or not isinstance(leaf, DataLoader) or _repeats(leaf):
             return False
@@ -56,22 +56,22 @@ class Reads:
         if self._trainer.state.fn != "fit":
             return True
         if stage == "train":
-            is_alone = all(name != "train" for name, _ in others)  # of several the shorter ones begin again, by default
+            is_alone = all(name != "train" for name, _ in others)  # of several, the shorter ones begin again by default
             return is_alone and self._trains_once(leaf) and not ResumePoint.of(self._trainer).resumes
         return self._validates_once()
 
     def passes(self, stage: str) -> float:
-        """How often the call reads the sets of a stage at most."""
+        """How often the call reads the datasets of a stage at most."""
         is_known = self._trainer is not None and self._trainer.state.fn == "fit" and stage == "train"
         return self._epochs() if is_known else math.inf
 
     def _epochs(self) -> float:
-        """Epochs of the fit. A checkpoint that is still to be loaded leaves fewer."""
+        """The most epochs that the fit has. A checkpoint that Lightning loads later leaves fewer."""
         most = self._trainer.fit_loop.max_epochs
-        return math.inf if most is None or most < 0 else most - self._begin()[0]
+        return math.inf if most is None or most < 0 else most - self._first()[0]
 
-    def _begin(self) -> tuple[int, int]:
-        """The epoch and the step at which the fit began, as they are when its loaders are first asked for."""
+    def _first(self) -> tuple[int, int]:
+        """The epoch and the step at which the fit begins: those of the first call, when its loaders are made."""
         if self._start is None:
             self._start = self._trainer.current_epoch, self._trainer.global_step
         return self._start
@@ -87,17 +87,19 @@ class Reads:
         schedules = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
         if batch_size is None or schedules or isinstance(loader.dataset, IterableDataset):
             return False
-        batches = (trainer.max_steps - self._begin()[1]) * trainer.accumulate_grad_batches
+        batches = (trainer.max_steps - self._first()[1]) * trainer.accumulate_grad_batches
         return bool(batches * batch_size * replicas(trainer)[0] <= len(loader.dataset))  # type: ignore[arg-type]
 
     def _validates_once(self) -> bool:
         """Whether the fit validates once at most, apart from the few batches of a sanity check."""
-        trainer, epochs, first = self._trainer, self._epochs(), self._begin()[0]
+        trainer = self._trainer
         every = trainer.check_val_every_n_epoch
-        interval = getattr(trainer, "val_check_interval", None)  # a time is elsewhere
+        interval = getattr(trainer, "val_check_interval", None)  # Lightning does not set it if it is a time
         if every is None or interval != 1.0 or trainer.num_sanity_val_steps == math.inf:
             return False
-        return epochs < math.inf and (first + epochs) // every - first // every <= 1
+        first = self._first()[0]
+        end = first + self._epochs()
+        return end < math.inf and end // every - first // every <= 1
 
 
 def _repeats(loader: DataLoader[Any]) -> bool:

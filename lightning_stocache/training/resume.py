@@ -72,7 +72,7 @@ class ResumePoint(Callback):
 
     @property
     def resumes(self) -> bool:
-        """Whether the fit begins at the position in a checkpoint."""
+        """Whether the fit begins at a position that a checkpoint holds."""
         return self._saved is not None
 
     @property

@@ -37,12 +37,12 @@ CACHED = {
     "rfdetr --replacement": ("rfdetr[train]==1.9.4",),
 }
 LENT = {"chemprop": 16}
-"""Batch sizes of applications whose samples are the dataset's own memory: a look lends the batch of the source."""
+"""Batch sizes of applications whose samples are the dataset's own memory: a look reads a whole batch again."""
 
 CACHED_OR_EXPLAINED = {
     "scvi": (("scvi-tools==1.4.2",), "its sampler draws lists of indices"),
     "careamics": (("careamics==0.0.4.2", "setuptools<81"), "its transform is called with keyword arguments"),
-    "ultralytics": (("ultralytics==8.4.190",), "its transform holds a dataset, and makes the sample of other samples"),
+    "ultralytics": (("ultralytics==8.4.190",), "its transform holds a dataset"),
 }
 """With the reason of a warning. `careamics` imports pkg_resources."""
 
@@ -123,7 +123,7 @@ def test_an_application_is_cached(application, tmp_path):
 
 @pytest.mark.parametrize("application", CACHED_OR_EXPLAINED)
 def test_an_application_is_cached_or_told_why_not(application, tmp_path):
-    """Losses are equal, and what is not cached is one warning that says why."""
+    """Losses are equal, and if the training set is not cached, one warning says why."""
     requirements, reason = CACHED_OR_EXPLAINED[application]
     cached = trained(application, requirements, tmp_path)
     assert cached.is_cached(_LOOK) or len(cached.warnings) == 1, str(cached)

@@ -18,7 +18,7 @@ def recipe(framework: str) -> str:
 
 
 def run(framework: str, *, cached: bool, **names: Any) -> dict[str, Any]:
-    """Run the recipe of a framework, with these names, and return all names. Uncached, our package leaves all alone."""
+    """Run the recipe of a framework with some names, and return all names. `cached=False` runs it without the cache."""
     code = compile(recipe(framework), str(GUIDE), "exec")
     if cached:
         exec(code, names)
@@ -42,4 +42,4 @@ def _plain_dataset(source: Any, **options: Any) -> Any:
 
 
 WITHOUT: Any = SimpleNamespace(CachedDataset=_plain_dataset, cache_loader=_plain_loader)
-"""In place of our package."""
+"""Stands for the package, and caches nothing."""
