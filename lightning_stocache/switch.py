@@ -43,6 +43,7 @@ def callbacks_of_pytorch_lightning() -> list[Any]:
 
 def _callbacks(*, is_other_package: bool) -> list[Any]:
     variables = {name: value for name, value in os.environ.items() if name == _SWITCH or name.startswith(f"{_SWITCH}_")}
+    variables = {name: text for name, text in variables.items() if name == _SWITCH or text.strip()}
     if not variables or variables.get(_SWITCH, "on").strip().lower() in _OFF:
         return []
     try:
@@ -100,7 +101,8 @@ def options_in(variables: Mapping[str, str], kind: Any) -> dict[str, Any]:
         if variable == _SWITCH:
             options["budget"] = "auto" if text.strip().lower() in _ON else text.strip()
         elif variable not in known:
-            [near] = get_close_matches(variable, (_SWITCH, *known), n=1, cutoff=0.0)
+            names = {_SWITCH: _SWITCH, f"{_SWITCH}_BUDGET": _SWITCH} | {name: name for name in known}
+            [near] = (names[name] for name in get_close_matches(variable.upper(), names, n=1, cutoff=0.0))
             raise ValueError(f"{variable} is no variable of lightning_stocache. Did you mean {near}?")
         elif text.strip():
             try:

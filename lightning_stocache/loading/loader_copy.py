@@ -141,7 +141,7 @@ def _cached_dataset(loader: DataLoader[Any], request: CacheRequest, group: NodeG
         try:
             if isinstance(loader.dataset, IterableDataset):
                 raise TypeError("it is iterable-style. Wrap the stream with CachedStream where you make the loader")
-            check_loader(loader)
+            check_loader(loader, with_running=False)
             return length_of(loader.dataset)
         except (TypeError, ValueError) as error:
             if request.strict:
@@ -166,8 +166,12 @@ def _cached_dataset(loader: DataLoader[Any], request: CacheRequest, group: NodeG
 # ---- any loader ----
 
 
-def check_loader(loader: DataLoader[Any]) -> None:
+def check_loader(loader: DataLoader[Any], *, with_running: bool = True) -> None:
     """Refuse a loader whose class reads in a way that no cache can serve.
+
+    Args:
+        loader: the loader.
+        with_running: whether persistent workers may run. The order of a copy would be that of a loader that is new.
 
     Raises:
         TypeError: its workers are threads, or it has begun to read.
@@ -176,7 +180,8 @@ def check_loader(loader: DataLoader[Any]) -> None:
     process = getattr(loader.multiprocessing_context, "Process", None)
     if isinstance(process, type) and issubclass(process, Thread):  # MONAI's ThreadDataLoader
         raise TypeError(f"the workers of {kind} are threads, and a cache is shared by processes")
-    if any(is_loader_iterator(value) for name, value in vars(loader).items() if name != "_iterator"):
+    iterators = {name for name, value in vars(loader).items() if is_loader_iterator(value)}
+    if iterators - ({"_iterator"} if with_running else set()):
         cached = "CachedStream" if isinstance(loader.dataset, IterableDataset) else "CachedDataset"
         raise TypeError(f"{kind} reads it already. Wrap it with {cached} where you make the loader")
 
@@ -254,6 +259,9 @@ def copy_over(
         state |= {"sampler": sampler, "batch_sampler": BatchSampler(sampler, state["batch_size"], loader.drop_last)}
     # Without __setattr__: DataLoader's refuses to change a dataset, and Lightning's records the change.
     vars(renewed).update(state)
+    own: Any = object.__getstate__(loader)
+    for name, value in (own[1] if isinstance(own, tuple) else {}).items():  # of a class with `__slots__`
+        object.__setattr__(renewed, name, value)
     return renewed
 
 

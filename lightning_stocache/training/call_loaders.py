@@ -110,6 +110,7 @@ class CallLoaders:
         # By stage and the id of the user's loader. Only the copies of a hook's last run are here: an older copy would
         # keep its persistent workers alive.
         self._copies: dict[str, dict[int, _Copy]] = {}
+        self._single = set[int]()  # the ids of loaders that are not cached because the call reads them once
         self._sets_reload = False
         self._followed: list[Any] = []  # training loaders, whose rolling caches have a fixed length
 
@@ -128,6 +129,8 @@ class CallLoaders:
                 self._reload_each_epoch()
         chosen = self.open({**self._at_hand, stage: loaders})
         before, self._copies[stage] = self._copies.get(stage, {}), {}
+        if stage == "train" and self._fits:  # a copy of what is read once has a position, too
+            chosen |= {id(leaf) for leaf in leaves_in(loaders) if id(leaf) in self._single and type(leaf) is DataLoader}
         copies = rewrap(loaders, lambda loader: self._copy(stage, loader, before) if id(loader) in chosen else loader)
         if stage == "train" and self._fits:
             ResumePoint.of(self._trainer).set_positions(copies)
@@ -183,29 +186,37 @@ class CallLoaders:
     def _cacheable(self, asked: Mapping[str, Any], group: NodeGroup) -> list[tuple[str, DataLoader[Any]]]:
         """The loaders that can be cached on every rank, each with its stage; a message for each of the others."""
         leaves = [(stage, leaf) for stage in self._getters if stage in asked for leaf in leaves_in(asked[stage])]
-        single = group.exchange([self._is_single(number, leaves) for number in range(len(leaves))])
-        uncached = {number for number, ranks in enumerate(zip(*single, strict=False)) if all(ranks)}
-        self._caches.say_single(sorted({leaves[number][0] for number in uncached}, key=STAGES.index))
-        leaves = [leaf for number, leaf in enumerate(leaves) if number not in uncached]
         findings = group.exchange(group.together(lambda: [self._finding(stage, leaf) for stage, leaf in leaves]))
-        cacheable = []
+        single = group.exchange([self._is_single(number, leaves, asked) for number in range(len(leaves))])
+        cacheable: list[tuple[str, DataLoader[Any]]] = []
+        single_stages = set[str]()
+        self._single.clear()
         for number, (stage, leaf) in enumerate(leaves):
             found = [finding[number] if len(finding) == len(leaves) else None for finding in findings]
             reason = reason_of(found)
-            if reason is not None:
+            if all(len(ranks) == len(leaves) and ranks[number] for ranks in single):
+                if reason is None:
+                    single_stages.add(stage)
+                    self._single.add(id(leaf))
+            elif reason is not None:
                 self._caches.pass_by(stage, title(leaf), reason)
             elif found[0] is not None:
                 cacheable.append((stage, leaf))
+        single_stages -= {stage for stage, _ in cacheable}
+        self._caches.say_single(sorted(single_stages, key=STAGES.index))
         return cacheable
 
-    def _is_single(self, number: int, leaves: Sequence[tuple[str, Any]]) -> bool:
+    def _is_single(self, number: int, leaves: Sequence[tuple[str, Any]], asked: Mapping[str, Any]) -> bool:
         """Whether a leaf is not cached because the call reads it once."""
         options, (stage, leaf) = self._caches.options, leaves[number]
         if options.for_all or options.dir is not None or options.is_off(stage) or cached_in_leaves(leaf):
             return False
         if isinstance(leaf, DataLoader) and source_of(leaf) in self._caches:  # another stage reads it, too
             return False
-        return self._reads.is_single(stage, leaf, [*leaves[:number], *leaves[number + 1 :]])
+        if isinstance(getattr(leaf, "dataset", None), IterableDataset) and not options.streams:
+            return False  # it is not cached in any call
+        goes_round = stage == "train" or getattr(asked[stage], "_mode", None) == "max_size_cycle"
+        return self._reads.is_single(stage, leaf, [*leaves[:number], *leaves[number + 1 :]], goes_round=goes_round)
 
     def _finding(self, stage: str, leaf: Any) -> int | str | None:
         """The length of a leaf's dataset, the reason why it cannot be cached, or None if there is nothing to cache."""
@@ -221,12 +232,14 @@ class CallLoaders:
 
     def _copy(self, stage: str, loader: DataLoader[Any], before: Mapping[int, _Copy]) -> DataLoader[Any]:
         """A copy of a loader that reads the cached dataset. The same loader gets the same copy: its workers persist."""
-        dataset: Any = self._caches.of(stage, source_of(loader))
-        if dataset.counters is None:  # its cache could not be opened
+        is_single = id(loader) in self._single
+        dataset: Any = loader.dataset if is_single else self._caches.of(stage, source_of(loader))
+        if not is_single and dataset.counters is None:  # its cache could not be opened
             return loader
         copy = self._copies[stage].get(id(loader), before.get(id(loader)))
         if copy is None or not copy.is_current(loader, dataset):
-            copy = _Copy(loader, dict(vars(loader)), dataset, self._new_copy(stage, loader, dataset))
+            new = with_dataset(loader, dataset) if is_single else self._new_copy(stage, loader, dataset)
+            copy = _Copy(loader, dict(vars(loader)), dataset, new)
         self._copies[stage][id(loader)] = copy
         return copy.copy
 

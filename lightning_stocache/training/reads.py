@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import (
@@ -21,12 +21,21 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.training.loaders import source_of
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import replicas
 
 __all__ = ["Reads"]
+
+
+class _Start(NamedTuple):
+    """Where a fit begins, and how many epochs follow at most. A checkpoint that Lightning loads later leaves fewer."""
+
+    epoch: int
+    step: int
+    epochs: float
 
 
 class Reads:
@@ -38,72 +47,79 @@ class Reads:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._start: tuple[int, int] | None = None
+        self._start: _Start | None = None
 
-    def is_single(self, stage: str, leaf: Any, others: Sequence[tuple[str, Any]]) -> bool:
+    def is_single(self, stage: str, leaf: Any, others: Sequence[tuple[str, Any]], *, goes_round: bool) -> bool:
         """Whether the call reads each sample of a loader at most once; False if that is unknown.
 
         Args:
             stage: the loader's stage.
             leaf: the loader.
             others: the call's other loaders that exist so far, with their stages.
+            goes_round: whether the shorter of several loaders of the stage begin again.
         """
         if self._trainer is None or not isinstance(leaf, DataLoader) or _repeats(leaf):
             return False
         source = source_of(leaf)
         if any(isinstance(other, DataLoader) and source_of(other) is source for _, other in others):
             return False
+        if goes_round and any(name == stage for name, _ in others):
+            return False
         if self._trainer.state.fn != "fit":
             return True
         if stage == "train":
-            is_alone = all(name != "train" for name, _ in others)  # of several, the shorter ones begin again by default
-            return is_alone and self._trains_once(leaf) and not ResumePoint.of(self._trainer).resumes
+            return self._trains_once(leaf) and not ResumePoint.of(self._trainer).resumes
         return self._validates_once()
 
     def passes(self, stage: str) -> float:
         """How often the call reads the datasets of a stage at most."""
         is_known = self._trainer is not None and self._trainer.state.fn == "fit" and stage == "train"
-        return self._epochs() if is_known else math.inf
+        return self._begin().epochs if is_known else math.inf
 
-    def _epochs(self) -> float:
-        """The most epochs that the fit has. A checkpoint that Lightning loads later leaves fewer."""
-        most = self._trainer.fit_loop.max_epochs
-        return math.inf if most is None or most < 0 else most - self._first()[0]
-
-    def _first(self) -> tuple[int, int]:
-        """The epoch and the step at which the fit begins: those of the first call, when its loaders are made."""
+    def _begin(self) -> _Start:
+        """The start of the fit, as it is when loaders are first asked for: what is decided then holds for the call."""
         if self._start is None:
-            self._start = self._trainer.current_epoch, self._trainer.global_step
+            trainer = self._trainer
+            most, epoch = trainer.fit_loop.max_epochs, trainer.current_epoch
+            epochs = math.inf if most is None or most < 0 else most - epoch
+            self._start = _Start(epoch, trainer.global_step, epochs)
         return self._start
 
     def _trains_once(self, loader: DataLoader[Any]) -> bool:
         """Whether the fit ends with its first epoch, or before."""
-        trainer = self._trainer
-        if self._epochs() <= 1:
+        trainer, start = self._trainer, self._begin()
+        if start.epochs <= 1:
             return True
-        if trainer.max_steps < 0 or not trainer.lightning_module.automatic_optimization:
+        limit = trainer.limit_train_batches
+        is_whole = isinstance(limit, float) and limit == 1.0 and not trainer.overfit_batches
+        if trainer.max_steps < 0 or not is_whole or not trainer.lightning_module.automatic_optimization:
             return False
         batch_size = getattr(loader.batch_sampler, "batch_size", None)
         schedules = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
         if batch_size is None or schedules or isinstance(loader.dataset, IterableDataset):
             return False
-        batches = (trainer.max_steps - self._first()[1]) * trainer.accumulate_grad_batches
-        return bool(batches * batch_size * replicas(trainer)[0] <= len(loader.dataset))  # type: ignore[arg-type]
+        batches = (trainer.max_steps - start.step) * trainer.accumulate_grad_batches
+        sampler = index_sampler(loader)
+        ranks = 1 if isinstance(sampler, DistributedSampler) else replicas(trainer)[0]
+        return bool(batches * batch_size * ranks <= len(sampler))
 
     def _validates_once(self) -> bool:
         """Whether the fit validates once at most, apart from the few batches of a sanity check."""
         trainer = self._trainer
         every = trainer.check_val_every_n_epoch
         interval = getattr(trainer, "val_check_interval", None)  # Lightning does not set it if it is a time
-        if every is None or interval != 1.0 or trainer.num_sanity_val_steps == math.inf:
+        is_by_epoch = every is not None and isinstance(interval, float) and interval == 1.0
+        if not is_by_epoch or trainer.num_sanity_val_steps == math.inf:
             return False
-        first = self._first()[0]
-        end = first + self._epochs()
-        return end < math.inf and end // every - first // every <= 1
+        start = self._begin()
+        end = start.epoch + start.epochs
+        return end < math.inf and end // every - start.epoch // every <= 1
 
 
 def _repeats(loader: DataLoader[Any]) -> bool:
     """Whether an epoch of a loader may draw a sample twice."""
+    if type(loader).__iter__ not in (DataLoader.__iter__, CachedLoader.__iter__):  # it may go round
+        return True
     if isinstance(loader.dataset, IterableDataset):
         return False
     sampler = index_sampler(loader)

@@ -100,6 +100,9 @@ def test_batches_draws_and_attributes_are_those_of_the_loader(options, tmp_path)
     assert isinstance(loader.dataset, CountedSource)
     assert (loader.dataset.shape, loader.dataset.loads) == (source.shape, source.loads)
     names = vars(plain).keys() - {"dataset", "_iterator", "worker_init_fn", "position", "collate_fn"}
+    names = {
+        name for name in names if not name.startswith("__")
+    }  # Lightning notes the arguments, after an error of a hook
     assert all(getattr(loader, name) is value for name, value in vars(plain).items() if name in names)
     assert loader.num_workers == 0 or loader.multiprocessing_context is plain.multiprocessing_context
     assert same(epochs_of(loader), expected)
@@ -299,3 +302,29 @@ def test_the_ranks_of_a_node_share_a_cache(tmp_path):
         assert drawn == expected
     looks = max(looks for _, looks in ranks)
     assert CountedSource(SAMPLES, log_path=tmp_path / "loads").loads - looks <= 3 * SAMPLES  # set-up reads each twice
+
+
+class Slotted(DataLoader[Any]):
+    """Keeps an attribute outside of its `__dict__`."""
+
+    __slots__ = ("extra",)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        object.__setattr__(self, "extra", 3)
+
+
+def test_attributes_in_slots_are_copied() -> None:
+    """As all others are."""
+    copied: Any = cache_loader(Slotted(Made(torch.tensor, 8), 4), budget="1MiB")
+    assert cached_in_leaves(copied)
+    assert copied.extra == 3
+
+
+@pytest.mark.processes
+def test_a_loader_whose_workers_have_begun_passes_through(caplog: pytest.LogCaptureFixture) -> None:
+    """Its next epoch is not the first: the copy would have another order."""
+    plain = DataLoader(Made(torch.tensor, 8), 4, num_workers=1, persistent_workers=True)
+    list(plain)
+    assert cache_loader(plain, budget="1MiB") is plain
+    assert "reads it already" in caplog.text

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_stocache import CachedDataset, StochasticCache
-from tests.sources import Made
+from tests.sources import CountedStream, Made
 from tests.training.tiny import Looking, Watcher, behind, data_hooks, make_trainer, plain_loader, said
 
 LENGTH, BATCH = 12, 4
@@ -58,6 +60,9 @@ def test_a_call_that_reads_once_loads_once(tmp_path: Any, caplog: Any, door: str
         ({"epochs": 3, "check_val_every_n_epoch": 2}, True, False),
         ({"epochs": 4, "check_val_every_n_epoch": 2}, True, True),
         ({"epochs": 1, "val_check_interval": 0.5}, False, True),
+        ({"epochs": 1, "val_check_interval": 1}, False, True),  # after each batch
+        ({"epochs": -1, "max_steps": 3, "limit_train_batches": 1}, True, True),
+        ({"epochs": -1, "max_steps": 3, "overfit_batches": 1}, True, True),
         ({"epochs": 1, "val_check_interval": 3, "check_val_every_n_epoch": None}, False, True),
         ({"epochs": 1, "num_sanity_val_steps": -1}, False, True),
         ({"epochs": -1, "max_steps": 2}, False, True),
@@ -100,6 +105,68 @@ def test_a_sampler_that_may_repeat_is_cached(
     hooks = data_hooks(**{stage: lambda: loader(data, sampler=sampler(data))})
     looking = looking_at(tmp_path, "callback", call, {}, hooks, epochs=1)
     assert is_cached(looking, stage) is is_again
+
+
+class GoesRound(DataLoader[Any]):
+    """Its epoch reads all samples twice."""
+
+    def __iter__(self) -> Any:
+        return itertools.chain(super().__iter__(), super().__iter__())
+
+
+def test_a_loader_that_may_go_round_is_cached(tmp_path: Any) -> None:
+    """By an `__iter__` of its own, in a combination that begins the shorter again, or in short epochs of many steps."""
+    rounds = data_hooks(test=lambda: GoesRound(numbers(), BATCH))
+    assert is_cached(looking_at(tmp_path, "callback", "test", {}, rounds), "test")
+    both = data_hooks(test=lambda: CombinedLoader([loader(numbers()), loader(numbers())], "max_size_cycle"))
+    assert is_cached(looking_at(tmp_path, "callback", "test", {}, both), "test")
+    few = data_hooks(train=lambda: loader(numbers(), sampler=SubsetRandomSampler(range(BATCH))))
+    assert is_cached(looking_at(tmp_path, "callback", "fit", {}, few, epochs=-1, max_steps=3), "train")
+
+
+def test_what_is_decided_when_a_call_begins_holds(tmp_path: Any) -> None:
+    """A fit that goes on for more epochs than it had at first has the order of a plain one, with new loaders, too."""
+
+    def run(door: str) -> list[Any]:
+        def longer(trainer: Any, _: Any) -> None:
+            trainer.fit_loop.max_epochs = 3
+
+        data, model = numbers(), Watcher()
+        callbacks, dm = behind(door, data_hooks(train=lambda: loader(data, shuffle=True)))
+        callbacks += [LambdaCallback(on_train_epoch_end=longer)]
+        torch.manual_seed(5)
+        reloads = {"epochs": 1, "reload_dataloaders_every_n_epochs": 1, "logger": False}
+        make_trainer(tmp_path, callbacks, **reloads).fit(model, datamodule=dm)
+        return model.batches
+
+    assert run("callback") == run("none")
+
+
+@pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
+def test_a_fit_of_one_epoch_goes_on_after_its_last_batch(tmp_path: Any, door: str) -> None:
+    """Resumed in the middle, it trains on what was left, as a cached fit does."""
+
+    def run(ckpt: Any, *more: Any) -> list[Any]:
+        model = Watcher()
+        callbacks, dm = behind(door, data_hooks(train=lambda: loader(data, shuffle=True)))
+        torch.manual_seed(5)
+        trainer = make_trainer(tmp_path, [*callbacks, *more], epochs=1, logger=False, enable_checkpointing=True)
+        trainer.fit(model, datamodule=dm, ckpt_path=ckpt, weights_only=False)
+        return model.batches
+
+    data = numbers()
+    whole = run(None, ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1, filename="{step}"))
+    assert run(tmp_path / "saved" / "step=2.ckpt") == whole[2:]
+
+
+def test_a_stream_that_is_never_cached_is_said_to_be_so(tmp_path: Any, caplog: Any) -> None:
+    """In a call that reads once, too; and strict=True is an error."""
+    hooks = data_hooks(test=lambda: DataLoader(CountedStream(4), 2))
+    looking_at(tmp_path, "callback", "test", {}, hooks)
+    assert len(said(caplog, "test loader: CountedStream passes through uncached: it is iterable-style")) == 1
+    assert not said(caplog, ONCE)
+    with pytest.raises(TypeError, match="test loader cannot be cached"):
+        looking_at(tmp_path, "callback", "test", {"strict": True}, hooks)
 
 
 def test_a_set_of_several_loaders_is_cached(tmp_path: Any) -> None:
