@@ -100,9 +100,8 @@ def test_batches_draws_and_attributes_are_those_of_the_loader(options, tmp_path)
     assert isinstance(loader.dataset, CountedSource)
     assert (loader.dataset.shape, loader.dataset.loads) == (source.shape, source.loads)
     names = vars(plain).keys() - {"dataset", "_iterator", "worker_init_fn", "position", "collate_fn"}
-    names = {
-        name for name in names if not name.startswith("__")
-    }  # Lightning notes the arguments, after an error of a hook
+    # Lightning's notes of the arguments, which it makes for all loaders once a hook has raised, are no attributes.
+    names = {name for name in names if not name.startswith("__")}
     assert all(getattr(loader, name) is value for name, value in vars(plain).items() if name in names)
     assert loader.num_workers == 0 or loader.multiprocessing_context is plain.multiprocessing_context
     assert same(epochs_of(loader), expected)
