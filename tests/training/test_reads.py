@@ -151,7 +151,7 @@ def test_a_fit_of_one_epoch_goes_on_after_its_last_batch(tmp_path: Any, door: st
         callbacks, dm = behind(door, data_hooks(train=lambda: loader(data, shuffle=True)))
         torch.manual_seed(5)
         trainer = make_trainer(tmp_path, [*callbacks, *more], epochs=1, logger=False, enable_checkpointing=True)
-        trainer.fit(model, datamodule=dm, ckpt_path=ckpt, weights_only=False)
+        trainer.fit(model, datamodule=dm, ckpt_path=ckpt)
         return model.batches
 
     data = numbers()
