@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from lightning_stocache import CachedDataset, CachedStream
 from lightning_stocache.node import isolation
 from lightning_stocache.setup.find import Finding, SourceReader
-from lightning_stocache.setup.reader import Reader, Subject
+from lightning_stocache.setup.reader import Reader, Subject, UnsharedError
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from tests.processes import call, is_alive, wait_until
 from tests.sources import Made
@@ -538,6 +538,17 @@ def test_a_queue_that_a_thread_feeds_is_left_alone() -> None:
         assert served(dataset, 1) == list(range(LENGTH))
     ends.set()
     thread.join()
+
+
+def test_a_queue_is_left_alone_where_no_process_starts() -> None:
+    """In the trainer's process set-up takes nothing from it either."""
+    ahead = queue.Queue[int]()
+    ahead.put(0)
+    source = Fed(ahead.get_nowait, ahead)
+    with closing(Reader([Subject(source.__getitem__, source, "a source")], None)) as reader:
+        with pytest.raises(UnsharedError, match="a queue"):
+            reader.ask(0)
+    assert ahead.qsize() == 1
 
 
 class Slow(Dataset[Any]):
