@@ -155,12 +155,12 @@ class CachedSource:
         Without a cache and without transforms they are the result of the source's own `__getitems__`.
         """
         self.changes.refresh()
-        if self._are_mixed(keys):
-            return [self.sample(key) for key in keys]
+        are_plain = set(map(type, keys)) == {int}
+        positions = list(keys) if are_plain else [each for each in map(position_of, keys) if each is not None]
+        are_indices = len(positions) == len(keys)
+        if positions and not are_indices and self.cache is not None and batch_reader(self.source) is None:
+            return [self.sample(key) for key in keys]  # the source loads each by itself
         with self.changes.witness:
-            are_plain = set(map(type, keys)) == {int}
-            positions = list(keys) if are_plain else [each for each in map(position_of, keys) if each is not None]
-            are_indices = len(positions) == len(keys)
             if are_indices and not self.knows_ranks:
                 self.look_at_ranks()
             cache = self.cache
@@ -183,12 +183,6 @@ class CachedSource:
             if are_indices:
                 return self._each_finished(samples, positions)
             return samples if self.transform is None else (self._transformed(sample) for sample in samples)
-
-    def _are_mixed(self, keys: Sequence[Any]) -> bool:
-        """Whether a batch has indices and other keys, and the source loads each sample by itself."""
-        if self.cache is None or set(map(type, keys)) == {int} or batch_reader(self.source) is not None:
-            return False
-        return len({position_of(key) is None for key in keys}) > 1
 
     def look_at_ranks(self) -> None:
         """Warn once, on rank zero, if the ranks of a job do not share the cache.
@@ -428,8 +422,8 @@ class CachedSource:
 
     def _note_outside(self, cache: Store, numbers: list[int]) -> None:
         """Note numbers that are no indices of the dataset."""
-        outside = [number for number in numbers if not 0 <= number < cache.length]
-        if outside:
+        if min(numbers) < 0 or max(numbers) >= cache.length:
+            outside = [number for number in numbers if not 0 <= number < cache.length]
             self.changes.note_key(outside[0], len(outside))
 
     def _read(self, read: Callable[[list[Any]], list[Any]], indices: list[int], keys: list[Any]) -> list[Any]:

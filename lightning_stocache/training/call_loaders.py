@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader, IterableDataset
@@ -215,7 +216,7 @@ class CallLoaders:
             return False
         if isinstance(getattr(leaf, "dataset", None), IterableDataset) and not options.streams:
             return False  # it is not cached in any call
-        goes_round = stage == "train" or getattr(asked[stage], "_mode", None) == "max_size_cycle"
+        goes_round = stage == "train" or isinstance(asked[stage], CombinedLoader)  # whose mode is its own matter
         return self._reads.is_single(stage, leaf, [*leaves[:number], *leaves[number + 1 :]], goes_round=goes_round)
 
     def _finding(self, stage: str, leaf: Any) -> int | str | None:
