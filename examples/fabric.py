@@ -31,7 +31,7 @@ def main() -> None:
 
     dataset = CachedDataset(photos.images("train"), budget="auto", defer=True)
     dataset.share()
-    loader = CachedLoader(dataset, batch_size=64, shuffle=True, num_workers=2, sampling="locality")
+    loader = CachedLoader(dataset, batch_size=64, shuffle=True, num_workers=2, locality=True)
     loader = fabric.setup_dataloaders(loader)
     module = ConvNet(num_classes=2)
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=3e-3))

@@ -20,7 +20,7 @@ log = getLogger(__name__)
 _SWITCH = "STOCACHE"
 _OFF = ("", "0", "false", "off")
 _ON = ("1", "true", "on", "auto")
-_TEXTS = ("name", "fingerprint", "dir", "store", "sampling")  # options that are taken as they are typed
+_TEXTS = ("name", "fingerprint", "dir", "store")  # options that are taken as they are typed
 
 
 def callbacks() -> list[Any]:
@@ -100,6 +100,8 @@ def options_in(variables: Mapping[str, str], kind: Any) -> dict[str, Any]:
     for variable, text in variables.items():
         if variable == _SWITCH:
             options["budget"] = "auto" if text.strip().lower() in _ON else text.strip()
+        elif variable == f"{_SWITCH}_SAMPLING":  # of version 0.2
+            raise ValueError(f"{variable} must be unset: on several nodes each sample goes to a node that has it")
         elif variable not in known:
             names = {_SWITCH: _SWITCH, f"{_SWITCH}_BUDGET": _SWITCH} | {name: name for name in known}
             [near] = (names[name] for name in get_close_matches(variable.upper(), names, n=1, cutoff=0.0))

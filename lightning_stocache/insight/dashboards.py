@@ -20,9 +20,7 @@ from lightning_stocache.growing.rolling_cache import RollingCache
 from lightning_stocache.insight.metrics import LIVE, LIVE_METRICS, NODE_METRICS, ROLLING_METRICS, Tally, rates
 from lightning_stocache.insight.tallies import coverage, samples_of
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
-from lightning_stocache.loading.loader_sampler import index_sampler
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
-from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.source.encoded import EncodedSource
 
 __all__ = ["LAYOUT", "axes", "hyperparameters", "lay_out", "log_hyperparameters"]
@@ -122,8 +120,8 @@ def hyperparameters(stages: Mapping[str, Any]) -> dict[str, Any]:
         loader draws, if that is known, else all samples), `budget` (as the user gave it), `budget_bytes` (granted on
         this node), `slots` (on this node), `coverage` (share of `drawn` that has a slot on some node), `layout`
         ("rows", "records", "stream", "none"), `store` ("decoded", "encoded"), `backend` ("tmpfile", "memfd", "file",
-        "disk"), `sampling` (the mode of a LocalitySampler, or the sampler's class), `nodes`, `ranks`, `name` and
-        `dir`, for training; the same keys for another stage below its name. Numbers of several datasets are summed.
+        "disk"), `nodes`, `ranks`, `name` and `dir`, for training; the same keys for another stage below its name.
+        Numbers of several datasets are summed.
     """
     found: dict[str, Any] = {}
     for stage, loaders in stages.items():
@@ -142,8 +140,7 @@ def _of_stage(loaders: Any) -> dict[str, Any]:
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     joined = {name: sum(values) if name in _ADDED else _common(values) for name, values in columns.items()}
     group = datasets[0].group
-    joined |= {"coverage": coverage(datasets), "sampling": _common([_sampling(leaf) for leaf in leaves])}
-    return joined | {"nodes": len(group.nodes), "ranks": group.world}
+    return joined | {"coverage": coverage(datasets), "nodes": len(group.nodes), "ranks": group.world}
 
 
 def _of_dataset(dataset: Cached, pool: RollingCache | None) -> dict[str, Any]:
@@ -163,13 +160,6 @@ def _of_dataset(dataset: Cached, pool: RollingCache | None) -> dict[str, Any]:
     if pool is not None:
         row |= {"dataset": type(pool.source).__name__, "budget": str(pool.budget)}
     return row
-
-
-def _sampling(loader: Any) -> str | None:
-    if not hasattr(loader, "sampler") or not hasattr(loader, "batch_sampler"):
-        return None
-    sampler = index_sampler(loader)
-    return sampler.mode if isinstance(sampler, LocalitySampler) else type(sampler).__name__
 
 
 def _common(values: list[Any]) -> Any:

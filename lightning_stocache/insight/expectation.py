@@ -89,7 +89,7 @@ class Expectation:
         sampler, group = index_sampler(loader), dataset.group
         domain = sampler_domain(batches_of(loader), len(dataset))
         count = len(dataset) if domain is None else len(domain)
-        dealt = isinstance(sampler, LocalitySampler) and sampler.mode != "global"
+        dealt = isinstance(sampler, LocalitySampler)
         whole = len(dataset) == ring.arcs[0].length and _WHOLE * count <= served <= count + group.world
         same = self._drawn.setdefault(counters, domain) == domain
         if not same and cached_source(dataset).opened.request.domain is not None:

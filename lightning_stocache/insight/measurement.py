@@ -26,7 +26,6 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.errors import text_of
-from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.allocation import largest_grant
 from lightning_stocache.setup.forms import choose_codec
 from lightning_stocache.setup.request import LoaderSettings
@@ -72,7 +71,6 @@ class Data:
     transform: Callable[[Any], Any] | None = None  # per sample, after the cache
     settings: Mapping[str, Any] = field(default_factory=dict)  # further arguments of DataLoader
     allow_random: bool = False  # a random source is cached as it is
-    mode: Mode = "locality"  # how samples are dealt to nodes
     nodes: int = 1
     ranks: int = 1  # on each node
 

@@ -96,9 +96,9 @@ class _Law:
         self.dataset_bytes = 0 if paces.codec is None else data.samples * paces.codec.slot_bytes  # cached whole
 
     def hit_rate(self, share: float) -> float:
-        """The hit rate of later epochs. If samples are dealt to the nodes at random, the nodes do not add up."""
+        """The hit rate of later epochs: the slots of the nodes add up."""
         slots = math.floor(round(share * self.data.samples, 6)) / self.data.samples
-        return slots if self.data.mode == "global" else min(self.data.nodes * slots, 1.0)
+        return min(self.data.nodes * slots, 1.0)
 
     def epoch(self, hit_rate: float, loaded: Any, hit: Any, step: Any) -> Any:
         """Seconds of an epoch, from seconds a sample loaded, a sample hit and a step: numbers or arrays."""

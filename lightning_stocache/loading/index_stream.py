@@ -34,7 +34,7 @@ from lightning_stocache.torch_internals import draws_all_once
 
 __all__ = ["IndexStream"]
 
-GROUP = 4096  # indices that a LocalitySampler deals at a time
+GROUP = 4096  # indices of all ranks that a LocalitySampler deals at a time
 _IN_ORDER = 1 << 20  # indices of a SequentialSampler that are made at a time
 _ROLLING_BATCHES = 16  # batches that a RollingSampler draws at a time
 
@@ -126,7 +126,7 @@ def _in_one(sampler: Any, size: int, state: LoaderState) -> Iterator[Integers]:
 def _dealt(sampler: LocalitySampler, size: int) -> Iterator[Integers]:
     """The epoch of a LocalitySampler, several whole batches at a time."""
     batches = sampler.batches()
-    while group := list(islice(batches, max(GROUP // size, 1))):
+    while group := list(islice(batches, max(GROUP // (size * sampler.num_replicas), 1))):
         yield np.concatenate(group)
 
 

@@ -45,14 +45,18 @@ from lightning_stocache.loading.loader_tree import Stream, is_rolling, is_stream
 from lightning_stocache.loading.position import CheckedDraws, CountedBatches, LoaderState, ResumableBatches
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.worker_pool import InitOnSource
-from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.sampling.residents import StreamBatches
-from lightning_stocache.setup.request import check_choice
+from lightning_stocache.setup.request import check_choice, check_flag
 from lightning_stocache.torch_internals import knows_workers, shut_down
 
 __all__ = ["CachedLoader", "Gather"]
 
 Gather = Literal["auto", "main", "worker"]
+
+_NO_SAMPLING = (
+    "CachedLoader has no option sampling: say locality=True in place of sampling='locality', and give a "
+    "DistributedSampler as sampler in place of sampling='global'"
+)
 
 
 class CachedLoader(DataLoader[Any]):
@@ -65,17 +69,17 @@ class CachedLoader(DataLoader[Any]):
         gather: which process makes batches: "main" (the main process, from memory; workers only load what is missing),
             "worker" (workers make whole batches), or "auto": workers where there are some, and samples are records,
             have a transform to run, or go to a `collate_fn` of the user's; else the main process.
-        sampling: draw by a `LocalitySampler` of this mode, seeded by `seed_everything`: each rank has its part of each
-            global batch, of samples that its node has. Call `dataset.share()` before, and `set_epoch` before each epoch
-            (Fabric does). The indices of a `sampler` of your own are dealt, unless it deals to ranks itself.
-        num_replicas: with `sampling`, the number of ranks that share the data, by default all; fewer if some ranks work
+        locality: draw by a `LocalitySampler`, seeded by `seed_everything`: each rank has its part of each global batch,
+            of samples that its node has. Call `dataset.share()` before, and `set_epoch` before each epoch (Fabric
+            does). The indices of a `sampler` of your own are dealt, unless it deals to ranks itself.
+        num_replicas: with `locality`, the number of ranks that share the data, by default all; fewer if some ranks work
             on the same samples (`**fabric.strategy.distributed_sampler_kwargs`).
-        rank: with `sampling`, the rank of this process among them.
+        rank: with `locality`, the rank of this process among them.
         arguments: all other arguments of `torch.utils.data.DataLoader`, with their meaning there.
 
     Raises:
-        ValueError: `gather` or `sampling` is none of these, `gather="worker"` without workers, or `sampling` without
-            a `batch_size`.
+        ValueError: `gather` is none of these, `gather="worker"` without workers, or `locality` without a `batch_size`.
+        TypeError: an argument is none of DataLoader's.
 
     Example:
         >>> import torch
@@ -108,7 +112,7 @@ class CachedLoader(DataLoader[Any]):
         num_workers: int = 0,
         *,
         gather: Gather = "auto",
-        sampling: Mode | None = None,
+        locality: bool = False,
         num_replicas: int | None = None,
         rank: int | None = None,
         **arguments: Any,
@@ -116,12 +120,13 @@ class CachedLoader(DataLoader[Any]):
         check_choice("gather", gather, Gather)
         if gather == "worker" and num_workers == 0:
             raise ValueError("gather='worker' needs num_workers > 0")
+        check_flag("locality", locality)
+        if "sampling" in arguments:
+            raise TypeError(_NO_SAMPLING)
         if is_rolling(dataset) and sampler is None and batch_sampler is None:
             sampler, shuffle = cast(Any, dataset).__loader_sampler__(shuffle=bool(shuffle)), None
-        elif sampling is not None and batch_sampler is None and not deals_to_ranks(sampler):
-            sampler = locality_sampler(
-                dataset, batch_size, bool(shuffle), num_replicas, rank, mode=sampling, draws=sampler
-            )
+        elif locality and batch_sampler is None and not deals_to_ranks(sampler):
+            sampler = locality_sampler(dataset, batch_size, bool(shuffle), num_replicas, rank, draws=sampler)
             shuffle = None
         super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, **arguments)
         self.gather, self.position = gather, LoaderState()

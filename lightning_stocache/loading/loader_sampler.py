@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from lightning_stocache.loading.dataset import cached_in
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.source.generators import PROCESS_WIDE
 from lightning_stocache.source.walk import GENERATORS
@@ -129,7 +129,6 @@ def locality_sampler(
     num_replicas: int | None = None,
     rank: int | None = None,
     *,
-    mode: Mode = "locality",
     draws: Iterable[Any] | None = None,
 ) -> LocalitySampler:
     """A sampler for the training loader of a cached dataset. For any other dataset it deals as DistributedSampler does.
@@ -140,14 +139,13 @@ def locality_sampler(
         shuffle: whether each epoch has another order; else the dataset's own order.
         num_replicas: number of ranks that share the data; by default all ranks of the process group.
         rank: the rank of this process among them.
-        mode: see `LocalitySampler`.
         draws: a sampler of the user's, whose indices are dealt; by default all indices of the dataset.
 
     Raises:
-        ValueError: there is no batch size, or no such mode.
+        ValueError: there is no batch size.
     """
     if batch_size is None:
-        raise ValueError("sampling deals global batches: give the loader a batch_size")
+        raise ValueError("a LocalitySampler deals global batches: give the loader a batch_size")
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     if num_replicas is None:
         num_replicas = torch.distributed.get_world_size() if several else 1
@@ -166,6 +164,5 @@ def locality_sampler(
         batch_size=batch_size,
         ring=ring if whole else None,
         nodes=group.nodes if whole else (tuple(range(num_replicas)),),
-        mode=mode,
         draws=draws,
     )

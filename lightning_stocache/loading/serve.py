@@ -195,7 +195,7 @@ class CachedSource:
         if self._is_first("ranks alone"):
             log.warning(
                 "each of %d ranks %s: after init_process_group, call share() of the dataset on every rank, and give "
-                'its loader a DistributedSampler (or CachedLoader sampling="locality"), without which each trains on '
+                "its loader a DistributedSampler (or CachedLoader locality=True), without which each trains on "
                 "all samples",
                 world,
                 "loads its samples uncached" if self.cache is None else "has a cache of its own",

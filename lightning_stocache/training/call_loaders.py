@@ -253,8 +253,8 @@ class CallLoaders:
         sampler = None
         if stage == "train" and self._trainer is not None:
             # One rank that resumes a fit of several ranks keeps their order.
-            mode, dealt = self._caches.options.sampling, ResumePoint.of(self._trainer).dealt
-            sampler = locality_for(self._trainer, dataset, loader.sampler, loader.batch_size, mode, dealt=dealt)
+            dealt = ResumePoint.of(self._trainer).dealt
+            sampler = locality_for(self._trainer, dataset, loader.sampler, loader.batch_size, dealt=dealt)
         if isinstance(loader.dataset, TransformedSet):
             dataset = dataset_over(cached_source(dataset).view(loader.dataset.transform))
         if not isinstance(loader, TrainerLoader):  # a TrainerLoader shows the CachedDataset itself

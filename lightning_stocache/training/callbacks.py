@@ -17,7 +17,6 @@ from lightning_stocache.cache.counters import Counters, Counts
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.insight.tallies import loader_seconds, samples_of
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import Form, check_count, check_flag
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
@@ -162,7 +161,6 @@ class StochasticCache(CacheMonitor):
         stage_budgets: Mapping[str, int | float | str | None] | None = None,
         allow_random: bool = False,
         keep_cache: bool = False,
-        sampling: Mode = "locality",
         name: str | None = None,
         fingerprint: str = "",
         strict: bool = False,

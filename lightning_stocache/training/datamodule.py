@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stocache.growing.rolling_cache import RollingCache, share_pools
 from lightning_stocache.loading.loader_sampler import locality_sampler
-from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import Form, check_count
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import DataHooks
@@ -96,7 +95,6 @@ class StocacheDataModule(LightningDataModule):
         prepare: Callable[[], None] | None = None,
         allow_random: bool = False,
         keep_cache: bool = False,
-        sampling: Mode = "locality",
         name: str | None = None,
         fingerprint: str = "",
         strict: bool = False,
@@ -200,9 +198,9 @@ class StocacheDataModule(LightningDataModule):
             return {name: value for name, value in arguments.items() if name not in _ORDER}
         if stage == "train" and not {"sampler", "batch_sampler"} & set(self.loader):
             count, rank = replicas(self.trainer, always=True)
-            shuffle, mode = bool(arguments.pop("shuffle")), self.caches.options.sampling
+            shuffle = bool(arguments.pop("shuffle"))
             dataset = self.caches.of(stage, source) if source in self.caches else source
-            arguments["sampler"] = locality_sampler(dataset, arguments["batch_size"], shuffle, count, rank, mode=mode)
+            arguments["sampler"] = locality_sampler(dataset, arguments["batch_size"], shuffle, count, rank)
         return arguments
 
     def _transform_batch(self, batch: Any, dataloader_idx: int) -> Any:
@@ -249,7 +247,6 @@ def cache_datamodule(  # noqa: D417  `with_options` describes the options
     stage_budgets: Mapping[str, int | float | str | None] | None = None,
     allow_random: bool = False,
     keep_cache: bool = False,
-    sampling: Mode = "locality",
     name: str | None = None,
     fingerprint: str = "",
     strict: bool = False,

@@ -75,8 +75,8 @@ class CacheMonitor(Callback):
 
     When a fit starts, the loggers get the options of the caches, the granted memory and the decisions as
     hyperparameters, so that runs can be grouped by them: `stocache/budget`, `budget_bytes`, `dataset`, `samples`,
-    `drawn`, `slots`, `coverage`, `layout`, `store`, `backend`, `sampling`, `nodes`, `ranks`, `name`, `dir`; for
-    validation below `stocache/val/`. TensorBoard and W&B are told how to draw the metrics (`insight.dashboards`).
+    `drawn`, `slots`, `coverage`, `layout`, `store`, `backend`, `nodes`, `ranks`, `name`, `dir`; for validation below
+    `stocache/val/`. TensorBoard and W&B are told how to draw the metrics (`insight.dashboards`).
 
     Args:
         live: log live values.

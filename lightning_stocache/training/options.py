@@ -16,12 +16,10 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.node.budget import Budget
-from lightning_stocache.sampling.locality_sampler import Mode
 from lightning_stocache.setup.request import (
     CacheRequest,
     Form,
     LoaderSettings,
-    check_choice,
     check_flag,
 )
 
@@ -53,8 +51,6 @@ class CacheOptions:
         allow_random: cache a random source as it is, with its first draw frozen.
         keep_cache: keep the caches when the Trainer call ends, for the next call with the same door and datasets, until
             `close` of the door or `datamodule.caches.close()`. Their slots are for all samples, drawn now or later.
-        sampling: how the indices of a training loader are dealt to several nodes: "locality" (samples go to nodes that
-            have them), "global" or "sticky"; see `LocalitySampler`.
         name: caches with a name stay in memory when the job ends, so that the next job starts warm. Jobs that run at
             the same time share them. The n-th dataset of a stage is cached under `<name>-<stage><n>`. The caches lie in
             /dev/shm until `python -m lightning_stocache clean NAME`.
@@ -81,7 +77,6 @@ class CacheOptions:
     stage_budgets: Mapping[str, int | float | str | None] | None = None
     allow_random: bool = False
     keep_cache: bool = False
-    sampling: Mode = "locality"
     name: str | None = None
     fingerprint: str = ""
     strict: bool = False
@@ -98,7 +93,6 @@ class CacheOptions:
         given = {stage: budget for stage, budget in (self.stage_budgets or {}).items() if budget is not None}
         if unknown := set(given) - set(STAGES):
             raise ValueError(f"stage_budgets may name {', '.join(STAGES)}; got {', '.join(map(str, sorted(unknown)))}")
-        check_choice("sampling", self.sampling, Mode)
         check_flag("keep_cache", self.keep_cache)
         check_flag("streams", self.streams)
         budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}

@@ -23,7 +23,7 @@ from lightning_stocache.cache.placement import Domain
 from lightning_stocache.growing.rolling_cache import RollingCache
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader_sampler import deals_to_ranks, index_sampler, locality_sampler
-from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.sampling.sampler_domain import sampler_domain
 from lightning_stocache.training.lightning_internals import leaves_samplers_alone
@@ -79,7 +79,7 @@ def free_pools(loaders: Iterable[Any]) -> None:
 
 
 def locality_for(
-    trainer: Any, dataset: CachedDataset, sampler: Any, batch_size: int | None, mode: Mode, *, dealt: bool = False
+    trainer: Any, dataset: CachedDataset, sampler: Any, batch_size: int | None, *, dealt: bool = False
 ) -> LocalitySampler | None:
     """The LocalitySampler that replaces Lightning's DistributedSampler, or None if the loader keeps its own sampler.
 
@@ -90,10 +90,10 @@ def locality_for(
     if (count == 1 and not dealt) or not batch_size or trainer.overfit_batches:
         return None
     if _is_default(sampler):
-        return locality_sampler(dataset, batch_size, True, count, rank, mode=mode)
+        return locality_sampler(dataset, batch_size, True, count, rank)
     if deals_to_ranks(sampler) or len(dataset.group.nodes) == 1:
         return None
-    return locality_sampler(dataset, batch_size, True, count, rank, mode=mode, draws=sampler)
+    return locality_sampler(dataset, batch_size, True, count, rank, draws=sampler)
 
 
 def loader_domain(trainer: Any, stage: str, loader: DataLoader[Any]) -> Domain | None:

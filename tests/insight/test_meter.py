@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger
-from torch.utils.data import DataLoader, Subset, SubsetRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset, SubsetRandomSampler
 
 from lightning_stocache import (
     CachedDataset,
@@ -83,7 +83,7 @@ def test_a_plain_loop_has_the_monitors_values(tmp_path, dataset):
     assert seen[3]["stocache/live/data_wait_seconds"] > seen[2]["stocache/live/data_wait_seconds"] > 0
     assert meter.live()["stocache/live/compute_seconds"] == 0
     granted = meter.hyperparameters()["stocache"]
-    assert (granted["sampling"], granted["slots"]) == ("SequentialSampler", SAMPLES // 2)
+    assert granted["slots"] == SAMPLES // 2
     assert CacheMeter(loader, "val").live() == {}
 
 
@@ -157,8 +157,8 @@ def on_two_nodes(rank: int) -> Any:
     dataset = CachedDataset(CountedSource(SAMPLES), budget=("25%", "100%")[rank], defer=True)
     dataset.share(NodeGroup.discover(key=rank))
     found = []
-    for sampling in ("locality", "global"):
-        loader = CachedLoader(dataset, batch_size=4, shuffle=True, sampling=sampling)
+    for draws in ({"shuffle": True, "locality": True}, {"sampler": DistributedSampler(dataset)}):
+        loader = CachedLoader(dataset, batch_size=4, **draws)
         meter = CacheMeter(loader)
         for epoch in range(3):
             loader.set_epoch(epoch)

@@ -66,7 +66,6 @@ def test_hit_rates_gains_and_bytes():
     assert (quarter.hit_rate, quarter.budget_bytes) == (0.25, 25_000)
     four = planned(nodes=4, samples=4000)
     assert (row(four, "25%").hit_rate, four.budget) == (1, "25%")
-    assert row(planned(nodes=4, samples=4000, mode="global"), "25%").hit_rate == 0.25
     whole = row(planned(paces(uncached=[0.008, 0.011, 0.02], hit=[0.001, 0.002, 0.004])), "100%")
     assert whole.later_epoch[:3] == pytest.approx((1, 2, 4))
     assert whole.faster[:3] == pytest.approx((8 / 4, 11 / 2, 20 / 1))

@@ -198,13 +198,14 @@ def test_gather_says_who_makes_the_batches():
     [
         ({"gather": "both"}, "gather must be 'auto', 'main' or 'worker', got 'both'"),
         ({"gather": "worker"}, "gather='worker' needs num_workers > 0"),
-        ({"sampling": "nearby"}, "mode must be one of locality, global, sticky, got 'nearby'"),
-        ({"batch_size": None, "sampling": "locality"}, "give the loader a batch_size"),
+        ({"locality": "global"}, "locality must be true or false, got 'global'"),
+        ({"batch_size": None, "locality": True}, "give the loader a batch_size"),
+        ({"sampling": "locality"}, "say locality=True in place of sampling='locality'"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_in_words(arguments, message):
     """The message names the argument, the rule and what came."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         CachedLoader(Numbers(4), **arguments)
 
 

@@ -15,8 +15,10 @@ from lightning.fabric import Fabric
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 
 from lightning_stocache import CachedDataset, CachedLoader, LocalitySampler, SampleSpec
+from lightning_stocache.cache.placement import Ring
 from lightning_stocache.loading.loader_sampler import global_seed, locality_sampler
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.sampling.assignment import Dealer
 from tests.loading.twins import Numbers, logged_to
 from tests.processes import ChildError, run_ranks
 from tests.sources import CountedSource
@@ -58,7 +60,7 @@ def train_on_fold(rank: int) -> Any:
     assert dataset.describe().startswith(f"Numbers on {(SECOND, FIRST)[rank == 0]} of the 300 that are drawn of 1,200")
     dist.barrier()  # nobody fills before all have looked
     torch.manual_seed(5)
-    loader = CachedLoader(dataset, BATCH, sampler=SubsetRandomSampler(FOLD), sampling="locality")
+    loader = CachedLoader(dataset, BATCH, sampler=SubsetRandomSampler(FOLD), locality=True)
     drawn, hits = [], []
     for epoch in range(EPOCHS):
         loader.set_epoch(epoch)
@@ -124,7 +126,7 @@ def epoch_of(loader: Any) -> list[list[int]]:
     return [labels.tolist() for _, labels in loader]
 
 
-def in_fabric(rank: int, folder: str, world: int, sampling: Any) -> Any:
+def in_fabric(rank: int, folder: str, world: int, locality: bool) -> Any:
     """Three epochs by Fabric, of which the second is broken off and gone on with by other objects."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -137,11 +139,11 @@ def in_fabric(rank: int, folder: str, world: int, sampling: Any) -> Any:
         def new(fabric: Fabric = fabric) -> tuple[Any, CachedDataset]:
             dataset = CachedDataset(Numbers(LENGTH, (4,)), defer=True)
             dataset.share()
-            loader = CachedLoader(dataset, BATCH, shuffle=True, sampling=sampling, gather="main")
+            loader = CachedLoader(dataset, BATCH, shuffle=True, locality=locality, gather="main")
             return fabric.setup_dataloaders(loader), dataset
 
         loader, dataset = new()
-        assert type(loader.sampler) is (LocalitySampler if sampling else DistributedSampler)
+        assert type(loader.sampler) is (LocalitySampler if locality else DistributedSampler)
         assert (type(loader._dataloader), loader._dataloader.gather) == (CachedLoader, "main")
         seen = [epoch_of(loader)]
         begun = [labels.tolist() for _, (_, labels) in zip(range(4), loader, strict=False)] if broken else []
@@ -158,10 +160,10 @@ def in_fabric(rank: int, folder: str, world: int, sampling: Any) -> Any:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("sampling", ["locality", None])
-def test_fabric_saves_and_loads_a_loader(tmp_path: Path, sampling: str | None) -> None:
+@pytest.mark.parametrize("locality", [True, False])
+def test_fabric_saves_and_loads_a_loader(tmp_path: Path, locality: bool) -> None:
     """The rest of the epoch comes, and then the next one, though Fabric counts epochs from zero again."""
-    ranks = run_ranks(in_fabric, 2, str(tmp_path), 2, sampling)
+    ranks = run_ranks(in_fabric, 2, str(tmp_path), 2, locality)
     for whole, broken in ranks:
         assert whole == broken
     for epoch in range(3):
@@ -170,18 +172,40 @@ def test_fabric_saves_and_loads_a_loader(tmp_path: Path, sampling: str | None) -
     assert ranks[0][0][0] != ranks[0][0][1]
 
 
+def test_a_loader_in_a_large_job_draws_few_global_batches_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 64 ranks computes the deal of all ranks, so a warm loader does not deal many batches at once."""
+    ranks, size = 64, 64
+    nodes = tuple(tuple(range(first, first + 8)) for first in range(0, ranks, 8))
+    length = ranks * size * 8
+    ring = Ring.cut(length, [1 / 8] * 8, [length // 8] * 8)
+    deal, most, deals = Dealer.deal, [], []
+    monkeypatch.setattr(Dealer, "deal", lambda dealer, batch: deals.append(1) or deal(dealer, batch))
+    with closing(CachedDataset(torch.arange(length), spec=SampleSpec.infer(torch.tensor(0)))) as dataset:
+        list(CachedLoader(dataset, 1024))
+        sampler = LocalitySampler(dataset, ranks, 5, batch_size=size, ring=ring, nodes=nodes)
+        expected = list(sampler)
+        deals.clear()
+        loader = CachedLoader(dataset, size, sampler=sampler)
+        seen = []
+        for number, batch in enumerate(loader):
+            most.append(len(deals) - number)
+            seen += batch.tolist()
+    assert seen == expected
+    assert max(most) <= 4  # the one that is handed out, two that are gathered, and one that the sampler deals ahead
+
+
 def test_the_sampler_of_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of one replica get the same samples, a sampler that deals stays, and a grown source has no ring."""
     source: Any = list(range(LENGTH))
     dataset = CachedDataset(source, spec=SampleSpec.infer(0))
     parts = [
-        list(CachedLoader(dataset, BATCH, shuffle=True, sampling="locality", num_replicas=2, rank=rank).sampler)
+        list(CachedLoader(dataset, BATCH, shuffle=True, locality=True, num_replicas=2, rank=rank).sampler)
         for rank in (0, 0, 1, 1)
     ]
     assert parts[0] == parts[1] != parts[2] == parts[3]
     assert sorted(parts[1] + parts[2]) == source
     dealing = DistributedSampler(dataset, 2, 0)
-    assert CachedLoader(dataset, BATCH, sampler=dealing, sampling="locality").sampler is dealing
+    assert CachedLoader(dataset, BATCH, sampler=dealing, locality=True).sampler is dealing
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
     assert (global_seed(), locality_sampler(dataset, 2, True).seed) == (0, 0)
     monkeypatch.setenv("PL_GLOBAL_SEED", "17")

@@ -196,9 +196,9 @@ def dealt(indices: Any) -> LocalitySampler:
 
 
 WAYS = SAMPLERS | {
-    "locality": lambda indices: SAMPLERS["shuffle"](indices) | {"sampling": "locality"},
-    "a dealt fold": lambda indices: SAMPLERS["subset"](indices) | {"sampling": "locality"},
-    "dealt, own generator": lambda indices: SAMPLERS["own generator"](indices) | {"sampling": "locality"},
+    "locality": lambda indices: SAMPLERS["shuffle"](indices) | {"locality": True},
+    "a dealt fold": lambda indices: SAMPLERS["subset"](indices) | {"locality": True},
+    "dealt, own generator": lambda indices: SAMPLERS["own generator"](indices) | {"locality": True},
     "dealt, two ranks": lambda indices: {"sampler": dealt(indices)},
 }
 

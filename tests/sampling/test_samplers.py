@@ -1,9 +1,11 @@
 """Samplers: global batches dealt to the nodes that have the samples, resident samples, and what can be drawn."""
 
 import inspect
+import pickle
+import signal
+import threading
 from collections import Counter
 from itertools import chain, islice
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,12 +20,12 @@ from torch.utils.data.sampler import RandomSampler, SequentialSampler, SubsetRan
 
 from lightning_stocache.cache.placement import Domain, Ring
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.processes import THREAD_PREFIX, other_threads
 from lightning_stocache.sampling.assignment import Dealer
-from lightning_stocache.sampling.locality_sampler import LocalitySampler, Mode
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.sampling.sampler_domain import draws_once, sampler_domain
-
-MODES = get_args(Mode)
+from tests.processes import call, wait_until
 
 
 def nodes_of(*ranks_per_node):
@@ -105,48 +107,27 @@ drawing = st.one_of(
     jobs,
     st.none() | drawing,
     st.none() | folds.map(lambda fold: Domain(fold, LENGTH)),
-    st.sampled_from(MODES),
     st.sampled_from([{}, {}, {}, {"ring": None}]),
 )
-def test_global_batches_are_those_of_distributed_sampler_and_of_lightning(job, draws, domain, mode, without_ring):
+def test_global_batches_are_those_of_distributed_sampler_and_of_lightning(job, draws, domain, without_ring):
     """Every global batch holds what DistributedSampler, or Lightning's wrapper around the user's sampler, deals for it,
-    padding and tail included. On one node, without a ring, and in `global` mode each rank's order is theirs."""
+    padding and tail included. On one node, and without a ring, each rank's order is theirs."""
     batch = job["batch_size"]
-    samplers = samplers_of(**job | {"size": LENGTH}, domain=domain, mode=mode, draws=draws, **without_ring)
+    samplers = samplers_of(**job | {"size": LENGTH}, domain=domain, draws=draws, **without_ring)
     options = {name: job[name] for name in ("seed", "shuffle", "drop_last")}
     kind, drawn_from = (DistributedSampler, range(LENGTH)) if draws is None else (DistributedSamplerWrapper, draws)
     plains = [kind(drawn_from, len(samplers), rank, **options) for rank in range(len(samplers))]
     mine, theirs = ([pieces(epoch_of(sampler, 1), batch) for sampler in kinds] for kinds in (samplers, plains))
-    if mode == "global" or without_ring or len(job["nodes"]) == 1:
+    if without_ring or len(job["nodes"]) == 1:
         assert mine == theirs
     assert [list(map(len, order)) for order in mine] == [list(map(len, order)) for order in theirs]
-    if mode != "sticky":
-        for dealt, drawn in zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True):
-            assert Counter(chain(*dealt)) == Counter(chain(*drawn))
+    for dealt, drawn in zip(zip(*mine, strict=True), zip(*theirs, strict=True), strict=True):
+        assert Counter(chain(*dealt)) == Counter(chain(*drawn))
 
 
-@settings(max_examples=40)
-@given(jobs)
-def test_sticky_nodes_keep_to_their_part(job):
-    """In `sticky` mode a node sees the same part of the dataset in every epoch, and the parts make up the whole."""
-    size, world = job["size"], sum(map(len, job["nodes"]))
-    samplers = samplers_of(**job, mode="sticky")
-    parts = []
-    for ranks in job["nodes"]:
-        orders = [list(chain(*(epoch_of(samplers[rank], epoch) for rank in ranks))) for epoch in range(2)]
-        assert {len(order) for order in orders} == {samplers[0].num_samples * len(ranks)}
-        if size >= world and not job["drop_last"]:
-            assert set(orders[0]) == set(orders[1])
-            parts.append(set(orders[0]))
-    if parts:
-        assert set().union(*parts) == set(range(size))
-        assert sum(map(len, parts)) == size
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_skip_leaves_out_samples_of_the_next_iteration(mode):
+def test_skip_leaves_out_samples_of_the_next_iteration():
     """Of that only, at its beginning; the length stays. set_epoch after iter() changes nothing, as elsewhere."""
-    for sampler in samplers_of(95, nodes_of(1, 1), [0.5, 0.3], 5, mode=mode):
+    for sampler in samplers_of(95, nodes_of(1, 1), [0.5, 0.3], 5):
         whole = epoch_of(sampler, 2)
         for batches in (0, 1, 4, 9, 10, 50):
             sampler.skip = batches * 5
@@ -158,11 +139,10 @@ def test_skip_leaves_out_samples_of_the_next_iteration(mode):
             sampler.set_epoch(2)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("keys", [["a", "b", "c", "d"], [(0, 1), (2, 3)], [(0,), (1, 2)]])
-def test_keys_that_are_no_indices_are_dealt_as_by_lightning(keys, mode):
+def test_keys_that_are_no_indices_are_dealt_as_by_lightning(keys):
     """What only the source understands has no place on a ring, and stays what it is."""
-    samplers = samplers_of(LENGTH, nodes_of(1, 1), [0.5, 0.5], 1, mode=mode, draws=keys)
+    samplers = samplers_of(LENGTH, nodes_of(1, 1), [0.5, 0.5], 1, draws=keys)
     assert list(map(list, samplers)) == [list(DistributedSamplerWrapper(keys, 2, rank)) for rank in (0, 1)]
 
 
@@ -197,6 +177,142 @@ def test_no_deal_hits_more(job, fold, batch):
     assert (~deal.misses).sum() == (maximum_bipartite_matching(csr_matrix(seats), perm_type="column") >= 0).sum()
 
 
+# ---- large jobs ----
+
+PARTS = 5
+
+
+@pytest.fixture
+def large():
+    """The sampler of rank 3 of 16, whose global batches are so large that a thread deals them. An epoch has 5."""
+    return samplers_of(PARTS * 4096 - 100, nodes_of(*[4] * 4), [0.3] * 4, 256, seed=1)[3]
+
+
+def wait_for_the_end_of_threads():
+    for thread in threading.enumerate():
+        if thread.name.startswith(THREAD_PREFIX):
+            thread.join()
+
+
+@pytest.fixture
+def deals(monkeypatch):
+    """The thread of each deal, in order."""
+    made, deal = [], Dealer.deal
+
+    def noted(dealer, batch):
+        made.append(threading.current_thread())
+        return deal(dealer, batch)
+
+    monkeypatch.setattr(Dealer, "deal", noted)
+    return made
+
+
+def test_a_large_global_batch_is_dealt_like_any_other(large):
+    """Each part is what the dealer gives this rank of the global batch, in arrays and one by one, and after a skip."""
+    dealer, size = Dealer(large.ring, large.nodes), len(large.dataset)
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(1)).numpy()
+    whole = np.resize(order, large.total_size)
+    expected = []
+    for turn, begin in enumerate(range(0, len(whole), 4096)):
+        batch = whole[begin : begin + 4096]
+        expected.append(batch[dealer.share(dealer.deal(batch), 3, turn)].tolist())
+    assert [part.tolist() for part in large.batches()] == expected
+    assert list(large) == list(chain(*expected))
+    large.skip = 2 * 256
+    assert [part.tolist() for part in large.batches()] == expected[2:]
+    large.skip = large.num_samples
+    assert list(large.batches()) == []
+
+
+def test_a_thread_deals_one_batch_ahead(large, deals):
+    """The consumer deals the first batch, and one thread each other while the consumer has the batch before."""
+    parts = large.batches()
+    assert not deals
+    for number in range(PARTS):
+        next(parts)
+        if number == 0:
+            assert deals[0] is threading.current_thread()
+        wait_until(lambda number=number: len(deals) == min(number + 2, PARTS))
+    assert next(parts, None) is None
+    assert len(set(deals[1:])) == 1
+    assert deals[1] is not deals[0]
+
+
+def test_small_global_batches_are_dealt_by_the_consumer(deals):
+    """A job of few ranks has no thread: a deal takes no longer than waking one."""
+    list(samplers_of(5000, nodes_of(2, 2), [0.3] * 2, 256)[0])
+    assert set(deals) == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("end", ["exhausted", "dropped", "closed"])
+def test_the_thread_ends_with_its_iterator(large, deals, end):
+    """It does not run the user's code, so that it does not count as a thread of the user's."""
+    parts = large.batches()
+    next(parts)
+    wait_until(lambda: len(deals) == 2)
+    assert deals[1].is_alive()
+    assert not other_threads()
+    if end == "exhausted":
+        list(parts)
+    elif end == "closed":
+        parts.close()
+    del parts
+    deals[1].join(60)
+    assert not deals[1].is_alive()
+
+
+def test_ctrl_c_ends_a_wait_for_the_thread(large, monkeypatch):
+    """The consumer gets KeyboardInterrupt at once; the next iteration is whole."""
+    whole, main, go_on = list(large), threading.main_thread().ident, threading.Event()
+    deal = Dealer.deal
+
+    def interrupted(dealer, batch):
+        if threading.current_thread() is not threading.main_thread():
+            signal.pthread_kill(main, signal.SIGINT)
+            go_on.wait()
+        return deal(dealer, batch)
+
+    monkeypatch.setattr(Dealer, "deal", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(large)
+    go_on.set()
+    monkeypatch.undo()
+    wait_for_the_end_of_threads()
+    assert list(large) == whole
+
+
+@pytest.mark.processes
+def test_a_fork_goes_on_without_the_thread(large):
+    """A process that is forked in the middle of an epoch draws the rest by itself, and so does its parent."""
+    whole, parts = [part.tolist() for part in large.batches()], large.batches()
+    assert next(parts).tolist() == whole[0]
+    assert call(lambda: [part.tolist() for part in parts]) == whole[1:]
+    assert [part.tolist() for part in parts] == whole[1:]
+
+
+def test_a_sampler_in_the_middle_of_an_epoch_can_be_pickled(large):
+    """A worker that is spawned gets the sampler with the dataset; the copy begins anew."""
+    whole, drawing = list(large), iter(large)
+    next(drawing)
+    assert list(pickle.loads(pickle.dumps(large))) == whole
+    assert list(drawing) == whole[1:]
+
+
+def test_an_error_of_a_deal_is_the_consumers(large, monkeypatch):
+    """It is raised where the batch is asked for."""
+    parts, deal = large.batches(), Dealer.deal
+
+    def failing(dealer, batch):
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("no deal")
+        return deal(dealer, batch)
+
+    monkeypatch.setattr(Dealer, "deal", failing)
+    next(parts)
+    with pytest.raises(OSError, match="no deal"):
+        next(parts)
+
+
 # ---- hit rates ----
 
 
@@ -227,15 +343,6 @@ def test_overlapping_memory_ends_at_ninety_nine_percent():
     assert rates[1] >= 0.1 + 1 / 3 + 0.1 - 0.02
 
 
-def test_a_sticky_fold_is_drawn_once_per_epoch_by_the_nodes_that_have_it():
-    """Two nodes with half of a fold each: each epoch has each index of it once, and later ones hit all."""
-    fold = list(range(3, LENGTH, 5))
-    options = {"domain": Domain(fold, LENGTH), "draws": SubsetRandomSampler(fold), "mode": "sticky"}
-    samplers = samplers_of(LENGTH, nodes_of(1, 1), [0.5, 0.5], 8, **options)
-    assert sorted(chain(*(epoch_of(sampler, 1) for sampler in samplers))) == fold
-    assert hit_rates(samplers, 4) == [0, 1, 1, 1]
-
-
 # ---- arguments ----
 
 
@@ -251,7 +358,6 @@ def test_arguments_are_those_of_distributed_sampler():
     ("changed", "message"),
     [
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ({"mode": "near"}, "mode must be one of locality, global, sticky, got 'near'"),
         ({"nodes": ((0,), (0,))}, "nodes must name each of the 2 ranks once, got"),
         ({"nodes": ((0, 1),)}, "ring must have one arc of size 10 for each of the 1 nodes, got"),
         ({"ring": Ring.cut(11, (0.5, 0.5), (5, 5))}, "ring must have one arc of size 10 for each of the 2 nodes, got"),
@@ -259,7 +365,7 @@ def test_arguments_are_those_of_distributed_sampler():
 )
 def test_what_does_not_fit_is_refused(changed, message):
     """An argument that does not fit the others is refused by name, with the value."""
-    fitting = {"batch_size": 2, "ring": Ring.cut(10, (0.5, 0.5), (5, 5)), "nodes": ((0,), (1,)), "mode": "locality"}
+    fitting = {"batch_size": 2, "ring": Ring.cut(10, (0.5, 0.5), (5, 5)), "nodes": ((0,), (1,))}
     with pytest.raises(ValueError, match=message):
         LocalitySampler(range(10), 2, 0, **{**fitting, **changed})
 

@@ -208,8 +208,7 @@ def test_what_was_granted_goes_to_the_logger(tmp_path, door):
     training = {"dataset": "CountedSource", "samples": SAMPLES, "drawn": SAMPLES, "budget": "50%"}
     training |= {"budget_bytes": SAMPLES // 2 * SLOT, "slots": SAMPLES // 2, "coverage": 0.5, "layout": "rows"}
     training |= {"store": "decoded", "nodes": 1, "ranks": 1, "name": None, "dir": None}
-    training["sampling"] = "locality" if door == "ours" else "RandomSampler"
-    validation = {"samples": 8, "drawn": 8, "budget_bytes": 4 * SLOT, "slots": 4, "sampling": "SequentialSampler"}
+    validation = {"samples": 8, "drawn": 8, "budget_bytes": 4 * SLOT, "slots": 4}
     options: dict[str, Any] = {"budget": "50%", "stage_budgets": {} if door == "ours" else {"val": "50%"}}
     callbacks, dm = behind(door, Photos(str(tmp_path)), **options)
     trainer = make_trainer(tmp_path, callbacks)

@@ -95,6 +95,7 @@ def test_options_are_variables_too(tmp_path, switch):
     ("budget", "options", "words"),
     [
         ("1", {"NAEM": "photos"}, "STOCACHE_NAEM is no variable .* Did you mean STOCACHE_NAME?"),
+        ("1", {"SAMPLING": "global"}, "STOCACHE_SAMPLING must be unset"),
         (None, {"BUDGET": "60%"}, "STOCACHE_BUDGET is no variable .* Did you mean STOCACHE"),
         ("60 percent", {}, "budget cannot be read; got '60 percent'"),
         ("ture", {}, "budget cannot be read; got 'ture'"),
