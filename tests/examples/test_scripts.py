@@ -21,7 +21,7 @@ from tests.processes import call
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-BENCHMARKS = ("promises", "epochs", "peers", "records", "streams", "rolling", "train", "lifetime")
+BENCHMARKS = ("promises", "epochs", "peers", "records", "streams", "rolling", "train", "lifetime", "gpu")
 TWO_RANKS = ("--devices", "2", "--strategy", "ddp")  # no fork: a test before may have asked CUDA something
 PNG = b"\x89PNG\r\n"
 
@@ -146,6 +146,16 @@ def test_nothing_is_loaded_twice(tmp_path):
         assert found["announced"] == found["before_epoch_one"]
         second_reads = found["loads"] - found["n"] - found["announced"] // 2
         assert 0 <= second_reads <= 8 * found["ranks"] * max(found["workers"], 1)
+
+
+@pytest.mark.soak
+def test_the_benchmark_of_a_device_runs_small_without_one(tmp_path):
+    """It says so, feeds the CPU from each cache, and trains on each recipe with each cache."""
+    text, written = benchmark("gpu", tmp_path, "--rounds", "1", "--workers", "1")
+    assert "There is no CUDA device" in text
+    assert {found["loader"] for found in written["feed"]} >= {"limits", "CachedLoader", "list"}
+    assert len(written["train"]) == 10
+    assert all(0 < found["rounds"][0]["device"] <= 1 for found in written["train"])
 
 
 @pytest.mark.soak
