@@ -49,7 +49,7 @@ from torchvision.transforms import v2
 from lightning_stocache import StepTimer, StochasticCache
 
 # Samples of each shape, and the batch size: on a device, and on the CPU.
-SHAPES = {(3, 224, 224): (8192, 256), (3, 64, 64): (65536, 512), (3, 32, 32): (131072, 512)}
+SHAPES = {(3, 224, 224): (4096, 256), (3, 64, 64): (32768, 512), (3, 32, 32): (65536, 512)}
 SMALL_SHAPES = {(3, 224, 224): (512, 64), (3, 64, 64): (4096, 256), (3, 32, 32): (16384, 256)}
 COLD_EPOCHS, WARM_EPOCHS = 2, 3
 
@@ -278,7 +278,7 @@ def train(recipe: str, store: str, samples: int, batch_size: int, workers: int, 
 
 
 def measure_training(report: Report, workers: int, photographs: int | None) -> dict[str, Any]:
-    samples, batch_size, size = (8192, 256, 224) if on_device() else (256, 16, 64)
+    samples, batch_size, size = (8192, 256, 224) if on_device() else (128, 16, 64)
     if report.quick:
         samples, batch_size, size = 32, 8, 32
     samples = photographs or samples
@@ -305,7 +305,7 @@ def main() -> None:
     options = parser(__doc__, rounds=1)
     options.add_argument("--only", nargs="+", choices=("feed", "train"), default=["feed", "train"])
     options.add_argument("--workers", type=int, help="num_workers (the cores, less two)")
-    options.add_argument("--photographs", type=int, help="JPEG files to train on (8192; without a device 256)")
+    options.add_argument("--photographs", type=int, help="JPEG files to train on (8192; without a device 128)")
     chosen = options.parse_args()
     report = Report("gpu", chosen)
     if not on_device():

@@ -232,7 +232,7 @@ def test_a_thread_deals_one_batch_ahead(large, deals):
         next(parts)
         if number == 0:
             assert deals[0] is threading.current_thread()
-        wait_until(lambda number=number: len(deals) == min(number + 2, PARTS))
+        wait_until(lambda number=number: len(deals) == min(number + 2, PARTS), 60)
     assert next(parts, None) is None
     assert len(set(deals[1:])) == 1
     assert deals[1] is not deals[0]
@@ -249,7 +249,7 @@ def test_the_thread_ends_with_its_iterator(large, deals, end):
     """It does not run the user's code, so that it does not count as a thread of the user's."""
     parts = large.batches()
     next(parts)
-    wait_until(lambda: len(deals) == 2)
+    wait_until(lambda: len(deals) == 2, 60)
     assert deals[1].is_alive()
     assert not other_threads()
     if end == "exhausted":
