@@ -36,7 +36,7 @@ _PARTS_PER_THREAD = 4  # so that a thread that wakes late, or is interrupted, le
 
 
 def gather_threads(group: NodeGroup) -> int:
-    """The number of threads that gather in this process: its share of the node's cores, `torch.get_num_threads()` at most.
+    """The number of threads that gather in this process: its share of the node's cores, and no more than torch uses.
 
     Call it on the thread that trains: torch has a number for each thread.
 
