@@ -140,10 +140,12 @@ def test_a_forked_child_gathers_alone_and_can_compute_in_parallel(pool: GatherPo
     def child() -> None:
         torch.set_num_threads(2)
         noted = Noted.of(rows)
-        memory[:] = 0
-        pool.take(noted, np.arange(40), memory)
-        assert np.array_equal(memory, rows)
+        for _ in range(3):  # the first may count on a thread of the parent's that looks idle
+            memory[:] = 0
+            pool.take(noted, np.arange(40), memory)
+            assert np.array_equal(memory, rows)
         assert noted.threads == {threading.current_thread().name}
+        assert not any(thread.name.startswith("stocache-gather") for thread in threading.enumerate())
         torch.ones(1 << 20).sin().sum()
         pool.close()
 
