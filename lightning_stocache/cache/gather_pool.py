@@ -1,6 +1,6 @@
 """Threads that gather large rows together.
 
-One thread copies 5 to 13 GB/s; memory gives two to five times that. The caller cuts a gather into parts, which it and
+One thread copies 5 to 13 GB/s; memory gives 1.5 to 4 times that. The caller cuts a gather into parts, which it and
 the threads take one by one. A thread that gets no core takes no part, and the caller does not wait for it: on a busy
 machine the caller copies as it would without threads. NumPy's `take` holds no lock of the interpreter while it copies.
 
@@ -30,9 +30,9 @@ from lightning_stocache.node.processes import THREAD_PREFIX
 __all__ = ["ALONE", "GatherPool", "gather_threads"]
 
 _MOST_THREADS = 8  # on 16 cores: 5.8 GB/s by one thread, 22.9 by eight
-_LEAST_ROW_BYTES = 64 << 10  # smaller rows are bound by the cache of each core, which the thread ahead shares
-_LEAST_THREAD_BYTES = 1 << 20  # 80 to 200 us of copying: a thread wakes in 40 to 90 us
-_PARTS_PER_THREAD = 4  # so that a thread that wakes late, or is interrupted, leaves little to wait for
+_LEAST_ROW_BYTES = 64 << 10  # two threads gain nothing where rows have 12 KiB
+_LEAST_THREAD_BYTES = 4 << 20  # 300 to 800 us of copying: a thread wakes in 40 to 90 us
+_PARTS_PER_THREAD = 2  # so that a thread that wakes late, or is interrupted, leaves little to wait for
 
 
 def gather_threads(group: NodeGroup) -> int:
@@ -58,10 +58,10 @@ class GatherPool:
 
     Example:
         >>> pool, rows = GatherPool(threads=2), np.arange(64, dtype=np.uint8).repeat(2**16).reshape(64, 2**16)
-        >>> memory = np.empty((48, 2**16), dtype=np.uint8)
-        >>> pool.take(rows, np.arange(48)[::-1], memory)
-        >>> memory[:3, 0].tolist()
-        [47, 46, 45]
+        >>> memory = np.empty((128, 2**16), dtype=np.uint8)
+        >>> pool.take(rows, np.arange(128) % 64, memory)
+        >>> memory[62:66, 0].tolist()
+        [62, 63, 0, 1]
         >>> pool.close()
     """
 

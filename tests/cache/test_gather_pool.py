@@ -19,6 +19,7 @@ from lightning_stocache.node.group import NodeGroup
 from tests.processes import call
 
 ROW = 64 << 10
+ROWS = 130  # 8 MiB and a bit: work for two threads
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def noise(rows: int, row_bytes: int = ROW) -> npt.NDArray[np.uint8]:
 
 @pytest.mark.parametrize(
     ("rows", "samples", "row_bytes", "threads"),
-    [(40, 64, ROW, 2), (40, 65, ROW + 7, 3), (3, 33, 2 * ROW, 8), (70, 16, 3 * ROW, 7), (5, 1, 5 << 20, 4)],
+    [(40, 128, ROW, 2), (40, 197, ROW + 7, 3), (3, 263, 2 * ROW, 8), (70, 150, 3 * ROW, 7), (5, 3, 5 << 20, 4)],
 )
 def test_several_threads_copy_what_one_copies(rows: int, samples: int, row_bytes: int, threads: int) -> None:
     """Whatever the number of threads, and whether or not it divides the samples."""
@@ -86,14 +87,14 @@ def test_several_threads_copy_what_one_copies(rows: int, samples: int, row_bytes
 
 def test_large_rows_are_copied_by_two_threads_at_once(pool: GatherPool) -> None:
     """The caller is one of them; the other one is the package's own."""
-    rows = Noted.of(noise(40), parties=2)
-    pool.take(rows, np.arange(40), np.empty((40, ROW), dtype=np.uint8))
+    rows = Noted.of(noise(ROWS), parties=2)
+    pool.take(rows, np.arange(ROWS), np.empty((ROWS, ROW), dtype=np.uint8))
     here, other = sorted(rows.threads, key=lambda name: name.startswith("stocache-"))
     assert here == threading.current_thread().name
     assert other.startswith("stocache-gather")
 
 
-@pytest.mark.parametrize(("samples", "row_bytes"), [(64, ROW - 1), (16, ROW), (1, ROW)])
+@pytest.mark.parametrize(("samples", "row_bytes"), [(200, ROW - 1), (127, ROW), (1, ROW)])
 def test_small_gathers_are_left_to_the_caller(pool: GatherPool, samples: int, row_bytes: int) -> None:
     """Small rows, and few large ones: to wake a thread would take as long as the copy."""
     rows = Noted.of(noise(4, row_bytes))
@@ -104,8 +105,8 @@ def test_small_gathers_are_left_to_the_caller(pool: GatherPool, samples: int, ro
 def test_a_thread_that_gets_no_core_is_not_waited_for(pool: GatherPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller copies its parts, too."""
     monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda self, work: NeverBegun())
-    rows, memory = noise(40), np.zeros((40, ROW), dtype=np.uint8)
-    pool.take(rows, np.arange(40), memory)
+    rows, memory = noise(ROWS), np.zeros((ROWS, ROW), dtype=np.uint8)
+    pool.take(rows, np.arange(ROWS), memory)
     assert np.array_equal(memory, rows)
 
 
@@ -116,16 +117,16 @@ def test_a_gather_needs_no_thread_that_the_system_refuses(pool: GatherPool, monk
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    rows, memory = noise(40), np.zeros((40, ROW), dtype=np.uint8)
-    pool.take(rows, np.arange(40), memory)
+    rows, memory = noise(ROWS), np.zeros((ROWS, ROW), dtype=np.uint8)
+    pool.take(rows, np.arange(ROWS), memory)
     assert np.array_equal(memory, rows)
 
 
 def test_the_threads_end_with_the_pool(pool: GatherPool) -> None:
     """And start again for a later gather."""
-    rows, memory = noise(40), np.zeros((40, ROW), dtype=np.uint8)
+    rows, memory = noise(ROWS), np.zeros((ROWS, ROW), dtype=np.uint8)
     for _ in range(2):
-        pool.take(rows, np.arange(40), memory)
+        pool.take(rows, np.arange(ROWS), memory)
         assert any(thread.name.startswith("stocache-gather") for thread in threading.enumerate())
         pool.close()
         assert not any(thread.name.startswith("stocache-gather") for thread in threading.enumerate())
@@ -134,15 +135,15 @@ def test_the_threads_end_with_the_pool(pool: GatherPool) -> None:
 @pytest.mark.processes
 def test_a_forked_child_gathers_alone_and_can_compute_in_parallel(pool: GatherPool) -> None:
     """Its parent's threads are not there. Neither the pool nor OpenMP waits for them."""
-    rows, memory = noise(40), np.zeros((40, ROW), dtype=np.uint8)
-    pool.take(rows, np.arange(40), memory)
+    rows, memory = noise(ROWS), np.zeros((ROWS, ROW), dtype=np.uint8)
+    pool.take(rows, np.arange(ROWS), memory)
 
     def child() -> None:
         torch.set_num_threads(2)
         noted = Noted.of(rows)
         for _ in range(3):  # the first may count on a thread of the parent's that looks idle
             memory[:] = 0
-            pool.take(noted, np.arange(40), memory)
+            pool.take(noted, np.arange(ROWS), memory)
             assert np.array_equal(memory, rows)
         assert noted.threads == {threading.current_thread().name}
         assert not any(thread.name.startswith("stocache-gather") for thread in threading.enumerate())

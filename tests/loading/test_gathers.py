@@ -16,7 +16,7 @@ from tests.sources import CountedSource
 pytestmark = [pytest.mark.usefixtures("seeded")]
 
 SAMPLES, BATCH = 96, 32
-SOURCE = CountedSource(SAMPLES, shape=(1, 256, 256), classes=SAMPLES)  # rows of 64 KiB, batches of 2 MiB
+SOURCE = CountedSource(SAMPLES, shape=(4, 256, 256), classes=SAMPLES)  # rows of 256 KiB, batches of 8 MiB
 
 
 def gather_threads() -> int:
@@ -41,7 +41,7 @@ def test_a_warm_epoch_gathers_by_threads_that_end_with_it() -> None:
             while seen < last:
                 images, labels = next(iterator)
                 seen += len(labels)
-                assert gather_threads() == 1  # a batch of 2 MiB is work for two
+                assert gather_threads() == 1  # a batch of 8 MiB is work for two
                 for image, label in zip(images, labels, strict=True):
                     assert torch.equal(image, SOURCE.expected(int(label))[0])
             del iterator, images, labels
