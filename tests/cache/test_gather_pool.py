@@ -22,6 +22,12 @@ ROW = 64 << 10
 ROWS = 130  # 8 MiB and a bit: work for two threads
 
 
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with more cores than anything else can use."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 10**6)
+
+
 @pytest.fixture
 def pool() -> Iterator[GatherPool]:
     """A pool of two threads."""
@@ -99,6 +105,14 @@ def test_small_gathers_are_left_to_the_caller(pool: GatherPool, samples: int, ro
     """Small rows, and few large ones: to wake a thread would take as long as the copy."""
     rows = Noted.of(noise(4, row_bytes))
     pool.take(rows, np.zeros(samples, dtype=np.int64), np.empty((samples, row_bytes), dtype=np.uint8))
+    assert rows.threads == {threading.current_thread().name}
+
+
+def test_busy_cores_are_left_alone(pool: GatherPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is something to run for each core, the caller copies alone."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    rows = Noted.of(noise(ROWS))
+    pool.take(rows, np.arange(ROWS), np.empty((ROWS, ROW), dtype=np.uint8))
     assert rows.threads == {threading.current_thread().name}
 
 

@@ -26,7 +26,8 @@ def gather_threads() -> int:
 
 @pytest.fixture(autouse=True)
 def cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four cores, of which torch uses all."""
+    """A process with four cores, of which torch uses all, on a machine with more than anything else can use."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 10**6)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
 
