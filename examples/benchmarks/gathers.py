@@ -11,7 +11,8 @@ GB/s      bytes of the batch over the time of a gather
 of one    how many times as fast as one thread
 CPU       CPU time over that of one thread: several threads wait for memory together
 
-There is no gain where the cores are busy (then one thread gathers, whatever the number), or where one thread takes all that the memory gives.
+There is no gain where one thread takes all that the memory gives, or where cores are busy: then one thread gathers,
+whatever the number.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Threads that gather large rows together.
 
 One thread copies 5 to 13 GB/s; memory gives 1.5 to 4 times that. The caller cuts a gather into parts, which it and
-the threads take one by one. A thread that gets no core takes no part, and the caller does not wait for it. On busy cores
-the caller copies alone: a thread that is interrupted within a part costs more than the others gain (with two other jobs
-on two cores 65 ms for 48 batches of 9.6 MB, alone 44). NumPy's `take` holds no lock of the interpreter while it copies.
+the threads take one by one. A thread that gets no core takes no part, and the caller does not wait for it. On busy
+cores the caller copies alone: a thread that is interrupted within a part costs more than the others gain (beside other
+jobs on two cores 65 ms for 48 batches of 9.6 MB, alone 44). NumPy's `take` holds no lock of the interpreter.
 
 torch's `index_select` would divide the copy among threads of OpenMP. A process that is forked later would then hang at
 its own first parallel operation, because libgomp waits there for threads that the fork does not have. So these threads
@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from io import FileIO
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +71,7 @@ class GatherPool:
         self.threads = threads
         self._pid = os.getpid()
         self._executor: ThreadPoolExecutor | None = None
+        self._load: FileIO | None = None
 
     def take(self, rows: npt.NDArray[np.uint8], slots: Integers, memory: npt.NDArray[np.uint8]) -> None:
         """Copy `rows[slots]`, uint8 `[samples, nbytes]`, into contiguous memory of that shape."""
@@ -99,7 +101,18 @@ class GatherPool:
         useful = min(self.threads, nbytes // _LEAST_THREAD_BYTES)
         if useful < 2 or row_bytes < _LEAST_ROW_BYTES or os.getpid() != self._pid:
             return 1
-        return min(useful, 1 + _idle_cores())
+        return min(useful, 1 + self._idle_cores())
+
+    def _idle_cores(self) -> int:
+        """Cores of the machine for which there is nothing to run now, in 1 us; all where the system does not tell."""
+        cores = os.cpu_count() or 1
+        try:
+            if self._load is None:
+                self._load = open("/proc/loadavg", "rb", buffering=0)  # noqa: SIM115  `close` closes it
+            running, _, _ = os.pread(self._load.fileno(), 64, 0).split()[3].partition(b"/")
+            return max(cores - int(running), 0)  # this thread runs, too
+        except (OSError, ValueError, IndexError):
+            return cores
 
     def _start(self, work: Callable[[], None], count: int) -> list[Future[None]]:
         """Give work to threads. Returns their futures; fewer where the system has no more threads."""
@@ -114,23 +127,15 @@ class GatherPool:
     def close(self) -> None:
         """End the threads. A later gather starts new ones."""
         executor, self._executor = self._executor, None
+        load, self._load = self._load, None
+        if load is not None:
+            load.close()
         if executor is not None and os.getpid() == self._pid:
             executor.shutdown()
 
 
 ALONE = GatherPool()
 """The caller alone copies."""
-
-
-def _idle_cores() -> int:
-    """Cores of the machine for which there is nothing to run at this moment; many where the system does not tell."""
-    cores = os.cpu_count() or 1
-    try:
-        with open("/proc/loadavg", "rb", buffering=0) as file:
-            running = int(file.read(64).split()[3].partition(b"/")[0])  # this thread, too
-    except (OSError, ValueError, IndexError):
-        return cores
-    return max(cores - running, 0)
 
 
 def _take(rows: npt.NDArray[np.uint8], slots: Integers, memory: npt.NDArray[np.uint8]) -> None:
