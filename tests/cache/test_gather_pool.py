@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_stocache.cache.gather_pool import GatherPool, gather_threads
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.isolation import descriptors
 from tests.processes import call
 
 ROW = 64 << 10
@@ -137,13 +138,15 @@ def test_a_gather_needs_no_thread_that_the_system_refuses(pool: GatherPool, monk
 
 
 def test_the_threads_end_with_the_pool(pool: GatherPool) -> None:
-    """And start again for a later gather."""
+    """And start again for a later gather. No descriptor stays open."""
     rows, memory = noise(ROWS), np.zeros((ROWS, ROW), dtype=np.uint8)
+    before = descriptors()
     for _ in range(2):
         pool.take(rows, np.arange(ROWS), memory)
         assert any(thread.name.startswith("stocache-gather") for thread in threading.enumerate())
         pool.close()
         assert not any(thread.name.startswith("stocache-gather") for thread in threading.enumerate())
+        assert descriptors() == before
 
 
 @pytest.mark.processes
