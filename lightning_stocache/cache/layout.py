@@ -9,8 +9,7 @@
     records      one run of bytes
 
 Every array starts at a multiple of 64 bytes. Rows have one array per field, so one `take` per field gives a whole batch
-that is already collated. NumPy takes, because torch's `index_select` divides the copy among OpenMP threads, which spin
-while they wait for each other (with workers on the same cores 7.7 ms for 64 photographs; one thread takes 0.8 ms).
+that is already collated (`gather_pool`: NumPy takes, by several threads where rows are large and cores are idle).
 
 Memory for columns and words (the head) is reserved when the store is made, or block by block. Samples are written
 through the file (`Segment.store`), where a lack of memory is an error. A killed writer leaves state 0.
@@ -36,6 +35,7 @@ import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Memory, aligned
+from lightning_stocache.cache.gather_pool import GatherPool
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.node.files import HEADER_BYTES, Manifest, ManifestError, manifest_in, token_of
@@ -250,17 +250,17 @@ class Rows(_Slots):
                     store(start + slot * nbytes, content)
         return [True] * len(slots)
 
-    def gather(self, slots: Integers, into: Memory) -> None:
+    def gather(self, slots: Integers, into: Memory, pool: GatherPool) -> None:
         """Copy many samples into the memory of a batch.
 
         Args:
             slots: int64 `[samples]`, each in `[0, count)`.
             into: uint8 `[samples * nbytes]` per field, aligned to 64 bytes. Fresh memory costs as much again in page
                 faults.
+            pool: the threads that copy.
         """
         for rows, nbytes, memory in zip(self.fields, self._row_bytes, into, strict=True):
-            # The mode "raise" would copy first, to leave the memory unchanged after an error.
-            rows.take(slots, 0, memory.reshape(len(slots), nbytes), "clip")
+            pool.take(rows, slots, memory.reshape(len(slots), nbytes))
 
     def reserve_all(self) -> None:
         """Reserve the memory of all rows. Raises OSError (ENOSPC) without it."""

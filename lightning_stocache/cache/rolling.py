@@ -52,6 +52,7 @@ import numpy.typing as npt
 
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.codec import Lend, Memory, aligned
+from lightning_stocache.cache.gather_pool import ALONE, GatherPool
 from lightning_stocache.cache.layout import KNOWN, LARGEST, READY, ROLLING, Head, Layout, Records, Rows, is_complete
 from lightning_stocache.cache.placement import Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
@@ -389,11 +390,11 @@ class RollingStore(Store):
         """The slots with these numbers, int64 `[samples]`, whatever samples they have; NO_PLACE without such a slot."""
         return np.where((indices >= 0) & (indices < self.count), indices, NO_PLACE)
 
-    def gather(self, places: Integers, into: Memory) -> None:
+    def gather(self, places: Integers, into: Memory, pool: GatherPool = ALONE) -> None:
         """Copy whole rows into the memory of a batch, without waiting for writers."""
         rows: Any = self.layout
         slots, seen = self._whole(places)
-        rows.gather(slots, into)
+        rows.gather(slots, into, pool)
         fence()
         torn = np.flatnonzero(self.generations.take(slots) != seen)
         for _ in range(_MOST_TRIES):

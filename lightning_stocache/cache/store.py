@@ -53,6 +53,7 @@ import numpy.typing as npt
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Lend, Memory
+from lightning_stocache.cache.gather_pool import ALONE, GatherPool
 from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Records, Rows, layout_of
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
@@ -317,9 +318,9 @@ class Store:
         slots[~ready] = NO_PLACE
         return slots
 
-    def gather(self, places: Integers, into: Memory) -> None:
+    def gather(self, places: Integers, into: Memory, pool: GatherPool = ALONE) -> None:
         """Copy ready rows (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`."""
-        cast(Rows, self.layout).gather(places, into)
+        cast(Rows, self.layout).gather(places, into, pool)
 
     def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
         """Copy the samples of ready places (int64 `[samples]`) into lent or new memory.

@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_stocache.cache.codec import Memory
 from lightning_stocache.cache.counters import count
+from lightning_stocache.cache.gather_pool import GatherPool, gather_threads
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.loading.batch_pool import BatchPool, SharedBatch, fields_of
@@ -45,6 +46,7 @@ from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.prefetch import WORTHWHILE_NS, Job, Prefetcher, held_back
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.worker_pool import Request, WorkerPool, under_way, unpacked
+from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.sampler_domain import sampler_domain
 from lightning_stocache.source.looks import Look
 from lightning_stocache.torch_internals import pinned
@@ -86,6 +88,7 @@ class Resources:
         shared = under_way(loader) + _SLACK if loader.num_workers else 0
         self.pool = BatchPool(pinned=self.pins, shared=shared, promised=lambda: cache.promised_bytes)
         self.in_use = self.released = False
+        self.gather_pool = GatherPool()
         self.gather_ns = 0  # since the last plan was completed; one thread at a time gathers
         self._pid, self._finalizer = os.getpid(), weakref.finalize(loader, self.release)
 
@@ -94,7 +97,7 @@ class Resources:
         start = time.perf_counter_ns()
         memory = self.pool.take(self.collator.sizes(len(places))) if into is None else into
         if len(missing) < len(places):
-            self.cache.gather(places, memory)
+            self.cache.gather(places, memory, self.gather_pool)
             self.gather_ns += time.perf_counter_ns() - start
         return memory
 
@@ -114,9 +117,10 @@ class Resources:
             self.end_workers()
         return not (self.in_use or self.released)
 
-    def begin_epoch(self, loader: DataLoader[Any], seed_state: torch.Tensor | None) -> None:
+    def begin_epoch(self, loader: DataLoader[Any], seed_state: torch.Tensor | None, group: NodeGroup) -> None:
         """Start workers, or call them back from a broken-off epoch; end them if there is nothing to load."""
         self.in_use = True
+        self.gather_pool.threads = gather_threads(group)
         if self.workers is not None:
             self.workers.begin_epoch()
         elif loader.num_workers and (self.persistent or not self._has_nothing_to_load(loader)):
@@ -143,6 +147,7 @@ class Resources:
             return  # a worker has inherited a copy of the iterator, which ends nothing
         with held_back():
             prefetcher.stop()
+            self.gather_pool.close()
             if not self.persistent or self.released:
                 self.end_workers()
             elif self.route == "main" and self.cache.full:
@@ -235,7 +240,7 @@ class Epoch:
         self._prefetcher = Prefetcher()
         self._finalizer = weakref.finalize(self, resources.end_epoch, self._prefetcher)
         try:
-            resources.begin_epoch(loader, stream.seed_state)
+            resources.begin_epoch(loader, stream.seed_state, cached.opened.group)
             if self._with_workers:  # DataLoader draws a number of batches at once
                 for _ in range(1 if warm else under_way(loader)):
                     self._plan()

@@ -94,8 +94,8 @@ def test_what_changes_during_an_epoch_gives_another_sample(
     assert store.renewed == 1
     gather = store.layout.gather
 
-    def overtaken(slots: Any, into: Any) -> None:
-        gather(slots, into)
+    def overtaken(slots: Any, into: Any, pool: Any) -> None:
+        gather(slots, into, pool)
         append(store, range(9, 10))
 
     with monkeypatch.context() as patch:
