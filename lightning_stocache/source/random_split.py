@@ -44,7 +44,7 @@ from lightning_stocache.source.generators import ASKED, Generators, watch_entrop
 from lightning_stocache.source.opaque import LookedAtError, parts_held
 from lightning_stocache.source.probe import FEW, MANY, SOME, Probe, Read, attributed, why_random, words_of
 from lightning_stocache.source.proof import Proof
-from lightning_stocache.source.result_form import ResultForm, form_of
+from lightning_stocache.source.result_form import LEVELS, ResultForm, form_of
 from lightning_stocache.source.samples import Path, bits, walk
 from lightning_stocache.source.transform_split import (
     NOT_HELD,
@@ -78,7 +78,6 @@ _CUT_READS = 6  # of each index: two to find the transform, two to prove the cut
 _PATIENCE_SECONDS = 0.5  # that finding a cut may take more than all hits save
 _NOT_RANDOM = "no transform that it holds and calls is random"
 _OF_A_THREAD = "its transform is called by another thread than the one that reads"
-_LEVELS = 4  # of containers in a result that is taken apart
 _NAMES = ("transform", "transforms")
 _NOT_ALIKE = "its transform is not called in the same way for every sample"
 _SMALL = (str, int, float, complex, np.generic, os.PathLike, type(None), dict, UserDict, list, tuple, Dataset)
@@ -348,11 +347,11 @@ def _cut_apart(
     Raises:
         UncuttableError: there is none.
     """
-    results = [(call.site, call.result) for calls in samples for call in calls if call.site in ends]
+    drawn = [(call.site, call.form) for calls in samples for call in calls if call.site in ends and call.form]
     followers = {site for site, follows in chain if follows}
     count = -1
-    for depth in range(_LEVELS + 1):
-        forms = {(site, form_of(result, depth)) for site, result in results if site not in followers}
+    for levels in range(LEVELS + 1):
+        forms = {(site, form.upper(levels)) for site, form in drawn if site not in followers}
         by_site = dict(forms)
         if len(by_site) < len(forms):
             raise UncuttableError(OTHER_FORM)
@@ -389,6 +388,7 @@ class _Call(NamedTuple):
         result: the result.
         moved: whether each of its steps drew.
         before: number of calls that had ended when it began.
+        form: the form of its result, which the code behind may take apart in place; None if no step drew.
     """
 
     site: Site
@@ -397,6 +397,7 @@ class _Call(NamedTuple):
     result: Any
     moved: list[bool]
     before: int
+    form: ResultForm | None
 
 
 class _Recorder(Head):
@@ -429,7 +430,8 @@ class _Recorder(Head):
                     stepped = self.run(stepped, position, position + 1)
                 moved.append(bool(names))
             result = unpacked(stepped, has_names(given))
-        self._noted.append(_Call(self._site, self.transform, given, result, moved, before))
+        form = form_of(result) if any(moved) or draws_by_itself(self.transform) else None
+        self._noted.append(_Call(self._site, self.transform, given, result, moved, before, form))
         return result
 
     def __getattr__(self, name: str) -> Any:

@@ -18,7 +18,10 @@ from typing import Any
 
 from lightning_stocache.source.samples import Path, is_namedtuple, part_at
 
-__all__ = ["ResultForm", "form_of"]
+__all__ = ["LEVELS", "ResultForm", "form_of"]
+
+LEVELS = 4
+"""Levels of containers in a form. What lies deeper is a leaf."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,10 @@ class ResultForm:
         place: the leaf that stands for the arguments, which is a part of every sample.
 
     Example:
-        >>> form = form_of([{"image": 1, "box": (2, 3)}], depth=2)
+        >>> form = form_of([{"image": 1, "box": (2, 3)}])
+        >>> form.leaves
+        ((0, 'image'), (0, 'box', 0), (0, 'box', 1))
+        >>> form = form.upper(levels=2)
         >>> form.leaves
         ((0, 'image'), (0, 'box'))
         >>> form.filled({(0, "image"): "a", (0, "box"): "b"})
@@ -48,6 +54,10 @@ class ResultForm:
         inner = {path for path, _, _ in self.containers}
         paths = ((), *((*path, key) for path, _, keys in self.containers for key in keys))
         return tuple(path for path in paths if path not in inner)
+
+    def upper(self, levels: int) -> ResultForm:
+        """The containers of the upper levels alone."""
+        return ResultForm(tuple(container for container in self.containers if len(container[0]) < levels))
 
     def filled(self, leaves: Mapping[Path, Any]) -> Any:
         """A result of this form with these leaves."""
@@ -69,18 +79,18 @@ class ResultForm:
         return True
 
 
-def form_of(result: Any, depth: int) -> ResultForm:
-    """The form of a result, of which so many levels of containers are taken apart."""
-    return ResultForm(tuple(_containers(result, depth, ())))
+def form_of(result: Any) -> ResultForm:
+    """The form of a result."""
+    return ResultForm(tuple(_containers(result, ())))
 
 
-def _containers(node: Any, depth: int, path: Path) -> Iterator[tuple[Path, Any, tuple[Any, ...]]]:
+def _containers(node: Any, path: Path) -> Iterator[tuple[Path, Any, tuple[Any, ...]]]:
     kind: Any = type(node)
-    if depth and (kind in (dict, OrderedDict, list, tuple) or is_namedtuple(kind)):
+    if len(path) < LEVELS and (kind in (dict, OrderedDict, list, tuple) or is_namedtuple(kind)):
         keys = _keys_of(node)
         yield path, kind, keys
         for key in keys:
-            yield from _containers(node[key], depth - 1, (*path, key))
+            yield from _containers(node[key], (*path, key))
 
 
 def _keys_of(node: Any) -> tuple[Any, ...]:

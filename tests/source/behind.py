@@ -418,6 +418,11 @@ def takes_all_crops(held: Boxes, index: int) -> Any:
     return {"crops": [*crops["global"], *(crop["boxes"] for crop in crops["local"])], "index": index}
 
 
+def takes_out(held: Boxes, index: int) -> Any:
+    first, second = held.drawn_dict(index)
+    return {"boxes": first.pop("boxes"), "rest": first, "others": [*second.values()]}
+
+
 def zips(held: Boxes, index: int) -> Any:
     return [list(views) for views in zip(held.drawn(index), held.drawn(index), strict=True)]
 
@@ -444,6 +449,7 @@ BLIND: dict[str, Boxes] = {
     "two of few": Boxes(takes_two, two_of_few),
     "one of two": Boxes(takes_one, two),
     "two dicts": Boxes(takes_parts_of_each, two_dicts),
+    "two dicts, one of them changed": Boxes(takes_out, two_dicts),
     "two by name": Boxes(takes_by_name, two_named),
     "crops": Boxes(takes_all_crops, crops),
     "zipped": Boxes(zips, two),
