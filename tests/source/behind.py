@@ -92,6 +92,10 @@ def two_of_few(boxes: Any) -> Any:
     return [drop(boxes), drop(boxes)]
 
 
+def one_seldom_none(boxes: Any) -> Any:
+    return [drop_to_none(boxes) if torch.rand(()) < 0.1 else shift(boxes), shift(boxes)]
+
+
 def two_dicts(sample: Any) -> Any:
     return [{"boxes": shift(sample["boxes"]), "flip": torch.rand(()) < 0.5} for _ in range(2)]
 
@@ -287,6 +291,11 @@ def drops_no_view(held: Boxes, index: int) -> Any:
     return [first] if second is None else [first, second]
 
 
+def notes_the_type_of_a_view(held: Boxes, index: int) -> Any:
+    first, second = held.drawn(index)
+    return first, second, type(first).__name__
+
+
 def takes_views_as_they_come(held: Boxes, index: int) -> Any:
     return list(held.drawn(index)), index
 
@@ -319,6 +328,7 @@ LOST: dict[str, Boxes] = {
         two: (computes_with_a_view,),
         two_of_few: (drops_an_empty_view,),
         two_or_none: (drops_no_view,),
+        one_seldom_none: (notes_the_type_of_a_view,),
         some: (takes_views_as_they_come,),
         with_a_key: (asks_for_a_key,),
         one_or_two: (notes_a_class,),
