@@ -121,9 +121,8 @@ def options_in(variables: Mapping[str, str], kind: Any) -> dict[str, Any]:
 
 def _budget(text: str) -> str:
     if text.isdecimal() and int(text) < _LEAST:
-        raise ValueError(
-            f"{_SWITCH}={text} would be {text} bytes. Did you mean {_SWITCH}={text}% or {_SWITCH}={text}GB?"
-        )
+        meant = f"{_SWITCH}={text}% or {_SWITCH}={text}GB" if int(text) <= 100 else f"{_SWITCH}={text}MB"
+        raise ValueError(f"{_SWITCH}={text} would be {text} bytes. Did you mean {meant}?")
     return text
 
 
