@@ -18,8 +18,10 @@ __all__ = ["callbacks", "callbacks_of_pytorch_lightning", "options_in"]
 log = getLogger(__name__)
 
 _SWITCH = "STOCACHE"
-_OFF = ("", "0", "false", "off")
-_ON = ("1", "true", "on", "auto")
+_OFF = ("", "0", "false", "off", "no")
+_ON = ("1", "true", "on", "yes", "auto")
+_FLAGS = {"0": False, "1": True}  # other words for a flag are YAML's
+_LEAST = 1 << 20  # bytes that may be meant by a number without a unit
 _TEXTS = ("name", "fingerprint", "dir", "store")  # options that are taken as they are typed
 
 
@@ -83,7 +85,7 @@ def options_in(variables: Mapping[str, str], kind: Any) -> dict[str, Any]:
         kind: the class.
 
     Raises:
-        ValueError: a variable belongs to no option, or its value is no YAML.
+        ValueError: a variable belongs to no option, its value is no YAML, or the budget is a few bytes.
 
     Example:
         >>> from lightning_stocache import StochasticCache
@@ -95,11 +97,12 @@ def options_in(variables: Mapping[str, str], kind: Any) -> dict[str, Any]:
 
     import yaml
 
-    known = {f"{_SWITCH}_{name.upper()}": name for name in signature(kind).parameters if name != "budget"}
+    parameters = signature(kind).parameters
+    known = {f"{_SWITCH}_{name.upper()}": name for name in parameters if name != "budget"}
     options: dict[str, Any] = {}
     for variable, text in variables.items():
         if variable == _SWITCH:
-            options["budget"] = "auto" if text.strip().lower() in _ON else text.strip()
+            options["budget"] = "auto" if text.strip().lower() in _ON else _budget(text.strip())
         elif variable == f"{_SWITCH}_SAMPLING":  # of version 0.2
             raise ValueError(f"{variable} must be unset: on several nodes each sample goes to a node that has it")
         elif variable not in known:
@@ -107,11 +110,22 @@ def options_in(variables: Mapping[str, str], kind: Any) -> dict[str, Any]:
             [near] = (names[name] for name in get_close_matches(variable.upper(), names, n=1, cutoff=0.0))
             raise ValueError(f"{variable} is no variable of lightning_stocache. Did you mean {near}?")
         elif text.strip():
+            name = known[variable]
+            if parameters[name].annotation in (bool, "bool") and text.strip() in _FLAGS:
+                options[name] = _FLAGS[text.strip()]
+                continue
             try:
-                options[known[variable]] = text if known[variable] in _TEXTS else yaml.safe_load(text)
+                options[name] = text if name in _TEXTS else yaml.safe_load(text)
             except yaml.YAMLError as error:
                 raise ValueError(f"{variable}={text!r} is no YAML: {error}") from None
     return options
+
+
+def _budget(text: str) -> str:
+    if text.isdecimal() and int(text) < _LEAST:
+        meant = f"{_SWITCH}={text}% or {_SWITCH}={text}GB" if int(text) <= 100 else f"{_SWITCH}={text}MB"
+        raise ValueError(f"{_SWITCH}={text} would be {text} bytes. Did you mean {meant}?")
+    return text
 
 
 @cache

@@ -5,7 +5,8 @@ A cut moves the random steps of a transform behind the cache, so that the code b
 proves this for one sample, by construction:
 
 1. The transform is called as always. Of its result, dicts and tuples stay, and each leaf becomes an `Opaque`. A list is
-   a leaf, because its length may be random.
+   a leaf, because its length may be random. A result that is taken apart has a known form (`result_form`), whose leaves
+   become opaque.
 2. Each operation on an opaque object is noted, and raises a `LookedError`, which the code's own `except Exception` does
    not catch. So does a question for the keys of a dict, and an assignment to one.
 3. If nothing was noted, and the opaque objects lie in the sample exactly where the results belong, the code has not
@@ -29,9 +30,9 @@ import torch
 
 from lightning_stocache.node.errors import description
 from lightning_stocache.source.samples import Path, refilled, walk, with_part
-from lightning_stocache.source.transform_split import Tail, UncuttableError, Values, reading, unpacked
+from lightning_stocache.source.transform_split import Parts, Tail, UncuttableError, Values, reading, unpacked
 
-__all__ = ["LookedAtError", "depends_on_none", "read_blindly"]
+__all__ = ["LookedAtError", "depends_on_none", "parts_held", "read_blindly"]
 
 _T = TypeVar("_T")
 _Shown: TypeAlias = Literal["opaque", "None", "one None"]
@@ -126,12 +127,14 @@ class Call(NamedTuple):
 
     Args:
         head: stands for the transform.
-        shown: the objects in place of its results, by position or keyword.
-        has_parts: whether a result is a container, or there are several.
+        keys: the keys of its values.
+        shown: the objects in place of its results, by the keys of a `TailCall`'s parts.
+        has_parts: whether a result is a container, or there are several, and code may expect None in its place.
     """
 
     head: Any
-    shown: Values
+    keys: tuple[int | str, ...]
+    shown: dict[Any, Any]
     has_parts: bool
 
 
@@ -161,12 +164,16 @@ class BlindRead:
         """
         if len(self.calls) >= self._most:
             raise self.notes.note("calls it again and again")
+        if head.form is not None:
+            leaves = {path: self._leaf(value) for path, value in head.leaves(result).items()}
+            self.calls.append(Call(head, tuple(result), leaves, has_parts=False))
+            return head.form.filled(leaves)
         has_parts = is_named or len(result) > 1 or isinstance(result[0], dict | tuple)
         if self._shown == "one None":
-            self.calls.append(Call(head, dict.fromkeys(result), has_parts))
+            self.calls.append(Call(head, tuple(result), dict.fromkeys(result), has_parts))
             return None
         covered = self._covered(result) if is_named else {key: self._covered(value) for key, value in result.items()}
-        self.calls.append(Call(head, covered, has_parts))
+        self.calls.append(Call(head, tuple(result), covered, has_parts))
         return unpacked(covered, is_named)
 
     def read(self, read: Callable[[], _T]) -> _T:
@@ -180,7 +187,8 @@ class BlindRead:
     def objection(self, samples: Sequence[Any]) -> str | None:
         """Why the samples that were read do not hold these objects where the results belong; None if they do.
 
-        Of opaque objects a sample must hold all, each once. None may lie at other places, too.
+        Of opaque objects a sample must hold all, each once, but for parts that it never holds. None may lie at other
+        places, too.
         """
         expected = self._expected
         if len(self.calls) != sum(map(len, expected)):
@@ -188,11 +196,13 @@ class BlindRead:
         calls, used = iter(self.calls), set[int]()
         for sample, heads in zip(samples, expected, strict=True):
             places = dict[Path, int]()
-            for head, keys in heads:
+            for head, _, parts in heads:
                 call = next(calls)
                 if call.head is not head:
                     return "the transforms are called in another order"
-                for key, path in keys:
+                if head.form is not None:
+                    used.update(map(id, call.shown.values()))
+                for key, path in parts:
                     places |= {(*path, *inner): id(leaf) for inner, leaf in self._shown_in(call.shown.get(key))}
             found = {path: id(leaf) for path, leaf in self._shown_in(sample)}
             if places != found and (self._shown == "opaque" or not places.items() <= found.items()):
@@ -222,6 +232,11 @@ class BlindRead:
             return covered
         if isinstance(value, tuple) and value:
             return refilled(value, [self._covered(item) for item in value])
+        return self._leaf(value)
+
+    def _leaf(self, value: Any) -> Any:
+        if type(value) is Opaque:
+            return value
         if self._shown != "opaque":
             return None
         leaf = object.__new__(Opaque)
@@ -251,6 +266,47 @@ def read_blindly(read: Callable[[], Sequence[Any]], indices: Sequence[int], tail
         Exception: the source's own error.
     """
     blind = BlindRead(tail, indices)
+    samples = _samples_of(blind, read)
+    objection = blind.objection(samples)
+    samples = [blind.uncovered(sample) for sample in samples]
+    if blind.forget():
+        raise LookedAtError("code behind its transform keeps the result")
+    return samples, objection
+
+
+def parts_held(
+    read: Callable[[], Any], index: int, tail: Tail
+) -> tuple[tuple[tuple[int | str, ...], Parts], ...] | None:
+    """The calls of transforms in a sample: the keys of their values, and where the parts of their results lie.
+
+    Args:
+        read: reads the sample, of a copy of a source.
+        index: its index.
+        tail: the tail of the copy, whose calls say no more than the heads. None is returned if these are not called.
+
+    Raises:
+        LookedAtError: the code behind a transform looks at its result.
+        Exception: the source's own error.
+    """
+    blind = BlindRead(tail, [index])
+    [sample] = _samples_of(blind, lambda: [read()])
+    if [call.head for call in blind.calls] != [call.head for call in tail.calls(index)]:
+        return None
+    found = [(path, leaf) for path, leaf in walk(sample) if type(leaf) is Opaque]
+    parts = (
+        tuple((key, path) for key, leaf in call.shown.items() for path, other in found if other is leaf)
+        for call in blind.calls
+    )
+    return tuple(zip((call.keys for call in blind.calls), parts, strict=True))
+
+
+def _samples_of(blind: BlindRead, read: Callable[[], Sequence[Any]]) -> list[Any]:
+    """The samples of a blind read.
+
+    Raises:
+        LookedAtError: the code behind a transform looks at its result.
+        Exception: the source's own error.
+    """
     looks = blind.notes.looks
     samples: list[Any] = []
     try:
@@ -264,11 +320,7 @@ def read_blindly(read: Callable[[], Sequence[Any]], indices: Sequence[int], tail
             raise LookedAtError(f"code behind its transform raises {description(error)}") from error
     if looks:
         raise LookedAtError(f"code behind its transform looks at the result ({', '.join(dict.fromkeys(looks))})")
-    objection = blind.objection(samples)
-    samples = [blind.uncovered(sample) for sample in samples]
-    if blind.forget():
-        raise LookedAtError("code behind its transform keeps the result")
-    return samples, objection
+    return samples
 
 
 def depends_on_none(read: Callable[[], Any], index: int, tail: Tail) -> bool:

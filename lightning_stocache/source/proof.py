@@ -115,11 +115,16 @@ class Proof:
         Args:
             reads: reads of the head. Their samples are read blindly, as is the first of each part of a ConcatDataset.
             probe: reads them.
+
+        Raises:
+            UncuttableError: a result that is taken apart has another form under another seed.
         """
         if not self._tail.heads:  # the code behind a format is that of its library, if no subclass changes it
             return reads_as_library(self._source)
         with_none = [read.index for read in reads[:2]]
         for read in reads:
+            if self._tail.takes_apart and read.index in with_none:
+                self._telling_seeds(read.sample, read.index, 2 * len(self._source), 1, probe)
             if self._is_looked_at(read.index, read.bits, read.index in with_none, probe):
                 return False
         parts = [0, *self._source.cumulative_sizes[:-1]] if type(self._source) is ConcatDataset else []
@@ -169,6 +174,8 @@ class Proof:
             try:
                 return read_blindly(read, indices, self._tail)
             except LookedAtError as looked:
+                if self._tail.takes_apart:  # its head has no result that the code could look at
+                    raise
                 for index in indices:
                     is_new = self._looked_at * SOME < MANY
                     self._prove_served(index, SOME if is_new else 1, looked)
@@ -244,13 +251,19 @@ class Proof:
             raise UncuttableError(_MIXED if holds_dataset else _UNEQUAL)
 
     def _telling_seeds(self, sample: Any, index: int, seed: int, count: int, probe: Probe) -> list[int]:
-        """Up to `count` of some seeds: those under which the tail gives the most unusual results first."""
+        """Up to `count` of some seeds: those under which the tail gives the most unusual results first.
+
+        Raises:
+            UncuttableError: a result that is taken apart has another form under one of them.
+        """
         begin = time.perf_counter()
         results = dict[int, list[_Leaf]]()
         for tried in range(seed, seed + _TRIED):
             probe.generators.seed(tried)
             try:
-                results[tried] = self._results(self._tail(copy.deepcopy(sample), index), index)
+                results[tried] = self._results(self._tail.finish(copy.deepcopy(sample), index), index)
+            except UncuttableError:
+                raise
             except Exception:  # of the user's transform, or a class that cannot be copied
                 log.debug("the tail cannot be run for sample %d", index, exc_info=True)
                 break
@@ -271,7 +284,7 @@ class Proof:
 
     def _results(self, whole: Any, index: int) -> list[_Leaf]:
         """What the tail has made, leaf by leaf."""
-        paths = [path for _, places in self._tail.calls(index) for _, path in places]
+        paths = [path for call in self._tail.calls(index) for _, path in call.parts]
         parts = [part_at(whole, path) for path in dict.fromkeys(paths)] if paths else [whole]
         return [_leaf_of(node) for part in parts for _, node in walk(part)]
 

@@ -9,7 +9,8 @@ A cache freezes what it stores, and most random augmentation sits inside the use
    one. The calls that draw are cut, each at its earliest random step over all probed samples; so are the calls that
    work on their results.
 3. A second copy runs only the steps before the cuts. Where their output lies in the sample is found by identity; the
-   tail applies the other steps there, in the order of the calls.
+   tail applies the other steps there, in the order of the calls. If it does not lie there, the code behind the
+   transform may take the result apart (`result_form`).
 4. The cut is proved: under one seed, `tail(copy[i])` must give the bits of `source[i]` and leave the generators in the
    same state, and the copy must be deterministic by the test of step 1. The same holds for a batch if the source loads
    batches.
@@ -29,6 +30,7 @@ import time
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -39,20 +41,25 @@ from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.generators import ASKED, Generators, watch_entropy
+from lightning_stocache.source.opaque import LookedAtError, parts_held
 from lightning_stocache.source.probe import FEW, MANY, SOME, Probe, Read, attributed, why_random, words_of
 from lightning_stocache.source.proof import Proof
+from lightning_stocache.source.result_form import LEVELS, ResultForm, form_of
 from lightning_stocache.source.samples import Path, bits, walk
 from lightning_stocache.source.transform_split import (
+    NOT_HELD,
+    OTHER_FORM,
     Cut,
+    CutCall,
     Head,
-    Places,
+    Parts,
     Site,
     Tail,
     UncuttableError,
     Values,
-    arguments,
     draws_by_itself,
     format_of,
+    has_names,
     packed,
     part_of,
     sites_of,
@@ -71,7 +78,6 @@ _CUT_READS = 6  # of each index: two to find the transform, two to prove the cut
 _PATIENCE_SECONDS = 0.5  # that finding a cut may take more than all hits save
 _NOT_RANDOM = "no transform that it holds and calls is random"
 _OF_A_THREAD = "its transform is called by another thread than the one that reads"
-_NOT_HELD = "the sample does not hold what its transform returns, but something made of it"
 _NAMES = ("transform", "transforms")
 _NOT_ALIKE = "its transform is not called in the same way for every sample"
 _SMALL = (str, int, float, complex, np.generic, os.PathLike, type(None), dict, UserDict, list, tuple, Dataset)
@@ -170,6 +176,8 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None, passes: 
                     proof.of(probe.read(source, [read.index for read in again[:2]], 0), probe)
                 if proof.is_blind(heads, probe):
                     cut = replace(cut, is_blind=True)
+                elif tail.takes_apart:
+                    raise UncuttableError(NOT_HELD)
                 else:
                     unproved = proof.of_others(_others(len(source), domain), SOME - len(originals), probe)
                     cut = replace(cut, unproved=unproved)
@@ -297,16 +305,74 @@ def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bo
         raise UncuttableError("no step of its transform is random by itself")
     cuts = set[Cut]()
     for first, again in pairs:
-        once, calls = _recorded(source, ends, first, probe)
+        try:
+            for call in (call for calls in samples for call in calls if call.site in ends):
+                packed(call.result, call.values)
+            once, calls = _recorded(source, ends, first, probe)
+            if ends != length:
+                cuts.add(Cut(tuple(_placed(chain, ends, calls, once.sample))))
+        except Exception as error:  # of the user's code, which finds something else than its result
+            return _cut_apart(source, chain, ends, samples, pairs, probe, error)
         if ends != length:
-            cuts.add(Cut(tuple(_placed(chain, ends, calls, once.sample))))
-        elif found := why_random(once, _recorded(source, ends, replace(again, index=first.index), probe)[0]):
+            continue
+        if found := why_random(once, _recorded(source, ends, replace(again, index=first.index), probe)[0]):
             raise UncuttableError(f"its dataset is random outside the transform ({found})")
         elif once.bits != first.bits:
             raise UncuttableError("its steps do not give its samples again, run one by one")
     if len(cuts) > 1:
         raise UncuttableError(_NOT_ALIKE)
     return next(iter(cuts), None)
+
+
+def _cut_apart(
+    source: Any,
+    chain: Sequence[tuple[Site, bool]],
+    ends: Mapping[Site, int],
+    samples: Sequence[Sequence[_Call]],
+    pairs: Sequence[_Pair],
+    probe: Probe,
+    error: Exception,
+) -> Cut:
+    """The cut of transforms whose results are taken apart, at as few levels of containers as the code behind needs.
+
+    Args:
+        source: the dataset.
+        chain: the sites of the calls of cut transforms, and whether they follow others.
+        ends: how many steps of each transform stay in the source.
+        samples: the calls of whole transforms for the probed indices.
+        pairs: two reads of each of these indices.
+        probe: reads the source.
+        error: the reason why the results are not whole in the samples.
+
+    Raises:
+        UncuttableError: there is none.
+    """
+    drawn = [(call.site, call.form) for calls in samples for call in calls if call.site in ends and call.form]
+    followers = {site for site, follows in chain if follows}
+    count = -1
+    for levels in range(LEVELS + 1):
+        forms = {(site, form.upper(levels)) for site, form in drawn if site not in followers}
+        by_site = dict(forms)
+        if len(by_site) < len(forms):
+            raise UncuttableError(OTHER_FORM)
+        before, count = count, sum(len(form.containers) for form in by_site.values())
+        if count == before:
+            break
+        trial = Cut(tuple(CutCall(site, ends[site], (), (), by_site.get(site)) for site, _ in chain))
+        head, tail = trial.apply(source)
+        read = partial(probe.sample, head)
+        try:
+            held = {parts_held(partial(read, first.index, first.seed), first.index, tail) for first, _ in pairs}
+        except LookedAtError:
+            continue
+        if len(held) > 1 or None in held:
+            raise UncuttableError(_NOT_ALIKE)
+        [calls] = cast("set[Any]", held)
+        return Cut(tuple(_placed_parts([site for site, _ in chain], ends, by_site, calls)))
+    if isinstance(error, UncuttableError):
+        raise error
+    words = words_of(attributed(error), "it")
+    raise UncuttableError(f"code behind its transform looks at the result ({words} without it)") from error
 
 
 # ---- the calls of transforms ----
@@ -322,6 +388,7 @@ class _Call(NamedTuple):
         result: the result.
         moved: whether each of its steps drew.
         before: number of calls that had ended when it began.
+        form: the form of its result, which the code behind may take apart in place; None if no step drew.
     """
 
     site: Site
@@ -330,6 +397,7 @@ class _Call(NamedTuple):
     result: Any
     moved: list[bool]
     before: int
+    form: ResultForm | None
 
 
 class _Recorder(Head):
@@ -350,7 +418,7 @@ class _Recorder(Head):
             self.is_of_a_thread = True  # an error would be that thread's
             return self.transform(*values, **named)
         before, moved = len(self._noted), list[bool]()
-        given = arguments(values, named)
+        given = self.given(values, named)
         if self._is_single:
             with self._generators.watch() as names:
                 result = self.transform(*values, **named)
@@ -361,8 +429,9 @@ class _Recorder(Head):
                 with self._generators.watch() as names:
                     stepped = self.run(stepped, position, position + 1)
                 moved.append(bool(names))
-            result = unpacked(stepped, bool(named))
-        self._noted.append(_Call(self._site, self.transform, given, result, moved, before))
+            result = unpacked(stepped, has_names(given))
+        form = form_of(result) if any(moved) or draws_by_itself(self.transform) else None
+        self._noted.append(_Call(self._site, self.transform, given, result, moved, before, form))
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -414,7 +483,7 @@ def _chain(calls: list[_Call], random: set[Site], named: bool) -> Iterator[tuple
 
 def _placed(
     chain: Sequence[tuple[Site, bool]], ends: Mapping[Site, int], calls: Sequence[_Call], sample: Any
-) -> Iterator[tuple[Site, int, Places]]:
+) -> Iterator[CutCall]:
     """The calls of a cut, whose results are found in the sample by identity. Two may return the same object."""
     if [site for site, _ in chain] != [call.site for call in calls]:
         raise UncuttableError(_NOT_ALIKE)
@@ -428,10 +497,31 @@ def _placed(
                 used.append(among[number] if follows else among.pop(number))
                 places.append((key, used[-1][0]))
             elif isinstance(key, int):
-                raise UncuttableError(_NOT_HELD)
+                raise UncuttableError(NOT_HELD)
         if not places:
-            raise UncuttableError(_NOT_HELD)
-        yield site, ends[site], tuple(places)
+            raise UncuttableError(NOT_HELD)
+        yield CutCall(site, ends[site], tuple(places), tuple(places))
+
+
+def _placed_parts(
+    sites: Sequence[Site],
+    ends: Mapping[Site, int],
+    forms: Mapping[Site, ResultForm],
+    calls: Sequence[tuple[tuple[int | str, ...], Parts]],
+) -> Iterator[CutCall]:
+    """The calls of a cut, given the keys of their values and the places of their results' parts."""
+    held = [{key for key, _ in parts} for _, parts in calls]
+    for site, (keys, parts) in zip(sites, calls, strict=True):
+        in_all = set.intersection(*(held[number] for number, other in enumerate(sites) if other == site))
+        found = next(((key, path) for key, path in parts if key in in_all), None)
+        if found is None:
+            raise UncuttableError(NOT_HELD)
+        if site not in forms:
+            yield CutCall(site, ends[site], parts, parts)
+            continue
+        place, path = found
+        values = tuple((key, path if keys == (0,) else (*path, key)) for key in keys)
+        yield CutCall(site, ends[site], values, parts, replace(forms[site], place=cast(Path, place)))
 
 
 def _has_data(values: Iterable[Any]) -> bool:

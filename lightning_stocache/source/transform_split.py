@@ -9,6 +9,7 @@ A source is cut, through any depth of Subset,
 
 Nested Composes and Sequentials of torchvision are one flat list of steps; a Compose of albumentations or MONAI has the
 steps that it holds itself. Steps are called as the whole transform is: with one value, with several, or by keywords.
+A result may be taken apart by the code behind the transform (`result_form`).
 
 A `Cut` holds nothing but numbers and keys, so a process that has read nothing cuts its own source in the same way. The
 user's objects are not modified, and the tail works with them: a `worker_init_fn` that seeds the transform's generators
@@ -26,26 +27,32 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from inspect import getattr_static
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from lightning_stocache.node.errors import description
 from lightning_stocache.source.access import unwrap
+from lightning_stocache.source.result_form import ResultForm
 from lightning_stocache.source.samples import Path, part_at, with_part
 
 __all__ = [
     "Cut",
+    "CutCall",
     "Head",
+    "NOT_HELD",
+    "OTHER_FORM",
+    "Parts",
     "Places",
     "Site",
     "Tail",
+    "TailCall",
     "UncuttableError",
     "Values",
-    "arguments",
     "draws_by_itself",
     "format_of",
+    "has_names",
     "packed",
     "part_of",
     "reading",
@@ -62,15 +69,50 @@ Values: TypeAlias = dict[int | str, Any]
 Places: TypeAlias = tuple[tuple[int | str, Path], ...]
 """Where the values of one call lie in a sample."""
 
+Parts: TypeAlias = tuple[tuple[Any, Path], ...]
+"""Where the results of one call lie in a sample: `Places`, or of one that is taken apart its parts, by path."""
+
 Site: TypeAlias = tuple[Any, ...]
 """Where a dataset holds a transform: attributes, and keys of lists and dicts."""
 
 _MOST_ITEMS = 64  # of a list that may hold transforms: a longer one holds data
 _DEEP = 6  # attributes and keys that lead to a transform
+NOT_HELD = "the sample does not hold what its transform returns, but something made of it"
+OTHER_FORM = "the result of its transform, which the code behind takes apart, has another form from sample to sample"
 
 
 class UncuttableError(ValueError):
     """The source cannot be split; the message says why."""
+
+
+class MisfitError(UncuttableError):
+    """The result of a transform has another form than those that set-up has seen.
+
+    Args:
+        replay: makes the sample of this result.
+    """
+
+    def __init__(self, replay: Callable[[], Any]) -> None:
+        super().__init__(OTHER_FORM)
+        self.replay = replay
+
+
+class CutCall(NamedTuple):
+    """A call of a cut transform.
+
+    Args:
+        site: where the source holds the transform.
+        end: how many of its steps stay there.
+        values: where the values of the call lie in the sample without the other steps.
+        parts: where the results lie in the finished sample.
+        form: the form of the result if it is taken apart; None if the sample holds it whole.
+    """
+
+    site: Site
+    end: int
+    values: Places
+    parts: Parts
+    form: ResultForm | None = None
 
 
 @dataclass(frozen=True)
@@ -78,14 +120,13 @@ class Cut:
     """Where a source is cut. Found by `split` in one process, it can be applied to the same source in another.
 
     Args:
-        calls: the calls of cut transforms for a sample, in order: where the source holds the transform, how many of its
-            steps stay there, and where the values of the call lie in the sample.
+        calls: the calls of cut transforms for a sample, in order.
         parts: the cuts of the parts of a ConcatDataset; None for a deterministic part.
         is_blind: whether the code behind the transforms looks at none of their results (`opaque`).
         unproved: how many samples of head and tail have still to be compared with the source's.
     """
 
-    calls: tuple[tuple[Site, int, Places], ...] = ()
+    calls: tuple[CutCall, ...] = ()
     parts: tuple[Cut | None, ...] = ()
     is_blind: bool = field(default=False, compare=False, repr=False)
     unproved: int = field(default=0, compare=False, repr=False)
@@ -96,7 +137,7 @@ class Cut:
         of_parts = {() if part is None else part.paths for part in self.parts}
         if len(of_parts) == 1:
             return of_parts.pop()
-        return tuple(dict.fromkeys(path for *_, places in self.calls for _, path in places))
+        return tuple(dict.fromkeys(path for call in self.calls for _, path in call.values))
 
     def apply(self, source: Any) -> tuple[Any, Tail]:
         """The deterministic copy of `source` and the tail, without a read.
@@ -121,11 +162,19 @@ class Cut:
             clone.set_transform(_as_it_is, source.format["columns"], source.format["output_all_columns"])
             tail = _FormatTail(transform, source.format["columns"])
         else:
-            first = {site: Head(part_of(source, site), end) for site, end, _ in self.calls}
+            first = {call.site: Head(part_of(source, call.site), call.end, call.form) for call in self.calls}
             clone = with_transforms(source, first, lambda site, _: first[site])
-            tail = Tail([(first[site], places) for site, _, places in self.calls])
-        tail.is_blind, tail.unproved = self.is_blind, self.unproved
+            tail = Tail([TailCall(first[call.site], call.values, call.parts) for call in self.calls])
+        tail.head, tail.is_blind, tail.unproved = clone, self.is_blind, self.unproved
         return clone, tail
+
+
+class TailCall(NamedTuple):
+    """A call of a head for a sample: `CutCall.values` and `CutCall.parts`."""
+
+    head: Head
+    values: Places
+    parts: Parts
 
 
 class Tail:
@@ -135,29 +184,31 @@ class Tail:
     `split` has read; any other sample cannot be finished.
 
     Args:
-        calls: the heads that the copy calls for each sample, in their order, and where their results lie in it.
+        calls: the calls of heads for each sample, in their order.
         parts: the tails of the parts of a ConcatDataset; None for a deterministic part.
         ends: the number of samples up to the end of each part.
 
     Attributes:
-        heads: all of them.
+        head: the copy of the source.
+        heads: the heads of all transforms in it.
         steps: the steps that follow the heads.
         subsets: the indices of the Subsets around the dataset that was cut, the outermost first.
         is_blind: `Cut.is_blind`.
         unproved: `Cut.unproved`.
     """
 
+    head: Any = None
     is_blind = False
     unproved = 0
 
     def __init__(
         self,
-        calls: Sequence[tuple[Head, Places]] = (),
+        calls: Sequence[TailCall] = (),
         parts: Sequence[Tail | None] = (),
         ends: Sequence[int] = (),
     ) -> None:
         self._calls, self._parts, self._ends = calls, parts, ends
-        self.heads = list(dict.fromkeys(head for head, _ in calls))
+        self.heads = list(dict.fromkeys(call.head for call in calls))
         self.steps = [step for head in self.heads for step in head.steps[head.end :]]
         self.subsets = list[Sequence[int]]()
         for part in parts:
@@ -168,23 +219,57 @@ class Tail:
     def __str__(self) -> str:
         return ", ".join(map(_step_name, self.steps))
 
+    @property
+    def takes_apart(self) -> bool:
+        """Whether the copy returns a part of a result, which code behind a transform would not find in its head's."""
+        return any(head.form is not None for head in self.heads)
+
     def __call__(self, sample: Any, index: int) -> Any:
         """Finish a sample of the split source."""
+        try:
+            return self.finish(sample, index)
+        except MisfitError as misfit:
+            return misfit.replay()
+
+    def finish(self, sample: Any, index: int) -> Any:
+        """Finish a sample of the split source.
+
+        Raises:
+            MisfitError: a result has another form than usual.
+        """
         if self._parts:
             part, inner = self._part(index)
-            return sample if part is None else part(sample, inner)
-        for head, places in self._calls:
-            values = head.run({key: part_at(sample, path) for key, path in places}, head.end)
-            for key, path in places:
-                sample = with_part(sample, path, values[key])
+            return sample if part is None else part.finish(sample, inner)
+        results = list[Any]()
+        for head, values, parts in self._calls:
+            given = {key: part_at(sample, path) for key, path in values}
+            results.append(head.result(given))
+            if head.form is None:
+                named = packed(results[-1], given)
+                found = [(path, named[key]) for key, path in parts]
+            elif head.form.fits(results[-1]):
+                found = [(path, part_at(results[-1], key)) for key, path in parts]
+            else:
+                raise MisfitError(partial(self._replayed, results, index))
+            for path, part in found:
+                sample = with_part(sample, path, part)
         return sample
+
+    def _replayed(self, results: list[Any], index: int) -> Any:
+        """The sample of an index for the results that its transforms have returned so far, and those to come."""
+
+        def show(head: Head, values: Values, _: bool) -> Any:
+            return results.pop(0) if results else head.result(values)
+
+        with reading(self.heads, show):
+            return self.head[index]
 
     def of_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Finish samples that the source loads in one call."""
         return list(map(self, samples, indices))
 
-    def calls(self, index: int) -> Sequence[tuple[Head, Places]]:
-        """The heads that the copy calls for a sample, in their order, and where their results lie in it."""
+    def calls(self, index: int) -> Sequence[TailCall]:
+        """The calls of heads for a sample, in their order."""
         if self._parts:
             part, inner = self._part(index)
             return () if part is None else part.calls(inner)
@@ -208,7 +293,7 @@ class Calls(threading.local):
     count = 0
     is_reading = False
     show: Callable[[Any, Values, bool], Any] | None = None
-    """What a head returns instead of its result, in a blind read: given the head, the result, and if it has names."""
+    """What a head returns instead of its result: given the head, the result, and if it has names."""
 
     def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
         return Calls, ()
@@ -217,15 +302,20 @@ class Calls(threading.local):
 class Head:
     """The first `end` steps of a transform, called as the transform is.
 
+    Args:
+        transform: the transform.
+        end: the number of its steps.
+        form: the form of the transform's result if it is taken apart: then the head returns one of this form.
+
     Attributes:
         steps: all steps of the transform.
         calls: the calls in each thread.
         is_strayed: whether another thread has called it than one that reads: nobody can tell for which sample.
     """
 
-    def __init__(self, transform: Callable[..., Any], end: int) -> None:
+    def __init__(self, transform: Callable[..., Any], end: int, form: ResultForm | None = None) -> None:
         self.transform: Any = transform
-        self.end, self.steps = end, steps_of(transform)
+        self.end, self.steps, self.form = end, steps_of(transform), form
         self.calls = Calls()
         self.is_strayed = False
 
@@ -233,27 +323,50 @@ class Head:
         """Run the steps. Several values come back as a tuple, named ones as a dict."""
         self.calls.count += 1
         self.is_strayed |= not self.calls.is_reading
-        result = self.run(arguments(values, named), 0, self.end)
-        show = unpacked if self.calls.show is None else partial(self.calls.show, self)
-        return show(result, bool(named))
+        given = self.given(values, named)
+        result, is_named = self.run(given, 0, self.end), has_names(given)
+        if self.calls.show is not None:
+            return self.calls.show(self, result, is_named)
+        return unpacked(result, is_named) if self.form is None else self.form.filled(self.leaves(result))
+
+    def given(self, values: Sequence[Any], named: Mapping[str, Any]) -> Values:
+        """The arguments of a call. A keyword may be that of a whole list of steps, which know none."""
+        is_list = not _is_compose(self.transform) and all(step is not self.transform for step in self.steps)
+        given: Values = dict(enumerate((*values, *named.values()) if is_list else values))
+        if not is_list:
+            given.update(named)
+        return given
+
+    def leaves(self, values: Values) -> dict[Path, Any]:
+        """What the head returns for these values of a call, of a result that is taken apart: its leaves by path."""
+        form = cast(ResultForm, self.form)
+        return {path: unpacked(values, has_names(values)) if path == form.place else None for path in form.leaves}
 
     def run(self, values: Values, begin: int, end: int | None = None) -> Values:
         """Run some consecutive steps of the transform on the values of a call; to the last one if there is no `end`."""
         if begin == end:
             return values
+        for step in self._sections(begin, end):
+            values = packed(_called(step, values), values)
+        return values
+
+    def result(self, values: Values) -> Any:
+        """The result of the transform, as its caller gets it, for values that the head's steps have returned."""
+        result = unpacked(values, has_names(values))
+        for number, step in enumerate(self._sections(self.end, None)):
+            if number:
+                values = packed(result, values)
+            result = _called(step, values)
+        return result
+
+    def _sections(self, begin: int, end: int | None) -> Sequence[Callable[..., Any]]:
+        """Some consecutive steps; of a Compose that calls its steps in a way of its own, one Compose of these."""
         # A copy for each call: new generators of the whole transform reach the copy.
         if _is_compose(self.transform) and not (draws_by_itself(self.transform) and end is not None):
             section: Any = copy.copy(self.transform)
             section.transforms = self.transform.transforms[begin:end]
-            return _called(section, values)
-        for step in self.steps[begin:end]:
-            values = _called(step, values)
-        return values
-
-
-def arguments(values: Sequence[Any], named: Mapping[Any, Any]) -> Values:
-    """The arguments of a call."""
-    return {**dict(enumerate(values)), **named}
+            return [section]
+        return self.steps[begin:end]
 
 
 def unpacked(result: Values, is_named: bool) -> Any:
@@ -276,9 +389,9 @@ def reading(heads: Sequence[Head], show: Callable[[Any, Values, bool], Any] | No
             head.calls.is_reading, head.calls.show = is_reading, outer
 
 
-def _called(step: Callable[..., Any], values: Values) -> Values:
+def _called(step: Callable[..., Any], values: Values) -> Any:
     named: Any = values
-    return packed(step(**named) if _has_names(values) else step(*values.values()), values)
+    return step(**named) if has_names(values) else step(*values.values())
 
 
 def packed(result: Any, values: Values) -> Values:
@@ -287,16 +400,15 @@ def packed(result: Any, values: Values) -> Values:
     Raises:
         UncuttableError: it was called by keywords, and has returned no dict.
     """
-    if not _has_names(values):
+    if not has_names(values):
         return dict(enumerate(result if len(values) > 1 else (result,)))
     if isinstance(result, dict):
         return result
-    raise UncuttableError(
-        f"its transform is called with keyword arguments ({', '.join(map(str, values))}) and returns no dict"
-    )
+    raise UncuttableError(NOT_HELD)
 
 
-def _has_names(values: Values) -> bool:
+def has_names(values: Values) -> bool:
+    """Whether some values of a call have keywords: then its results have them, too."""
     return any(isinstance(key, str) for key in values)
 
 
@@ -320,7 +432,7 @@ class _FormatTail(Tail):
         count = len(batch[next(iter(batch))])
         return [{name: values[number] for name, values in batch.items()} for number in range(count)]
 
-    def __call__(self, sample: Any, index: int) -> Any:
+    def finish(self, sample: Any, index: int) -> Any:
         """Finish a row."""
         return self.of_batch([sample], [index])[0]
 

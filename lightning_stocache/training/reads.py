@@ -1,8 +1,9 @@
 """How often a Trainer call reads a dataset. One that is read once is not cached: a cache would only cost time.
 
 A call that validates, tests or predicts reads its datasets once. A fit reads the training set once if it has one epoch,
-the validation set if it validates once. A dataset that may be read again is cached: another loader reads it, too, its
-sampler may draw a sample twice, a shorter loader of several begins again, or the end of the fit is unknown.
+the validation set if it validates once, and the sanity check does not read all of it. A dataset that may be read again
+is cached: another loader reads it, too, its sampler may draw a sample twice, a shorter loader of several begins again,
+or the end of the fit is unknown.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import replicas
 
 __all__ = ["Reads"]
+
+
+_USUAL_CHECK = 2  # batches of Lightning's sanity check: to read so few again costs less than a cache
 
 
 class _Start(NamedTuple):
@@ -69,7 +73,7 @@ class Reads:
             return True
         if stage == "train":
             return self._trains_once(leaf) and not ResumePoint.of(self._trainer).resumes
-        return self._validates_once()
+        return self._validates_once() and not self._is_checked_whole(leaf)
 
     def passes(self, stage: str) -> float:
         """How often the call reads the datasets of a stage at most."""
@@ -102,6 +106,14 @@ class Reads:
         sampler = index_sampler(loader)
         ranks = 1 if isinstance(sampler, DistributedSampler) else replicas(trainer)[0]
         return bool(batches * batch_size * ranks <= len(sampler))
+
+    def _is_checked_whole(self, loader: DataLoader[Any]) -> bool:
+        """Whether the sanity check reads all that the fit's validation reads."""
+        steps, limit = self._trainer.num_sanity_val_steps, self._trainer.limit_val_batches
+        if steps <= _USUAL_CHECK or isinstance(loader.dataset, IterableDataset):
+            return False
+        batches = len(loader)
+        return bool(steps >= (min(batches, limit) if isinstance(limit, int) else int(batches * limit)))
 
     def _validates_once(self) -> bool:
         """Whether the fit validates once at most, apart from the few batches of a sanity check."""

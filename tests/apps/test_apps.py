@@ -31,7 +31,7 @@ CACHED = {
     "chemprop": ("chemprop==2.3.1",),
     "lightly": ("lightly-train==0.18.0",),
     "anomalib": ("anomalib==2.7.0",),
-    "anomalib --augmented": ("anomalib==2.7.0",),
+    "careamics": ("careamics==0.0.4.2", "setuptools<81"),  # it imports pkg_resources
     "torchgeo": ("torchgeo==0.8.1",),
     "rfdetr": ("rfdetr[train]==1.9.4",),
     "rfdetr --replacement": ("rfdetr[train]==1.9.4",),
@@ -40,11 +40,11 @@ LENT = {"chemprop": 16}
 """Batch sizes of applications whose samples are the dataset's own memory: a look reads a whole batch again."""
 
 CACHED_OR_EXPLAINED = {
+    "anomalib --augmented": (("anomalib==2.7.0",), "the sample does not hold what its transform returns"),
     "scvi": (("scvi-tools==1.4.2",), "its sampler draws lists of indices"),
-    "careamics": (("careamics==0.0.4.2", "setuptools<81"), "its transform is called with keyword arguments"),
     "ultralytics": (("ultralytics==8.4.190",), "its transform holds a dataset"),
 }
-"""With the reason of a warning. `careamics` imports pkg_resources."""
+"""With the reason of a warning."""
 
 
 @dataclass(repr=False)

@@ -22,7 +22,7 @@ from lightning_stocache.setup import forms
 from lightning_stocache.setup.forms import choose_codec
 from lightning_stocache.setup.request import Layout
 from lightning_stocache.source.samples import bits
-from lightning_stocache.source.transform_split import Cut
+from lightning_stocache.source.transform_split import Cut, CutCall
 from tests.sources import CountedFiles, Made, write_photos
 
 SAMPLES = 12
@@ -88,7 +88,7 @@ def test_the_places_of_a_cut_must_be_in_every_record() -> None:
     """On which the tail of the transform works: of the types that most samples have there."""
     samples = [{"image": PHOTO, "views": [torch.zeros(2 + number), 1]} for number in range(SAMPLES)]
     places = (0, ("image",)), (1, ("views", 0))
-    cut = Cut(((("transform",), 1, places),))
+    cut = Cut((CutCall(("transform",), 1, places, places),))
     for odd in ({"image": torch.zeros(3), "views": [torch.zeros(1), "a"]}, {"views": [torch.zeros(2)]}):
         with pytest.raises(SampleMismatchError, match=r"sample 70.*field \['image'\]"):
             choose([odd, *samples[1:]], cut=cut).encode(odd, 70)

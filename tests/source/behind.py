@@ -7,14 +7,17 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import Dataset, Subset
+from torchvision.transforms import Compose
 
 LENGTH = 150
 WHOLE = torch.zeros(1, 4)
+ANOTHER = False  # whether results have another form now
 log = logging.getLogger(__name__)
 
 
@@ -74,6 +77,58 @@ def shift(boxes: Any) -> Any:
 
 def shift_dict(sample: Any) -> Any:
     return {**sample, "boxes": shift(sample["boxes"])}
+
+
+class Views(NamedTuple):
+    first: Any
+    second: Any
+
+
+def two(boxes: Any) -> Any:
+    return [shift(boxes), shift(boxes)]
+
+
+def two_of_few(boxes: Any) -> Any:
+    return [drop(boxes), drop(boxes)]
+
+
+def one_seldom_none(boxes: Any) -> Any:
+    return [drop_to_none(boxes) if torch.rand(()) < 0.1 else shift(boxes), shift(boxes)]
+
+
+def two_dicts(sample: Any) -> Any:
+    return [{"boxes": shift(sample["boxes"]), "flip": torch.rand(()) < 0.5} for _ in range(2)]
+
+
+def two_named(boxes: Any) -> Any:
+    return Views(shift(boxes), {"boxes": shift(boxes)})
+
+
+def crops(boxes: Any) -> Any:
+    """Two large crops and four small ones, as DINO has them."""
+    return {"global": (shift(boxes), shift(boxes)), "local": [{"boxes": shift(boxes[:1])} for _ in range(4)]}
+
+
+def two_of(boxes: Any, index: Any) -> Any:
+    return shift(boxes), {"boxes": shift(boxes), "index": index}
+
+
+def some(boxes: Any) -> Any:
+    """A view more, now and then."""
+    return [shift(boxes) for _ in range(2 + int(torch.rand(()) < 0.05))]
+
+
+def with_a_key(sample: Any) -> Any:
+    sample = shift_dict(sample)
+    return sample | {"mirrored": True} if torch.rand(()) < 0.05 else sample
+
+
+def one_or_two(boxes: Any) -> Any:
+    return two(boxes) if torch.rand(()) < 0.95 else tuple(two(boxes))
+
+
+def two_or_none(boxes: Any) -> Any:
+    return [shift(boxes), shift(boxes) if torch.rand(()) < 0.5 else None]
 
 
 # ---- code that depends on the result ----
@@ -222,6 +277,39 @@ def takes_other_keys(held: Boxes, index: int) -> Any:
     return {"boxes": sample["boxes"], "has_boxes": bool(next(iter(sample.values())).numel())}
 
 
+def computes_with_a_view(held: Boxes, index: int) -> Any:
+    first, second = held.drawn(index)
+    return first / 2, second
+
+
+def drops_an_empty_view(held: Boxes, index: int) -> Any:
+    return [view for view in held.drawn(index) if len(view)], index
+
+
+def drops_no_view(held: Boxes, index: int) -> Any:
+    first, second = held.drawn(index)
+    return [first] if second is None else [first, second]
+
+
+def notes_the_type_of_a_view(held: Boxes, index: int) -> Any:
+    first, second = held.drawn(index)
+    return first, second, type(first).__name__
+
+
+def takes_views_as_they_come(held: Boxes, index: int) -> Any:
+    return list(held.drawn(index)), index
+
+
+def asks_for_a_key(held: Boxes, index: int) -> Any:
+    sample = held.drawn_dict(index)
+    return sample["boxes"], "mirrored" in sample
+
+
+def notes_a_class(held: Boxes, index: int) -> Any:
+    views = held.drawn(index)
+    return [*views], type(views).__name__
+
+
 LOST: dict[str, Boxes] = {
     behind.__name__: Boxes(behind, transform)
     for transform, functions in {
@@ -237,6 +325,13 @@ LOST: dict[str, Boxes] = {
         drop_to_one_none: (asks_for_one_none,),
         drop_as_list: (matches,),
         shift: (compares, compares_the_sum),
+        two: (computes_with_a_view,),
+        two_of_few: (drops_an_empty_view,),
+        two_or_none: (drops_no_view,),
+        one_seldom_none: (notes_the_type_of_a_view,),
+        some: (takes_views_as_they_come,),
+        with_a_key: (asks_for_a_key,),
+        one_or_two: (notes_a_class,),
     }.items()
     for behind in functions
 }
@@ -304,7 +399,75 @@ def keeps_the_last(held: Any, index: int) -> Any:
     return held.last, index
 
 
+def takes_two(held: Boxes, index: int) -> Any:
+    first, second = held.drawn(index)
+    return {"views": (first, second), "index": index}
+
+
+def takes_one(held: Boxes, index: int) -> Any:
+    views = held.drawn(index)
+    return views[1], index
+
+
+def takes_parts_of_each(held: Boxes, index: int) -> Any:
+    """As lightly-train does."""
+    views = held.drawn_dict(index)
+    sample = {"name": f"{index}.jpg", "views": [view["boxes"] for view in views]}
+    if views and all("flip" in view for view in views):
+        sample["flips"] = [view["flip"] for view in views]
+    return sample
+
+
+def takes_by_name(held: Boxes, index: int) -> Any:
+    views = held.drawn(index)
+    return views.first, views.second["boxes"], index
+
+
+def takes_all_crops(held: Boxes, index: int) -> Any:
+    crops = held.drawn(index)
+    return {"crops": [*crops["global"], *(crop["boxes"] for crop in crops["local"])], "index": index}
+
+
+def takes_out(held: Boxes, index: int) -> Any:
+    first, second = held.drawn_dict(index)
+    return {"boxes": first.pop("boxes"), "rest": first, "others": [*second.values()]}
+
+
+def zips(held: Boxes, index: int) -> Any:
+    return [list(views) for views in zip(held.drawn(index), held.drawn(index), strict=True)]
+
+
+def calls_by_keywords(held: Boxes, index: int) -> Any:
+    view, other = held.transform(boxes=held.boxes[index], index=torch.tensor(index))
+    return {"view": view, **other}
+
+
+def calls_by_keyword(held: Boxes, index: int) -> Any:
+    return held.transform(boxes=held.boxes[index]), index
+
+
+def calls_all_by_keyword(held: Boxes, index: int) -> Any:
+    return held.transform(img=held.boxes[index]), index
+
+
+def makes_a_dict_of(held: Boxes, index: int) -> Any:
+    return {**held.drawn_dict(index), "label": index}
+
+
 BLIND: dict[str, Boxes] = {
+    "two": Boxes(takes_two, two),
+    "two of few": Boxes(takes_two, two_of_few),
+    "one of two": Boxes(takes_one, two),
+    "two dicts": Boxes(takes_parts_of_each, two_dicts),
+    "two dicts, one of them changed": Boxes(takes_out, two_dicts),
+    "two by name": Boxes(takes_by_name, two_named),
+    "crops": Boxes(takes_all_crops, crops),
+    "zipped": Boxes(zips, two),
+    "by keywords": Boxes(calls_by_keywords, two_of),
+    "by keyword": Boxes(calls_by_keyword, shift),
+    "steps by keyword": Boxes(calls_all_by_keyword, Compose([nn.Identity(), shift, shift])),
+    "another dict": Boxes(makes_a_dict_of, shift_dict),
+    "two of parts": Boxes(takes_two, two) + Subset(Boxes(takes_one, two), range(5, 100)),  # type: ignore[dict-item]
     "hands_on": Boxes(hands_on),
     "hands_a_dict_on": Boxes(hands_a_dict_on),
     "draws_two_views": Boxes(draws_two_views),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -106,6 +106,39 @@ def test_results_at_other_places_cannot_be_finished() -> None:
         head, tail = parts.cut.apply(Boxes(sample_of))  # type: ignore[union-attr]
         _, objection = read_blindly(lambda head=head: [head[3]], [3], tail)  # type: ignore[misc]
         assert objection is not None
+
+
+def test_a_result_of_another_form_makes_the_sample_that_the_source_makes() -> None:
+    """The code behind gets the results that were drawn, and reads the sample again around them."""
+
+    def views(boxes: Any) -> Any:
+        count = 2 + int(behind.ANOTHER and torch.rand(()) < 0.3)
+        return [shift(boxes) for _ in range(count)]
+
+    def takes_both(held: Boxes, index: int) -> Any:
+        first, other = held.drawn(index), held.drawn(index)
+        return [*first, len(first)], other[0]
+
+    whole = Boxes(takes_both, views)
+    source: Any = Subset(ConcatDataset([Boxes(hands_on), whole]), range(140, 200))
+    parts = split(source)
+    assert parts.tail is not None
+    samples = [parts.source[index] for index in range(60)]
+    behind.ANOTHER = True
+    try:
+        lengths = set()
+        for index, sample in enumerate(samples):
+            torch.manual_seed(index)
+            expected = source[index]
+            state = torch.get_rng_state()
+            torch.manual_seed(index)
+            served = parts.tail(sample, index)
+            assert same(served, expected)
+            assert torch.equal(torch.get_rng_state(), state)
+            lengths.add(len(served[0]))
+        assert {3, 4} <= lengths
+    finally:
+        behind.ANOTHER = False
 
 
 # ---- while samples are served ----
@@ -237,6 +270,25 @@ def pasted(held: Boxes, index: int) -> Any:
 def pairs(held: Boxes, index: int) -> Any:
     """Two images of which nothing is made but a pair: it can be cut."""
     return held.drawn(index), held.drawn((index * 7) % len(held))
+
+
+def looks_at_a_view_in_a_part(held: Boxes, index: int) -> Any:
+    first, second = held.drawn(index)
+    return first.abs() if 70 <= index < 75 else first, second
+
+
+@pytest.mark.epoch_one_reads_all
+def test_code_that_looks_at_a_part_later_makes_the_job_pass_through(caplog: Any) -> None:
+    """What is served are the samples of the source, with one warning."""
+    source = Boxes(looks_at_a_view_in_a_part, behind.two)
+    torch.manual_seed(0)
+    expected = list(DataLoader(source, 10, collate_fn=list))
+    with closing(CachedDataset(source)) as dataset:
+        assert dataset.cache is not None
+        torch.manual_seed(0)
+        assert same(list(DataLoader(dataset, 10, collate_fn=list)), expected)
+        assert dataset.counters.says_changed  # type: ignore[union-attr]
+    assert len([text for text in caplog.messages if "cannot be cut at its random steps" in text]) == 1
 
 
 @pytest.mark.parametrize(("code", "is_cut"), [(mosaic, False), (mixed_up, False), (pasted, False), (pairs, True)])

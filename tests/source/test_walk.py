@@ -1,5 +1,6 @@
 """What the code of a source reaches, and the values that it reaches by name."""
 
+import dis
 import importlib
 import sys
 import types
@@ -81,6 +82,18 @@ def test_code_tells_its_names() -> None:
     assert found.globals == {"gain", "SETTINGS"}
     assert found.names >= {"gain", "SETTINGS", "level", "of_globals"}
     assert (found.written, "text" in found.texts) == ({"level"}, True)
+
+
+def test_code_of_many_names_is_read_as_dis_reads_it() -> None:
+    """An argument of more than a byte has its upper bits in operations before it."""
+    lines = [f"    global made{number}\n    made{number} = given.a{number} = there{number}" for number in range(200)]
+    scope: dict[str, Any] = {}
+    exec("def code(given):\n" + "\n".join(lines), scope)
+    steps = list(dis.get_instructions(scope["code"]))
+    found = read_code(scope["code"].__code__)
+    assert found.globals == {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")}
+    assert found.written == {step.argval for step in steps if step.opname == "STORE_ATTR"}
+    assert len(found.globals) == 400
 
 
 def test_a_large_or_circular_source_ends_and_a_proxy_is_not_made_to_load() -> None:

@@ -55,7 +55,7 @@ def hit_rates(caplog: pytest.LogCaptureFixture) -> list[float]:
     return [float(line.split("hit rate ")[1].split(" %")[0]) for line in said(caplog, ": hit rate ")]
 
 
-@pytest.mark.parametrize("value", ["1", "true", "ON", "auto", "1MiB", "100%", " 1 MiB "])
+@pytest.mark.parametrize("value", ["1", "true", "ON", "Yes", "auto", "1MiB", "1048576", "100%", " 1 MiB "])
 def test_a_training_is_cached_without_an_edit(value, tmp_path, switch, caplog):
     """Each of these values caches all samples, so epoch two loads none."""
     switch(value)
@@ -63,7 +63,7 @@ def test_a_training_is_cached_without_an_edit(value, tmp_path, switch, caplog):
     assert hit_rates(caplog)[1] == 100
 
 
-@pytest.mark.parametrize("value", ["0", "false", "OFF", "", " "])
+@pytest.mark.parametrize("value", ["0", "false", "OFF", "No", "", " "])
 def test_it_is_switched_off(value, switch):
     """Then further variables do not count either."""
     switch(value, NAEM="photos")
@@ -92,6 +92,27 @@ def test_options_are_variables_too(tmp_path, switch):
 
 
 @pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", False),
+        ("1", True),
+        ("no", False),
+        ("yes", True),
+        ("Off", False),
+        ("on", True),
+        ("false", False),
+        (" 1 ", True),
+    ],
+)
+def test_a_flag_is_written_as_flags_are(text, value, switch):
+    """As a number, too; whatever its default."""
+    switch("1", VERBOSE=text, PREFILL=text, STRICT=text)
+    [callback] = callbacks()
+    options = callback.caches.options
+    assert (callback.verbose, options.prefill, options.strict) == (value, value, value)
+
+
+@pytest.mark.parametrize(
     ("budget", "options", "words"),
     [
         ("1", {"NAEM": "photos"}, "STOCACHE_NAEM is no variable .* Did you mean STOCACHE_NAME?"),
@@ -99,6 +120,9 @@ def test_options_are_variables_too(tmp_path, switch):
         (None, {"BUDGET": "60%"}, "STOCACHE_BUDGET is no variable .* Did you mean STOCACHE"),
         ("60 percent", {}, "budget cannot be read; got '60 percent'"),
         ("ture", {}, "budget cannot be read; got 'ture'"),
+        ("60", {}, "STOCACHE=60 would be 60 bytes. Did you mean STOCACHE=60% or STOCACHE=60GB"),
+        ("8000", {}, "would be 8000 bytes. Did you mean STOCACHE=8000MB"),
+        (" 32 ", {}, "Did you mean STOCACHE=32% or STOCACHE=32GB"),
         (
             "1",
             {"STORE": "encodd"},
