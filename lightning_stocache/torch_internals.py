@@ -23,14 +23,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import multiprocessing
 import queue
 import time
-from collections import deque
 from collections.abc import Iterator
-from functools import cache
-from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -45,109 +41,30 @@ from torch.utils.data._utils import worker
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 __all__ = [
-    "WorkerIterator",
+    "ExceptionWrapper",
     "become_worker",
     "collate",
     "default_collate_fn_map",
     "do_when_idle",
     "draws_all_once",
     "idling_context",
+    "has_pinned_memory",
     "is_loader_iterator",
+    "iterator_of",
     "job_store",
-    "knows_workers",
     "pinned",
+    "processes_of",
     "set_worker_dataset",
     "shut_down",
     "unwrapped_pipe",
     "version_of",
+    "wrapped_error",
 ]
 
 log = logging.getLogger(__name__)
 
 _TERMINATED_SECONDS = 2.0  # for a worker to end after SIGTERM, which torch's handler obeys at once
 _LOCKED_SECONDS = 1.0  # that the thread of a queue may have it locked: microseconds
-_ENDING_SECONDS = 10.0  # for a worker to end after its socket has closed: milliseconds, on a busy machine seconds
-
-_OF_WORKERS = (
-    *("_try_put_index", "_worker_queue_idx_cycle", "_send_idx", "_rcvd_idx", "_data_queue", "_index_queues"),
-    *("_workers", "_shutdown_workers"),
-)
-_ASIDE = -1  # the number of a question beside the requests
-_POLL_SECONDS = 5.0  # between two looks whether a worker is alive
-
-
-@cache
-def knows_workers() -> bool:
-    """Whether this version of torch has the names that `WorkerIterator` needs. Warns once if it does not."""
-    kind: Any = getattr(dataloaders, "_MultiProcessingDataLoaderIter", None)
-    known = set(dir(kind)) | _names_in(kind, "__init__") | _names_in(kind, "_reset")
-    if missing := sorted(set(_OF_WORKERS) - known):
-        log.warning(
-            "this version of torch (%s) has no %s: a CachedLoader with workers is a plain DataLoader.\nThe dataset is "
-            "cached all the same",
-            torch.__version__,
-            ", ".join(missing),
-        )
-    return not missing
-
-
-class WorkerIterator:
-    """The iterator of a loader with persistent workers, fed from outside.
-
-    Args:
-        loader: a loader whose `batch_sampler` is the feed: an iterator that may be empty now and have more later.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
-        self._iterator = cast(Any, iter(loader))
-        self._mailbox = _Mailbox(self._iterator._data_queue, self._iterator._workers)
-        self._iterator._data_queue = self._mailbox
-
-    def begin_epoch(self, batches: int = 0) -> None:
-        """Wait for the replies of the last epoch and drop them. The next request is for the worker of that batch."""
-        self._iterator = iter(self._loader)
-        for _ in range(batches % self._loader.num_workers):
-            next(self._iterator._worker_queue_idx_cycle)
-
-    def push(self) -> None:
-        """Send the next item of the feed to the next worker."""
-        self._iterator._try_put_index()
-
-    def receive(self) -> Any:
-        """The next reply. Raises the worker's error, if there was one."""
-        return next(self._iterator)
-
-    def ask(self, number: int, question: Any) -> Any:
-        """The reply of one worker to a question, which leaves the order of requests and replies as it is.
-
-        None if the worker has ended, or if its reply is an error.
-
-        Raises:
-            RuntimeError: the loader's `timeout` has passed, as for a batch.
-        """
-        self._iterator._index_queues[number].put((_ASIDE, question))
-        reply = self._mailbox.aside(number, self._loader.timeout or math.inf)
-        return None if isinstance(reply, ExceptionWrapper) else reply
-
-    @property
-    def outstanding(self) -> int:
-        """Number of requests whose reply has not been received, although it may have come before an earlier one."""
-        return int(self._iterator._send_idx - self._iterator._rcvd_idx)
-
-    @property
-    def answered(self) -> int:
-        """Number of replies in this epoch."""
-        return int(self._iterator._rcvd_idx)
-
-    @property
-    def ended(self) -> list[BaseProcess]:
-        """The workers that have ended."""
-        return [worker for worker in self._iterator._workers if not worker.is_alive()]
-
-    def shut_down(self) -> None:
-        """End the workers, and wait for them."""
-        shut_down(self._iterator)
 
 
 class _IdleQueue(Queue):  # type: ignore[type-arg]
@@ -186,60 +103,24 @@ def idling_context(given: str | BaseContext | None) -> BaseContext:
     return cast(BaseContext, context)
 
 
-class _Mailbox:
-    """The queue of the workers' replies."""
+def iterator_of(loader: DataLoader[Any]) -> Any:
+    """The iterator of a loader with persistent workers; None if no epoch has begun, or for another loader."""
+    return getattr(loader, "_iterator", None)
 
-    def __init__(self, replies: Any, workers: list[BaseProcess]) -> None:
-        self._replies, self._workers = replies, workers
-        self._early = deque[Any]()  # replies that have come before the answer to a question
 
-    def aside(self, number: int, seconds: float) -> Any:
-        """The answer of a worker to a question beside the requests; None if it has ended.
-
-        Raises:
-            RuntimeError: no answer has come within so many seconds.
-        """
-        end = time.monotonic() + seconds
-        while True:
-            left = end - time.monotonic()
-            if left <= 0:
-                raise RuntimeError(f"DataLoader timed out after {seconds} seconds")
-            try:
-                reply = self._replies.get(timeout=min(left, _POLL_SECONDS))
-            except queue.Empty:
-                if not self._workers[number].is_alive():
-                    return None
-                continue
-            except (EOFError, ConnectionError, FileNotFoundError):
-                return None  # a worker was killed: DataLoader raises its own error when it asks for a reply
-            if reply[0] == _ASIDE:
-                return reply[1]
-            self._early.append(reply)
-
-    def get(self, timeout: float | None = None) -> Any:
-        """The next reply. Raises `queue.Empty` if none comes within the timeout, in seconds."""
-        if self._early:
-            return self._early.popleft()
-        try:
-            reply = self._replies.get(timeout=timeout)
-            while reply[0] == _ASIDE:  # an answer that came too late
-                reply = self._replies.get(timeout=timeout)
-            return reply
-        except (EOFError, ConnectionError, FileNotFoundError):
-            # A killed worker closes its sockets before it has ended. DataLoader raises its own error after the end.
-            ended = connection.wait([worker.sentinel for worker in self._workers], _ENDING_SECONDS)
-            for worker in self._workers:
-                if worker.sentinel in ended:
-                    worker.join()  # its sentinel is ready before it is dead
-            raise
+def processes_of(iterator: Any) -> list[BaseProcess]:
+    """The workers of a loader's iterator."""
+    return getattr(iterator, "_workers", [])
 
 
 def shut_down(iterator: Any) -> None:
     """End the workers of a loader's iterator, and wait for them. A worker that hangs is terminated."""
-    for indices in iterator._index_queues:
+    for indices in getattr(iterator, "_index_queues", []):
         _unlock(indices)
-    iterator._shutdown_workers()
-    left = [process for process in iterator._workers if process.is_alive()]
+    end = getattr(iterator, "_shutdown_workers", None)
+    if end is not None:
+        end()
+    left = [process for process in processes_of(iterator) if process.is_alive()]
     for process in left:
         process.terminate()  # the iterator does not do so while the interpreter ends
     for process in left:
@@ -298,12 +179,19 @@ def job_store() -> Any:
     return store if clone is None else clone()
 
 
+def has_pinned_memory() -> bool:
+    """Whether DataLoader would copy batches to page-locked memory."""
+    accelerator = getattr(torch, "accelerator", None)  # torch 2.6 brought it
+    if accelerator is None:
+        return torch.cuda.is_available()
+    return bool(accelerator.is_available()) and accelerator.current_accelerator().type != "mps"
+
+
+def wrapped_error(where: str) -> ExceptionWrapper:
+    """The error that is being handled, for another process or thread to raise again with its traceback."""
+    return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+
+
 def pinned(batch: Any) -> Any:
     """A batch in page-locked memory."""
     return cast(Any, pinning).pin_memory(batch)
-
-
-def _names_in(kind: Any, method: str) -> set[str]:
-    """The names of attributes that a method reads or sets."""
-    code = getattr(getattr(kind, method, None), "__code__", None)
-    return set(getattr(code, "co_names", ()))

@@ -44,7 +44,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, ClassVar, Self, cast
 
 import numpy as np
@@ -75,6 +75,7 @@ PATIENCE = 30.0
 """Seconds that a process waits, once, for a sample that another process loads."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
+_STEP = 1 << 12  # slots that are looked at together for an empty one
 _WINDOW = 1 << 24  # slots in which `some_stored` looks for ready ones
 _ALONE = 1 << 40  # a byte of the lock file, behind the bytes of all slots
 _RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
@@ -140,6 +141,7 @@ class Store:
         self._waits = self._is_shared
         self._shortage = Shortage(segment)
         self._retry_at = 0.0
+        self._hole = 0  # the slot that was empty when `full` looked
         self._closed = False
 
     # ---- opening ----
@@ -574,10 +576,15 @@ class Store:
 
     @property
     def full(self) -> bool:
-        """Whether every index of the dataset can be read now."""
+        """Whether every index of the dataset can be read now. The slots behind the last one found empty come first."""
         if self.closed or len(self) < self.length or (self.segment.on_disk and not self.segment.is_whole):
             return False
-        return bool((self._readable == READY).all())
+        for first in chain(range(self._hole, len(self), _STEP), range(0, len(self), _STEP)):
+            are_empty = self._readable[first : first + _STEP] != READY
+            if are_empty.any():
+                self._hole = first + int(are_empty.argmax())
+                return False
+        return True
 
     @property
     def fill_fraction(self) -> float:

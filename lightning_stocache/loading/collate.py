@@ -14,19 +14,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from lightning_stocache.cache.codec import Memory, aligned, array_dtype
+from lightning_stocache.cache.codec import Memory, array_dtype, memory_of
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.loading.arena import Lent, Slot
 from lightning_stocache.source.samples import is_namedtuple, is_plain, rebuilt
 
-__all__ = ["Collator", "Packed", "Rows", "is_dense"]
+__all__ = ["Collator", "Rows", "unpacked"]
+
+_SMALL = 4096  # bytes; what is smaller travels in the message
 
 
 class Collator:
@@ -145,18 +147,18 @@ class Rows:
     """The memory of a batch as its tensors, each with a row for every sample.
 
     Args:
-        segment: the shared memory, if there is any.
+        slot: the memory.
         samples: number of samples of the batch.
     """
 
-    def __init__(self, segment: Segment | None, samples: int) -> None:
-        self._segment, self._samples, self._end = segment, samples, 0
-        # For each leaf of the first sample: the place of its tensor, and the rows of that tensor.
-        self._rooms: list[tuple[Packed, tuple[torch.Tensor, ...]] | None] = []
+    def __init__(self, slot: Slot, samples: int) -> None:
+        self._slot, self._samples = slot, samples
+        # For each leaf of the first sample, the rows of its tensor; the whole tensor comes first.
+        self._rooms: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None] = []
 
     def put(self, number: int, sample: Any) -> Any:
         """The sample, with its tensors copied to their rows where a row fits."""
-        if self._segment is None or number >= self._samples or not is_plain(sample):
+        if number >= self._samples or not is_plain(sample):
             return sample
         if number == 0:
             rebuilt(sample, self._open)
@@ -171,42 +173,80 @@ class Rows:
 
         return rebuilt(sample, placed)
 
-    def keep(self, tensor: torch.Tensor) -> Packed | None:
-        """Copy a dense tensor into the memory. Returns its place, or None if there is no room left."""
-        room = self._reserve(tensor.dtype, tuple(tensor.shape), tensor.nbytes)
-        if room is None:
-            return None
-        room[1].copy_(tensor)
-        return room[0]
-
     def stack(self, leaves: list[torch.Tensor], *, collate_fn_map: Any = None) -> Any:
-        """The place of the stacked leaves in the memory, or the stacked tensor. `collate` calls it by its map."""
+        """The stacked leaves, in the memory of the batch if there is room. `collate` calls it by its map."""
         first = leaves[0]
         if not all(is_dense(leaf) and leaf.dtype == first.dtype and leaf.shape == first.shape for leaf in leaves):
             return default_collate(leaves)
         if len(leaves) == self._samples:
-            for place, rows in filter(None, self._rooms):
+            for whole, rows in filter(None, self._rooms):
                 if all(leaf.data_ptr() == row.data_ptr() for leaf, row in zip(leaves, rows, strict=True)):
-                    return place  # they lie there already
-        room = self._reserve(first.dtype, (len(leaves), *first.shape), first.nbytes * len(leaves))
-        if room is None:
-            return torch.stack(leaves)
-        torch.stack(leaves, out=room[1])
-        return room[0]
+                    return whole  # they lie there already
+        whole_room = self._room(first.dtype, (len(leaves), *first.shape))
+        return torch.stack(leaves) if whole_room is None else torch.stack(leaves, out=whole_room)
 
-    def _reserve(self, dtype: torch.dtype, shape: tuple[int, ...], size: int) -> tuple[Packed, torch.Tensor] | None:
-        """Room for a tensor of `size` bytes: its place, and the tensor. None if the memory is full."""
-        if self._segment is None or not size or self._end + size > self._segment.size:
-            return None
-        start = self._end
-        self._end += aligned(size)
-        return Packed(start, dtype, shape), self._segment.tensor(start, size).view(dtype).view(shape)
+    def packed(self, batch: Any) -> Any:
+        """A batch as a message. Tensors lie in the memory of the batch while there is room, the others in the message.
+
+        Torch's own way to send a tensor takes fresh memory in /dev/shm, and dies of SIGBUS where there is none.
+        """
+        known: dict[int, Packed] = {}  # a tensor that comes twice stays one tensor
+
+        def packed(leaf: Any) -> Any:
+            if not is_dense(leaf) or not leaf.is_contiguous():  # torch's own way keeps its strides
+                return leaf
+            if id(leaf) not in known:
+                known[id(leaf)] = Packed(self._content(leaf), leaf.dtype, tuple(leaf.shape))
+            return known[id(leaf)]
+
+        return rebuilt(batch, packed)
+
+    def _content(self, tensor: torch.Tensor) -> int | npt.NDArray[np.uint8]:
+        """Where a tensor lies in the memory, to which it is copied if it is large; else its bytes."""
+        if tensor.nbytes and (offset := self._slot.offset_of(tensor)) is not None:
+            return offset
+        room = self._slot.room(tensor.nbytes) if tensor.nbytes > _SMALL else None
+        if room is None:
+            return memory_of(tensor)
+        offset, memory = room
+        memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return offset
+
+    def _room(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """Room for a tensor, or None."""
+        room = self._slot.room(dtype.itemsize * torch.Size(shape).numel())
+        return None if room is None else room[1].view(dtype).view(shape)
 
     def _open(self, leaf: Any) -> None:
-        samples, room = self._samples, None
-        if is_dense(leaf):
-            room = self._reserve(leaf.dtype, (samples, *leaf.shape), leaf.nbytes * samples)
-        self._rooms.append(None if room is None else (room[0], room[1].unbind(0)))
+        room = self._room(leaf.dtype, (self._samples, *leaf.shape)) if is_dense(leaf) else None
+        self._rooms.append(None if room is None else (room, room.unbind(0)))
+
+
+def unpacked(batch: Any, memory: Lent | None, *, lend: bool) -> Any:
+    """A batch from a message of `Rows.packed`.
+
+    Args:
+        batch: the message.
+        memory: the memory of the batch.
+        lend: whether its tensors lie there; else they are copies.
+    """
+    known: dict[int, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
+
+    def arrived(leaf: Any) -> Any:
+        if not isinstance(leaf, Packed):
+            return leaf
+        if id(leaf) not in known:
+            known[id(leaf)] = tensor_of(leaf)
+        return known[id(leaf)]
+
+    def tensor_of(leaf: Packed) -> torch.Tensor:
+        if not isinstance(leaf.content, int):
+            return torch.from_numpy(leaf.content).view(leaf.dtype).view(leaf.shape)
+        nbytes = leaf.dtype.itemsize * torch.Size(leaf.shape).numel()
+        tensor = cast(Lent, memory).tensor(leaf.content, nbytes).view(leaf.dtype).view(leaf.shape)
+        return tensor if lend else tensor.clone()
+
+    return rebuilt(batch, arrived)
 
 
 def is_dense(leaf: Any) -> bool:

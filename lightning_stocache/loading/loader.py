@@ -6,8 +6,8 @@ batch. Once everything is READY there are no workers, and a thread gathers one b
 on the CPU, of records, and by a `collate_fn` of the user's, workers make whole batches in shared memory.
 
 Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit: all draws
-are made on the caller's thread at the moments at which DataLoader makes them (`index_stream`). Samples
-without batching, `in_order=False` and a dataset that is not cached have no short cut: DataLoader makes their batches.
+are made on the caller's thread at the moments at which DataLoader makes them (`draws`). Samples without batching and a
+dataset that is not cached have no short cut: DataLoader makes their batches.
 
 Differences:
 
@@ -25,16 +25,16 @@ Differences:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from lightning_stocache.cache.store import gathers
+from lightning_stocache.cache.store import NO_PLACE, Store, gathers
 from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
-from lightning_stocache.loading.epoch import Epoch, Resources, Route
-from lightning_stocache.loading.index_stream import IndexStream
+from lightning_stocache.loading.draws import ResumableBatches
+from lightning_stocache.loading.epoch import Batches, Epoch, Gatherer
 from lightning_stocache.loading.loader_sampler import (
     batches_of,
     deals_to_ranks,
@@ -42,16 +42,20 @@ from lightning_stocache.loading.loader_sampler import (
     set_epoch,
 )
 from lightning_stocache.loading.loader_tree import Stream, is_rolling, is_stream
-from lightning_stocache.loading.position import CheckedDraws, CountedBatches, LoaderState, ResumableBatches
+from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.serve import CachedSource
-from lightning_stocache.loading.worker_pool import InitOnSource
+from lightning_stocache.loading.workers import InitOnSource, Workers, loader_like
 from lightning_stocache.sampling.residents import StreamBatches
+from lightning_stocache.sampling.sampler_domain import sampler_domain
 from lightning_stocache.setup.request import check_choice, check_flag
-from lightning_stocache.torch_internals import knows_workers, shut_down
+from lightning_stocache.torch_internals import has_pinned_memory, iterator_of, shut_down
 
 __all__ = ["CachedLoader", "Gather"]
 
 Gather = Literal["auto", "main", "worker"]
+
+Route = Literal["main", "worker"]
+"""The process that makes batches: the main process, from the cache and from loaded samples, or a worker."""
 
 _NO_SAMPLING = (
     "CachedLoader has no option sampling: say locality=True in place of sampling='locality', and give a "
@@ -75,6 +79,7 @@ class CachedLoader(DataLoader[Any]):
         num_replicas: with `locality`, the number of ranks that share the data, by default all; fewer if some ranks work
             on the same samples (`**fabric.strategy.distributed_sampler_kwargs`).
         rank: with `locality`, the rank of this process among them.
+        positional: the next arguments of `torch.utils.data.DataLoader`, from `collate_fn` on.
         arguments: all other arguments of `torch.utils.data.DataLoader`, with their meaning there.
 
     Raises:
@@ -97,9 +102,10 @@ class CachedLoader(DataLoader[Any]):
     # The values of a new loader, also of one that copies a DataLoader's attributes and was never constructed.
     gather: Gather = "auto"
     _started = False  # whether a persistent loader has drawn its base seed
-    resources: Resources | None = None
-    _current: weakref.ref[Epoch] | None = None
-    _plain: Any = None
+    _workers: Workers | None = None  # persistent ones
+    _gatherer: Gatherer | None = None
+    _current: weakref.ref[Batches] | None = None
+    _plain: DataLoader[Any] | None = None  # what makes DataLoader's own epochs
     _in_memory: CachedLoader | None = None  # the loader of a stream once the whole stream is in memory
 
     def __init__(
@@ -110,7 +116,7 @@ class CachedLoader(DataLoader[Any]):
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         num_workers: int = 0,
-        *,
+        *positional: Any,
         gather: Gather = "auto",
         locality: bool = False,
         num_replicas: int | None = None,
@@ -128,82 +134,142 @@ class CachedLoader(DataLoader[Any]):
         elif locality and batch_sampler is None and not deals_to_ranks(sampler):
             sampler = locality_sampler(dataset, batch_size, bool(shuffle), num_replicas, rank, draws=sampler)
             shuffle = None
-        super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, **arguments)
+        super().__init__(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, *positional, **arguments)
         self.gather, self.position = gather, LoaderState()
 
     def __iter__(self) -> Any:
         """A new epoch. With persistent workers all iterators of the loader go on with it, as in DataLoader."""
         self.position.waiting.begin()
-        if is_stream(self.dataset):
-            return self._iter_stream(self.dataset)
+        if is_stream(self.dataset) and (in_memory := self._stream_in_memory(self.dataset)) is not None:
+            return iter(in_memory)
         persistent = self.persistent_workers and self.num_workers > 0
-        last = None if not persistent or self._current is None else self._current()
-        if last is not None:
-            last.close()
-        started = persistent and (self._started or self._plain is not None)
+        batches = self._current() if persistent and self._current is not None else None
+        if batches is None:
+            batches = Batches(self)
+        batches.close()
         self.position.begin(self)
-        cached = self._cached()
-        if cached is not None and not started and not cached.knows_ranks:
-            cached.look_at_ranks()
-        if cached is not None and (not started or cached.changes.are_heard):
-            cached.changes.refresh_unread(is_compared=True)
-            cached.changes.refresh()  # persistent workers have a source of their own, which stays as it was
+        cached, is_first = self._cached(), not (persistent and self._started)
         if cached is not None:
-            cached.changes.share_with(self._other_readers, [self.dataset, cached_in(self.dataset)])
-        resources = None if cached is None else self._resources_for(cached)
-        if resources is not self.resources:
-            self._change(resources)
-        if cached is None or resources is None:
-            plain = self._iter_plainly(seeded=persistent and self._started and self._plain is None)
-            if last is not None:
-                last.next_epoch = plain
-            return plain
-        # New workers with random transforms need a new seed; new ones that only load do not.
-        first = not started or (resources.route == "worker" and resources.workers is None)
-        stream = IndexStream(self, first, self.position)
-        self._started = True
-        whole = resources.route == "main" and resources.cache.full and len(self.dataset) <= resources.cache.length  # type: ignore[arg-type]
-        passes = cached.cache is None
-        warm = whole and stream.trusted and not passes
-        epoch = Epoch(self, cached, stream, resources, self.position, warm=warm, passes=passes)
-        if last is not None:
-            last.next_epoch = epoch
-        self._current = weakref.ref(epoch)
-        return epoch
-
-    def _iter_plainly(self, seeded: bool) -> Any:
-        """DataLoader's own epoch. A persistent loader that has drawn its base seed draws none again."""
-        generator, init = self.generator, self.worker_init_fn
-        if seeded:
-            self.generator = torch.Generator().set_state((generator or torch.default_generator).get_state())
-        self.worker_init_fn = InitOnSource.of(init)
-        batches, name = batches_of(self), "sampler" if self.batch_sampler is None else "batch_sampler"
-        stream = isinstance(self.dataset, IterableDataset)
-        draws = batches if stream else self._checked(ResumableBatches(batches, self.position))
-        vars(self)[name] = draws  # past its __setattr__
+            self._refresh(cached, is_first=is_first)
         try:
-            return CountedBatches(super().__iter__(), self.position)
-        finally:
-            vars(self)[name] = batches
-            self.generator, self.worker_init_fn = generator, init
+            batches.begin(self._epoch(cached, is_first=is_first))
+        except BaseException:
+            self._keep(None)
+            raise
+        self._started = True
+        self._current = weakref.ref(batches)
+        return batches
 
-    def _checked(self, draws: ResumableBatches) -> ResumableBatches | CheckedDraws:
-        """The draws of an epoch that DataLoader makes, checked for keys that are no indices."""
-        cached = self._cached()
-        if cached is None or cached.cache is None or cached.changes.has_other_keys:
-            return draws
-        return CheckedDraws(draws, cached.check_keys, is_batched=self.batch_sampler is not None)
+    def _refresh(self, cached: CachedSource, *, is_first: bool) -> None:
+        """Before an epoch: look whether the source has changed. Persistent workers have one that stays as it was."""
+        if is_first and not cached.knows_ranks:
+            cached.look_at_ranks()
+        if is_first or cached.changes.are_heard:
+            cached.changes.refresh_unread(is_compared=True)
+            cached.changes.refresh()
+        cached.changes.share_with(self._other_readers, [self.dataset, cached_in(self.dataset)])
 
-    def _iter_stream(self, stream: Stream) -> Any:
-        """An epoch of a stream: DataLoader's own, or that of a dataset once the whole stream is in memory."""
+    def _epoch(self, cached: CachedSource | None, *, is_first: bool) -> Iterator[Any]:
+        """The epoch that begins now.
+
+        Args:
+            cached: the cached source, if the dataset is cached.
+            is_first: whether DataLoader would draw a base seed: in a persistent loader's first epoch, and in each epoch
+                of another loader.
+        """
+        route = self.route
+        workers = None if cached is None else self._running(cached)
+        gatherer = self._gatherer_of(cached) if cached is not None and route == "main" else None
+        if workers is not None and cached is not None and cached.changes.are_heard:
+            route = "worker"  # they go on, with the source that they have
+        if cached is None or route is None or (route == "main" and gatherer is None):
+            self._keep(None)
+            return self._plain_epoch(cached, is_first=is_first)
+        self._end_plain()
+        has_to_load = gatherer is None or not self._has_nothing_to_load(gatherer.cache)
+        is_start = self.persistent_workers and workers is None  # they have a source of their own from now on
+        asks = self.num_workers > 0 and (has_to_load or is_start)
+        if asks and workers is None:
+            workers = Workers(self, is_late=not is_first)
+            self.keep(workers)
+        return Epoch(self, cached, gatherer, workers, asks=asks, draws_seed=is_first)
+
+    def _running(self, cached: CachedSource) -> Workers | None:
+        """The persistent workers, if they run. Those that have ended, or have another cache, are replaced.
+
+        Raises:
+            RuntimeError: a worker was killed, and no epoch has raised that.
+        """
+        workers = self._workers
+        if workers is not None:
+            has_cache = workers.cache is cached.cache or cached.changes.are_heard
+            if not workers.are_alive() or not has_cache:
+                self._keep(None)
+        return self._workers
+
+    def keep(self, workers: Workers) -> None:
+        """Keep the workers of an epoch for later epochs, if they are persistent."""
+        if self.persistent_workers:
+            self._keep(workers)
+
+    def _keep(self, workers: Workers | None) -> None:
+        before, self._workers = self._workers, workers
+        if before is not None and before is not workers:
+            before.close()
+
+    def _gatherer_of(self, cached: CachedSource) -> Gatherer | None:
+        """What gathers batches from the cache; None if `default_collate` makes something else of its samples."""
+        cache = cast(Store, cached.cache)
+        if self._gatherer is None or self._gatherer.cache is not cache:
+            try:
+                self._gatherer = Gatherer(cache, pins=self.pin_memory and has_pinned_memory())
+            except (TypeError, RuntimeError):  # default_collate refuses these samples, or keeps a subclass
+                self._gatherer = None
+        return self._gatherer
+
+    def _has_nothing_to_load(self, cache: Store) -> bool:
+        """Whether all samples that the loader's sampler can draw are known to be READY."""
+        if cache.full and len(cast(Any, self.dataset)) <= cache.length:
+            return True
+        drawn = sampler_domain(batches_of(self), cache.length) if cache.filled else None
+        if drawn is None or len(drawn) > cache.filled:
+            return False
+        return bool((cache.lookup(drawn.indices) != NO_PLACE).all())
+
+    def _plain_epoch(self, cached: CachedSource | None, *, is_first: bool) -> Iterator[Any]:
+        """DataLoader's own epoch, over a copy of the loader. A running persistent loader draws no base seed again."""
+        if self._plain is None or not self.persistent_workers:
+            self._plain = self._plain_loader(cached, is_first=is_first)
+        return DataLoader.__iter__(self._plain)
+
+    def _plain_loader(self, cached: CachedSource | None, *, is_first: bool) -> DataLoader[Any]:
+        """A DataLoader like this, whose batches are counted as they are drawn."""
+        is_batched, check = self.batch_sampler is not None, None
+        if cached is not None and cached.cache is not None:
+            check = cached.check_keys if is_batched else lambda key: cached.check_keys([key])
+        draws = ResumableBatches(batches_of(self), self.position, check)
+        return loader_like(
+            self,
+            None if is_first else torch.default_generator if self.generator is None else self.generator,
+            **{"batch_sampler" if is_batched else "sampler": draws},
+            worker_init_fn=InitOnSource.of(self.worker_init_fn),
+        )
+
+    def _end_plain(self) -> None:
+        """End the workers of DataLoader's own epochs."""
+        plain, self._plain = self._plain, None
+        iterator = None if plain is None else iterator_of(plain)
+        if iterator is not None:
+            shut_down(iterator)
+
+    def _stream_in_memory(self, stream: Stream) -> CachedLoader | None:
+        """The loader of a stream that is in memory as a whole; None if the stream is read in this epoch."""
         size = self.batch_size
         epoch = None if size is None else stream.__kept__(size, self.drop_last)
         if epoch is None:
-            return self._iter_plainly(seeded=False)
+            return None
         dataset, batches = epoch
-        if self._plain is not None:
-            shut_down(self._plain)  # persistent workers, which had the stream to read
-            self._plain = None
+        self._end_plain()  # persistent workers, which had the stream to read
         if self._in_memory is not None and self._in_memory.dataset is not dataset:
             self._in_memory.close()  # its memory was given up: the stream was shared again
             self._in_memory = None
@@ -211,7 +277,7 @@ class CachedLoader(DataLoader[Any]):
             self._in_memory = self._loader_in_memory(dataset, batches, stream.source)
             self._in_memory.position.waiting = self.position.waiting
         cast(StreamBatches, self._in_memory.batch_sampler).batches = batches.batches
-        return iter(self._in_memory)
+        return self._in_memory
 
     def _loader_in_memory(self, dataset: CachedDataset, batches: StreamBatches, source: Any) -> CachedLoader:
         names = ["num_workers", "collate_fn", "pin_memory", "timeout", "generator", "prefetch_factor", "gather"]
@@ -227,8 +293,7 @@ class CachedLoader(DataLoader[Any]):
         =============================================  ============  ========================
         what is done to samples after the cache        no workers    with workers
         =============================================  ============  ========================
-        no cache                                       None          None
-        no batches, or `in_order=False`                None          None
+        no cache, or no batches                        None          None
         a `collate_fn` of the user's                   None          "worker" (None: "main")
         a transform for each                           None          "worker" (None: "main")
         nothing, to records                            None          "worker" (None: "main")
@@ -238,11 +303,7 @@ class CachedLoader(DataLoader[Any]):
         In brackets: with `gather="main"`, and with `gather="worker"`.
         """
         cached = self._cached()
-        if cached is None or cached.cache is None:
-            return None
-        if self.batch_sampler is None or not getattr(self, "in_order", True):
-            return None
-        if self.num_workers and not knows_workers():
+        if cached is None or cached.cache is None or self.batch_sampler is None:
             return None
         if self.collate_fn is not default_collate or cached.transforms or not gathers(cached.cache):
             return "worker" if self.num_workers and self.gather != "main" else None
@@ -250,33 +311,15 @@ class CachedLoader(DataLoader[Any]):
 
     def close(self) -> None:
         """End the epoch under way, and the workers; a new epoch starts new ones."""
-        if self._current is not None and (epoch := self._current()) is not None:
-            epoch.close()
-        self._change(None)
-        self._current, self._started = None, False
+        batches = None if self._current is None else self._current()
+        if batches is not None:
+            batches.break_off()
+        self._keep(None)
+        self._end_plain()
+        self._current, self._gatherer, self._started = None, None, False
         if self._in_memory is not None:
             self._in_memory.close()
             self._in_memory = None
-
-    def _change(self, resources: Resources | None) -> None:
-        """Replace the resources, perhaps by none, and release those before."""
-        if self.resources is not None:
-            self.resources.release()
-        self.resources = resources
-
-    def _resources_for(self, cached: CachedSource) -> Resources | None:
-        """The resources for this cache and this route, kept or new; None if there is no short cut."""
-        cache, route, last = cached.cache, self.route, self.resources
-        if last is not None and cached.changes.are_heard and not last.cache.closed and last.workers is not None:
-            return last if last.persistent and last.is_usable() and last.workers is not None else None
-        if cache is None or route is None:
-            return None
-        if last is not None and last.cache is cache and last.route == route and last.is_usable():
-            return last
-        try:
-            return Resources(self, cache, route)
-        except (TypeError, RuntimeError):  # default_collate refuses these samples, or keeps a subclass
-            return None
 
     @property
     def _other_readers(self) -> list[Any]:
@@ -302,9 +345,13 @@ class CachedLoader(DataLoader[Any]):
 
         Raises:
             TypeError: the dataset is a stream or a RollingCache, which cannot resume.
+            RuntimeError: an epoch is under way whose batches come in any order (`in_order=False`).
         """
         if isinstance(self.dataset, IterableDataset) or is_rolling(self.dataset):
             raise TypeError(f"a loader of a {type(self.dataset).__name__} cannot resume: it has no state")
+        is_in_order = not self.num_workers or getattr(self, "in_order", True)
+        if not is_in_order and self.position.is_within_epoch:
+            raise RuntimeError("with in_order=False a loader cannot say which batches it has handed out")
         return self.position.of(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -321,15 +368,13 @@ class CachedLoader(DataLoader[Any]):
     @property
     def _iterator(self) -> Any:
         """DataLoader's own persistent iterator. Lightning shuts a loader down by setting it to None."""
-        return self._plain
+        return None if self._plain is None else iterator_of(self._plain)
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
-        if iterator is None:
-            self.close()
-        self._plain = iterator
+        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or a process that is sent the loader, starts with nothing.
-        nothing = dict.fromkeys(("resources", "_current", "_plain", "_in_memory"))
+        nothing = dict.fromkeys(("_workers", "_gatherer", "_current", "_plain", "_in_memory"))
         return self.__dict__ | nothing | {"_started": False, "position": LoaderState()}

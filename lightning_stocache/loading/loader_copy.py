@@ -28,7 +28,7 @@ from lightning_stocache.loading.loader_sampler import batches_of, index_sampler
 from lightning_stocache.loading.loader_tree import cached_in_leaves, wrapped_loader
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.serve import CachedSource
-from lightning_stocache.loading.worker_pool import InitOnSource
+from lightning_stocache.loading.workers import InitOnSource
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.errors import description
 from lightning_stocache.node.group import NodeGroup

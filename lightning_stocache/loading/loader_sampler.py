@@ -7,7 +7,7 @@ generators and from the generators among its attributes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed
@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _DRAW_FROM_TORCH = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
+_MOST_INNER = 64  # samplers that a sampler has in a list; a longer list has indices
 _DRAW_NOTHING = (DistributedSampler.__iter__, LocalitySampler.__iter__, SequentialSampler.__iter__)
 
 
@@ -85,21 +86,34 @@ def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
 
 def drawn_from(batches: Any) -> dict[str, Any]:
     """The generators, by name, from which the order of an epoch may be drawn; empty for samplers that use none."""
-    sampler, plain = sampler_of(batches), type(batches) is BatchSampler or sampler_of(batches) is batches
+    sampler = sampler_of(batches)
+    plain = type(batches) is BatchSampler or sampler is batches
     dealt = sampler.draws if isinstance(sampler, LocalitySampler) else None
     if plain and dealt is None and getattr(type(sampler), "__iter__", None) in _DRAW_NOTHING:
         return {}
-    around = getattr(getattr(sampler, "dataset", None), "__dict__", {})  # Lightning's wrapper reads the user's sampler
-    inner = [value for value in (dealt, *around.values()) if isinstance(value, Sampler)]
     generators = {
         f"{number}.{name}": value
-        for number, drawing in enumerate((batches, sampler, *inner))
+        for number, drawing in enumerate(_nested(batches, {}))
         for name, value in getattr(drawing, "__dict__", {}).items()
         if isinstance(value, GENERATORS)
     }
     if plain and type(sampler) in _DRAW_FROM_TORCH:
         return generators or {"torch": PROCESS_WIDE["torch"]}
     return {**PROCESS_WIDE, **generators}
+
+
+def _nested(sampler: Any, seen: dict[int, Any]) -> Iterator[Any]:
+    """A sampler and the samplers among its attributes, in turn, each once."""
+    if id(sampler) in seen:
+        return
+    seen[id(sampler)] = sampler
+    yield sampler
+    attributes = dict(getattr(sampler, "__dict__", {}))
+    attributes |= getattr(attributes.get("dataset"), "__dict__", {})  # Lightning's wrapper reads the user's sampler
+    for value in attributes.values():
+        for inner in value if isinstance(value, list | tuple) and len(value) < _MOST_INNER else [value]:
+            if isinstance(inner, Sampler):
+                yield from _nested(inner, seen)
 
 
 def draws_unseen(sampler: Any) -> bool:

@@ -6,8 +6,8 @@ the generators' states when the epoch's first index was drawn. To resume, the ge
 order is drawn again, and the batches that were handed out are left out; then the generators get the states that they
 had when the position was taken. Batches that workers were loading at that moment are loaded again.
 
-`ResumableBatches` replaces the loader's batch sampler: it draws an epoch, or its rest, and notes the generators'
-states. `CountedBatches`, or an `Epoch`, counts the batches that are handed out. `LoaderState` has the numbers.
+`ResumableBatches` (`draws`) draws an epoch, or its rest, and notes the generators' states. `Batches` (`epoch`) counts
+the batches that are handed out. `LoaderState` has the numbers.
 
 A position counts samples of all ranks together, so a job with another batch size or number of ranks resumes after the
 same samples. (If their number is no multiple of the new number of ranks, fewer samples than ranks come twice.) A state
@@ -17,10 +17,7 @@ is plain values, and the interface is that of torchdata's StatefulDataLoader.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
-from itertools import chain, islice
+from collections.abc import Mapping
 from typing import Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -29,7 +26,7 @@ from lightning_stocache.loading.loader_sampler import batch_size_of, batches_of,
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.source.generators import PROCESS_WIDE, as_text, put_back, states_of
 
-__all__ = ["CheckedDraws", "CountedBatches", "LoaderState", "ResumableBatches", "Waiting"]
+__all__ = ["LoaderState", "Waiting", "batches_left_out", "samples_left_out"]
 
 _VERSION = 1
 _KEYS = {"batches", "batch_size", "replicas", "length"}
@@ -90,6 +87,11 @@ class LoaderState:
         self._left_out = 0  # batches left out at its beginning
         self._offset = 0  # added to the caller's epochs, if the caller counts from zero again
         self._resumed_epoch: int | None = None  # until the caller sets another epoch
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether batches of an epoch were handed out, and not all."""
+        return self._under_way and not self.ended and self.batches > self._left_out
 
     def of(self, loader: DataLoader[Any], batches: int | None = None, *, ended: bool | None = None) -> dict[str, Any]:
         """The position of a loader, as plain values.
@@ -157,14 +159,14 @@ class LoaderState:
             self._set_epoch(sampler, None if loaded is None else loaded.get("epoch"))
         if self.origin is None:
             return
-        self.batches = self._left_out = self.asked = _batches_left_out(self.origin, drawing)
+        self.batches = self._left_out = self.asked = batches_left_out(self.origin, drawing)
         states = self.origin.get("generators", {})
         if "drawn" not in states:  # between two epochs
             put_back(drawn_from(drawing), states.get("now", {}))
         if isinstance(sampler, LocalitySampler):
             sampler.seed = self.origin.get("seed", sampler.seed)
         if isinstance(sampler, LocalitySampler) and sampler.draws is None:
-            sampler.skip = _samples_left_out(self.origin, drawing)
+            sampler.skip = samples_left_out(self.origin, drawing)
             self.origin = None
         elif not self.origin["batches"] and "drawn" not in states:
             self.origin = None
@@ -185,131 +187,15 @@ class LoaderState:
             sampler.set_epoch(sampler.epoch + self._offset)
 
 
-class ResumableBatches:
-    """Replaces a loader's batch sampler, or its sampler if it makes no batches, and notes the generators' states.
-
-    Args:
-        batches: the user's batch sampler or sampler.
-        state: the position of the loader. A resumed epoch is drawn without its beginning.
-    """
-
-    def __init__(self, batches: Any, state: LoaderState) -> None:
-        self._batches, self._state = batches, state
-
-    def __iter__(self) -> Iterator[Any]:
-        # A loader with workers calls this twice, and reads the second: nothing may be lost with the first.
-        if self._state.origin is not None:
-            return self._rest(self._state.origin)
-        generators = drawn_from(self._batches)
-        if not generators:
-            return iter(self._batches)
-        if type(self._batches) is BatchSampler:  # draws nothing before it is asked for its first batch
-            return self._noted(generators, iter(self._batches))
-        before, drawing = states_of(generators), cast(Iterator[Any], iter(self._batches))
-        if states_of(generators) == before:
-            return self._noted(generators, drawing)
-        self._state.drawn = before
-        return self._noted(None, drawing)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def _noted(self, generators: Mapping[str, Any] | None, batches: Iterator[Any]) -> Iterator[Any]:
-        """Count the batches of an epoch as they are drawn. The order may be drawn with the first of them."""
-        self._state.drawn = states_of(generators) if generators else self._state.drawn
-        for batch in batches:
-            self._state.asked += 1
-            yield batch
-        self._state.asked += 1
-
-    def _rest(self, origin: Mapping[str, Any]) -> Iterator[Any]:
-        """The rest of a resumed epoch."""
-        generators = drawn_from(self._batches)
-        states, before = origin.get("generators", {}), as_text(states_of(generators))
-        put_back(generators, states.get("drawn", {}))
-        self._state.drawn = states_of(generators)
-        plain, asked = type(self._batches) is BatchSampler, max(origin["batches"], states.get("asked", 0))
-        count = _samples_left_out if plain else _batches_left_out
-        if plain and isinstance(self._batches.sampler, LocalitySampler):  # it deals the rest in batches of the new size
-            self._batches.sampler.skip = _samples_left_out(origin, self._batches)
-            drawing: Iterator[Any] = iter(self._batches.sampler)
-        else:
-            drawing = iter(self._batches.sampler if plain else self._batches)
-            drawn = islice(drawing, count({**origin, "batches": asked}, self._batches))
-            deque(islice(drawn, count(origin, self._batches)), maxlen=0)
-            drawing = chain([deepcopy(batch) for batch in drawn], drawing)  # the sampler may change a batch later
-        if plain:
-            drawing = iter(BatchSampler(cast(Any, drawing), self._batches.batch_size, self._batches.drop_last))
-        now = states.get("now", {})
-        if asked:
-            put_back(generators, before | now)
-            yield from self._noted(None, drawing)
-        else:  # the order is drawn with the first index, as by the loader whose position this is
-            first = list(islice(drawing, 1))
-            put_back(generators, {name: state for name, state in before.items() if name not in now})
-            yield from self._noted(None, chain(first, drawing))
-
-
-class CheckedDraws:
-    """Wraps `ResumableBatches` and gives the keys of each draw to a function.
-
-    Args:
-        draws: the draws of an epoch.
-        check: called with the keys of each draw.
-        is_batched: whether a draw is a batch of keys; else it is one key.
-    """
-
-    def __init__(self, draws: ResumableBatches, check: Callable[[Any], None], *, is_batched: bool) -> None:
-        self._draws, self._check, self._is_batched = draws, check, is_batched
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._checked, iter(self._draws))  # not a generator: the sampler begins when DataLoader begins it
-
-    def __len__(self) -> int:
-        return len(self._draws)
-
-    def _checked(self, draw: Any) -> Any:
-        self._check(draw if self._is_batched else [draw])
-        return draw
-
-
-class CountedBatches:
-    """Wraps an iterator of DataLoader and counts its batches; all other attributes are the iterator's."""
-
-    def __init__(self, iterator: Any, state: LoaderState) -> None:
-        self._iterator, self._state = iterator, state
-
-    def __iter__(self) -> CountedBatches:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            with self._state.waiting:
-                batch = next(self._iterator)
-        except StopIteration:
-            self._state.ended = True
-            raise
-        self._state.batches += 1
-        return batch
-
-    def __len__(self) -> int:
-        return len(self._iterator)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_iterator":  # a copy that is not filled yet
-            raise AttributeError(name)
-        return getattr(self._iterator, name)
-
-
-def _samples_left_out(origin: Mapping[str, Any], batches: Any) -> int:
+def samples_left_out(origin: Mapping[str, Any], batches: Any) -> int:
     """Number of samples that this rank leaves out of an epoch that goes on from a position."""
     samples = origin["batches"] * (origin["batch_size"] or 1) * origin["replicas"]
     return int(samples // replicas_of(sampler_of(batches)))
 
 
-def _batches_left_out(origin: Mapping[str, Any], batches: Any) -> int:
+def batches_left_out(origin: Mapping[str, Any], batches: Any) -> int:
     """Number of batches that this rank leaves out: as many as were handed out, if their sizes are unknown."""
     if type(batches) is not BatchSampler or origin["batch_size"] is None or not hasattr(batches.sampler, "__len__"):
         return int(origin["batches"])
-    left = max(len(cast(Any, batches.sampler)) - _samples_left_out(origin, batches), 0)
+    left = max(len(cast(Any, batches.sampler)) - samples_left_out(origin, batches), 0)
     return len(batches) - (left // batches.batch_size if batches.drop_last else -(-left // batches.batch_size))

@@ -82,14 +82,12 @@ def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
 
 
 @contextmanager
-def held_back(number: int = signal.SIGINT) -> Iterator[None]:
-    """Call the Python handler of a signal at the end of the block. Handlers run in the main thread alone.
+def held_back() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the end of the block, not in it. Handlers of signals run in the main thread alone.
 
-    KeyboardInterrupt between a worker's start and its registration would leave a process that nobody ends. Torch's
-    handler of SIGCHLD, which raises where a worker was killed, would leave the lock of a queue taken for ever. Hold
-    SIGCHLD back inside a block of SIGINT: an interrupt at the end of its block would leave `note` as the handler.
+    Between a worker's start and its registration, it would leave a process that nobody ends.
     """
-    handler, process = signal.getsignal(number), os.getpid()
+    handler, process = signal.getsignal(signal.SIGINT), os.getpid()
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -104,12 +102,12 @@ def held_back(number: int = signal.SIGINT) -> Iterator[None]:
             handler(number, frame)
 
     try:
-        signal.signal(number, note)
+        signal.signal(signal.SIGINT, note)
         yield
     finally:
         try:
-            signal.signal(number, handler)
+            signal.signal(signal.SIGINT, handler)
         finally:
             is_held = False
     if has_come:
-        handler(number, inspect.currentframe())
+        handler(signal.SIGINT, inspect.currentframe())

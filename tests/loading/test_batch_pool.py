@@ -1,15 +1,16 @@
-"""Memory for batches, private and shared: it comes back when nobody holds it, and only then."""
+"""Memory for batches, of this process and of workers: it comes back when nobody holds it, and only then."""
 
 import gc
-import os
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.loading import batch_pool
-from lightning_stocache.loading.batch_pool import Attached, BatchPool, fields_of
+from lightning_stocache.loading import arena
+from lightning_stocache.loading.arena import Arena, Slot
+from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.node.free import FreeMemory
 
 SIZE = 1 << 16
@@ -33,8 +34,8 @@ def take(pool: BatchPool, size: int = SIZE) -> torch.Tensor:
 
 @pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS)
 def test_memory_that_somebody_holds_a_view_of_is_not_given_out_again(hold: Callable[[torch.Tensor], Any]):
-    """Whatever kind of view it is; once it is gone the memory is used again. Shared memory, too."""
-    pool = BatchPool(shared=1)
+    """Whatever kind of view it is; once it is gone the memory is used again. That of workers, too."""
+    pool = BatchPool()
     tensor = take(pool)
     address = tensor.data_ptr()
     held = hold(tensor)
@@ -45,16 +46,16 @@ def test_memory_that_somebody_holds_a_view_of_is_not_given_out_again(hold: Calla
     two = take(pool), take(pool)
     assert address in {one.data_ptr() for one in two}
 
-    shared = pool.take_shared([400, SIZE])
-    _, tensor = map(torch.from_numpy, fields_of(shared, [400, SIZE]))
-    held = hold(tensor)
-    del shared, _, tensor
+    memory = Arena.create(1, workers=1)
+    assert memory is not None
+    assert memory.lease(0) == 0
+    assert Slot(memory, 0).room(SIZE) is not None
+    held = hold(memory.lend(0, SIZE).tensor(0, SIZE))
     gc.collect()
-    assert pool.shared_left == 0
+    assert memory.free_slots == 0
     del held
     gc.collect()
-    assert pool.shared_left == 1
-    pool.close()
+    assert memory.free_slots == 1
 
 
 def test_a_larger_batch_gets_larger_memory_and_smaller_memory_is_dropped():
@@ -73,74 +74,65 @@ def test_a_larger_batch_gets_larger_memory_and_smaller_memory_is_dropped():
     assert not [each for each in gc.get_objects() if type(each) is torch.Tensor and each.nbytes == SIZE + 64]
 
 
-# ---- shared
+def test_memory_of_single_samples_is_kept_up_to_a_limit():
+    """Two pieces of each size; what is large goes back to the system."""
+    pool = BatchPool()
+    for size in (1 << 20, 32 << 20):
+        address = pool.lend([size])[0].ctypes.data
+        other = np.empty(size, dtype=np.uint8)  # what is free would be found again by chance
+        assert (pool.lend([size])[0].ctypes.data == address) == (size == 1 << 20), other.nbytes
 
 
-@pytest.mark.parametrize("promised", [0, 400])
+# ---- of workers
+
+
+@pytest.mark.parametrize("promised", [0, 4096])
 def test_memory_that_is_not_there_or_promised_to_a_cache_is_not_tried(monkeypatch, promised):
-    """All of it is reserved before, in a memfd: above a cgroup's limit the kernel would kill."""
-    monkeypatch.setattr(batch_pool.FreeMemory, "now", lambda *_: FreeMemory(None, 2**40, 65536 + promised))
-    pool = BatchPool(shared=3, promised=lambda: promised)
-    shared = pool.take_shared([65536])
-    assert "memfd" in os.readlink(shared.handle.data)
-    assert os.stat(shared.handle.data).st_blocks * 512 >= 65536
-    assert pool.take_shared([65537]) is None
-    del shared
-    pool.close()
+    """All of it is reserved before: above a cgroup's limit the kernel would kill. Other workers may take as much."""
+    workers = 2
+    free = FreeMemory(None, 2**40, workers * 65536 + promised)
+    monkeypatch.setattr(arena.FreeMemory, "now", lambda *_: free)
+    memory = Arena.create(3, workers=workers)
+    assert memory is not None
+    slot = Slot(memory, 1, lambda: promised)
+    assert slot.room(65536) is not None
+    assert memory.allocated_bytes == 65536 + 4096  # of the table
+    assert slot.room(2 * 65536) is None
+    assert slot.is_refused
+    assert memory.allocated_bytes == 65536 + 4096
+    assert Slot(memory, 2, lambda: promised).room(65537) is None
 
 
-def test_shared_memory_that_was_refused_is_asked_for_again_after_a_while(monkeypatch, caplog):
-    """Not for every batch; one warning says that it is short. What there is goes on being used meanwhile."""
-    tries: list[int] = []
-    now = [0.0]
-
-    def refuse(size: int, *_: Any, **__: Any) -> Any:
-        tries.append(size)
-        raise OSError("no memory")
-
-    monkeypatch.setattr(batch_pool.time, "monotonic", lambda: now[0])
-    pool = BatchPool(shared=3)
-    first = pool.take_shared([100])
-    with monkeypatch.context() as patch:
-        patch.setattr(batch_pool.Segment, "create", refuse)
-        for now[0] in (0.0, 1.0, 2.0, 60.0):
-            assert pool.take_shared([100]) is None
-            assert pool.shared_left == 0
-        assert tries == [128] * 2
-        del first
-        assert pool.shared_left > 0
-        again = pool.take_shared([100])
-        assert again is not None
-    now[0] = 120.0
-    assert None not in [pool.take_shared([100]) for _ in range(2)]
-    assert len(caplog.messages) == 1
-    assert "no memory" in caplog.text
-    del again
-    pool.close()
+def test_memory_that_one_large_batch_has_taken_is_given_back():
+    """A slot keeps twice the median batch; free slots keep nothing after an epoch, and what a batch holds stays."""
+    memory = Arena.create(3, workers=1)
+    assert memory is not None
+    for number, size in enumerate([SIZE, SIZE, 64 * SIZE, SIZE]):
+        slot_number = memory.lease(number)
+        assert slot_number is not None
+        slot = Slot(memory, slot_number)
+        offset, room = slot.room(size)
+        assert (offset, room.numel(), room.data_ptr() % 64) == (0, size, 0)
+        room.fill_(number)
+        batch = memory.lend(number, slot.end).tensor(offset, size)
+        assert set(batch.tolist()) == {number}
+        kept = batch if number == 3 else None
+        del batch, room
+        memory.free_slots  # noqa: B018  # has it back
+        memory.give_back(slot_number, memory.most_bytes)
+        assert memory.allocated_bytes <= 2 * SIZE + 4096, number
+    memory.trim()
+    assert memory.allocated_bytes <= 2 * SIZE + 4096
+    assert set(kept.tolist()) == {3}
 
 
-def test_what_a_worker_writes_is_what_the_batch_holds():
-    """On both sides fields begin at multiples of 64 bytes. What is free is given up; what a batch holds stays."""
-    pool, attached = BatchPool(shared=2), Attached()
-    for sizes in ([100, 7, 0], [1000, 70, 0]):
-        shared = pool.take_shared(sizes)
-        fields = fields_of(shared, sizes)
-        for number, field in enumerate(fields_of(attached.segment(shared.handle), sizes)):
-            field.fill(number + 1)
-        assert [field.tolist() for field in fields] == [[number + 1] * size for number, size in enumerate(sizes)]
-        assert all(field.ctypes.data % 64 == 0 for field in fields if field.size)
-    assert len(attached) == 1
-    other = pool.take_shared()
-    kept, given_up = shared.handle, other.handle
-    del shared, other, field
-    pool.trim()
-    others = Attached()
-    assert others.segment(kept) is not None
-    assert others.segment(given_up) is None
-    again = pool.take_shared()
-    fields_of(again, [1000])[0].fill(6)
-    assert fields[0].tolist() == [1] * 1000
-    del again, fields
-    pool.close()
-    for segment in others.values():
-        segment.close()
+def test_where_address_space_is_limited_slots_are_smaller(monkeypatch):
+    """A batch that does not fit travels in the message; without any room there is no such memory."""
+    for limit, has_arena in ((1 << 30, True), (1 << 20, False)):
+        monkeypatch.setattr(arena.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        memory = Arena.create(4, workers=1)
+        assert (memory is not None) == has_arena
+        if memory is not None:
+            assert memory.stride == (1 << 30) // 8 // 4
+            assert Slot(memory, 0).room(memory.stride + 1) is None
+            assert Slot(memory, 0).room(memory.stride) is not None

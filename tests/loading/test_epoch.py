@@ -1,25 +1,27 @@
 """Batches of a CachedLoader, gathered here or made by workers: who is woken, what is reused, and what goes wrong."""
 
 import gc
+import inspect
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
-from lightning_stocache.loading import batch_pool, epoch, index_stream
+from lightning_stocache.loading import arena, draws, epoch
+from lightning_stocache.loading.arena import Arena
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.worker_pool import Request, WorkerPool
+from lightning_stocache.loading.workers import Request, Requests
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.loading.twins import (
@@ -48,6 +50,11 @@ BIG = (3, 64, 64)  # 48 KiB in a batch of 4: recycled, not too small
 pytestmark = pytest.mark.usefixtures("seeded")
 
 
+def arenas() -> list[Arena]:
+    """The memory of batches that workers make, of all loaders of this process."""
+    return [each for each in gc.get_objects() if type(each) is Arena]
+
+
 def fill(dataset: CachedDataset, indices: Any) -> None:
     dataset.__getitems__(list(indices))
 
@@ -55,20 +62,20 @@ def fill(dataset: CachedDataset, indices: Any) -> None:
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 def test_a_batch_without_a_miss_wakes_no_worker(monkeypatch):
-    """Only what is not READY is sent, and where nothing is missing nothing is."""
+    """Only a batch of which something is not READY is asked for, and then all of it."""
     requests: list[list[int]] = []
-    send = WorkerPool.send
+    request = Requests.request
 
-    def noting(workers: WorkerPool, request: Request) -> None:
-        requests.append([request.indices[at] for at in request.missing or ()])
-        send(workers, request)
+    def noting(self: Requests, number: int, keys: Any) -> Request:
+        requests.append(keys.tolist())
+        return request(self, number, keys)
 
-    monkeypatch.setattr(WorkerPool, "send", noting)
+    monkeypatch.setattr(Requests, "request", noting)
     with closing(CachedDataset(Numbers(LENGTH))) as dataset:
         fill(dataset, [*range(20), 33])
         batches = list(CachedLoader(dataset, 5, num_workers=1))
         assert same(batches, list(DataLoader(Numbers(LENGTH), 5)))
-        assert requests == [[20, 21, 22, 23, 24], [25, 26, 27, 28, 29], [30, 31, 32, 34], [35, 36, 37, 38, 39]]
+        assert requests == [list(range(first, first + 5)) for first in range(20, LENGTH, 5)]
 
 
 @in_every_way
@@ -127,9 +134,8 @@ def test_an_error_of_the_source_takes_the_place_of_its_batch(kind, arguments, bu
             assert dataset.cache.filled == LENGTH - len({9, 10, 11, 22, 23})
         assert totals(dataset).fills == (0 if dataset.cache is None else dataset.cache.filled)
         if kind is CachedLoader:
-            if transform is not None:
-                gc.collect()
-                assert loader.resources.pool.shared_left == 3 + 2 * 2
+            gc.collect()
+            assert all(memory.free_slots == memory.slots for memory in arenas())
             loader.close()
     del without
 
@@ -166,7 +172,7 @@ def test_iterators_of_persistent_workers_are_one(transform):
 def test_a_cache_may_end_in_the_middle_of_an_epoch(monkeypatch, arguments, budget, transform, event):
     """Closed or shared anew, warm or while it fills, the right batches come, and a new cache is filled."""
     monkeypatch.setattr(epoch, "BLOCK_BYTES", 2 * 4 * SAMPLE_BYTES)
-    monkeypatch.setattr(epoch, "DRAWN", 24)
+    monkeypatch.setattr(draws, "DRAWN", 24)
 
     def epochs(kind: Any, data: Any, happens: Any) -> tuple[Any, list[Any]]:
         seed_all()
@@ -185,16 +191,15 @@ def test_a_cache_may_end_in_the_middle_of_an_epoch(monkeypatch, arguments, budge
         loader, got = epochs(CachedLoader, dataset, getattr(dataset, event))
         assert same(got, expected)
         if event == "share":
-            assert loader.resources is None or loader.resources.cache is dataset.cache
             assert dataset.cache.filled == len(dataset.cache)
         loader.close()
 
 
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
-@pytest.mark.parametrize(("transform", "reachable"), [(None, True), (to_float, True), (None, False)])
-def test_without_memory_that_workers_can_write_to_batches_are_sent(monkeypatch, transform, reachable):
-    """What is free is promised to the cache, which has not filled it yet, or workers may not open it."""
+@pytest.mark.parametrize(("transform", "has_files"), [(None, True), (to_float, True), (None, False)])
+def test_without_memory_that_workers_can_write_to_batches_are_sent(monkeypatch, caplog, transform, has_files):
+    """What is free is promised to the cache, which has not filled it yet, or the system has no such files."""
     batches: Any = [list(range(30)), [30], list(range(31, 40))]
     expected = list(DataLoader(uncached(Numbers(LENGTH), transform), batch_sampler=batches))
     with closing(CachedDataset(Numbers(LENGTH), transform=transform)) as dataset:
@@ -204,17 +209,16 @@ def test_without_memory_that_workers_can_write_to_batches_are_sent(monkeypatch, 
         def left(*_: Any) -> FreeMemory:
             return FreeMemory(None, 2**40, cache.segment.size + 1000 - cache.memory_bytes)
 
-        segments = Mock()
-        if reachable:
-            monkeypatch.setattr(batch_pool, "FreeMemory", SimpleNamespace(now=left))
-            monkeypatch.setattr(batch_pool.Segment, "create", segments)
+        if has_files:
+            monkeypatch.setattr(arena, "FreeMemory", SimpleNamespace(now=left))
         else:
-            monkeypatch.setattr(batch_pool.Segment, "attach", Mock(side_effect=PermissionError))  # for forked workers
+            monkeypatch.delattr(arena.os, "memfd_create")
         loader = CachedLoader(dataset, batch_sampler=batches, multiprocessing_context="fork", **PERSISTENT)
         for _ in range(3):
             assert same([copied(batch) for batch in loader], expected)
-            segments.assert_not_called()
+            assert [memory.allocated_bytes for memory in arenas()] == ([4096] if has_files else [])  # of its table
         assert cache.filled == LENGTH
+        assert caplog.text.count("workers send batches in messages") == has_files
         loader.close()
 
 
@@ -302,6 +306,113 @@ def test_a_worker_that_is_killed_between_epochs_is_an_error_once(kill, transform
         loader.close()
 
 
+class OwnBatch:
+    """A user's batch, which pins itself."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.images, self.labels = torch.stack([image for image, _ in samples]), [label for _, label in samples]
+
+    def pin_memory(self) -> "OwnBatch":
+        self.images = self.images.pin_memory()
+        return self
+
+
+def emulate_device(monkeypatch: pytest.MonkeyPatch, pinned: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """DataLoader finds a device, and pins a tensor by a function."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: pinned(tensor))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    if hasattr(torch, "accelerator"):  # since torch 2.6
+        answers: dict[str, Any] = {
+            "is_available": True,
+            "current_accelerator": torch.device("cuda"),
+            "current_device_index": 0,
+            "set_device_index": None,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.accelerator, name, lambda *_, answer=answer, **__: answer, raising=False)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("collate_fn", [None, OwnBatch])
+@pytest.mark.parametrize(("arguments", "budget", "transform"), [WAYS["workers"], WAYS["persistent, made"]])
+def test_batches_of_workers_are_pinned_by_dataloaders_thread(monkeypatch, arguments, budget, transform, collate_fn):
+    """None is copied on the trainer's thread, also of the user's own class; and all memory comes back."""
+    on_main_thread = list[bool]()
+
+    def pinned(tensor: torch.Tensor) -> torch.Tensor:
+        on_main_thread.append(threading.current_thread() is threading.main_thread())
+        return tensor.clone()
+
+    def contents(batch: Any) -> Any:
+        return copied([batch.images, batch.labels] if isinstance(batch, OwnBatch) else batch)
+
+    source = Numbers(LENGTH, BIG)
+    expected = list(map(contents, DataLoader(uncached(source, transform), 4, collate_fn=collate_fn)))
+    with closing(CachedDataset(source, budget, transform=transform)) as dataset:
+        emulate_device(monkeypatch, pinned)
+        loader = CachedLoader(dataset, 4, pin_memory=True, collate_fn=collate_fn, **arguments)
+        for _ in range(2):
+            assert same(list(map(contents, loader)), expected)
+        assert on_main_thread
+        assert not any(on_main_thread)
+        gc.collect()
+        assert all(memory.free_slots == memory.slots for memory in arenas())
+        loader.close()
+
+
+@pytest.mark.processes
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.parametrize("persistent", [False, True])
+def test_once_all_is_cached_workers_are_asked_no_more(monkeypatch, persistent):
+    """In the middle of an epoch, which may never end; draws stay at DataLoader's moments."""
+    numbers: list[int] = []
+    request = Requests.request
+    monkeypatch.setattr(Requests, "request", lambda self, *asked: numbers.append(asked[0]) or request(self, *asked))
+
+    class Endless(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            while True:
+                yield from torch.randperm(LENGTH).tolist()
+
+    def drawn(kind: Any, data: Any) -> tuple[list[Any], Any]:
+        seed_all()
+        batches = iter(kind(data, 4, sampler=Endless(), num_workers=2, persistent_workers=persistent))
+        got = [(copied(next(batches)), torch.rand(1)) for _ in range(10 * LENGTH // 4)]
+        return got, torch.rand(1)
+
+    expected = drawn(DataLoader, Numbers(LENGTH))
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        assert same(drawn(CachedLoader, dataset), expected)
+        assert dataset.cache.full
+        assert len(numbers) < 3 * LENGTH // 4  # the first pass, and what was under way
+
+
+@pytest.mark.processes
+@pytest.mark.skipif("in_order" not in inspect.signature(DataLoader.__init__).parameters, reason="needs torch 2.6")
+@in_every_way
+def test_batches_may_come_in_any_order(arguments, budget, transform):
+    """With `in_order=False` each batch comes once, from the cache, too; its position has no meaning within an epoch."""
+    if "num_workers" not in arguments:
+        arguments = {"num_workers": 1}
+    expected = plain_batches(Numbers(LENGTH), transform)
+    with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, in_order=False, **arguments)
+        for _ in range(3):
+            batches = sorted((copied(batch) for batch in loader), key=lambda batch: int(batch[1][0]))
+            assert same(batches, expected)
+        assert loader.state_dict()["batches"] == 0
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(RuntimeError, match="in_order=False"):
+            loader.state_dict()
+        loader.close()
+        assert totals(dataset).hits
+
+
 # ---- a dataset that is cached whole: small batches are gathered together, and nobody can tell ----
 
 
@@ -325,8 +436,7 @@ def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: 
     """Bit for bit, wherever blocks and drawn stretches end; hits count when a batch is handed out."""
     order, block, size, drop_last = (case[name] for name in ("order", "block", "size", "drop_last"))
     monkeypatch.setattr(epoch, "BLOCK_BYTES", block * SAMPLE_BYTES)
-    monkeypatch.setattr(epoch, "DRAWN", 60)
-    monkeypatch.setattr(index_stream, "GROUP", 50)
+    monkeypatch.setattr(draws, "DRAWN", 60)
     made: list[list[Any]] = []
     for kind, source in ((DataLoader, dataset.source), (CachedLoader, dataset)):
         torch.manual_seed(1)
@@ -334,7 +444,7 @@ def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: 
         sampler = dealt if order == "locality" else None
         loader = kind(source, size, order == "shuffled", sampler, drop_last=drop_last)
         if isinstance(loader, CachedLoader):  # by blocks, not batch by batch
-            monkeypatch.setattr(index_stream.IndexStream, "draw", None)
+            monkeypatch.setattr(draws.Draws, "draw", None)
         before, served = totals(dataset), 0
         made.append([])
         for batch in (batch for _ in range(2) for batch in loader):

@@ -188,7 +188,7 @@ def test_gather_says_who_makes_the_batches():
             (after, worker | {"gather": "main"}, None),
         ]
         if "in_order" in inspect.signature(DataLoader.__init__).parameters:  # since torch 2.6
-            ways.append((plain, worker | {"in_order": False}, None))
+            ways.append((plain, worker | {"in_order": False}, "main"))
         for dataset, options, route in ways:
             assert CachedLoader(dataset, **{"batch_size": 4} | options).route == route
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
 import gc
-import inspect
 import itertools
 import os
 import random
@@ -28,12 +26,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_stocache.loading import batch_pool
-from lightning_stocache.loading.batch_pool import BatchPool
+from lightning_stocache.loading.arena import Arena
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.prefetch import Job, Prefetcher, held_back
-from lightning_stocache.node.free import FreeMemory
 from tests.cache.leaves import same
 from tests.jobs import job_environment
 from tests.loading.twins import (
@@ -54,6 +50,11 @@ from tests.sources import Made
 LENGTH = 38
 
 pytestmark = [pytest.mark.usefixtures("seeded", "interruptible")]
+
+
+def arenas() -> list[Arena]:
+    """The memory of batches that workers make, of all loaders of this process."""
+    return [each for each in gc.get_objects() if type(each) is Arena]
 
 
 def worker_pids() -> set[int | None]:
@@ -80,7 +81,7 @@ def test_nothing_outlives_its_loader(arguments, budget, transform):
         if transform is not None:  # batches that nobody asked for any more gave theirs back
             del batches
             gc.collect()
-            assert loader.resources.pool.shared_left == 7
+            assert all(memory.free_slots == memory.slots for memory in arenas())
         iterator = iter(loader)
         batch = next(iterator)
         loader.close()
@@ -104,9 +105,8 @@ def test_nothing_outlives_its_loader(arguments, budget, transform):
         assert same(got, list(both if loader.persistent_workers else each))
         del first
         assert same([copied(batch) for batch in loader], expected)
-        memory = weakref.ref(loader.resources)
         del loader
-        assert memory() is None
+        assert arenas() == []
         assert worker_pids() == set()
 
 
@@ -335,37 +335,6 @@ def test_ctrl_c_while_a_queue_is_locked_ends_the_epoch(arguments: dict[str, Any]
         loader.close()
 
 
-class KeyboardAtHold(Keyboard):
-    """Presses Ctrl-C at the n-th moment at which a signal is being held back or let go."""
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Keyboard:
-        code = frame.f_code
-        if code is inspect.unwrap(held_back).__code__ or code.co_filename == contextlib.__file__:
-            return super().__call__(frame, event, argument)
-        return self
-
-
-@pytest.mark.processes
-def test_ctrl_c_while_a_signal_is_held_back_leaves_its_handler() -> None:
-    """Torch's handler, which tells of killed workers, is in its place afterwards, whichever moment is interrupted, and
-    although a notebook keeps the error with all frames."""
-    with closing(CachedDataset(Numbers(LENGTH), "50%")) as dataset:
-        loader, before = CachedLoader(dataset, 4, **PERSISTENT), None
-        errors: list[KeyboardInterrupt] = []
-        for moment in range(1, 25):
-            batches = iter(loader)
-            next(batches)
-            before = before or signal.getsignal(signal.SIGCHLD)
-            try:
-                KeyboardAtHold().next(batches, moment)
-            except KeyboardInterrupt as error:
-                errors.append(error)
-            assert signal.getsignal(signal.SIGCHLD) is before, moment
-        loader.close()
-    assert len(errors) > 10
-    errors.clear()
-
-
 # ---- beginning again ----
 
 
@@ -442,18 +411,15 @@ def test_workers_that_ctrl_c_has_ended_are_replaced() -> None:
         loader.close()
 
 
-def test_shared_memory_that_is_being_taken_belongs_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever step Ctrl-C interrupts, closing the pool closes every file."""
-    free = FreeMemory(None, 2**40, 2**40)
-    monkeypatch.setattr(batch_pool.FreeMemory, "now", lambda _: free)  # it asks the kernel in a thousand steps
+def test_memory_that_is_being_made_is_somebodys() -> None:
+    """Whichever step Ctrl-C interrupts, no file stays open."""
     open_files, presses = len(os.listdir("/proc/self/fd")), 0
     for moment in itertools.count(1):
-        pool = BatchPool(shared=1)
         try:
-            Keyboard().next(map(pool.take_shared, [[64]]), moment)
+            Keyboard().next(map(Arena.create, [2], [1]), moment)
         except KeyboardInterrupt:
             presses += 1
-        pool.close()
+        gc.collect()
         assert len(os.listdir("/proc/self/fd")) == open_files, moment
         if presses < moment:  # it was done before this moment came
             break
