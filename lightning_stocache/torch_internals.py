@@ -1,10 +1,9 @@
 """Every private name of torch that this package uses, and what happens without it.
 
-- `_MultiProcessingDataLoaderIter`: DataLoader's iterator over workers, which `WorkerIterator` feeds. `_try_put_index`
-  sends the next request, `_worker_queue_idx_cycle` names the next worker, `_send_idx` and `_rcvd_idx` count requests
-  and replies, `_data_queue` has the replies, `_index_queues` the requests, `_workers` are the processes,
-  `_shutdown_workers` ends them. Without one of these, a loader with workers is a plain DataLoader, with one warning
-  (`knows_workers`).
+- `DataLoader._iterator`; `_workers`, `_index_queues` and `_shutdown_workers` of its iterator over workers. Without
+  them, workers end when their iterator is collected, and killed workers are replaced one epoch later.
+- `_utils.ExceptionWrapper`: an error with its traceback, for another process. Without it, the import of this module
+  fails.
 - `_utils.collate` and `_utils.pin_memory`: without them, the import of this module fails.
 - `RandomSampler._num_samples`: without it, a RandomSampler is treated as a sampler of the user's own class.
 - Workers wait for requests in `get` of a queue that DataLoader makes with its `multiprocessing_context`. If a worker

@@ -244,7 +244,6 @@ class Epoch(Iterator[Any]):
         cached: the cached source of its dataset.
         gatherer: gathers batches in this process; None if workers make all.
         workers: the workers, of which a persistent loader may have some that make no batch.
-        state: the position of the loader.
         asks: whether workers make batches.
         draws_seed: whether a DataLoader without a running worker would draw a base seed.
     """

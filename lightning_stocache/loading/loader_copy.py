@@ -35,7 +35,7 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.sampler_domain import sampler_domain
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.request import CacheRequest, Form, LoaderSettings, check_flag
-from lightning_stocache.torch_internals import is_loader_iterator
+from lightning_stocache.torch_internals import has_pinned_memory, is_loader_iterator
 
 __all__ = ["cache_loader", "check_loader", "copy_over", "length_of", "reason_of", "settings_of"]
 
@@ -220,7 +220,14 @@ def settings_of(loader: DataLoader[Any], stage: str = "") -> LoaderSettings:
     init: Any = loader.worker_init_fn
     method = None if context is None else context.get_start_method()
     return LoaderSettings(
-        batch_size, loader.num_workers, loader.prefetch_factor, method, init, stage, draws_lists=draws_lists
+        batch_size,
+        loader.num_workers,
+        loader.prefetch_factor,
+        method,
+        init,
+        stage,
+        draws_lists=draws_lists,
+        pins=loader.pin_memory and has_pinned_memory(),
     )
 
 

@@ -104,6 +104,7 @@ def loader_reserve(
     *,
     start_method: str | None = None,
     own: int = 0,
+    pins: bool = False,
 ) -> Reserve:
     """The memory that a loader will need on this node, beside the cache that it reads.
 
@@ -114,6 +115,7 @@ def loader_reserve(
         ranks: Ranks on this node.
         start_method: Start method of workers; None for the system's default.
         own: This process's anonymous memory. A worker that is not forked takes as much.
+        pins: Whether batches are copied to page-locked memory, where as many may wait as workers make.
     """
     ahead = num_workers * (2 if prefetch_factor is None else prefetch_factor)
     forked = (start_method or multiprocessing.get_context().get_start_method()) == "fork"
@@ -121,6 +123,10 @@ def loader_reserve(
     # Five batches beside those of the workers: the batch of the running step, the batch that Lightning fetches ahead,
     # the batch that is gathered or copied to pinned memory meanwhile, and two spare. Each worker also has the samples
     # of the batch that it is loading.
+    batches = ahead + 5
+    pinned_bytes = batches * batch_bytes if pins else 0
     return Reserve(
-        ranks * (ahead + 5) * batch_bytes, ranks * num_workers * (worker_bytes + batch_bytes), ranks * (num_workers + 1)
+        ranks * batches * batch_bytes,
+        ranks * (num_workers * (worker_bytes + batch_bytes) + pinned_bytes),
+        ranks * (num_workers + 1),
     )

@@ -237,4 +237,4 @@ def _reserve(request: CacheRequest, codec: SampleCodec | None, ranks: int, own: 
         return Reserve()
     batch_bytes = loader.batch_size * codec.batch_bytes
     workers = loader.num_workers, loader.prefetch_factor
-    return loader_reserve(batch_bytes, *workers, ranks, start_method=loader.start_method, own=own)
+    return loader_reserve(batch_bytes, *workers, ranks, start_method=loader.start_method, own=own, pins=loader.pins)

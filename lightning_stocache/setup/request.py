@@ -95,6 +95,7 @@ class LoaderSettings:
         draws_lists: whether its sampler draws lists of indices, each as one key (`batch_size=None`).
         is_running: whether it has persistent workers from an earlier epoch, which read an open cache.
         passes: how often it reads the source at most.
+        pins: whether its batches are copied to page-locked memory.
     """
 
     batch_size: int
@@ -106,6 +107,7 @@ class LoaderSettings:
     is_running: bool = False
     passes: float = math.inf
     draws_lists: bool = False
+    pins: bool = False
 
 
 @dataclass(frozen=True)

@@ -92,9 +92,14 @@ class ResumePoint(Callback):
             else:
                 _warn_of_unknown(saved)
         self._resumed, put_back = [], False
+        has_states = saved is not None and states is saved["loaders"]
         for leaf, state in zip(leaves, states, strict=True):
             if epoch:
                 set_epoch(leaf, epoch)
+            if state is None and has_states and _is_resumable(leaf) and _comes_in_any_order(leaf):
+                warn(
+                    "resuming within an epoch, but with in_order=False nobody knows which batches came: it begins anew"
+                )
             if state is not None and isinstance(leaf, TrainerLoader) and not self._is_of_rank_zero(leaf):
                 try:
                     self._load(leaf, state, put_back)
@@ -187,10 +192,7 @@ class ResumePoint(Callback):
         if done is None and self.leaves_ends:
             return {}
         ahead = 0 if done is None else handed - done
-        states = [
-            None if leaf is None else leaf.position.of(leaf, max(leaf.position.batches - ahead, 0), ended=done is None)
-            for leaf in leaves
-        ]
+        states = [None if leaf is None else _position(leaf, ahead, ended=done is None) for leaf in leaves]
         return {"epoch": epoch, "loaders": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -231,6 +233,19 @@ def _is_position(state: Mapping[str, Any]) -> bool:
 
 def _is_resumable(leaf: DataLoader[Any]) -> TypeGuard[TrainerLoader]:
     return isinstance(leaf, TrainerLoader) and not isinstance(leaf.dataset, IterableDataset | RollingCache)
+
+
+def _position(leaf: TrainerLoader, ahead: int, *, ended: bool) -> dict[str, Any] | None:
+    """The position of a loader, of whose batches some were fetched ahead; None if batches come in any order."""
+    return (
+        None
+        if not ended and _comes_in_any_order(leaf)
+        else leaf.position.of(leaf, max(leaf.position.batches - ahead, 0), ended=ended)
+    )
+
+
+def _comes_in_any_order(leaf: DataLoader[Any]) -> bool:
+    return leaf.num_workers > 0 and not getattr(leaf, "in_order", True)
 
 
 def _batches_begun(trainer: Any) -> int:

@@ -262,7 +262,8 @@ def test_grant_is_within_every_bound(budget, dataset, limits, own, reserve):
 
 
 def test_batches_of_a_loader():
-    """Files hold the batches made ahead and five more per rank; a forked worker shares the trainer's pages."""
+    """Files hold the batches made ahead and five more per rank, page-locked memory as many; a forked worker shares the
+    trainer's pages."""
     loaders = [(0, None, 4, 20), (4, None, 1, 13), (4, 5, 2, 50), (4, 2, 0, 0)]
     methods = [("fork", GIB, 32 * MIB), ("spawn", GIB, GIB), ("forkserver", 0, 32 * MIB)]
     for (num_workers, prefetch, ranks, batches), (method, own, worker) in itertools.product(loaders, methods):
@@ -270,6 +271,8 @@ def test_batches_of_a_loader():
         assert reserve.files == batches * 1000
         assert reserve.private == ranks * num_workers * (worker + 1000)
         assert reserve.readers == ranks * (num_workers + 1)
+        pinned = loader_reserve(1000, num_workers, prefetch, ranks, start_method=method, own=own, pins=True)
+        assert pinned == reserve + Reserve(private=batches * 1000)
     assert Reserve(1, 2, 3) + Reserve(10, 20, 30) == Reserve(11, 22, 33)
 
 

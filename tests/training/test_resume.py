@@ -1,5 +1,6 @@
 """A training that resumes from a checkpoint has exactly the batches and the counts of a training without a break."""
 
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, Subset
 
 from tests.sources import Made
-from tests.training.tiny import SAMPLES, Data, Model, Watcher, behind, data_hooks, make_trainer
+from tests.training.tiny import SAMPLES, Data, Model, Watcher, behind, data_hooks, make_trainer, said
 
 EPOCHS, BATCHES = 3, SAMPLES // 4
 LIGHTNING = tuple(map(int, lightning.__version__.split(".")[:2]))
@@ -144,6 +145,20 @@ def saved(tmp_path_factory) -> Callable[[str], tuple[Path, Seen]]:
         return folder, whole
 
     return fitted
+
+
+@pytest.mark.skipif("in_order" not in inspect.signature(DataLoader.__init__).parameters, reason="needs torch 2.6")
+def test_batches_in_any_order_have_no_position_within_an_epoch(tmp_path, caplog):
+    """A resume from there says so, and ends no training; one between epochs is as any other."""
+    data = [Users(num_workers=2, in_order=False) for _ in range(2)]
+    whole = Seen()
+    fit(tmp_path, "callback", whole, save(tmp_path, every_n_train_steps=BATCHES // 2), data=data[0])
+    assert len(whole.batches) == EPOCHS * BATCHES
+    for step, warnings_ in ((BATCHES, 0), (BATCHES // 2, 1)):
+        resumed = Seen()
+        fit(tmp_path, "callback", resumed, ckpt=at_step(tmp_path, step), data=data[1])
+        assert sorted(resumed.epoch(1)) == list(range(SAMPLES))
+        assert len(said(caplog, "with in_order=False")) == warnings_
 
 
 @pytest.mark.parametrize(
