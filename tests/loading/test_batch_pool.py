@@ -86,7 +86,7 @@ def test_memory_of_single_samples_is_kept_up_to_a_limit():
 # ---- of workers
 
 
-@pytest.mark.parametrize("promised", [0, 4096])
+@pytest.mark.parametrize("promised", [0, 16384])
 def test_memory_that_is_not_there_or_promised_to_a_cache_is_not_tried(monkeypatch, promised):
     """All of it is reserved before: above a cgroup's limit the kernel would kill. Other workers may take as much."""
     workers = 2
