@@ -56,7 +56,7 @@ class GatherPool:
     One caller at a time.
 
     Args:
-        threads: the number of threads that copy, the caller included. It may be changed between gathers.
+        threads: the number of threads that copy, the caller included.
 
     Example:
         >>> pool, rows = GatherPool(threads=2), np.arange(64, dtype=np.uint8).repeat(2**16).reshape(64, 2**16)
@@ -118,7 +118,7 @@ class GatherPool:
         """Give work to threads. Returns their futures; fewer where the system has no more threads."""
         helpers: list[Future[None]] = []
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(_MOST_THREADS - 1, f"{THREAD_PREFIX}gather")
+            self._executor = ThreadPoolExecutor(self.threads - 1, f"{THREAD_PREFIX}gather")
         with suppress(RuntimeError):  # no thread can be started: the system's limit, or the interpreter ends
             for _ in range(count):
                 helpers.append(self._executor.submit(work))
