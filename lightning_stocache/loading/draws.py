@@ -34,7 +34,10 @@ from lightning_stocache.sampling.residents import RollingSampler, StreamBatches
 from lightning_stocache.source.generators import as_text, put_back, states_of
 from lightning_stocache.torch_internals import draws_all_once
 
-__all__ = ["Draws", "ResumableBatches"]
+__all__ = ["END", "Draws", "ResumableBatches"]
+
+END = object()
+"""What is drawn when an epoch is over: a sampler may give None."""
 
 DRAWN = 4096  # indices that are drawn, and looked up, at a time, where nobody can notice
 _ROLLING_BATCHES = 16  # batches of a RollingSampler, whose samples are replaced meanwhile
@@ -83,12 +86,12 @@ class Draws:
                 self.begin()
 
     def draw(self) -> Any:
-        """The next batch of indices, int64 `[samples]`; None when the epoch is over.
+        """The next batch of indices, int64 `[samples]`; END when the epoch is over.
 
         Keys that only the source understands come as the sampler gave them.
         """
-        batch = self._ahead.pop(0) if self._ahead else next(self._drawing, None)
-        return batch if batch is None or self._makes_arrays else _as_indices(batch)
+        batch = self._ahead.pop(0) if self._ahead else next(self._drawing, END)
+        return batch if batch is END or self._makes_arrays else _as_indices(batch)
 
     def draw_many(self) -> Integers | None:
         """The indices of the next batches, one after the other. Only where draws `are_unseen`.
@@ -211,4 +214,4 @@ def _as_indices(batch: Any) -> Any:
     if type(batch) is list and set(map(type, batch)) == {int}:
         with suppress(OverflowError):
             return np.array(batch, dtype=np.int64)
-    return batch if isinstance(batch, tuple | str) else list(batch)
+    return batch if batch is None or isinstance(batch, tuple | str) else list(batch)

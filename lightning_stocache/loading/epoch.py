@@ -38,7 +38,7 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.collate import Collator
-from lightning_stocache.loading.draws import Draws
+from lightning_stocache.loading.draws import END, Draws
 from lightning_stocache.loading.loader_sampler import batches_of
 from lightning_stocache.loading.maker import Maker
 from lightning_stocache.loading.prefetch import WORTHWHILE_NS, Job, Prefetcher
@@ -162,7 +162,7 @@ class Plans(Iterator[Request]):
     def _draw_one(self) -> Plan | None:
         """Plan the next batch."""
         indices = self._draws.draw()
-        if indices is None:
+        if indices is END:
             return None
         plan = Plan(indices)
         if not isinstance(indices, np.ndarray):
@@ -435,9 +435,9 @@ class Epoch(Iterator[Any]):
     def _gather(self, plan: Plan) -> None:
         """Gather the batches of a block."""
         job = plan.gather or self._gather_job(plan)
-        self._batches, gather_ns = job.result()
-        self._block = plan.indices
-        self._go_on()
+        batches, gather_ns = job.result()
+        self._go_on()  # an error of the sampler takes the place of the batch
+        self._batches, self._block = batches, plan.indices
         count(self._cached.opened.counters, gather_ns=gather_ns)
 
     def _next_of_block(self) -> Any:

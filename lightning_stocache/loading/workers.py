@@ -20,7 +20,7 @@ import signal
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -257,7 +257,8 @@ class Workers:
             RuntimeError: a time-out; or a worker was killed.
         """
         self._iterate(begin, partial(self._look_requests, due))
-        return next(reply for reply in list(self._iterator) if isinstance(reply, Look))  # in any order
+        with self._noting_death():
+            return next(reply for reply in list(self._iterator) if isinstance(reply, Look))  # in any order
 
     def _look_requests(self, due: Due) -> Iterator[Any]:
         """Requests of which the last is for the worker whose turn it is."""
@@ -272,7 +273,8 @@ class Workers:
             iterators.append((lambda: iter(())) if self._is_late else first)
         iterators.append(then)
         if self._iterator is not None:
-            self._iterator = DataLoader.__iter__(self._loader)
+            with self._noting_death():
+                self._iterator = DataLoader.__iter__(self._loader)
             return
         with held_back():  # between a worker's start and its registration Ctrl-C would leave it running for ever
             self._iterator = DataLoader.__iter__(self._loader)
@@ -285,17 +287,23 @@ class Workers:
             StopIteration: all requests are answered, and the sampler draws no more.
             Exception: an error of the sampler; or a time-out, or a killed worker.
         """
-        try:
+        with self._noting_death():
             reply: Reply = next(self._iterator)
-        except Exception:
-            self._has_raised_death = bool(self._ended)
-            raise
         # If no other slot is free, the next request would have none.
         reply.unpack(lend=self.arena is None or self.arena.free_slots > 0)
         if reply.is_refused and not self._has_warned:
             self._has_warned = True
             log.warning("workers send batches in messages, which is slower: there is no memory for them to share")
         return reply
+
+    @contextmanager
+    def _noting_death(self) -> Iterator[None]:
+        """Note whether an error of DataLoader tells of a worker that was killed."""
+        try:
+            yield
+        except Exception:
+            self._has_raised_death = bool(self._ended)
+            raise
 
     def are_alive(self) -> bool:
         """Whether all workers run.

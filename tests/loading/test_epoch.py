@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import os
 import signal
 import threading
 import time
@@ -10,7 +11,7 @@ from contextlib import closing, suppress
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -284,14 +285,26 @@ def killed_in_vain(victim: BaseProcess) -> None:
         pytest.fail("torch has said nothing")
 
 
+def killed_while_idle(victim: BaseProcess) -> None:
+    """Nobody finds it dead before it is asked: it ends as the next epoch begins."""
+    os.kill(cast(int, victim.pid), signal.SIGSTOP)
+    threading.Timer(0.5, victim.kill).start()
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("kill", "transform", "within"),
-    [(killed_unheard, None, False), (killed_in_vain, to_float, False), (killed_unheard, to_float, True)],
+    ("kill", "transform", "within", "budget"),
+    [
+        (killed_unheard, None, False, "50%"),
+        (killed_in_vain, to_float, False, "50%"),
+        (killed_unheard, to_float, True, "50%"),
+        (killed_while_idle, None, False, "auto"),
+    ],
 )
-def test_a_worker_that_is_killed_between_epochs_is_an_error_once(kill, transform, within):
-    """Or within an epoch. This or the next epoch raises it; the one after has new workers, and is whole."""
-    with closing(CachedDataset(Numbers(LENGTH), "50%", transform=transform)) as dataset:
+def test_a_worker_that_is_killed_between_epochs_is_an_error_once(kill, transform, within, budget):
+    """Or within an epoch. This or the next epoch raises it; the one after has new workers, and is whole. Also if it was
+    to read stored samples again."""
+    with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
         loader = CachedLoader(dataset, 1, **PERSISTENT)
         batches = iter(loader)
         next(batches)
@@ -411,6 +424,42 @@ def test_batches_may_come_in_any_order(arguments, budget, transform):
             loader.state_dict()
         loader.close()
         assert totals(dataset).hits
+
+
+class Failing(Sampler[int]):
+    """A sampler that fails in the middle of its second epoch, or yields no batch there."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.epoch = value, 0
+
+    def __len__(self) -> int:
+        return LENGTH // 4
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        for number, batch in enumerate(torch.randperm(LENGTH).view(-1, 4).tolist()):
+            if self.epoch > 1 and number == 5:
+                if self.value is LookupError:
+                    raise LookupError("no more")
+                yield self.value
+            yield batch
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("value", [LookupError, None], ids=["error", "None"])
+@pytest.mark.parametrize("arguments", [{}, {"num_workers": 2}, PERSISTENT], ids=["alone", "workers", "persistent"])
+def test_a_sampler_that_fails_costs_the_batches_that_it_costs_without_a_cache(arguments, value):
+    """Where it fills, and where all is cached and no worker runs: an error of a draw takes the place of a batch."""
+
+    def epochs(kind: Any, data: Any) -> list[Any]:
+        seed_all()
+        loader = kind(data, batch_sampler=Failing(value), **arguments)
+        got = [[type(each) if isinstance(each, Exception) else each for each in outcomes(loader)] for _ in range(3)]
+        return [*got, torch.rand(1)]
+
+    expected = epochs(DataLoader, Numbers(LENGTH))
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        assert same(epochs(CachedLoader, dataset), expected)
 
 
 # ---- a dataset that is cached whole: small batches are gathered together, and nobody can tell ----
