@@ -1,9 +1,9 @@
 """A DataLoader that reads a warm cache at memory speed.
 
-Sending a finished batch from a worker costs more than making it from memory. So the main process gathers the samples
-that are READY, by one `take` per field into recycled memory, and workers load only the others, into the memory of the
-batch. Once everything is READY there are no workers, and a thread gathers one batch ahead. With a per-sample transform
-on the CPU, of records, and by a `collate_fn` of the user's, workers make whole batches in shared memory.
+Sending a finished batch from a worker costs more than making it from memory. So the main process gathers the batches
+whose samples are READY, by one `take` per field into recycled memory, and workers make only the others. Once
+everything is READY they make none, and a thread gathers ahead. With a per-sample transform on the CPU, of records, and
+by a `collate_fn` of the user's, workers make all batches, in memory that the main process then has (`epoch`).
 
 Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit: all draws
 are made on the caller's thread at the moments at which DataLoader makes them (`draws`). Samples without batching and a
@@ -70,9 +70,9 @@ class CachedLoader(DataLoader[Any]):
         dataset: a CachedDataset, a CachedStream, or a RollingCache, whose sampler it takes; any other is loaded as
             DataLoader does.
         batch_size: samples per batch.
-        gather: which process makes batches: "main" (the main process, from memory; workers only load what is missing),
-            "worker" (workers make whole batches), or "auto": workers where there are some, and samples are records,
-            have a transform to run, or go to a `collate_fn` of the user's; else the main process.
+        gather: which process makes batches: "main" (the main process, from memory; workers those that miss a sample),
+            "worker" (workers make all), or "auto": workers where there are some, and samples are records, have a
+            transform to run, or go to a `collate_fn` of the user's; else the main process.
         locality: draw by a `LocalitySampler`, seeded by `seed_everything`: each rank has its part of each global batch,
             of samples that its node has. Call `dataset.share()` before, and `set_epoch` before each epoch (Fabric
             does). The indices of a `sampler` of your own are dealt, unless it deals to ranks itself.
