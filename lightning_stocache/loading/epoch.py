@@ -27,10 +27,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_stocache.cache.counters import count
 from lightning_stocache.cache.gather_pool import GatherPool, gather_threads
@@ -41,14 +42,12 @@ from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.draws import END, Draws
 from lightning_stocache.loading.loader_sampler import batches_of
 from lightning_stocache.loading.maker import Maker
+from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.prefetch import WORTHWHILE_NS, Job, Prefetcher
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.workers import Reply, Request, Workers, under_way
 from lightning_stocache.source.looks import Look
 from lightning_stocache.torch_internals import pinned
-
-if TYPE_CHECKING:
-    from lightning_stocache.loading.loader import CachedLoader
 
 __all__ = ["Batches", "Epoch", "Gatherer"]
 
@@ -244,22 +243,26 @@ class Epoch(Iterator[Any]):
         cached: the cached source of its dataset.
         gatherer: gathers batches in this process; None if workers make all.
         workers: the workers, of which a persistent loader may have some that make no batch.
+        state: the position of the loader.
+        keep: called with workers that start in the middle of the epoch.
         asks: whether workers make batches.
         draws_seed: whether a DataLoader without a running worker would draw a base seed.
     """
 
     def __init__(
         self,
-        loader: CachedLoader,
+        loader: DataLoader[Any],
         cached: CachedSource,
         gatherer: Gatherer | None,
         workers: Workers | None,
+        state: LoaderState,
         *,
+        keep: Callable[[Workers], None],
         asks: bool,
         draws_seed: bool,
     ) -> None:
-        self._loader, self._cached, self._waiting = loader, cached, loader.position.waiting
-        self._draws = Draws(loader, loader.position)
+        self._loader, self._cached, self._waiting, self._keep = loader, cached, state.waiting, keep
+        self._draws = Draws(loader, state)
         self._plans = Plans(cached, self._draws, gatherer, len(cast(Any, loader.dataset)))
         self._gatherer, self._gathers = gatherer, gatherer is not None
         self._maker = Maker(loader.collate_fn, pinned=gatherer is not None and gatherer.pins)
@@ -423,7 +426,7 @@ class Epoch(Iterator[Any]):
         plans, workers = self._plans, self._workers
         if workers is None:
             workers = self._workers = Workers(self._loader, is_late=True)
-            self._loader.keep(workers)
+            self._keep(workers)
         elif self._asks:
             plans.pause()
             for plan in plans.waiting:
@@ -500,10 +503,11 @@ class Batches(Iterator[Any]):
 
     Args:
         loader: the loader.
+        state: the position of the loader.
     """
 
-    def __init__(self, loader: CachedLoader) -> None:
-        self._state, self._drawn_from = loader.position, batches_of(loader)
+    def __init__(self, loader: DataLoader[Any], state: LoaderState) -> None:
+        self._state, self._drawn_from = state, batches_of(loader)
         self._epoch: Any = iter(())
 
     def begin(self, epoch: Iterator[Any]) -> None:

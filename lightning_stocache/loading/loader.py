@@ -145,7 +145,7 @@ class CachedLoader(DataLoader[Any]):
         persistent = self.persistent_workers and self.num_workers > 0
         batches = self._current() if persistent and self._current is not None else None
         if batches is None:
-            batches = Batches(self)
+            batches = Batches(self, self.position)
         batches.close()
         self.position.begin(self)
         cached, is_first = self._cached(), not (persistent and self._started)
@@ -192,7 +192,7 @@ class CachedLoader(DataLoader[Any]):
         if asks and workers is None:
             workers = Workers(self, is_late=not is_first)
             self.keep(workers)
-        return Epoch(self, cached, gatherer, workers, asks=asks, draws_seed=is_first)
+        return Epoch(self, cached, gatherer, workers, self.position, keep=self.keep, asks=asks, draws_seed=is_first)
 
     def _running(self, cached: CachedSource) -> Workers | None:
         """The persistent workers, if they run. Those that have ended, or have another cache, are replaced.

@@ -217,6 +217,7 @@ class Workers:
         self.requests, self._is_late, self._iterator = Requests(self.arena), is_late, cast(Any, None)
         self._number, self._next_look = loader.num_workers, 0
         self._has_raised_death = self._has_warned = False
+        self._pid = os.getpid()  # a process that is forked meanwhile has no part in the workers and their memory
         context = loader.multiprocessing_context
         served = cached_source(cast(CachedDataset, cached_in(loader.dataset))).opened
         self.cache = served.live_cache
@@ -278,7 +279,7 @@ class Workers:
             return
         with held_back():  # between a worker's start and its registration Ctrl-C would leave it running for ever
             self._iterator = DataLoader.__iter__(self._loader)
-            self._finalizer = weakref.finalize(self, _end, self._iterator, os.getpid())
+            self._finalizer = weakref.finalize(self, _end, self._iterator, self._pid)
 
     def receive(self) -> Reply:
         """The next reply, with its batch unpacked.
@@ -312,7 +313,7 @@ class Workers:
             RuntimeError: a worker was killed, and no epoch has raised that. Torch's handler of SIGCHLD raises wherever
                 the trainer is, and the code there may swallow the error, as Lightning's broadcast of SIGTERM does.
         """
-        if self._finalizer is None or not self._finalizer.alive:
+        if self._finalizer is None or not self._finalizer.alive or self._pid != os.getpid():
             return False
         ended = self._ended
         killed = [worker for worker in ended if worker.exitcode not in _BY_CTRL_C]
@@ -333,11 +334,13 @@ class Workers:
 
     def trim(self) -> None:
         """Give the memory of batches back that nobody holds. No request is under way."""
-        if self.arena is not None:
+        if self.arena is not None and self._pid == os.getpid():
             self.arena.trim()
 
     def close(self) -> None:
         """End the workers, and wait for them."""
+        if self._pid != os.getpid():
+            return
         if self._finalizer is not None:
             self._finalizer()
         if self.arena is not None:
