@@ -453,15 +453,12 @@ class Epoch(Iterator[Any]):
 
     def _prefetch(self) -> None:
         """Offer the next block to the thread."""
-        self._draw_more()
         waiting = self._plans.waiting
+        if not waiting and self._draws_here and self._draws.are_unseen:
+            self._plans.draw()
         if waiting and waiting[0].places is not None and waiting[0].gather is None:
             waiting[0].gather = self._gather_job(waiting[0])
             self._prefetcher.offer(waiting[0].gather)
-
-    def _draw_more(self) -> None:
-        if not self._plans.waiting and self._draws_here and self._draws.are_unseen:
-            self._plans.draw()
 
     def _gather_job(self, plan: Plan) -> Job:
         """The job that gathers a block. It does not refer to the iterator, which may end first."""

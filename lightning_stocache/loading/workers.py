@@ -74,7 +74,7 @@ class Request(NamedTuple):
 class Reply:
     """The reply to a request.
 
-    Not a tuple, nor a dataclass of one: older versions of torch pin those item by item.
+    It is no tuple, because older versions of torch pin tuples item by item.
 
     Args:
         number: number of the request.
