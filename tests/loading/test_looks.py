@@ -111,8 +111,11 @@ def epochs_of(loader: Any, source: Any, *, change: int, epochs: int = 4) -> list
 
 def plain_epochs(make: Callable[[], Any], change: int = 1, **options: Any) -> list[Any]:
     torch.manual_seed(3)
-    source = make()
-    return epochs_of(DataLoader(source, 8, shuffle=True, **options), source, change=change)
+    source, threads = make(), set(threading.enumerate())
+    got = epochs_of(DataLoader(source, 8, shuffle=True, **options), source, change=change)
+    for thread in set(threading.enumerate()) - threads:  # set-up stores nothing that it reads beside a thread
+        thread.join()
+    return got
 
 
 def cached_epochs(make: Callable[[], Any], kind: Any = CachedLoader, change: int = 1, **options: Any) -> Any:
