@@ -37,6 +37,8 @@ def verdict(epochs: Sequence[Epoch], samples: int, *, off: bool = False, setup_f
         ]
     served = ", ".join([f"{100 * epoch['hit_rate']:.0f}" for epoch in epochs[:8]] + ["..."] * (len(epochs) > 8))
     if not last["coverage"]:
+        if any(epoch["coverage"] for epoch in epochs):
+            return [f"nothing is cached any more: the warnings above say why; hit rate per epoch: {served} %"]
         return ["nothing was cached: the warnings above say why"]
     memory, filled = int(last["memory_bytes"]), 100 * last["fill_fraction"]
     used = f", {format_bytes(memory)} in use" if memory else ""  # a cache on a disk uses no memory

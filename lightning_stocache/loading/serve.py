@@ -165,7 +165,8 @@ class CachedSource:
                 self.look_at_ranks()
             cache = self.cache
             if not are_indices:
-                self.changes.note_key(next(key for key in keys if position_of(key) is None))
+                other = next(key for key in keys if position_of(key) is None)
+                self.changes.note_key(other, len(keys) - len(positions))
             elif cache is not None and self.changes.lends:
                 return self._lend(cache, positions, keys)
             elif cache is not None:

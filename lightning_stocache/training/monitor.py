@@ -151,10 +151,11 @@ class CacheMonitor(Callback):
             datasets = running_datasets(trainer, "train")
             cached = [cached_source(dataset) for dataset in datasets if isinstance(dataset, CachedDataset)]
             off = len(cached) == len(datasets) and all(source.opened.request.budget.off for source in cached)
+            was_cached = any(epoch["coverage"] for epoch in self._epochs)
             counters = [dataset.counters for dataset in datasets if dataset.counters is not None]
             setup_fills = sum(counted.totals().setup_fills for counted in counters)
             samples = sum(map(samples_of, datasets))
-            for sentence in verdict(self._epochs, samples, off=off, setup_fills=setup_fills):
+            for sentence in verdict(self._epochs, samples, off=off and not was_cached, setup_fills=setup_fills):
                 say(sentence)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -30,6 +30,10 @@ UNHEARD = {name: value for name, value in EVEN.items() if name != "data_wait_sec
         ),
         ([epoch(bypasses=10, coverage=0.0)] * 2, "nothing was cached: the warnings above say why"),
         (
+            [COLD, WARM, epoch(bypasses=10, coverage=0.0)],  # it has changed, or was replaced too often
+            "nothing is cached any more: the warnings above say why; hit rate per epoch: 0, 100, 0 %",
+        ),
+        (
             [WARM | {"rolling/resident": 1200, "rolling/times_seen": 2.5}],
             "1,200 samples are in the rolling cache; training read each loaded sample 2.5 times on average",
         ),

@@ -141,6 +141,14 @@ def test_keys_that_are_no_index_are_told_once_and_take_no_memory(key: Any, caplo
     assert f"is asked for keys that are no indices, as {key(0)!r}" in words
 
 
+def test_keys_are_counted_not_batches() -> None:
+    """A few large batches of such keys give the memory back, too."""
+    with closing(CachedDataset(AnyKey(of_key))) as dataset:
+        loader = CachedLoader(dataset, batch_size=2 * LENGTH, sampler=Keys(str))
+        assert [len(list(loader)) for _ in range(2)] == [1, 1]
+        assert dataset.cache is None
+
+
 class Several:
     """A sampler that gives a key for each few samples."""
 

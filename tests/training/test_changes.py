@@ -254,7 +254,10 @@ def test_ranks_share_the_cache_of_a_dataset_that_grows(tmp_path):
 
 @pytest.mark.epoch_one_reads_all
 def test_datasets_that_are_never_the_same_end_the_caching(tmp_path, caplog):
-    """The second new dataset without a hit in between passes through, with one warning that says what to do."""
+    """The second new dataset without a hit in between passes through, with one warning that says what to do.
+
+    The last line refers to the warning, and not to budget=0, which the user has not asked for.
+    """
 
     def other(count: int) -> Made:
         return Made(lambda index: torch.tensor(100 * count + index), SAMPLES)
@@ -262,6 +265,8 @@ def test_datasets_that_are_never_the_same_end_the_caching(tmp_path, caplog):
     trainer, _ = fit_anew(tmp_path, other, Watcher, epochs=5)
     assert logged(trainer, "stocache/misses")[:2] == [SAMPLES] * 2
     assert caplog.text.count("not cached any more") == caplog.text.count("RollingCache") == 1
+    assert len(said(caplog, "nothing is cached any more")) == 1
+    assert not said(caplog, "the cache is off")
 
 
 def test_a_stream_that_is_made_anew_replaces_the_one_before(tmp_path, caplog):
