@@ -119,7 +119,7 @@ def processes_of(iterator: Any) -> list[BaseProcess]:
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()  # of loaders, whose workers are children of this process
 
 
-def start_epoch(loader: DataLoader[Any]) -> Any:
+def start_epoch(loader: DataLoader[Any]) -> Iterator[Any]:
     """DataLoader's own iterator for a new epoch. In a process that is forked later it has no workers."""
     iterator = DataLoader.__iter__(loader)
     _iterators.add(iterator)
