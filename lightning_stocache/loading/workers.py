@@ -350,7 +350,7 @@ class Workers:
 
 
 def _end(iterator: Any) -> None:
-    """End workers. Left to the garbage collector, DataLoader may lose their queues first, and waits for 5 s for each."""
+    """End workers. Left to the garbage collector, DataLoader waits 5 s for each: it may lose their queues first."""
     with held_back():
         shut_down(iterator)
 
