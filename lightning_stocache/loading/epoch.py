@@ -511,7 +511,8 @@ class Batches(Iterator[Any]):
     def __init__(self, loader: DataLoader[Any], state: LoaderState) -> None:
         self._state, self._drawn_from = state, batches_of(loader)
         self._epoch: Any = iter(())
-        self._turn, self._pid = threading.RLock(), os.getpid()
+        self._turn, self._is_ending = threading.RLock(), False
+        self._pid = os.getpid()
 
     @property
     def is_inherited(self) -> bool:
@@ -521,7 +522,7 @@ class Batches(Iterator[Any]):
     def begin(self, epoch: Iterator[Any]) -> None:
         """Hand out the batches of another epoch."""
         with self._turn:
-            self._epoch = epoch
+            self._epoch, self._is_ending = epoch, False
 
     def __iter__(self) -> Batches:
         return self
@@ -534,28 +535,35 @@ class Batches(Iterator[Any]):
         """The next batch."""
         with self._turn:
             try:
+                if self._is_ending:  # a thread waits for its turn to end the epoch
+                    raise StopIteration
                 with self._state.waiting:
                     batch = next(self._epoch)
             except StopIteration:
                 self._state.ended = True
                 raise
             except KeyboardInterrupt:
-                self.break_off()
+                if isinstance(self._epoch, Epoch):
+                    self.break_off()
                 raise
             self._state.batches += 1
             return batch
 
     def close(self) -> None:
         """End the epoch: its thread, and its workers unless they are persistent."""
-        if isinstance(self._epoch, Epoch) and not self.is_inherited:
-            with self._turn:
-                self._epoch.close()
+        self._end(Epoch.close)
 
     def break_off(self) -> None:
         """End the epoch and its workers."""
-        if isinstance(self._epoch, Epoch) and not self.is_inherited:
-            with self._turn:
-                self._epoch.break_off()
+        self._end(Epoch.break_off)
+
+    def _end(self, end: Callable[[Epoch], None]) -> None:
+        if self.is_inherited:
+            return
+        self._is_ending = True
+        with self._turn:
+            if isinstance(self._epoch, Epoch):
+                end(self._epoch)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_Batches") or name == "_epoch":  # a copy that is not filled yet
