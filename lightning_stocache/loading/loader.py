@@ -13,6 +13,7 @@ Differences:
 
 - The storage of a batch, or of a sample out of the cache, cannot be resized.
 - Small batches lie together in up to 2 MiB of memory, which is freed with the last of them: `clone` one that you keep.
+- Batches of four-dimensional samples in the format `channels_last` are contiguous, as DataLoader's workers make them.
 - `is_shared()` is False where DataLoader's worker batches say True. Yet a process that is forked while a batch is held
   shares its memory, and sees the batch that comes there next.
 - The workers' random streams see only the misses: a source must not be random.
