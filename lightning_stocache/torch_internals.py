@@ -1,7 +1,8 @@
 """Every private name of torch that this package uses, and what happens without it.
 
-- `DataLoader._iterator`; `_workers`, `_index_queues` and `_shutdown_workers` of its iterator over workers. Without
-  them, workers end when their iterator is collected, and killed workers are replaced one epoch later.
+- `DataLoader._iterator`; `_workers`, `_index_queues`, `_shutdown` and `_shutdown_workers` of its iterator over workers.
+  Without them, workers end when their iterator is collected, also in a forked process, and killed workers are replaced
+  one epoch later.
 - `_utils.ExceptionWrapper`: an error with its traceback, for another process. Without it, the import of this module
   fails.
 - `_utils.collate` and `_utils.pin_memory`: without them, the import of this module fails.
@@ -23,8 +24,10 @@ from __future__ import annotations
 import copy
 import logging
 import multiprocessing
+import os
 import queue
 import time
+import weakref
 from collections.abc import Iterator
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -55,6 +58,7 @@ __all__ = [
     "processes_of",
     "set_worker_dataset",
     "shut_down",
+    "start_epoch",
     "unwrapped_pipe",
     "version_of",
     "wrapped_error",
@@ -110,6 +114,26 @@ def iterator_of(loader: DataLoader[Any]) -> Any:
 def processes_of(iterator: Any) -> list[BaseProcess]:
     """The workers of a loader's iterator."""
     return getattr(iterator, "_workers", [])
+
+
+_iterators: weakref.WeakSet[Any] = weakref.WeakSet()  # of loaders, whose workers are children of this process
+
+
+def start_epoch(loader: DataLoader[Any]) -> Iterator[Any]:
+    """DataLoader's own iterator for a new epoch. In a process that is forked later it has no workers."""
+    iterator = DataLoader.__iter__(loader)
+    _iterators.add(iterator)
+    return iterator
+
+
+def _disown_workers() -> None:
+    # In a forked process. Torch would tell the workers of the parent to end, as soon as the iterator is collected here:
+    # the parent would wait for their batches for ever.
+    for iterator in list(_iterators):
+        vars(iterator).update(_shutdown=True, _workers=[], _index_queues=[])
+
+
+os.register_at_fork(after_in_child=_disown_workers)
 
 
 def shut_down(iterator: Any) -> None:

@@ -174,14 +174,15 @@ class CachedDataset(Forwarding):
             dir=dir,
             domain=None if indices is None else _domain(indices, source),
         )
-        self.__cached, self.__lends_transform = CachedSource(OpenCache.without(request), transform), transform is None
+        self.__serving__ = CachedSource(OpenCache.without(request), transform)
+        self.__lends_transform = transform is None
         self.__backend: BackendChoice = backend
         if not defer:
             self.share(NodeGroup())
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        cached = vars(self).get("_CachedDataset__cached")
+        cached: CachedSource | None = vars(self).get("__serving__")
         if cached is not None and "__" not in name:  # names of this class have two underscores
             cached.changes.refresh_unread()
 
@@ -196,54 +197,54 @@ class CachedDataset(Forwarding):
         """
         self.close()
         group = NodeGroup.discover() if group is None else group
-        request = self.__cached.opened.request
+        request = self.__serving__.opened.request
         [opened] = open_caches([request], {"": request.budget}, group, self.__backend)
-        self.__cached = CachedSource(opened, self.__cached.transform)
+        self.__serving__ = CachedSource(opened, self.__serving__.transform)
         opened.tell()
 
     @property
     def source(self) -> Dataset[Any]:
         """The user's dataset."""
-        return self.__cached.source
+        return self.__serving__.source
 
     @property
     def transform(self) -> Callable[[Any], Any] | None:
         """The transform of each sample after the cache, or the source's own `transform` if none was given."""
         if self.__lends_transform and hasattr(self.source, "transform"):
             return cast("Callable[[Any], Any] | None", cast(Any, self.source).transform)
-        return self.__cached.transform
+        return self.__serving__.transform
 
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | None) -> None:
         if self.__lends_transform and hasattr(self.source, "transform"):
             cast(Any, self.source).transform = transform
         else:
-            self.__cached.transform = transform
+            self.__serving__.transform = transform
 
     @property
     def cache(self) -> Store | None:
         """The cache, or None while samples pass through."""
-        return self.__cached.opened.live_cache
+        return self.__serving__.opened.live_cache
 
     @property
     def counters(self) -> Counters | None:
         """Counts of served and filled samples, of all processes of the node; None before the first opening."""
-        return self.__cached.opened.counters
+        return self.__serving__.opened.counters
 
     @property
     def ring(self) -> Ring | None:
         """Which node holds which indices; None before the first opening."""
-        return self.__cached.opened.ring
+        return self.__serving__.opened.ring
 
     @property
     def group(self) -> NodeGroup:
         """The ranks that share the cache."""
-        return self.__cached.opened.group
+        return self.__serving__.opened.group
 
     @property
     def budget_bytes(self) -> int:
         """Memory that was granted on this node."""
-        return self.__cached.opened.budget_bytes
+        return self.__serving__.opened.budget_bytes
 
     def close(self) -> None:
         """Close the cache in this process. From then on samples pass through uncached.
@@ -251,11 +252,11 @@ class CachedDataset(Forwarding):
         A copy (`copy.copy`, `copy.deepcopy`, a pickle) reads and fills the same memory. Closing the dataset that was
         copied closes the memory for all copies in its process; closing a copy ends only the use by that copy.
         """
-        self.__cached.close()
+        self.__serving__.close()
 
     def describe(self) -> str:
         """Describe the cache in one line. With several nodes, the line names the node and its arc of the ring."""
-        return self.__cached.opened.describe()
+        return self.__serving__.opened.describe()
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]
@@ -263,39 +264,36 @@ class CachedDataset(Forwarding):
     def __getitem__(self, *key: Any, **options: Any) -> Any:
         """The sample of an index. The source answers for any other key (a list, a slice) or with further arguments."""
         if options or len(key) != 1:
-            return self.__cached.sample_with(*key, **options)
-        self.__look(self.__cached.samples_of(key[0]))
-        return self.__cached.sample(key[0])
+            return self.__serving__.sample_with(*key, **options)
+        self.__look(self.__serving__.samples_of(key[0]))
+        return self.__serving__.sample(key[0])
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """The samples of a batch, as a list: all hits are copied out by one gather per field."""
         if not hasattr(indices, "__len__"):  # a batch sampler may give iterators
             indices = list(indices)
         self.__look(len(indices))
-        return self.__cached.changes.made(lambda: self.__finished(indices))
+        return self.__serving__.changes.made(lambda: self.__finished(indices))
 
     def __look(self, samples: int) -> None:
-        self.__cached.changes.look_by_itself(samples, finds_lent=not self.__cached.transforms)
+        self.__serving__.changes.look_by_itself(samples, finds_lent=not self.__serving__.transforms)
 
     def __finished(self, indices: Sequence[Any]) -> Any:
-        samples = self.__cached.samples(indices)
-        return list(samples) if isinstance(samples, GeneratorType) and self.__cached.transforms else samples
+        samples = self.__serving__.samples(indices)
+        return list(samples) if isinstance(samples, GeneratorType) and self.__serving__.transforms else samples
 
     def __copy__(self) -> CachedDataset:
         other = CachedDataset.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other.__cached = self.__cached.around(copy.copy(self.source))
+        other.__serving__ = self.__serving__.around(copy.copy(self.source))
         super(CachedDataset, other).__init__(other.source)
         return other
-
-    def __cached_source__(self) -> CachedSource:
-        return self.__cached
 
     @classmethod
     def __over_source__(cls, cached: CachedSource) -> CachedDataset:
         dataset = cls.__new__(cls)
         super(CachedDataset, dataset).__init__(cached.source)
-        dataset.__cached, dataset.__lends_transform = cached, cached.transform is None
+        dataset.__serving__, dataset.__lends_transform = cached, cached.transform is None
         dataset.__backend = "auto"
         return dataset
 
@@ -353,7 +351,7 @@ def cached_in(dataset: Any) -> CachedDataset | None:
 
 def cached_source(dataset: CachedDataset) -> CachedSource:
     """The CachedSource of a dataset. For the package; it hides no name of the user's dataset."""
-    return dataset.__cached_source__()
+    return dataset.__serving__
 
 
 def dataset_over(cached: CachedSource) -> CachedDataset:

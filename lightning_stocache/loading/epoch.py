@@ -21,6 +21,8 @@ exhausted, closed, or no longer referred to. Ctrl-C ends the epoch and its worke
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -498,6 +500,9 @@ class Batches(Iterator[Any]):
 
     A loader with persistent workers has one for all of its epochs, as a DataLoader has.
 
+    A thread may end the epoch while another one iterates: it waits for the batch under way. Torch's iterator waits for
+    ever for a batch whose worker has ended. A forked process has no part in the epoch, and does not end it.
+
     Args:
         loader: the loader.
         state: the position of the loader.
@@ -506,10 +511,18 @@ class Batches(Iterator[Any]):
     def __init__(self, loader: DataLoader[Any], state: LoaderState) -> None:
         self._state, self._drawn_from = state, batches_of(loader)
         self._epoch: Any = iter(())
+        self._turn, self._is_ending = threading.RLock(), False
+        self._pid = os.getpid()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked after the epoch began. Another thread may have been iterating then."""
+        return self._pid != os.getpid()
 
     def begin(self, epoch: Iterator[Any]) -> None:
         """Hand out the batches of another epoch."""
-        self._epoch = epoch
+        with self._turn:
+            self._epoch, self._is_ending = epoch, False
 
     def __iter__(self) -> Batches:
         return self
@@ -520,28 +533,37 @@ class Batches(Iterator[Any]):
 
     def __next__(self) -> Any:
         """The next batch."""
-        epoch = self._epoch
-        try:
-            with self._state.waiting:
-                batch = next(epoch)
-        except StopIteration:
-            self._state.ended = True
-            raise
-        except KeyboardInterrupt:
-            self.break_off()
-            raise
-        self._state.batches += 1
-        return batch
+        with self._turn:
+            try:
+                if self._is_ending:  # a thread waits for its turn to end the epoch
+                    raise StopIteration
+                with self._state.waiting:
+                    batch = next(self._epoch)
+            except StopIteration:
+                self._state.ended = True
+                raise
+            except KeyboardInterrupt:
+                if isinstance(self._epoch, Epoch):
+                    self.break_off()
+                raise
+            self._state.batches += 1
+            return batch
 
     def close(self) -> None:
         """End the epoch: its thread, and its workers unless they are persistent."""
-        if isinstance(self._epoch, Epoch):
-            self._epoch.close()
+        self._end(Epoch.close)
 
     def break_off(self) -> None:
         """End the epoch and its workers."""
-        if isinstance(self._epoch, Epoch):
-            self._epoch.break_off()
+        self._end(Epoch.break_off)
+
+    def _end(self, end: Callable[[Epoch], None]) -> None:
+        if self.is_inherited:
+            return
+        self._is_ending = True
+        with self._turn:
+            if isinstance(self._epoch, Epoch):
+                end(self._epoch)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_Batches") or name == "_epoch":  # a copy that is not filled yet

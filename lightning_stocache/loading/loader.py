@@ -13,6 +13,7 @@ Differences:
 
 - The storage of a batch, or of a sample out of the cache, cannot be resized.
 - Small batches lie together in up to 2 MiB of memory, which is freed with the last of them: `clone` one that you keep.
+- Batches of four-dimensional samples in the format `channels_last` are contiguous, as DataLoader's workers make them.
 - `is_shared()` is False where DataLoader's worker batches say True. Yet a process that is forked while a batch is held
   shares its memory, and sees the batch that comes there next.
 - The workers' random streams see only the misses: a source must not be random.
@@ -48,7 +49,7 @@ from lightning_stocache.loading.workers import InitOnSource, Workers, loader_lik
 from lightning_stocache.sampling.residents import StreamBatches
 from lightning_stocache.sampling.sampler_domain import sampler_domain
 from lightning_stocache.setup.request import check_choice, check_flag
-from lightning_stocache.torch_internals import has_pinned_memory, iterator_of, shut_down
+from lightning_stocache.torch_internals import has_pinned_memory, iterator_of, shut_down, start_epoch
 
 __all__ = ["CachedLoader", "Gather"]
 
@@ -144,7 +145,7 @@ class CachedLoader(DataLoader[Any]):
             return iter(in_memory)
         persistent = self.persistent_workers and self.num_workers > 0
         batches = self._current() if persistent and self._current is not None else None
-        if batches is None:
+        if batches is None or batches.is_inherited:
             batches = Batches(self, self.position)
         batches.close()
         self.position.begin(self)
@@ -240,7 +241,7 @@ class CachedLoader(DataLoader[Any]):
         """DataLoader's own epoch, over a copy of the loader. A running persistent loader draws no base seed again."""
         if self._plain is None or not self.persistent_workers:
             self._plain = self._plain_loader(cached, is_first=is_first)
-        return DataLoader.__iter__(self._plain)
+        return start_epoch(self._plain)
 
     def _plain_loader(self, cached: CachedSource | None, *, is_first: bool) -> DataLoader[Any]:
         """A DataLoader like this, whose batches are counted as they are drawn."""
@@ -312,8 +313,9 @@ class CachedLoader(DataLoader[Any]):
     def close(self) -> None:
         """End the epoch under way, and the workers; a new epoch starts new ones."""
         batches = None if self._current is None else self._current()
-        if batches is not None:
+        if batches is not None and not batches.is_inherited:
             batches.break_off()
+            batches.begin(iter(()))
         self._keep(None)
         self._end_plain()
         self._current, self._gatherer, self._started = None, None, False

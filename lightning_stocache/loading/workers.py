@@ -44,6 +44,7 @@ from lightning_stocache.torch_internals import (
     processes_of,
     set_worker_dataset,
     shut_down,
+    start_epoch,
     wrapped_error,
 )
 
@@ -275,11 +276,11 @@ class Workers:
         iterators.append(then)
         if self._iterator is not None:
             with self._noting_death():
-                self._iterator = DataLoader.__iter__(self._loader)
+                self._iterator = start_epoch(self._loader)
             return
         with held_back():  # between a worker's start and its registration Ctrl-C would leave it running for ever
-            self._iterator = DataLoader.__iter__(self._loader)
-            self._finalizer = weakref.finalize(self, _end, self._iterator, self._pid)
+            self._iterator = start_epoch(self._loader)
+            self._finalizer = weakref.finalize(self, _end, self._iterator)
 
     def receive(self) -> Reply:
         """The next reply, with its batch unpacked.
@@ -348,14 +349,10 @@ class Workers:
             self.arena.trim()
 
 
-def _end(iterator: Any, pid: int) -> None:
-    """End workers. Left to the garbage collector, DataLoader waits for 5 s per worker: it may lose their queues first.
-
-    A forked process has inherited the iterator, and ends nothing.
-    """
-    if os.getpid() == pid:
-        with held_back():
-            shut_down(iterator)
+def _end(iterator: Any) -> None:
+    """End workers. Left to the garbage collector, DataLoader waits 5 s for each: it may lose their queues first."""
+    with held_back():
+        shut_down(iterator)
 
 
 def loader_like(loader: DataLoader[Any], generator: torch.Generator | None, **replaced: Any) -> DataLoader[Any]:

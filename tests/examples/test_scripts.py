@@ -21,7 +21,7 @@ from tests.processes import call
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-BENCHMARKS = ("promises", "epochs", "peers", "records", "streams", "rolling", "train", "lifetime", "gpu")
+BENCHMARKS = ("promises", "epochs", "peers", "records", "streams", "rolling", "train", "lifetime", "gpu", "nearly_full")
 TWO_RANKS = ("--devices", "2", "--strategy", "ddp")  # no fork: a test before may have asked CUDA something
 PNG = b"\x89PNG\r\n"
 

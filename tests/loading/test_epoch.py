@@ -79,6 +79,37 @@ def test_a_batch_without_a_miss_wakes_no_worker(monkeypatch):
         assert requests == [list(range(first, first + 5)) for first in range(20, LENGTH, 5)]
 
 
+@pytest.mark.epoch_one_reads_all
+@pytest.mark.processes
+@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize("missed", [range(2, 125, 4), (3, 40, 90, 124)], ids=["97 %", "99.6 %"])
+def test_of_a_cache_that_is_nearly_full_workers_make_few_batches(monkeypatch, missed, prefill):
+    """Of 1,000 shuffled samples in batches of 8, only the batches with a sample that is not READY."""
+    requests: list[list[int]] = []
+    request = Requests.request
+
+    def noting(self: Requests, number: int, keys: Any) -> Request:
+        requests.append(keys.tolist())
+        return request(self, number, keys)
+
+    numbers = Numbers(1000, (3, 32, 32))
+    seed_all()
+    expected = list(DataLoader(numbers, 8, shuffle=True))
+    with closing(CachedDataset(numbers, prefill=prefill)) as dataset:
+        missing = [int(expected[batch][1][batch % 8]) for batch in missed]
+        fill(dataset, set(range(1000)).difference(missing))
+        monkeypatch.setattr(Requests, "request", noting)
+        seed_all()
+        assert same(list(CachedLoader(dataset, 8, shuffle=True, num_workers=2)), expected)
+        counts = totals(dataset)
+        assert counts.fills == dataset.cache.filled == 1000
+    with_a_miss = [expected[batch][1].tolist() for batch in missed]
+    if prefill:  # an idle worker may load a sample before its batch is drawn
+        assert [keys for keys in with_a_miss if keys in requests] == requests
+    else:
+        assert requests == with_a_miss
+
+
 @in_every_way
 def test_batches_belong_to_who_gets_them(arguments, budget, transform):
     """Neither the cache nor a later batch changes with them, and who keeps them, or views, sees them unchanged."""

@@ -44,7 +44,7 @@ from tests.loading.twins import (
     to_float,
     totals,
 )
-from tests.processes import wait_until
+from tests.processes import ends_alive, wait_until
 from tests.sources import Made
 
 LENGTH = 38
@@ -201,6 +201,79 @@ def test_idle_workers_fill_what_nobody_asked_for(tmp_path: Path, method: str) ->
             assert sum(len(texts) for _, texts in loader) == 34
         loader.close()
         assert totals(dataset).fills == 17
+
+
+# ---- forks, and other threads ----
+
+
+@pytest.mark.processes
+@in_every_way
+def test_a_forked_process_ends_no_epoch(arguments: dict[str, Any], budget: str, transform: Any) -> None:
+    """It may close the loader, and let go of it and of its iterator: the epoch goes on in the process that began it."""
+    with closing(CachedDataset(Numbers(LENGTH), budget, transform=transform)) as dataset:
+        loader = CachedLoader(dataset, 4, timeout=60 if arguments else 0, **arguments)
+        iterators = [iter(loader)]
+        got = [copied(next(iterators[0]))]
+
+        def let_go() -> None:
+            nonlocal loader
+            loader.close()
+            del loader
+            iterators.clear()
+            gc.collect()
+
+        assert ends_alive(let_go)
+        got.extend(copied(batch) for batch in iterators[0])
+        assert same(got, plain_batches(Numbers(LENGTH), transform))
+        loader.close()
+
+
+@pytest.mark.processes
+def test_a_forked_process_has_no_batches_of_workers() -> None:
+    """A plain DataLoader's epoch, too, is that of the process that began it: each batch comes once, and all come."""
+    loader = CachedLoader(Numbers(LENGTH), 4, num_workers=2, timeout=60)
+    batches = iter(loader)
+    got = [next(batches)]
+
+    def go_on() -> None:
+        with suppress(Exception):
+            list(batches)
+
+    assert ends_alive(go_on)
+    assert same([*got, *batches], plain_batches(Numbers(LENGTH)))
+    loader.close()
+
+
+@pytest.mark.epoch_one_reads_all
+@in_every_way
+def test_another_thread_may_end_the_epoch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any], budget: str, transform: Any
+) -> None:
+    """The batch under way comes, also from a slow worker, and then the iterating thread finds the epoch at its end."""
+    shut, begun, numbers = tmp_path / "shut", tmp_path / "begun", Numbers(LENGTH)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)  # 5 s, after which a worker is killed
+
+    def gated(index: int) -> Any:
+        if index == 13 and shut.exists():
+            begun.touch()
+            wait_until(lambda: not shut.exists(), 120)
+        return numbers[index]
+
+    with closing(CachedDataset(Made(gated, LENGTH), budget, transform=transform)) as dataset:
+        shut.touch()
+        loader = CachedLoader(dataset, 4, **arguments)
+        batches = iter(loader)
+        got = [copied(next(batches))]
+        thread = threading.Thread(target=lambda: got.extend(outcomes(batches)), daemon=True)
+        thread.start()
+        wait_until(begun.exists)
+        threading.Timer(0.5, shut.unlink).start()
+        loader.close()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert len(got) < 10
+        assert same(got, plain_batches(numbers, transform)[: len(got)])
+        assert (worker_pids(), prefetch_threads()) == (set(), 0)
 
 
 # ---- the end of the interpreter ----
