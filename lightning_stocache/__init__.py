@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # the aliases tell type checkers that the names are public
     from lightning_stocache.node.files import get_shm_size as get_shm_size
     from lightning_stocache.sampling.locality_sampler import LocalitySampler as LocalitySampler
     from lightning_stocache.source.lmdb_source import LMDBSource as LMDBSource
-    from lightning_stocache.training.callbacks import FillProgress as FillProgress
     from lightning_stocache.training.callbacks import StochasticCache as StochasticCache
     from lightning_stocache.training.datamodule import StocacheDataModule as StocacheDataModule
     from lightning_stocache.training.datamodule import cache_datamodule as cache_datamodule
@@ -39,7 +38,6 @@ _HOMES = {
     "CachedDataset": "loading.dataset",
     "CachedLoader": "loading.loader",
     "CachedStream": "growing.stream",
-    "FillProgress": "training.callbacks",
     "LMDBSource": "source.lmdb_source",
     "LocalitySampler": "sampling.locality_sampler",
     "RollingCache": "growing.rolling_cache",

@@ -136,7 +136,7 @@ def test_an_app_with_callbacks_of_its_own_needs_one_group(tmp_path):
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         config = compose("train", ["callbacks=[default,stochastic_cache]", "+cache.budget=50%"])
     made = {name: instantiate(entry) for name, entry in config.callbacks.items()}
-    assert list(made) == ["summary", "stochastic_cache", "fill_progress"]
+    assert list(made) == ["summary", "stochastic_cache"]
     assert str(made["stochastic_cache"].caches.options.budgets[""]) == "50%"
 
 

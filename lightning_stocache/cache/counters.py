@@ -15,9 +15,13 @@ nothing.
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -26,10 +30,13 @@ from lightning_stocache.cache.layout import columns
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["Counters", "Counts", "Matter", "count"]
+__all__ = ["Counters", "Counts", "Matter", "Served", "count", "noted", "served_in"]
 
 Matter = Literal["odd sample", "random sample", "changed source", "slow disk", "ranks alone", "keys"]
 """The subjects of warnings that a node has once."""
+
+Served: TypeAlias = tuple[int, int, int]
+"""Numbers of samples: hits, misses and bypasses."""
 
 _ROWS = 1024  # 128 KiB, reserved at once: a row without memory must not end a training
 _COLUMNS = 16
@@ -99,6 +106,8 @@ _MATTERS = {matter: 1 << place for place, matter in enumerate(get_args(Matter))}
 class Counters:
     """The rows of all processes of a node that use one cache. This process counts for `rank`.
 
+    `here` has, for each thread of this process, what `noted` notes.
+
     Example:
         >>> counters = Counters.create()
         >>> counters.add(hits=2, bytes_from_cache=64)
@@ -112,6 +121,7 @@ class Counters:
         self._rows = columns(segment, {"row": (np.int64, (_COLUMNS,))}, _ROWS)["row"]
         self._pid = 0
         self._row: memoryview | None = None
+        self.here = threading.local()
 
     @classmethod
     def create(cls, rank: int = 0, backend: Backend | None = None) -> Counters:
@@ -125,6 +135,9 @@ class Counters:
         """Add to this process's row, by the names of `Counts`, in 0.2 us per number."""
         if self.segment.closed:
             return
+        note: Counter[str] | None = getattr(self.here, "note", None)
+        if note is not None:
+            note.update(counts)
         if self._pid != os.getpid():  # the first count in this process
             self._row, self._pid = self._take_row(), os.getpid()
         if (row := self._row) is not None:
@@ -221,3 +234,23 @@ def count(counters: Counters | None, **counts: int) -> None:
     """Add to counters, if there are any: a dataset that passes through has none."""
     if counters is not None:
         counters.add(**counts)
+
+
+@contextmanager
+def noted(counters: Counters | None) -> Iterator[Counter[str]]:
+    """Note what this thread counts in a context, by the names of `Counts`. Others may count meanwhile."""
+    note = Counter[str]()
+    if counters is None:
+        yield note
+        return
+    here = counters.here
+    here.note, before = note, getattr(here, "note", None)
+    try:
+        yield note
+    finally:
+        here.note = before
+
+
+def served_in(note: Counter[str]) -> Served:
+    """The samples that were served, of what was noted."""
+    return note["hits"], note["misses"], note["bypasses"]

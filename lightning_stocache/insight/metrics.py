@@ -49,10 +49,9 @@ class Tally:
     filled: float = 0  # slots of the node that are ready; for records, the filled share of the bytes times the slots
     memory_bytes: int = 0  # in use by the caches of the node
     budget_bytes: int = 0  # granted to the caches of the node
-    wait_seconds: float = 0.0  # the training loop's waiting for data; NaN if a loader has no clock
-    compute_seconds: float = 0.0  # the training loop's computing
-    loop_seconds: float = 0.0  # all of the training loop
-    ranks: int = 0  # number of ranks in the three sums of seconds
+    wait_seconds: float = 0.0  # the training's waiting for data; NaN if a loader has no clock
+    loop_seconds: float = 0.0  # the training, waiting or not
+    ranks: int = 0  # number of ranks in the two sums of seconds
     unsized: int = 0  # misses and bypasses without a cache, whose bytes are unknown
 
     def __add__(self, other: Tally) -> Tally:
@@ -83,8 +82,9 @@ def rates(tally: Tally) -> dict[str, float]:
         del metrics["bytes_from_source"]
     if tally.ranks and not math.isnan(tally.wait_seconds):
         metrics["data_wait_seconds"] = tally.wait_seconds / tally.ranks
-        metrics["compute_seconds"] = tally.compute_seconds / tally.ranks
+        metrics["compute_seconds"] = (tally.loop_seconds - tally.wait_seconds) / tally.ranks
     if tally.ranks:
+        metrics["epoch_seconds"] = tally.loop_seconds / tally.ranks
         metrics["samples_per_second"] = counts.served * tally.ranks / (tally.loop_seconds or math.inf)
     return metrics
 

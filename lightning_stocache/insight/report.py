@@ -94,7 +94,6 @@ def _hit_rate(runs: Runs, axes: Axes) -> None:
     if len(runs) == 1:
         [run] = runs.values()
         lines.append(Line("at most", run.epochs("coverage"), _VERMILION, "--"))
-        lines.append(Line("expected", run.epochs("hit_rate_expected"), _GREEN, ":"))
         parts = ["val", "test", "predict", *(f"node{node}" for node in range(_NODES))]
         lines += [Line(part.replace("node", "node "), run.epochs(f"{part}/hit_rate"), _GREY, "-.") for part in parts]
     draw_lines(axes, lines, "%")

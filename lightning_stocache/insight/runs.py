@@ -62,10 +62,8 @@ class Run:
 
     @property
     def epoch_seconds(self) -> list[float]:
-        """Seconds of the training loop in each epoch: the samples served over the samples per second."""
-        speeds = [(row, row.get("stocache/samples_per_second", 0.0)) for row in self.rows]
-        served = ("stocache/hits", "stocache/misses", "stocache/bypasses")
-        return [sum(row.get(name, 0.0) for name in served) / speed for row, speed in speeds if speed > 0]
+        """Seconds of the training in each epoch."""
+        return [seconds for _, seconds in self.epochs("epoch_seconds")]
 
     @property
     def later_seconds(self) -> float | None:
@@ -193,8 +191,8 @@ def _read(folder: Path) -> list[Row]:
     rows = [row for row in map(_row, lines) if "step" in row]
     if not any(name.startswith("stocache/") for row in rows for name in row):
         raise LogError(
-            f"{folder} holds no stocache/ value: was CacheMonitor or StochasticCache among the Trainer's callbacks, "
-            "and did the run get as far as its first logging step?"
+            f"{folder} holds no stocache/ value: did its Trainer have a StochasticCache, a CacheMonitor or a "
+            "DataModule that caches, and did the run get as far as its first logging step?"
         )
     return rows
 

@@ -1,9 +1,12 @@
 """Counts of an epoch over all ranks, for CacheMonitor and CacheMeter alike.
 
-**Counting.** The counts of an epoch are the difference between the totals at its end and at the end of the epoch
-before. The moment when an epoch starts does not matter: workers run ahead of the training step, so they serve an
-epoch's first samples before `on_train_epoch_start`. Validation may read the dataset of training, so the counts of
-training are taken before each validation starts.
+**Counting.** Each CachedLoader knows where the samples of each batch came from that it has handed out
+(`position.Ledger`). The hits, misses and bypasses of an epoch are those of the batches that were handed to the trainer,
+without what workers have made ahead, and without a batch that Lightning has only fetched. All else (fills, bytes,
+seconds of loading) is counted by the processes that do it, in totals that the loaders of a dataset share. So are the
+samples of other loaders: of streams, plain DataLoaders over a CachedDataset, and classes of the user's. Of totals an
+epoch has the difference between its end and the end of the epoch before. Validation may read the dataset of training,
+so the difference is taken before each validation, too.
 
 **Exchange.** No rank waits in a collective, because it could cross a collective of another callback. Each rank posts
 its tally (`node.post`) after the last step of the epoch, or at its end, before anything else. Then it collects the
@@ -20,36 +23,29 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lightning_stocache.cache.counters import Counters, Counts
+from lightning_stocache.cache.counters import Counters, Counts, Served
 from lightning_stocache.growing.rolling_cache import RollingCache, RollingStats
 from lightning_stocache.insight.expectation import Expectation
 from lightning_stocache.insight.metrics import LIVE, LIVE_METRICS, Tally, rates, summarise
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
-from lightning_stocache.loading.position import LoaderState
+from lightning_stocache.loading.position import Given, Ledger, LoaderState
 from lightning_stocache.node.post import Post
 
-__all__ = ["PoolRates", "Tallies", "coverage", "end_call", "loader_seconds", "samples_of"]
+__all__ = ["PoolRates", "Tallies", "began_at", "coverage", "samples_of"]
 
 log = logging.getLogger(__name__)
 
 _before: WeakKeyDictionary[Counters, Counts] = WeakKeyDictionary()  # totals at the start of the current Trainer call
 
 _ONCE_LATE = 1.0  # seconds to wait after the ranks were once out of step
-
-
-def loader_seconds(loaders: Any) -> tuple[float, float]:
-    """Seconds so far inside of the loaders' `__next__`, and between their batches; NaN if a loader has no clock."""
-    positions = [getattr(leaf, "position", None) for leaf in leaves_in(loaders)]
-    clocks = [position.waiting for position in positions if isinstance(position, LoaderState)]
-    if not clocks or len(clocks) < len(positions):
-        return math.nan, math.nan
-    return sum(clock.waited_ns for clock in clocks) / 1e9, sum(clock.away_ns for clock in clocks) / 1e9
 
 
 class Tallies:
@@ -61,16 +57,99 @@ class Tallies:
     def __init__(self) -> None:
         self.pools = PoolRates()
         self._expectation = Expectation()
+        self._given: dict[tuple[str, Ledger], Given] = {}  # by each loader, when the stage's epoch began
+        self._paused: dict[str, dict[Ledger, Given]] = {}  # by each loader, when the stage paused
+        self._started: dict[str, Counter[int]] = {}  # batches of each stage in its epoch so far, by the loader's number
         self._totals: dict[Counters, Counts] = {}  # at the last call of `count`
         self._counts: dict[str, dict[Counters, Counts]] = {}  # of each stage, in its epoch so far
         self._posted: dict[str, tuple[Post[Tally], dict[Counters, Counts]]] = {}
         self._was_late = False
 
-    def count(self, stage: str, loaders: Any) -> None:
-        """Count the samples served since the last call for the running epoch of a stage.
+    def begin(self, stage: str, loaders: Any) -> None:
+        """Begin a training, or a validation, test or prediction.
 
-        Two stages may read one dataset. Call this for the stage that pauses, before another stage begins. Counts of a
-        stage that never ends an epoch, such as "sanity check", are dropped.
+        Lightning has called `iter` of its first loader, and of the others only if they are read side by side.
+        """
+        self._started[stage] = Counter()
+        ledgers = [ledger_of(leaf) for leaf in leaves_in(loaders)]
+        first = ledgers[0].begun_at if ledgers and ledgers[0] is not None else math.inf
+        for ledger in filter(None, ledgers):
+            self._given[stage, ledger] = ledger.begun if ledger.begun_at >= first else ledger.given()
+
+    def start(self, stage: str, loaders: Any, number: int = 0) -> None:
+        """Note that the trainer starts on a batch of the loader of that number; in training, of all loaders together.
+
+        With its first batch, an epoch begins where the iteration under way began: nobody else has read from that.
+        """
+        started = self._started.setdefault(stage, Counter())
+        if not started[number]:
+            for leaf_number, ledger in enumerate(map(ledger_of, leaves_in(loaders))):
+                if ledger is not None and (stage == "train" or leaf_number == number):
+                    self._given[stage, ledger] = ledger.begun
+        started[number] += 1
+
+    def pause(self, stage: str, loaders: Any) -> None:
+        """What these loaders give until `resume` belongs to another stage."""
+        self._paused[stage] = {ledger: ledger.given() for ledger in _ledgers(loaders)}
+        self.count(stage, loaders)
+
+    def resume(self, stage: str) -> None:
+        """Go on with a stage."""
+        for ledger, before in self._paused.pop(stage, {}).items():
+            begun = self._given.get((stage, ledger), Given())
+            self._given[stage, ledger] = begun.later(ledger.given().since(before))
+
+    def settle(self, stage: str, loaders: Any) -> None:
+        """What these loaders have given until now belongs to no later epoch."""
+        self._given |= {(stage, ledger): ledger.given() for ledger in _ledgers(loaders)}
+
+    def end(self) -> None:
+        """End a Trainer call: the totals of the next call count from here."""
+        _before.update({counters: counters.totals(counters.rank) for counters in self._totals if not counters.closed})
+
+    def seconds(self, stage: str, loaders: Any) -> tuple[float, float]:
+        """Seconds of the epoch so far in which the consumer waited for these loaders, and did something else.
+
+        NaN if a loader has no clock.
+        """
+        if any(ledger_of(leaf) is None for leaf in leaves_in(loaders)):
+            return math.nan, math.nan
+        given = [ledger.given().since(self._given.get((stage, ledger), Given())) for ledger in _ledgers(loaders)]
+        return sum(each.waited_ns for each in given) / 1e9, sum(each.away_ns for each in given) / 1e9
+
+    def served(self, stage: str, loaders: Any) -> dict[Counters, Served | None]:
+        """The samples of the epoch so far that each dataset has given; None if they are known from its totals alone.
+
+        If a loader has no length, Lightning fetches one batch ahead, which may be no step's.
+        """
+        leaves, seen = list(leaves_in(loaders)), set[Ledger]()
+        served: dict[Counters, Served | None] = {}
+        has_length = all(map(_has_length, leaves))
+        for number, leaf in enumerate(leaves):
+            ledger, given = ledger_of(leaf), None
+            if ledger is not None and ledger.is_known:
+                given = self._of_loader(stage, number, ledger, has_length) if ledger not in seen else (0, 0, 0)
+                seen.add(ledger)
+            for dataset in cached_in_leaves(leaf):
+                if dataset.counters is not None:
+                    before = served.get(dataset.counters, (0, 0, 0))
+                    both = None if before is None or given is None else tuple(map(int.__add__, before, given))
+                    served[dataset.counters] = both  # type: ignore[assignment]
+        return served
+
+    def _of_loader(self, stage: str, number: int, ledger: Ledger, has_length: bool) -> Served:
+        begun, started = self._given.get((stage, ledger), Given()), self._started.get(stage)
+        is_ahead = False
+        if started is not None and not has_length:
+            is_ahead = ledger.given().batches - begun.batches > started.get(number, started[0])
+        given = ledger.given(without_newest=is_ahead).since(begun)
+        return given.hits, given.misses, given.bypasses
+
+    def count(self, stage: str, loaders: Any) -> None:
+        """Add what the totals of the datasets have grown by since the last call to the running epoch of a stage.
+
+        Two stages may read one dataset, so one that pauses is counted before another begins. Counts of a stage that
+        never ends an epoch, such as "sanity check", are dropped.
         """
         counts = self._counts.setdefault(stage, {})
         for counters, dataset in _counted(loaders).items():
@@ -86,6 +165,10 @@ class Tallies:
         values = rates(tally)
         return {LIVE + name: values[name] for name in LIVE_METRICS if name in values}
 
+    def is_posted(self, stage: str) -> bool:
+        """Whether the tally of a stage's epoch has been sent."""
+        return stage in self._posted
+
     def post(self, stage: str, loaders: Any, loop: Tally | None = None) -> None:
         """Send this rank's tally of the epoch that ends to all ranks. A second call for one epoch does nothing.
 
@@ -98,6 +181,8 @@ class Tallies:
             return
         group = next(iter(_counted(loaders).values())).group
         self._posted[stage] = group.post(tally), self._counts.pop(stage)
+        self._started.pop(stage, None)
+        self.settle(stage, loaders)
 
     def metrics(self, stage: str, loaders: Any, patience: float) -> dict[str, float]:
         """The metrics of the epoch that ends, over all ranks; empty if a rank did not post its tally in time.
@@ -135,6 +220,10 @@ class Tallies:
         datasets, counts = _counted(loaders), self._counts[stage]
         if not datasets:
             return None
+        for counters, served in self.served(stage, loaders).items():
+            if served is not None:
+                hits, misses, bypasses = served
+                counts[counters] = replace(counts[counters], hits=hits, misses=misses, bypasses=bypasses)
         tally = reduce(Tally.__add__, (_tally_of(dataset, counts[counters]) for counters, dataset in datasets.items()))
         return tally if loop is None else tally + loop
 
@@ -162,11 +251,27 @@ class PoolRates:
         return metrics
 
 
-def end_call(datasets: Iterable[Cached]) -> None:
-    """End a Trainer call: the first epoch of the next call counts from here."""
-    for dataset in datasets:
-        if dataset.counters is not None:
-            _before[dataset.counters] = dataset.counters.totals(dataset.group.rank)
+def ledger_of(leaf: Any) -> Ledger | None:
+    """What a loader notes about the batches that it has handed out; None if its class notes nothing."""
+    position = getattr(leaf, "position", None)
+    return position.ledger if isinstance(position, LoaderState) else None
+
+
+def _ledgers(loaders: Any) -> list[Ledger]:
+    """The ledgers of all loaders, each once."""
+    return list(dict.fromkeys(ledger for leaf in leaves_in(loaders) if (ledger := ledger_of(leaf)) is not None))
+
+
+def _has_length(leaf: Any) -> bool:
+    try:
+        return len(leaf) >= 0
+    except (TypeError, NotImplementedError):
+        return False
+
+
+def began_at(loaders: Any) -> float:
+    """When the first iteration under way of these loaders began, in seconds of `time.perf_counter`; inf: not known."""
+    return min((ledger.begun_at for ledger in _ledgers(loaders)), default=math.inf)
 
 
 def coverage(datasets: Sequence[Cached]) -> float:

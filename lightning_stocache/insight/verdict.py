@@ -91,6 +91,5 @@ def _served(epoch: Epoch) -> float:
 
 
 def _seconds(epoch: Epoch) -> float:
-    """Seconds of the training loop in an epoch, without validation; 0 if they were not logged."""
-    speed = epoch.get("samples_per_second", 0.0)
-    return _served(epoch) / speed if speed else 0.0
+    """Seconds of an epoch's training; 0 if they were not logged."""
+    return epoch.get("epoch_seconds", 0.0)

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_stocache.cache.counters import count
+from lightning_stocache.cache.counters import Counters, Served, count, noted, served_in
 from lightning_stocache.cache.gather_pool import GatherPool, gather_threads
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import NO_PLACE, Store
@@ -51,7 +51,7 @@ from lightning_stocache.loading.workers import Reply, Request, Workers, under_wa
 from lightning_stocache.source.looks import Look
 from lightning_stocache.torch_internals import pinned
 
-__all__ = ["Batches", "Epoch", "Gatherer"]
+__all__ = ["Batches", "Epoch", "Gatherer", "PlainEpoch"]
 
 BLOCK_BYTES = 2 << 20  # 7 us per batch of eight 3x32x32 images where a gather for each takes 80
 AHEAD = 64  # batches that are drawn in search of one for a worker
@@ -263,7 +263,9 @@ class Epoch(Iterator[Any]):
         asks: bool,
         draws_seed: bool,
     ) -> None:
-        self._loader, self._cached, self._waiting, self._keep = loader, cached, state.waiting, keep
+        self._loader, self._cached, self._waiting, self._keep = loader, cached, state.ledger.waiting, keep
+        self.served: Served = (0, 0, 0)
+        """Where the samples of the last batch came from."""
         self._draws = Draws(loader, state)
         self._plans = Plans(cached, self._draws, gatherer, len(cast(Any, loader.dataset)))
         self._gatherer, self._gathers = gatherer, gatherer is not None
@@ -400,6 +402,7 @@ class Epoch(Iterator[Any]):
                 batch = self._maker.make(self._cached, plan.indices, cast(Gatherer, self._gatherer).pool)
             finally:
                 self._go_on()
+            self.served = self._maker.served
             return (pinned(batch) if cast(Gatherer, self._gatherer).pins else batch,)
         if plan.number is None:
             self._ask_workers()
@@ -407,6 +410,7 @@ class Epoch(Iterator[Any]):
         waiting.popleft()
         if reply.error is not None:
             reply.error.reraise()  # type: ignore[no-untyped-call]
+        self.served = reply.served
         return (reply.batch,)
 
     def _received(self) -> Reply:
@@ -451,6 +455,7 @@ class Epoch(Iterator[Any]):
         if not self._batches and self._waiting.last_away_ns > WORTHWHILE_NS:
             self._prefetch()
         self._cached.count_hits(len(samples))
+        self.served = len(samples), 0, 0
         return batch
 
     def _prefetch(self) -> None:
@@ -495,6 +500,40 @@ def _end_threads(prefetcher: Prefetcher, gather_pool: GatherPool) -> None:
     gather_pool.close()
 
 
+class PlainEpoch(Iterator[Any]):
+    """DataLoader's own epoch over a cached dataset, whose samples are counted where that can be known.
+
+    Args:
+        batches: DataLoader's iterator.
+        counters: of the dataset, if there are any.
+        sizes: without a cache: the numbers of samples in the batches that were drawn.
+        has_workers: whether workers make the batches.
+    """
+
+    def __init__(self, batches: Iterator[Any], counters: Counters | None, sizes: deque[int], *, has_workers: bool):
+        self._batches, self._counters, self._sizes, self._has_workers = batches, counters, sizes, has_workers
+        self.served: Served = (0, 0, 0)
+
+    @classmethod
+    def none(cls) -> PlainEpoch:
+        """An epoch that is over."""
+        return cls(iter(()), None, deque(), has_workers=False)
+
+    def __next__(self) -> Any:
+        """The next batch."""
+        with noted(self._counters) as note:
+            batch = next(self._batches)
+        self.served = served_in(note)
+        if self._has_workers and self._sizes:
+            self.served = 0, 0, self._sizes.popleft()
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # a copy that is not filled yet
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+
 class Batches(Iterator[Any]):
     """The iterator of a loader: counts the batches of an epoch, ours or DataLoader's, and the consumer's waiting time.
 
@@ -510,7 +549,7 @@ class Batches(Iterator[Any]):
 
     def __init__(self, loader: DataLoader[Any], state: LoaderState) -> None:
         self._state, self._drawn_from = state, batches_of(loader)
-        self._epoch: Any = iter(())
+        self._epoch: Epoch | PlainEpoch = PlainEpoch.none()
         self._turn, self._is_ending = threading.RLock(), False
         self._pid = os.getpid()
 
@@ -519,7 +558,7 @@ class Batches(Iterator[Any]):
         """Whether this process was forked after the epoch began. Another thread may have been iterating then."""
         return self._pid != os.getpid()
 
-    def begin(self, epoch: Iterator[Any]) -> None:
+    def begin(self, epoch: Epoch | PlainEpoch) -> None:
         """Hand out the batches of another epoch."""
         with self._turn:
             self._epoch, self._is_ending = epoch, False
@@ -533,20 +572,23 @@ class Batches(Iterator[Any]):
 
     def __next__(self) -> Any:
         """The next batch."""
+        ledger = self._state.ledger
         with self._turn:
+            epoch = self._epoch
             try:
                 if self._is_ending:  # a thread waits for its turn to end the epoch
                     raise StopIteration
-                with self._state.waiting:
-                    batch = next(self._epoch)
+                with ledger.waiting:
+                    batch = next(epoch)
             except StopIteration:
                 self._state.ended = True
                 raise
             except KeyboardInterrupt:
-                if isinstance(self._epoch, Epoch):
+                if isinstance(epoch, Epoch):
                     self.break_off()
                 raise
             self._state.batches += 1
+            ledger.add(*epoch.served)
             return batch
 
     def close(self) -> None:

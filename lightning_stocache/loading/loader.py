@@ -26,7 +26,7 @@ Differences:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from lightning_stocache.cache.store import NO_PLACE, Store, gathers
 from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.draws import ResumableBatches
-from lightning_stocache.loading.epoch import Batches, Epoch, Gatherer
+from lightning_stocache.loading.epoch import Batches, Epoch, Gatherer, PlainEpoch
 from lightning_stocache.loading.loader_sampler import (
     batches_of,
     deals_to_ranks,
@@ -140,9 +140,15 @@ class CachedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """A new epoch. With persistent workers all iterators of the loader go on with it, as in DataLoader."""
-        self.position.waiting.begin()
         if is_stream(self.dataset) and (in_memory := self._stream_in_memory(self.dataset)) is not None:
             return iter(in_memory)
+        ledger = self.position.ledger
+        ledger.begin()
+        with ledger.waiting.beginning():
+            return self._begin()
+
+    def _begin(self) -> Batches:
+        """Begin an epoch."""
         persistent = self.persistent_workers and self.num_workers > 0
         batches = self._current() if persistent and self._current is not None else None
         if batches is None or batches.is_inherited:
@@ -153,10 +159,11 @@ class CachedLoader(DataLoader[Any]):
         if cached is not None:
             self._refresh(cached, is_first=is_first)
         try:
-            batches.begin(self._epoch(cached, is_first=is_first))
+            epoch = self._epoch(cached, is_first=is_first)
         except BaseException:
             self._keep(None)
             raise
+        batches.begin(epoch)
         self._started = True
         self._current = weakref.ref(batches)
         return batches
@@ -170,7 +177,7 @@ class CachedLoader(DataLoader[Any]):
             cached.changes.refresh()
         cached.changes.share_with(self._other_readers, [self.dataset, cached_in(self.dataset)])
 
-    def _epoch(self, cached: CachedSource | None, *, is_first: bool) -> Iterator[Any]:
+    def _epoch(self, cached: CachedSource | None, *, is_first: bool) -> Epoch | PlainEpoch:
         """The epoch that begins now.
 
         Args:
@@ -193,6 +200,7 @@ class CachedLoader(DataLoader[Any]):
         if asks and workers is None:
             workers = Workers(self, is_late=not is_first)
             self.keep(workers)
+        self.position.ledger.is_known = True
         return Epoch(self, cached, gatherer, workers, self.position, keep=self.keep, asks=asks, draws_seed=is_first)
 
     def _running(self, cached: CachedSource) -> Workers | None:
@@ -237,16 +245,23 @@ class CachedLoader(DataLoader[Any]):
             return False
         return bool((cache.lookup(drawn.indices) != NO_PLACE).all())
 
-    def _plain_epoch(self, cached: CachedSource | None, *, is_first: bool) -> Iterator[Any]:
+    def _plain_epoch(self, cached: CachedSource | None, *, is_first: bool) -> PlainEpoch:
         """DataLoader's own epoch, over a copy of the loader. A running persistent loader draws no base seed again."""
+        ledger = self.position.ledger
+        ledger.drawn.clear()
         if self._plain is None or not self.persistent_workers:
             self._plain = self._plain_loader(cached, is_first=is_first)
-        return start_epoch(self._plain)
+        has_workers, counters = self.num_workers > 0, None if cached is None else cached.opened.counters
+        ledger.is_known = cached is not None and (not has_workers or cached.cache is None)
+        return PlainEpoch(start_epoch(self._plain), counters, ledger.drawn, has_workers=has_workers)
 
     def _plain_loader(self, cached: CachedSource | None, *, is_first: bool) -> DataLoader[Any]:
         """A DataLoader like this, whose batches are counted as they are drawn."""
-        is_batched, check = self.batch_sampler is not None, None
-        if cached is not None and cached.cache is not None:
+        is_batched, sizes = self.batch_sampler is not None, self.position.ledger.drawn
+        check: Callable[[Any], None] | None = None
+        if cached is not None and cached.cache is None:
+            check = lambda drawn: sizes.append(len(drawn) if is_batched else 1)  # noqa: E731
+        elif cached is not None:
             check = cached.check_keys if is_batched else lambda key: cached.check_keys([key])
         draws = ResumableBatches(batches_of(self), self.position, check)
         return loader_like(
@@ -276,7 +291,7 @@ class CachedLoader(DataLoader[Any]):
             self._in_memory = None
         if self._in_memory is None:
             self._in_memory = self._loader_in_memory(dataset, batches, stream.source)
-            self._in_memory.position.waiting = self.position.waiting
+            self._in_memory.position.ledger = self.position.ledger
         cast(StreamBatches, self._in_memory.batch_sampler).batches = batches.batches
         return self._in_memory
 
@@ -315,7 +330,7 @@ class CachedLoader(DataLoader[Any]):
         batches = None if self._current is None else self._current()
         if batches is not None and not batches.is_inherited:
             batches.break_off()
-            batches.begin(iter(()))
+            batches.begin(PlainEpoch.none())
         self._keep(None)
         self._end_plain()
         self._current, self._gatherer, self._started = None, None, False

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_stocache.cache.codec import Memory
-from lightning_stocache.cache.counters import count
+from lightning_stocache.cache.counters import Served, count, noted, served_in
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, Store, gathers
@@ -46,6 +46,8 @@ class Maker:
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any] = default_collate, *, pinned: bool = False) -> None:
         self._collate_fn, self._pinned = collate_fn, pinned
+        self.served: Served = (0, 0, 0)
+        """Where the samples of the last batch came from."""
         self._collator: tuple[SampleSpec, Collator | None] | None = None
 
     def make(self, cached: CachedSource, keys: Any, memory: BatchMemory) -> Any:
@@ -56,13 +58,15 @@ class Maker:
             keys: indices, int64 `[samples]`, or a sampler's keys.
             memory: where to make it, as far as there is room.
         """
-        if not isinstance(keys, np.ndarray):
-            return cached.changes.made(lambda: self._collated(cached, keys, memory))
-        indices = keys.tolist()
+        indices = keys.tolist() if isinstance(keys, np.ndarray) else keys
 
         def made() -> Any:
-            batch = self._from_rows(cached, keys, indices, memory)
-            return self._collated(cached, indices, memory) if batch is None else batch
+            with noted(cached.opened.counters) as note:
+                batch = self._from_rows(cached, keys, indices, memory) if isinstance(keys, np.ndarray) else None
+                if batch is None:
+                    batch = self._collated(cached, indices, memory)
+            self.served = served_in(note)
+            return batch
 
         return cached.changes.made(made)
 

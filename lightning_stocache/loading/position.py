@@ -16,17 +16,21 @@ is plain values, and the interface is that of torchdata's StatefulDataLoader.
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Mapping
-from typing import Any, cast
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_stocache.cache.counters import Served
 from lightning_stocache.loading.loader_sampler import batch_size_of, batches_of, drawn_from, replicas_of, sampler_of
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.source.generators import PROCESS_WIDE, as_text, put_back, states_of
 
-__all__ = ["LoaderState", "Waiting", "batches_left_out", "samples_left_out"]
+__all__ = ["Given", "Ledger", "LoaderState", "Waiting", "batches_left_out", "samples_left_out"]
 
 _VERSION = 1
 _KEYS = {"batches", "batch_size", "replicas", "length"}
@@ -36,7 +40,7 @@ class Waiting:
     """The time for which the consumer of a loader waits: a context around each `__next__` of its iterator.
 
     Attributes:
-        waited_ns: nanoseconds in `__next__`, of all epochs together; not in `iter`, which starts workers.
+        waited_ns: nanoseconds in `__iter__`, which starts workers, and in `__next__`, of all epochs together.
         away_ns: nanoseconds between two calls in one epoch, in which a plain loop computes.
         last_away_ns: of these, the nanoseconds before the call under way; 0 in the first call of an epoch.
     """
@@ -46,9 +50,14 @@ class Waiting:
         self._entered_ns = 0
         self._left_ns: int | None = None
 
-    def begin(self) -> None:
-        """Begin an epoch: the time since the last call belongs to no epoch."""
-        self._left_ns = None
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Around `__iter__`, which begins an epoch: the time since the last call belongs to no epoch."""
+        self._left_ns, entered_ns = None, time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.waited_ns += time.perf_counter_ns() - entered_ns
 
     def __enter__(self) -> Waiting:
         self._entered_ns = now = time.perf_counter_ns()
@@ -62,6 +71,77 @@ class Waiting:
         self._left_ns = now if error is None else None
 
 
+class Given(NamedTuple):
+    """What a loader has given to its consumer so far, of all epochs together.
+
+    Args:
+        batches: number of batches.
+        hits: samples of them that came from their slot.
+        misses: samples that have a slot here, and had to be loaded.
+        bypasses: samples that have no slot here.
+        waited_ns: nanoseconds for which the consumer has waited.
+        away_ns: nanoseconds between two batches.
+    """
+
+    batches: int = 0
+    hits: int = 0
+    misses: int = 0
+    bypasses: int = 0
+    waited_ns: int = 0
+    away_ns: int = 0
+
+    def since(self, other: Given) -> Given:
+        """What has been given since an earlier moment."""
+        return Given(*map(operator.sub, self, other))
+
+    def later(self, more: Given) -> Given:
+        """This, and what was given besides."""
+        return Given(*map(operator.add, self, more))
+
+
+class Ledger:
+    """Counts what a loader gives to its consumer.
+
+    Attributes:
+        waiting: the waiting time of the consumer.
+        begun: what had been given when the epoch under way began.
+        begun_at: when that was, in seconds of `time.perf_counter`.
+        is_known: whether it is known where the samples of this epoch's batches come from.
+        drawn: the sizes of batches that DataLoader's workers are asked for, where there is no cache.
+    """
+
+    def __init__(self) -> None:
+        self.waiting, self.begun, self.begun_at, self.is_known = Waiting(), Given(), 0.0, False
+        self._batches = self._hits = self._misses = self._bypasses = 0
+        self.drawn = deque[int]()
+        self._newest: Served | None = None
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self.begun, self.begun_at, self._newest = self.given(), time.perf_counter(), None
+
+    def add(self, hits: int, misses: int, bypasses: int) -> None:
+        """Count a batch that is handed out."""
+        self._batches += 1
+        self._hits += hits
+        self._misses += misses
+        self._bypasses += bypasses
+        self._newest = hits, misses, bypasses
+
+    def given(self, *, without_newest: bool = False) -> Given:
+        """What has been given; perhaps without the newest batch, which the consumer has only fetched ahead."""
+        is_left_out = without_newest and self._newest is not None
+        hits, misses, bypasses = self._newest if is_left_out and self._newest else (0, 0, 0)
+        return Given(
+            self._batches - is_left_out,
+            self._hits - hits,
+            self._misses - misses,
+            self._bypasses - bypasses,
+            self.waiting.waited_ns,
+            self.waiting.away_ns,
+        )
+
+
 class LoaderState:
     """The position of one loader. A CachedLoader keeps it up to date.
 
@@ -71,7 +151,7 @@ class LoaderState:
         origin: the position at which the epoch resumes, or None if it starts at its beginning.
         drawn: states of the generators when the first index of the epoch was drawn.
         asked: number of batches drawn since then, including those under way; one more at the end of the sampler.
-        waiting: the waiting time of the loader's consumer. Copies of this state share it.
+        ledger: counts what was handed out. Copies of this state share it.
     """
 
     def __init__(self) -> None:
@@ -80,7 +160,7 @@ class LoaderState:
         self.origin: Mapping[str, Any] | None = None
         self.drawn: dict[str, Any] | None = None
         self.asked = 0
-        self.waiting = Waiting()
+        self.ledger = Ledger()
         self._next: Mapping[str, Any] | None = None  # the position at which the next epoch resumes
         self._under_way = False
         self._resumed_at: Mapping[str, Any] | None = None  # the position at which the epoch under way has resumed

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
+from lightning_stocache.cache.counters import Served
 from lightning_stocache.loading.arena import Arena, Slot, arena_of
 from lightning_stocache.loading.collate import Rows, unpacked
 from lightning_stocache.loading.dataset import CachedDataset, StandIn, cached_in, cached_source
@@ -80,6 +81,7 @@ class Reply:
     Args:
         number: number of the request.
         batch: the batch.
+        served: where the samples of the batch came from.
         token: of the arena, if the request had a slot.
         error: what the worker has raised instead.
 
@@ -93,11 +95,12 @@ class Reply:
         self,
         number: int,
         batch: Any = None,
+        served: Served = (0, 0, 0),
         *,
         token: bytes | None = None,
         error: ExceptionWrapper | None = None,
     ) -> None:
-        self.number, self.batch, self.error = number, batch, error
+        self.number, self.batch, self.served, self.error = number, batch, served, error
         self.token, self.size = token, 0
         self.is_refused = self.is_packed = self._is_unpacked = False
 
@@ -158,7 +161,8 @@ class Requested(Dataset[Any]):
         try:
             if self._arena is not None and request.slot is not None:
                 self._arena.give_back(request.slot, request.most_bytes)
-            reply = Reply(request.number, self._maker.make(cached, request.keys, slot), token=token)
+            batch = self._maker.make(cached, request.keys, slot)
+            reply = Reply(request.number, batch, self._maker.served, token=token)
             with suppress(Exception):  # of the code of the user's classes
                 if is_plain(reply.batch):
                     reply.batch, reply.is_packed = Rows(slot, 0).packed(reply.batch), True

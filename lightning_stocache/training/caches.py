@@ -33,7 +33,7 @@ from lightning_stocache.cache.counters import Counts
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.growing.stream import CachedStream, stream_for, stream_source
-from lightning_stocache.insight.tallies import coverage, end_call
+from lightning_stocache.insight.tallies import coverage
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
@@ -157,13 +157,16 @@ class CallCaches:
         self._warnings = set[str]()
         self._lines = set[str]()  # that were printed once
         self._fruitless = Counter[str]()  # datasets of a stage that were replaced before a sample was hit
-        self.has_slots = False
-        """Whether a sample of this call has had a slot, on any node."""
 
     def of(self, stage: str, source: Dataset[Any]) -> Any:
         """The cached dataset, or stream, around a source that is open for a stage."""
         found = [opened for opened in self._open if opened.source is source]
         return max(found, key=lambda opened: stage in opened.stages).dataset
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether a sample has a slot, on any node."""
+        return any(coverage([opened.dataset]) > 0 for opened in self._open)
 
     def __contains__(self, source: Dataset[Any]) -> bool:
         return any(opened.source is source for opened in self._open)
@@ -247,7 +250,6 @@ class CallCaches:
             assert serving is not None
             serving.stages.add(_stage(request))
             serving.idle = False
-            self.has_slots |= coverage([serving.dataset]) > 0
             store = serving.dataset.cache
             if isinstance(serving.dataset, CachedDataset) and store is not None and request.length > store.length:
                 reason = "the dataset has grown since its cache opened. For data that grows there is RollingCache"
@@ -270,12 +272,10 @@ class CallCaches:
 
     def end_call(self) -> None:
         """End a Trainer call: close the caches, or keep them for the next call."""
-        self.has_slots = False
         if not self.options.keep_cache:
             self.close()
         for opened in self._open:
             opened.idle = True
-        end_call(opened.dataset for opened in self._open)
 
     def _serving(self, request: CacheRequest) -> _Open | None:
         """The open cache for a loader; of several, the cache of its stage."""

@@ -1,7 +1,4 @@
-"""The installer of all doors: the user's loaders of a Trainer call, with cached datasets.
-
-The doors differ in where loaders come from: in the loader hooks of a DataModule (`DataHooks`, for `StocacheDataModule`
-and `cache_datamodule`), or in Lightning's data sources (`StochasticCache`).
+"""Replaces the loaders of one Trainer call by copies that read the cache.
 
 Lightning alone decides when a loader hook runs, and how often. So the budget is divided as loaders become known:
 
@@ -21,11 +18,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -47,12 +42,12 @@ from lightning_stocache.training.loaders import (
     title,
     with_dataset,
 )
-from lightning_stocache.training.options import STAGES, CacheOptions
+from lightning_stocache.training.options import STAGES
 from lightning_stocache.training.reads import Reads
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import follow_pools, free_pools, loader_domain, locality_for
 
-__all__ = ["CallLoaders", "DataHooks", "training_bytes"]
+__all__ = ["CallLoaders", "training_bytes"]
 
 # Bytes to come per byte of a parameter that is trained on the CPU: 3 for its gradient and Adam's two moments, and 4 for
 # a copy of these and the parameter, because workers that start in a later epoch hold the pages that a step writes to.
@@ -260,70 +255,3 @@ class CallLoaders:
         if not isinstance(loader, TrainerLoader):  # a TrainerLoader shows the CachedDataset itself
             dataset = StandIn(dataset)
         return with_dataset(loader, dataset, sampler)
-
-
-class DataHooks:
-    """The hooks that cache the loaders of a DataModule, set on the object, not on its class.
-
-    Each hook is a method of this object, or a partial of a method. So hooks can be pickled (ddp_spawn), and Lightning
-    sees through a partial whether the user has overridden a hook. Loader hooks that the user does not define stay
-    undefined. `setup` begins a call; `teardown` and `on_exception` end it. The user's own hook runs first.
-
-    Args:
-        datamodule: the object; its attribute `caches` is set, too.
-        options: the options of its caches.
-        at_hand: a function with the arguments of `setup` that returns the loaders of the call by stage, if they are
-            known without a hook.
-    """
-
-    def __init__(
-        self, datamodule: Any, options: CacheOptions, at_hand: Callable[..., Mapping[str, Any]] | None = None
-    ) -> None:
-        self.datamodule, self.caches, self.at_hand = datamodule, CallCaches(options), at_hand
-        self._call: CallLoaders | None = None
-        kind, on_object = type(datamodule), vars(datamodule)  # `from_datasets` sets hooks on the object
-        base = next(parent for parent in kind.__mro__ if parent.__name__ == "LightningDataModule")
-        hooks = {stage: f"{stage}_dataloader" for stage in STAGES}
-        # A bound method is pickled by its name. Under that name an unpickled DataModule has a hook of this class.
-        self._users = {
-            name: on_object.get(name, partial(getattr(kind, name), datamodule))
-            for name in (*hooks.values(), "setup", "teardown", "on_exception")
-        }
-        defined = {stage: name for stage, name in hooks.items() if is_overridden(name, datamodule, base)}
-        self._getters = {stage: self._users[name] for stage, name in defined.items()}
-        datamodule.caches, datamodule.setup = self.caches, self.setup
-        for stage, name in defined.items():
-            setattr(datamodule, name, partial(self.loaders, stage))
-        for name in ("teardown", "on_exception"):
-            setattr(datamodule, name, partial(self.end_call, name))
-
-    def setup(self, *args: Any, **kwargs: Any) -> None:
-        """Begin a call: run the user's own `setup`, and open the caches of loaders at hand."""
-        self._call = None
-        if (trainer := getattr(self.datamodule, "trainer", None)) is not None:
-            ResumePoint.of(trainer)  # before a checkpoint is loaded
-        self._users["setup"](*args, **kwargs)
-        if self.at_hand is not None:
-            self._loaders_of_call().open(self.at_hand(*args, **kwargs))
-
-    def loaders(self, stage: str) -> Any:
-        """The user's loaders of a stage, with cached datasets."""
-        return self._loaders_of_call()(stage)
-
-    def _loaders_of_call(self) -> CallLoaders:
-        if self._call is None:
-            self._call = CallLoaders(self.caches, self._getters, getattr(self.datamodule, "trainer", None))
-        return self._call
-
-    def end_call(self, hook: str, *args: Any, **kwargs: Any) -> None:
-        """End a call: run the user's own hook, then close the caches unless they are kept."""
-        try:
-            self._users[hook](*args, **kwargs)
-        finally:
-            if self._call is not None:
-                self._call.end()
-            self._call = None
-            self.caches.end_call()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_call": None}

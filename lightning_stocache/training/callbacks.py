@@ -1,131 +1,55 @@
-"""The first door, and the cache in the progress bar.
+"""The first door: `StochasticCache` caches the loaders of any Trainer call.
 
-`StochasticCache` caches the loaders of any Trainer call (of a DataModule, of a module's hooks or given to `fit`), and
-monitors them. `FillProgress` shows fill and hit rate in the Trainer's own progress bar, with any door; StochasticCache
-does so by itself.
+They may be those of a DataModule, of a module's hooks, or given to `fit`. It brings the callbacks that monitor them and
+keep their position.
+
+Lightning runs the hook of each callback in the list as it was when the hook began. So a monitor that is added in
+`setup` is set up by hand, and a list with another monitor in it replaces the Trainer's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_stocache.cache.counters import Counters, Counts
-from lightning_stocache.cache.rolling import RollingStore
-from lightning_stocache.insight.tallies import loader_seconds, samples_of
-from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.setup.request import Form, check_count, check_flag
+from lightning_stocache.setup.request import Form
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
-from lightning_stocache.training.lightning_internals import data_sources, say, warn
-from lightning_stocache.training.loaders import running_datasets
-from lightning_stocache.training.monitor import CacheMonitor, log_every
+from lightning_stocache.training.lightning_internals import data_sources, warn
+from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.options import CacheOptions, with_options
 from lightning_stocache.training.resume import ResumePoint
 
-__all__ = ["FillProgress", "StochasticCache"]
+__all__ = ["StochasticCache"]
 
 
-class FillProgress(Callback):
-    """Shows the cache in the Trainer's progress bar (tqdm or Rich): `cache_fill` in the first epoch, then `cache_hit`.
-
-    Both are numbers from 0 to 1, as all values in a bar. The fill is the share of this node's slots that are ready. The
-    hit rate is of this node in the epoch so far; if all slots are ready when training starts, the first epoch shows it,
-    too. When the cache is full, one line says what is cached and how many seconds of waiting for data will not be
-    repeated.
-
-    `StochasticCache` needs no FillProgress beside it: it shows the same.
+@dataclass(eq=False)
+class _Call:
+    """What a StochasticCache has changed for one call of a Trainer.
 
     Args:
-        name: the beginning of the names in the bar.
-        every_n_steps: steps between two updates. With None the Trainer's logging cadence, but at least ten updates per
-            epoch.
-        verbose: print the line when the cache is full.
-
-    Raises:
-        ValueError: the name is empty, the number of steps less than one, or `verbose` neither true nor false.
+        monitor: the monitor that it has brought.
+        loaders: the loaders of the call.
+        sources: Lightning's data sources, whose loaders are replaced.
+        is_brought: whether a DataModule has brought the StochasticCache itself.
     """
 
-    def __init__(self, name: str = "cache", *, every_n_steps: int | None = None, verbose: bool = True) -> None:
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name must be a string that is not empty, got {name!r}")
-        if every_n_steps is not None:
-            check_count("every_n_steps", every_n_steps, 1)
-        check_flag("verbose", verbose)
-        self.name, self.every_n_steps, self.verbose = name, every_n_steps, verbose
-        self._full = False
-        self._cadence = 1
-        self._waited_before = self._waited = 0.0  # seconds: before this fit, and in its whole epochs
-        self._first_epoch, self._counts_before = True, dict[Counters, Counts]()
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note whether the cache is full already: a kept cache may be."""
-        self._full = _are_full(_training_caches(trainer))
-        self._first_epoch, self._counts_before = True, _training_counts(trainer)
-        self._waited_before, _ = loader_seconds(trainer.train_dataloader)
-        self._waited = 0.0
-        tenth = int(min(trainer.num_training_batches, 10**6)) // 10 + 1  # inf if the loader has no length
-        # Every training batch counts as a step here, also where gradients are accumulated.
-        self._cadence = self.every_n_steps or min(log_every(trainer) or tenth, tenth)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Show the fill or the hit rate of this node. A stream is known to be full in a later epoch's first batch."""
-        if batch_idx % self._cadence == 0:
-            self._show(trainer)
-        if batch_idx == 0 and not self._first_epoch:  # workers may fill a cache during the very first batch
-            self._say_when_full(trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show the value at the epoch's end, and say when the cache is full."""
-        self._show(trainer)
-        self._first_epoch, self._counts_before = False, _training_counts(trainer)
-        waited, _ = loader_seconds(trainer.train_dataloader)  # NaN if it is not known
-        self._waited = waited - self._waited_before
-        self._say_when_full(trainer)
-
-    def _show(self, trainer: Trainer) -> None:
-        caches = _training_caches(trainer)
-        slots = sum(map(len, caches))
-        if not slots or trainer.barebones:  # it has no bar
-            return
-        bar: dict[str, float] = trainer.progress_bar_metrics  # `log` takes 300 us
-        if self._first_epoch and not self._full:
-            fill = sum(cache.fill_fraction * len(cache) for cache in caches) / slots
-            bar[f"{self.name}_fill"] = fill
-        else:
-            before, now = self._counts_before, _training_counts(trainer)  # a dataset that has grown has new counters
-            counts = sum((now[of] - before.get(of, Counts()) for of in now), Counts())
-            bar.pop(f"{self.name}_fill", None)
-            bar[f"{self.name}_hit"] = counts.hits / max(counts.served, 1)
-
-    def _say_when_full(self, trainer: Trainer) -> None:
-        datasets, caches = running_datasets(trainer, "train"), _training_caches(trainer)
-        if self._full or not _are_full(caches):
-            return
-        self._full = True
-        if not self.verbose:
-            return
-        filled = sum(cache.filled for cache in caches)
-        counts = sum(_training_counts(trainer).values(), Counts())
-        share = min(filled / max(counts.misses + counts.bypasses, 1), 1.0)  # of what was loaded until now
-        saved = share * self._waited
-        after = f"; {saved:.1f} s of waiting for data will not be repeated" if saved > 0 else ""
-        if any(isinstance(cache, RollingStore) for cache in caches):
-            after = "; from now on new samples replace the oldest"
-        memory, samples = sum(cache.memory_bytes for cache in caches), sum(map(samples_of, datasets))
-        nodes = len(datasets[0].group.nodes)
-        where = "this node" if nodes == 1 else f"each of {nodes} nodes"
-        say(f"the cache is full: {filled:,} of {samples:,} samples, {format_bytes(memory)} on {where}{after}")
+    monitor: CacheMonitor | None = None
+    loaders: CallLoaders | None = None
+    sources: list[Any] = field(default_factory=list)
+    is_brought: bool = False
 
 
 @with_options
-class StochasticCache(CacheMonitor):
-    """Caches every loader of a Trainer call, logs its metrics as CacheMonitor does, and shows it in the progress bar.
+class StochasticCache(Callback):
+    """Caches every loader of a Trainer call, logs what the cache did, and shows it in the progress bar.
+
+    Logging is done by a `CacheMonitor`: the first in the Trainer's list, with options of its own, or one that this
+    callback brings for the call.
 
     Nothing else changes: the Trainer gets the same loaders with cached datasets; hooks run when Lightning runs them.
     A loader that cannot be cached is used as it is, with one warning. Make each dataset once: a new dataset in each run
@@ -137,8 +61,7 @@ class StochasticCache(CacheMonitor):
 
     Args:
         options: those of `CacheOptions`, each an argument.
-        live: log live values. This and the next two are options of `CacheMonitor`. A CacheMonitor in the list of
-            callbacks logs in place of this callback, by its own options.
+        live: log live values. This and the next two are options of the monitor that this callback brings.
         hyperparameters: log the granted memory and the decisions as hyperparameters.
         verbose: print a line per epoch, one when the cache is full, and a verdict on the caches at the end of training.
 
@@ -151,7 +74,10 @@ class StochasticCache(CacheMonitor):
         >>> trainer = Trainer(callbacks=[StochasticCache(budget="1MiB")], logger=False, enable_checkpointing=False)
     """
 
-    gives_way: ClassVar[bool] = True  # to a CacheMonitor
+    is_guest: ClassVar[bool] = False
+    """Whether another StochasticCache in the list takes its place."""
+
+    monitor_class: ClassVar[type[CacheMonitor]] = CacheMonitor
     resume_point: ClassVar[type[ResumePoint]] = ResumePoint
 
     def __init__(
@@ -172,73 +98,84 @@ class StochasticCache(CacheMonitor):
         hyperparameters: bool = True,
         verbose: bool = True,
     ) -> None:
-        options = CacheOptions.among(locals())
-        super().__init__(live=live, hyperparameters=hyperparameters, verbose=verbose)
-        self.caches = CallCaches(options)
-        self._call: CallLoaders | None = None
-        self._progress: FillProgress | None = None  # not a callback of the Trainer: each costs 30 us a step
-        self._sources: list[Any] = []  # Lightning's data sources, whose loaders are replaced
+        self.caches = CallCaches(CacheOptions.among(locals()))
+        self.live, self.hyperparameters, self.verbose = live, hyperparameters, verbose
+        self._new_monitor()  # checks the options
+        self._calls: dict[int, _Call] = {}  # by the Trainer's id: a fit may validate by another Trainer
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Replace Lightning's data sources, so that the loaders of the call are cached."""
+        """Replace Lightning's data sources, so that the loaders of the call are cached, and see to a monitor."""
         self.resume_point.of(trainer)  # before a checkpoint is loaded
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         caches = [callback for callback in callbacks if isinstance(callback, StochasticCache)]
         used = min(caches, key=lambda cache: cache.is_guest, default=self)
         if used is not self:
-            self._monitors = False
             if not self.is_guest:
-                warn("there is a StochasticCache before this one in the list of callbacks: this one does nothing")
+                where = "of the DataModule" if used.is_brought_to(trainer) else "before this one in the list"
+                warn(f"there is a StochasticCache {where}: this one does nothing")
             return
-        super().setup(trainer, pl_module, stage)  # after the check above: this call moves the callback to the front
-        has_progress = any(isinstance(other, FillProgress) for other in callbacks)
-        self._progress = None if has_progress else FillProgress(verbose=self.verbose)
-        sources = {  # without those of a DataModule that caches its own loaders
-            name: source
-            for name, source in data_sources(trainer, stage).items()
-            if not isinstance(getattr(source.instance, "caches", None), CallCaches)
-        }
+        sources = data_sources(trainer, stage)
         getters = {name: source.dataloader for name, source in sources.items()}
         at_hand = {name: source.instance for name, source in sources.items() if not source.is_module()}
-        self._call = CallLoaders(self.caches, getters, trainer, at_hand)
-        self._sources = list(sources.values())
         for name, source in sources.items():
-            source.dataloader = partial(self._call, name)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock, and log what was granted."""
-        super().on_train_start(trainer, pl_module)
-        if self._progress is not None:
-            self._progress.on_train_start(trainer, pl_module)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Log live values, and show the cache in the progress bar."""
-        super().on_train_batch_end(trainer, pl_module)
-        if self._progress is not None:
-            self._progress.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the epoch's values, and say when the cache is full."""
-        super().on_train_epoch_end(trainer, pl_module)
-        if self._progress is not None:
-            self._progress.on_train_epoch_end(trainer, pl_module)
+            if hasattr(source.instance, "loaders_at_hand"):  # a StocacheDataModule
+                at_hand |= source.instance.loaders_at_hand(name)
+        call = self._call_of(trainer)
+        call.loaders, call.sources = CallLoaders(self.caches, getters, trainer, at_hand), list(sources.values())
+        for name, source in sources.items():
+            source.dataloader = partial(call.loaders, name)
+        self._move_to_front(trainer)  # a callback that raises in `on_exception` ends those behind it
+        if not any(isinstance(callback, CacheMonitor) for callback in callbacks):
+            call.monitor = self._new_monitor()
+            trainer.callbacks = [call.monitor, *trainer.callbacks]  # type: ignore[attr-defined]
+            call.monitor.setup(trainer, pl_module, stage)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Close the caches of the call, unless they are kept."""
-        super().teardown(trainer, pl_module, stage)
-        for source in self._sources:
+        """Close the caches of the call, unless they are kept, and take the monitor out."""
+        call = self._calls.pop(id(trainer), _Call())
+        for source in call.sources:
             vars(source).pop("dataloader", None)
-        if self._call is not None:
-            self._call.end()
-        self._sources, self._call = [], None
-        self.caches.end_call()
+        if call.loaders is not None:
+            call.loaders.end()
+        if not self._calls:
+            self.caches.end_call()
+        brought = [call.monitor, self if call.is_brought else None]
+        trainer.callbacks = [  # type: ignore[attr-defined]
+            each
+            for each in trainer.callbacks  # type: ignore[attr-defined]
+            if not any(each is one for one in brought)
+        ]
 
-    @property
-    def caches_loaders(self) -> bool:
-        """Whether this callback caches loaders of the call: no other one does, nor a DataModule."""
-        return bool(self._sources)
+    def _new_monitor(self) -> CacheMonitor:
+        monitor = self.monitor_class(live=self.live, hyperparameters=self.hyperparameters, verbose=self.verbose)
+        monitor.caches = self.caches
+        return monitor
+
+    def bring(self, trainer: Any) -> None:
+        """Join the callbacks of a Trainer for one call, in front. A DataModule that is to be cached calls it."""
+        self._move_to_front(trainer)
+        self._call_of(trainer).is_brought = True
+
+    def is_brought_to(self, trainer: Any) -> bool:
+        """Whether a DataModule has brought this callback to a Trainer."""
+        return id(trainer) in self._calls and self._calls[id(trainer)].is_brought
+
+    def _move_to_front(self, trainer: Any) -> None:
+        trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+
+    def _call_of(self, trainer: Any) -> _Call:
+        return self._calls.setdefault(id(trainer), _Call())
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """End the call: Lightning skips `teardown` after an exception."""
+        self.teardown(trainer, pl_module, "")
+
+    def caches_loaders(self, trainer: Any) -> bool:
+        """Whether this callback caches loaders of a Trainer's call: no other one does."""
+        return bool(self._call_of(trainer).sources)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_calls": {}}
 
     def cache_state(self) -> list[dict[str, Any]]:
         """The open caches on this node, one entry for each dataset, as plain values; see `CallCaches.state`."""
@@ -247,19 +184,3 @@ class StochasticCache(CacheMonitor):
     def close(self) -> None:
         """Close all caches, also kept ones."""
         self.caches.close()
-
-
-def _training_caches(trainer: Trainer) -> list[Any]:
-    """The caches of the training loaders on this node."""
-    return [dataset.cache for dataset in running_datasets(trainer, "train") if dataset.cache is not None]
-
-
-def _training_counts(trainer: Trainer) -> dict[Counters, Counts]:
-    """The counts of each training set on this node, by its counters."""
-    counters = [dataset.counters for dataset in running_datasets(trainer, "train") if dataset.counters is not None]
-    return {of: of.totals() for of in counters}
-
-
-def _are_full(caches: list[Any]) -> bool:
-    """Whether no further sample of the usual size has room."""
-    return any(map(len, caches)) and all(cache.filled >= cache.capacity for cache in caches)

@@ -1,9 +1,8 @@
 """The second door: a DataModule around datasets, or the user's own DataModule.
 
-Both get their hooks from `DataHooks`, which caches the loaders that the hooks of a DataModule return. The hooks of
-StocacheDataModule return plain loaders. `setup` opens the caches of a call, on every rank, after the process group has
-started and before any worker has. `teardown` closes them; after an exception Lightning calls `on_exception` instead.
-Between two Trainer calls no cache is open, unless `keep_cache=True`.
+Under a Trainer both are plain DataModules whose `setup` adds a `StochasticCache` to the callbacks of the Trainer call.
+That caches the loaders, and takes itself out when the call ends. Between two calls no cache is open, unless
+`keep_cache=True`. A StocacheDataModule without a Trainer caches the loaders of its hooks itself.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from lightning_stocache.growing.rolling_cache import RollingCache, share_pools
 from lightning_stocache.loading.loader_sampler import locality_sampler
 from lightning_stocache.setup.request import Form, check_count
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.call_loaders import DataHooks
+from lightning_stocache.training.call_loaders import CallLoaders
+from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.lightning_internals import say
 from lightning_stocache.training.loaders import TrainerLoader, TransformedSet, TransformedStream
 from lightning_stocache.training.options import STAGES, CacheOptions, Source, with_options
 from lightning_stocache.training.sampling import replicas
@@ -117,6 +118,9 @@ class StocacheDataModule(LightningDataModule):
         self.eval_batch_transform = batch_transform if isinstance(eval_batch_transform, str) else eval_batch_transform
         self.prepare = prepare
         options = CacheOptions.among(locals())
+        self._cache = StochasticCache(**options.plain())
+        self.caches = self._cache.caches
+        self._by_hand: CallLoaders | None = None  # the loaders of a call without a Trainer
         if train is val is test is predict is None and type(self) is StocacheDataModule:
             raise ValueError("StocacheDataModule needs a dataset: give train, val, test or predict")
         if type(self) is StocacheDataModule:  # a subclass saves its own arguments
@@ -132,40 +136,61 @@ class StocacheDataModule(LightningDataModule):
         if self.batch_transform is not None or self.eval_batch_transform is not None:
             # Only with a batch transform: this hook of the DataModule hides the hook of the user's LightningModule.
             self.on_after_batch_transfer = self._transform_batch  # type: ignore[method-assign]
-        self.caches = DataHooks(self, options, self._at_hand).caches
 
     def prepare_data(self) -> None:
         """Call `prepare`, once per node. Lightning keeps the other ranks waiting meanwhile."""
         if self.prepare is not None:
             self.prepare()
 
-    def setup(self, stage: str) -> None:
-        """Make the datasets of a Trainer call and open their caches. Collective over the ranks."""
-        for name in _STAGES_OF_CALL[stage]:
+    def setup(self, stage: str | None = None) -> None:
+        """Make the datasets of a Trainer call ("fit", "validate", "test" or "predict"; None: of all), and cache them.
+
+        Collective over the ranks.
+
+        Raises:
+            ValueError: there is no such call.
+            Exception: what a function that makes a dataset raises; and see the class.
+        """
+        if stage not in (None, *_STAGES_OF_CALL):
+            raise ValueError(f"stage must be one of {', '.join(_STAGES_OF_CALL)}, got {stage!r}")
+        if is_under_trainer(self):
+            self._cache.bring(self.trainer)
+        for name in STAGES if stage is None else _STAGES_OF_CALL[stage]:
             if (given := getattr(self, name)) is not None:
                 if name not in self._datasets:
                     self._datasets[name] = _datasets_of(name, given)
                 share_pools(self._datasets[name])
                 self._ready.add(name)
+        if not is_under_trainer(self):
+            self._by_hand = CallLoaders(self.caches, {name: partial(self._loaders, name) for name in STAGES})
+            self._by_hand.open({name: self._loaders(name) for name in STAGES if name in self._ready})
 
-    def _at_hand(self, stage: str) -> dict[str, Any]:
-        return {name: self._loaders(name) for name in _STAGES_OF_CALL[stage] if name in self._ready}
+    def loaders_at_hand(self, stage: str) -> dict[str, Any]:
+        """The plain loaders of a stage, by its name, if they are known without running a hook."""
+        is_own = getattr(type(self), f"{stage}_dataloader") is getattr(StocacheDataModule, f"{stage}_dataloader")
+        return {stage: self._loaders(stage)} if is_own and stage in self._ready else {}
 
     def train_dataloader(self) -> Any:
         """The training loader, shuffled unless `loader` says otherwise."""
-        return self._loaders("train")[0]
+        return self._of_call("train")[0]
 
     def val_dataloader(self) -> Any:
         """One loader per set."""
-        return self._loaders("val")
+        return self._of_call("val")
 
     def test_dataloader(self) -> Any:
         """One loader per test set."""
-        return self._loaders("test")
+        return self._of_call("test")
 
     def predict_dataloader(self) -> Any:
         """One loader per set to predict on."""
-        return self._loaders("predict")
+        return self._of_call("predict")
+
+    def _of_call(self, stage: str) -> list[DataLoader[Any]]:
+        """The loaders of a stage: cached ones without a Trainer, which caches plain ones itself."""
+        has_caches = self._by_hand is not None and stage in self._ready and not is_under_trainer(self)
+        loaders: list[DataLoader[Any]] = self._by_hand(stage) if has_caches else self._loaders(stage)  # type: ignore
+        return loaders
 
     def _loaders(self, stage: str) -> list[DataLoader[Any]]:
         """Plain loaders of a stage, which read its datasets uncached."""
@@ -199,8 +224,7 @@ class StocacheDataModule(LightningDataModule):
         if stage == "train" and not {"sampler", "batch_sampler"} & set(self.loader):
             count, rank = replicas(self.trainer, always=True)
             shuffle = bool(arguments.pop("shuffle"))
-            dataset = self.caches.of(stage, source) if source in self.caches else source
-            arguments["sampler"] = locality_sampler(dataset, arguments["batch_size"], shuffle, count, rank)
+            arguments["sampler"] = locality_sampler(source, arguments["batch_size"], shuffle, count, rank)
         return arguments
 
     def _transform_batch(self, batch: Any, dataloader_idx: int) -> Any:
@@ -215,6 +239,10 @@ class StocacheDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Close the caches of the call, unless they are kept."""
+        if self._by_hand is not None:
+            self._by_hand.end()
+            self.caches.end_call()
+        self._by_hand = None
         if not self.caches.options.keep_cache:
             self._release()
 
@@ -231,6 +259,9 @@ class StocacheDataModule(LightningDataModule):
         self.caches.close()
         self._release()
         self._datasets.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_by_hand": None}
 
     def _release(self) -> None:
         self._ready.clear()
@@ -257,10 +288,10 @@ def cache_datamodule(  # noqa: D417  `with_options` describes the options
 ) -> M:
     """Cache the loaders of a DataModule, and return the same object.
 
-    Its loader hooks return the same loaders with cached datasets. Class, hyperparameters, checkpoints and all other
-    hooks do not change. A loader that cannot be cached is used as it is, with one warning. Make each dataset once, in
-    `setup` or `__init__`: a new dataset in each run of a loader hook is compared each time, and starts with an empty
-    cache if its samples differ or are random.
+    Under a Trainer its loaders are cached: `setup` adds a `StochasticCache` to the callbacks of each call. Without a
+    Trainer they are plain. Class, hyperparameters, checkpoints and all other hooks do not change. A loader that cannot
+    be cached is used as it is, with one warning. Make each dataset once, in `setup` or `__init__`: a new dataset in
+    each run of a loader hook is compared each time, and starts with an empty cache if its samples differ or are random.
 
     Lightning's sanity check asks for the val set first, which takes at most half of the budget. Without a sanity check
     the val set gets what the training set leaves. `stage_budgets` changes that.
@@ -283,17 +314,46 @@ def cache_datamodule(  # noqa: D417  `with_options` describes the options
         ...
         ...     def train_dataloader(self):
         ...         return DataLoader(self.numbers, batch_size=3)
-        >>> dm = cache_datamodule(Numbers(), budget="1MiB")
-        >>> [batch.tolist() for batch in dm.train_dataloader()]
-        [[0, 1, 2], [3, 4, 5]]
-        >>> dm.teardown("fit")
+        >>> datamodule = cache_datamodule(Numbers(), budget="1MiB")  # trainer.fit(model, datamodule)
     """
     if not any(kind.__name__ == "LightningDataModule" for kind in type(datamodule).__mro__):  # of either package
         raise TypeError(f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}")
     if isinstance(getattr(datamodule, "caches", None), CallCaches):
         raise TypeError(f"datamodule must not be cached yet, got a {type(datamodule).__name__} that is")
-    DataHooks(datamodule, CacheOptions.among(locals()))
+    options: dict[str, Any] = CacheOptions.among(locals()).plain()
+    kind: type[StochasticCache] = StochasticCache
+    if not issubclass(type(datamodule), LightningDataModule):
+        from lightning_stocache.training.other_package import StochasticCacheOfOther
+
+        kind = StochasticCacheOfOther
+    cache = kind(**options)
+    vars(datamodule).update(caches=cache.caches, setup=_Setup(datamodule, cache))
     return datamodule
+
+
+class _Setup:
+    """Takes the place of a DataModule's `setup`, which runs after the cache has joined the Trainer's callbacks.
+
+    It is set on the object, not on its class, and can be pickled (ddp_spawn).
+    """
+
+    def __init__(self, datamodule: Any, cache: StochasticCache) -> None:
+        self._datamodule, self._cache = datamodule, cache
+        # `from_datasets` sets hooks on the object. A bound method would be pickled by a name that is now this one's.
+        self._setup = vars(datamodule).get("setup", partial(type(datamodule).setup, datamodule))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if is_under_trainer(self._datamodule):
+            self._cache.bring(self._datamodule.trainer)
+        elif not all(budget.off for budget in self._cache.caches.options.budgets.values()):
+            say(f"{type(self._datamodule).__name__}: its loaders are cached under a Trainer, and are plain without one")
+        self._setup(*args, **kwargs)
+
+
+def is_under_trainer(datamodule: Any) -> bool:
+    """Whether a Trainer's call uses a DataModule now."""
+    trainer = getattr(datamodule, "trainer", None)
+    return trainer is not None and trainer.state.status == "running"
 
 
 # LightningCLI accepts a function in place of a class if the annotations are classes, not type variables.

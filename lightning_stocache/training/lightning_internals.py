@@ -3,7 +3,8 @@
 - `trainer._accelerator_connector.use_distributed_sampler`: whether the Trainer leaves the user's samplers alone.
 - `loop._data_source`: the source of loaders: a DataModule, a module, or the arguments of `fit`.
 - `epoch_loop._on_before_fetch`, `_on_after_fetch`: the loop calls them before and after it asks for a batch.
-- `epoch_loop._batches_that_stepped`: the number under which Lightning logs the values of a step.
+- `epoch_loop._batches_that_stepped`: the number under which Lightning logs the values of a step, and
+  `_should_accumulate`: whether the step goes on with the next batch.
 - The logger of `rank_zero_info`.
 
 If a version of Lightning lacks a name, the feature that needs it is off, with one warning.
@@ -19,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 
 from lightning_stocache.console import PREFIX, above_bars
 
-__all__ = ["data_sources", "leaves_samplers_alone", "logged_step", "say", "step_calls", "warn"]
+__all__ = ["data_sources", "leaves_samplers_alone", "logged_step", "say", "step_calls", "step_under_way", "warn"]
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,14 @@ def logged_step(trainer: Any) -> int:
     return int(stepped) - (not trainer.validating)  # a batch is counted after the validation that follows it
 
 
+def step_under_way(trainer: Any) -> int | None:
+    """In `on_train_batch_end`: the number under which Lightning logs the step; None if gradients are accumulated."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization and getattr(loop, "_should_accumulate", bool)():
+        return None
+    return int(getattr(loop, "_batches_that_stepped", trainer.global_step - 1))
+
+
 def step_calls(trainer: Any) -> list[tuple[Any, str, str, bool, bool]]:
     """The methods that make up a training step. Only the two of the loop are private.
 
@@ -90,8 +99,8 @@ def data_sources(trainer: Any, call: str) -> dict[str, Any]:
     sources = {stage: getattr(loop, "_data_source", None) for stage, loop in loops[call].items()}
     if None in sources.values():
         _warn_once(
-            "this version of Lightning hides where its loaders come from: StochasticCache caches nothing. Use "
-            "cache_datamodule or StocacheDataModule"
+            "this version of Lightning hides where its loaders come from: nothing is cached. Make your loaders with "
+            "CachedDataset and CachedLoader"
         )
         return {}
     return sources

@@ -1,16 +1,20 @@
-"""Logs what the caches of a Trainer call did.
+"""Logs what the caches of a Trainer call did, and shows it in the progress bar.
 
 `Tallies` counts and computes; `insight.tallies` describes the protocol between ranks, and why it cannot hang. Each rank
 posts its counts of training after the last step of an epoch, because a validation may keep a rank busy before the
 epoch's end. If a hook ends an epoch, the last step is unknown. Then counts are posted at the epoch's end, as in the
 other stages, before the hook of any other callback runs: the monitor moves to the front of the callbacks.
 
+**The clock** is read at the begin and the end of each epoch of training and of each validation inside it, once the
+device has done what was asked of it (`moment`). A first epoch has begun when Lightning asked for its workers, before
+any hook of a callback. Within an epoch nothing waits for the device: live values are the host's.
+
 Samples of the sanity check count in no epoch. Outside of `fit` only the loggers get values, so that `trainer.validate`,
 `trainer.test` and `trainer.predict` return the same as without a monitor.
 
 No key is logged twice for a step: live values have their own keys, and only one of several monitors logs. Live values
-have Lightning's step numbers, and one row per step: with accumulated gradients several batches are one step. All values
-go to the loggers by `log_metrics`, which takes 6 us; `self.log` takes a millisecond per value.
+have the step numbers of Lightning's own, and one row per step: with accumulated gradients several batches are one step.
+All values go to the loggers by `log_metrics`, which takes 6 us; `self.log` takes a millisecond per value.
 """
 
 from __future__ import annotations
@@ -22,48 +26,53 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_stocache.insight.dashboards import hyperparameters, lay_out, log_hyperparameters
+from lightning_stocache.insight.dashboards import hyperparameters, log_hyperparameters
 from lightning_stocache.insight.metrics import PREFIXES, Tally
-from lightning_stocache.insight.tallies import Tallies, loader_seconds, samples_of
+from lightning_stocache.insight.tallies import Tallies, began_at, samples_of
 from lightning_stocache.insight.verdict import verdict
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
+from lightning_stocache.loading.loader_tree import cached_in_leaves
 from lightning_stocache.setup.request import check_flag
-from lightning_stocache.training.lightning_internals import logged_step, say, warn
+from lightning_stocache.training.caches import CallCaches
+from lightning_stocache.training.lightning_internals import logged_step, say, step_under_way, warn
 from lightning_stocache.training.loaders import running_datasets, running_loaders
+from lightning_stocache.training.progress import Progress, log_every
 
-__all__ = ["CacheMonitor", "log_epoch", "log_every"]
+__all__ = ["CacheMonitor", "log_epoch", "moment"]
+
+_refusing: list[Any] = []  # loggers
 
 _DASHBOARDS = ("TensorBoardLogger", "WandbLogger", "MLFlowLogger")
 
 
 class CacheMonitor(Callback):
-    """Logs what the caches of the Trainer's loaders did.
+    """Logs what the caches of the Trainer's loaders did. `StochasticCache` brings one, unless there is one already.
 
     Epoch values of `fit` are in `trainer.callback_metrics`, so that ModelCheckpoint and EarlyStopping can watch them;
     live values, and those of `trainer.validate`, `trainer.test` and `trainer.predict`, go to the loggers alone. It may
     stand anywhere in the list of callbacks: it moves itself to the front. Keys are `stocache/<metric>` for training and
     `stocache/val/<metric>`, `stocache/test/<metric>`, `stocache/predict/<metric>` for the other stages:
 
-    - `hit_rate`: hits over samples served. A sample is served when the cache layer hands it out, before a batch is
-      consumed: workers run ahead by `num_workers * prefetch_factor` batches.
+    - `hit_rate`: hits over samples served. A sample is served when the trainer starts on its batch. (For a stream that
+      is being read, plain DataLoaders over a CachedDataset and classes of your own: when a process has loaded it.)
     - `fill_fraction`: share of the slots that are ready; of records, which differ in size, share of the granted bytes.
     - `coverage`: share of the indices that have a slot, and are expected to have room in it, on some node. If it is
       known which indices are drawn, the share of those.
-    - `hits`, `misses`, `bypasses`, `fills`: samples in this epoch, over all ranks. Samples that set-up has stored (at
-      most 32 samples, and 64 MiB, of each dataset) are no fills of an epoch; epoch one hits them.
-    - `bytes_from_cache`, `bytes_from_source`: bytes in this epoch. Without a cache the latter is left out, because the
-      size of a sample is unknown then.
+    - `hits`, `misses`, `bypasses`: samples of this epoch, over all ranks.
+    - `fills`: samples stored meanwhile, by any process. Samples that set-up has stored (at most 32 samples, and 64 MiB,
+      of each dataset) are no fills of an epoch; epoch one hits them.
+    - `bytes_from_cache`, `bytes_from_source`: bytes read meanwhile, also ahead of the trainer. Without a cache the
+      latter is left out, because the size of a sample is unknown then.
     - `source_seconds`, `fill_seconds`, `gather_seconds`: the parts of loading: seconds in the source, seconds of
       storing its samples, and seconds of copying hits out. They are summed over processes, so with workers most of them
       are no waiting time.
     - `memory_bytes`, `budget_bytes`: memory in use and granted, summed over nodes.
-    - `data_wait_seconds`, `compute_seconds`: seconds in which an epoch's training waited for data and computed, mean
-      over ranks (training only, as the next two): inside of `__next__` of its loaders, and from `on_train_batch_start`
-      to `on_train_batch_end`. Workers start before the first wait of an epoch. Both are left out if the class of a
-      loader is the user's own.
-    - `samples_per_second`: samples served over the seconds of the training loop, all ranks together.
-    - `hit_rate_expected`: the expected hit rate of an epoch that draws each index once. If the hit rate is much lower,
-      one warning names the likely cause. Left out for other epochs.
+    - `epoch_seconds`: seconds of an epoch's training, without the validation inside it, mean over ranks (training only,
+      as the next three), until the device has done all of it.
+    - `data_wait_seconds`, `compute_seconds`: the seconds of these in which the host waited for its loaders (for a
+      batch, and for workers to start), and the rest. A device may be busy while the host waits: `StepTimer` has its
+      idle time. Both are left out if the class of a loader is the user's own.
+    - `samples_per_second`: samples served per second of the training, all ranks together.
 
     If training reads a `RollingCache`, `stocache/rolling/` has the values of rank zero's node: `resident` (samples),
     `appended_per_second`, `evicted_per_second`, `oldest_seconds` (age of the oldest sample), `times_seen` (mean number
@@ -76,13 +85,19 @@ class CacheMonitor(Callback):
     When a fit starts, the loggers get the options of the caches, the granted memory and the decisions as
     hyperparameters, so that runs can be grouped by them: `stocache/budget`, `budget_bytes`, `dataset`, `samples`,
     `drawn`, `slots`, `coverage`, `layout`, `store`, `backend`, `nodes`, `ranks`, `name`, `dir`; for validation below
-    `stocache/val/`. TensorBoard and W&B are told how to draw the metrics (`insight.dashboards`).
+    `stocache/val/`.
+
+    The Trainer's progress bar (tqdm or Rich) shows two numbers from 0 to 1, as all values in a bar: `cache_fill`, the
+    share of this node's slots that are ready, in the first epoch of a fit that begins with slots to fill; else
+    `cache_hit`, this rank's hit rate in the epoch so far, and at its end that of all ranks. If an epoch of training
+    hits much less than is to be expected, one warning names the likely cause.
 
     Args:
         live: log live values.
         per_node: log the values of each node, if there are several.
         hyperparameters: log the granted memory and the decisions as hyperparameters.
-        verbose: print a line per epoch, and a verdict on the caches at the end of training.
+        progress_bar: show the cache in the Trainer's progress bar.
+        verbose: print a line per epoch, one when the cache is full, and a verdict on the caches at the end of training.
 
     Raises:
         ValueError: an option is neither true nor false.
@@ -91,59 +106,67 @@ class CacheMonitor(Callback):
         >>> trainer = Trainer(callbacks=[CacheMonitor()], logger=False, enable_checkpointing=False)
     """
 
-    gives_way: ClassVar[bool] = False
-    """Whether another monitor beside this one logs in its place."""
-
     is_guest: ClassVar[bool] = False
     """Whether the application does not know of this callback: its values go to dashboards alone (`log_epoch`)."""
+
+    caches: CallCaches | None = None
+    """The caches of the StochasticCache that has brought this monitor. A guest says nothing where they are none."""
 
     patience = 60.0
     """The most seconds that an epoch's end waits for the slowest rank's tally."""
 
     def __init__(
-        self, *, live: bool = True, per_node: bool = True, hyperparameters: bool = True, verbose: bool = True
+        self,
+        *,
+        live: bool = True,
+        per_node: bool = True,
+        hyperparameters: bool = True,
+        progress_bar: bool = True,
+        verbose: bool = True,
     ) -> None:
-        options = {"live": live, "per_node": per_node, "hyperparameters": hyperparameters, "verbose": verbose}
-        for name, value in options.items():
+        options = {"live": live, "per_node": per_node, "hyperparameters": hyperparameters}
+        for name, value in (options | {"progress_bar": progress_bar, "verbose": verbose}).items():
             check_flag(name, value)
-        self.live, self.per_node, self.hyperparameters, self.verbose = options.values()
-        self._monitors = True
-        self._tallies = Tallies()
+        self.live, self.per_node, self.hyperparameters = live, per_node, hyperparameters
+        self.progress_bar, self.verbose = progress_bar, verbose
+        self._is_first = True  # of several monitors
+        self._tallies, self._progress = Tallies(), Progress(verbose=verbose)
         self._epochs: list[dict[str, float]] = []
-        self._looped_at = self._step_began = 0.0  # moments, in seconds
-        self._computed = self._looped = self._waited_before = 0.0  # seconds, in the epoch so far
+        # Moments, in seconds: of Lightning's hook, the begin of the epoch, of the latest validation, the end of a step
+        self._opened_at = self._begun_at = self._paused_at = self._step_ended_at = 0.0
+        self._paused = 0.0  # seconds of the validations in this epoch
+        self._has_steps = False  # whether this epoch has begun a batch
         self._live_every, self._live_step = 0, -1  # steps between two live values; 0: none are logged
 
-    @property
-    def monitors(self) -> bool:
-        """Whether this callback logs. Of several monitors only one logs: the first that does not give way, no guest."""
-        return self._monitors
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Move to the front of the callbacks."""
+        """Move to the front of the callbacks. Of several monitors the first in the list logs."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         monitors = [callback for callback in callbacks if isinstance(callback, CacheMonitor)]
-        self._monitors = self is min(monitors, key=_deference, default=self)
-        trainer.callbacks = [self, *(other for other in callbacks if other is not self)]  # type: ignore[attr-defined]
+        self._is_first = not monitors or monitors[0] is self
+        if self._is_first:
+            trainer.callbacks = [self, *(other for other in callbacks if other is not self)]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock, lay out dashboards, and log what was granted."""
+        """Start the clock, and log what was granted."""
+        loaders = trainer.train_dataloader
         self._epochs.clear()
-        self.on_train_epoch_start(trainer, pl_module)  # which Lightning does not call in a resumed epoch
-        self._tallies.pools.metrics(trainer.train_dataloader)  # the rates of a rolling cache begin here
-        loggers = self._loggers(trainer) if self.monitors and trainer.is_global_zero else []
+        self._tallies.begin("train", loaders)
+        self._opened_at, self._has_steps = time.perf_counter(), False
+        self._tallies.pools.metrics(loaders)  # the rates of a rolling cache begin here
+        if not self._is_first:
+            return
+        self._progress.begin(trainer)
+        cached = {"train": loaders, "val": trainer.val_dataloaders}
+        if not self.is_guest and not cached_in_leaves(list(cached.values())):
+            say("CacheMonitor: no loader of this fit is cached. Add StochasticCache() to the callbacks")
+        loggers = self._loggers(trainer) if trainer.is_global_zero and self._has_news else []
         self._live_every = log_every(trainer) if self.live and loggers else 0
-        loaders = {"train": trainer.train_dataloader, "val": trainer.val_dataloaders}
-        nodes = len(datasets[0].group.nodes) if (datasets := running_datasets(trainer, "train")) else 1
-        granted = hyperparameters(loaders) if loggers and self.hyperparameters else {}
-        for logger in loggers:
-            if not self.is_guest:
-                lay_out(logger, nodes)
-            if granted:
-                try:
-                    log_hyperparameters(logger, granted)
-                except Exception as error:  # MLflow raises one if a resumed run has other values
-                    warn(f"{type(logger).__name__} does not take the cache's hyperparameters: {error}")
+        granted = hyperparameters(cached) if loggers and self.hyperparameters else {}
+        for logger in loggers if granted else ():
+            try:
+                log_hyperparameters(logger, granted)
+            except Exception as error:  # MLflow raises one if a resumed run has other values
+                warn(f"{type(logger).__name__} does not take the cache's hyperparameters: {error}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the verdict on the caches."""
@@ -159,93 +182,138 @@ class CacheMonitor(Callback):
                 say(sentence)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the epoch's clock."""
-        self._looped_at = time.perf_counter()
-        self._computed = self._looped = 0.0
-        self._waited_before, _ = loader_seconds(trainer.train_dataloader)
+        """Begin an epoch. Lightning does not call this in one that goes on after a resume."""
+        self._opened_at, self._has_steps = moment(trainer.strategy.root_device), False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Note when a step begins to compute."""
-        self._step_began = time.perf_counter()
+        """Count the batch. An epoch has begun with its loaders, in the first one before any hook."""
+        loaders = trainer.train_dataloader
+        self._tallies.start("train", loaders)
+        if not self._has_steps:
+            self._has_steps, self._paused = True, 0.0
+            self._begun_at = min(self._opened_at, began_at(loaders))
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Log live values, at the Trainer's logging cadence; after the epoch's last step, post its tally."""
-        now = time.perf_counter()
-        self._computed += now - self._step_began
-        self._looped += now - self._looped_at
-        self._looped_at = now
-        # Steps are numbered as Lightning numbers the values that it logs.
-        if self._live_every and (steps := trainer.global_step) % self._live_every == 0 and steps - 1 != self._live_step:
-            self._live_step = steps - 1
-            if values := self._tallies.live(trainer.train_dataloader, self._loop(trainer)):
-                for logger in self._loggers(trainer):
-                    logger.log_metrics(values, step=self._live_step)
+        if self.progress_bar and self._is_first:
+            self._progress.step(trainer, batch_idx, self._tallies)
+        if self._live_every:
+            self._log_live(trainer)
         if trainer.is_last_batch:
             self._post(trainer, "train")
+        self._step_ended_at = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch's values."""
-        if metrics := self._epoch_end(trainer, "train"):
+        metrics = self._epoch_end(trainer, "train")
+        if metrics and self.verbose:
+            say(
+                f"epoch {trainer.current_epoch}: hit rate {100 * metrics['hit_rate']:.1f} %, "
+                f"fill {100 * metrics['fill_fraction']:.1f} %, {metrics['epoch_seconds']:.1f} s"
+            )
+        if metrics:
             self._epochs.append(metrics)
-            if self.verbose:
-                say(
-                    f"epoch {trainer.current_epoch}: hit rate {100 * metrics['hit_rate']:.1f} %, "
-                    f"fill {100 * metrics['fill_fraction']:.1f} %, {self._looped:.1f} s"
-                )
+        if self._is_first:
+            self._progress.end_epoch(trainer, metrics, shows=self.progress_bar)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the samples of training so far, because validation may read the same dataset."""
+        """Begin a validation, or the like. It belongs to no training, and may read the same dataset."""
+        stage, now = _stage_of(trainer), time.perf_counter()
+        self._tallies.begin(stage, running_loaders(trainer, stage))
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._tallies.count("train", running_loaders(trainer, "train"))
+            self._tallies.pause("train", running_loaders(trainer, "train"))
+            # Since the last step Lightning has asked for the loaders, and started their workers.
+            self._paused_at = moment(trainer.strategy.root_device) - (now - self._step_ended_at)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count the batch."""
+        stage = _stage_of(trainer)
+        self._tallies.start(stage, running_loaders(trainer, stage), dataloader_idx)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave validation out of the seconds of the training loop."""
-        self._looped_at = time.perf_counter()
+        """Leave validation out of the seconds of the training."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._tallies.resume("train")
+            self._paused += moment(trainer.strategy.root_device) - self._paused_at
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the values of the stage."""
         if trainer.sanity_checking:
             self._tallies.count("sanity check", running_loaders(trainer, "val"))
         else:
-            stage: Any = trainer.state.stage
-            self._epoch_end(trainer, stage.dataloader_prefix)  # "val" for validation
+            self._epoch_end(trainer, _stage_of(trainer))
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the caches of the call."""
+        self._tallies.end()
         self._tallies, self._live_step = Tallies(), -1
+        self._progress = Progress(verbose=self.verbose)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End the call: Lightning skips `teardown` after an exception."""
         self.teardown(trainer, pl_module, "")
 
-    def _loop(self, trainer: Trainer) -> Tally:
+    def _loop(self, trainer: Trainer, now: float) -> Tally:
         """The seconds of this rank's training in the epoch so far."""
-        waited = loader_seconds(trainer.train_dataloader)[0] - self._waited_before
-        return Tally(wait_seconds=waited, compute_seconds=self._computed, loop_seconds=self._looped, ranks=1)
+        waited, _ = self._tallies.seconds("train", trainer.train_dataloader)
+        return Tally(wait_seconds=waited, loop_seconds=now - self._begun_at - self._paused, ranks=1)
+
+    def _log_live(self, trainer: Trainer) -> None:
+        """Log live values once in a step in which Lightning logs its own."""
+        step = step_under_way(trainer)
+        if step is None or (step + 1) % self._live_every or step == self._live_step:
+            return
+        self._live_step = step
+        values = self._tallies.live(trainer.train_dataloader, self._loop(trainer, time.perf_counter()))
+        if values:
+            _send(self._loggers(trainer), values, step)
 
     def _post(self, trainer: Trainer, stage: str) -> None:
-        if self.monitors:
-            loop = self._loop(trainer) if stage == "train" else None
+        if self._is_first and not self._tallies.is_posted(stage):
+            loop = self._loop(trainer, moment(trainer.strategy.root_device)) if stage == "train" else None
             self._tallies.post(stage, running_loaders(trainer, stage), loop)
 
     def _epoch_end(self, trainer: Trainer, stage: str) -> dict[str, float]:
         """Log and return the metrics of an epoch, by their names without a prefix."""
         self._post(trainer, stage)
         metrics = self._tallies.metrics(stage, running_loaders(trainer, stage), self.patience)
+        if not self._has_news:
+            return {}
         logged = [name for name in metrics if self.per_node or not name.startswith("node")]
         values = {PREFIXES[stage] + name: metrics[name] for name in logged}
         log_epoch(trainer, values, self._loggers(trainer), is_watched=not self.is_guest)
         return metrics
+
+    @property
+    def _has_news(self) -> bool:
+        return not self.is_guest or (self.caches is not None and self.caches.has_slots)
 
     def _loggers(self, trainer: Trainer) -> list[Any]:
         """The loggers that get values."""
         return [logger for logger in trainer.loggers if not self.is_guest or _is_dashboard(type(logger))]
 
 
-def _deference(monitor: CacheMonitor) -> tuple[bool, bool]:
-    return monitor.gives_way, monitor.is_guest
+def moment(device: torch.device) -> float:
+    """Seconds on the clock, once a device has done what was asked of it."""
+    synchronize = getattr(getattr(torch, device.type, None), "synchronize", None)
+    if device.type != "cpu" and synchronize is not None:
+        synchronize()
+    return time.perf_counter()
+
+
+def _stage_of(trainer: Any) -> str:
+    """The stage that runs beside training or by itself: "val", also in the sanity check, "test" or "predict"."""
+    return "val" if trainer.sanity_checking else str(trainer.state.stage.dataloader_prefix)
 
 
 def _is_dashboard(kind: type) -> bool:
@@ -271,11 +339,19 @@ def log_epoch(
         watched = {name: torch.tensor(float(value), device=device) for name, value in values.items()}
         trainer.callback_metrics.update(watched)
         trainer.logged_metrics.update(watched)
+    loggers = list(loggers)
+    _send(loggers, {**values, "epoch": trainer.current_epoch}, logged_step(trainer))
     for logger in loggers:
-        logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=logged_step(trainer))
         logger.save()
 
 
-def log_every(trainer: Trainer) -> int:
-    """The Trainer's logging cadence in steps; 0: it logs nothing during an epoch."""
-    return int(getattr(trainer, "log_every_n_steps", 0))
+def _send(loggers: Iterable[Any], values: Mapping[str, float], step: int) -> None:
+    """Send values to loggers. One that refuses them, because it knows its keys, gets one warning and no more values."""
+    for logger in loggers:
+        if any(logger is each for each in _refusing):
+            continue
+        try:
+            logger.log_metrics(values, step=step)
+        except Exception as error:  # of the user's class
+            _refusing.append(logger)
+            warn(f"{type(logger).__name__} does not take the cache's values: {type(error).__name__}: {error}")

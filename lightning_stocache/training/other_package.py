@@ -9,17 +9,35 @@ from typing import ClassVar
 
 import pytorch_lightning
 
+from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.resume import ResumePoint
-from lightning_stocache.training.switched import SwitchedCache
+from lightning_stocache.training.switched import GuestMonitor, SwitchedCache
 
-__all__ = ["ResumePointOfOther", "SwitchedCacheOfOther"]
+__all__ = ["MonitorOfOther", "ResumePointOfOther", "StochasticCacheOfOther", "SwitchedCacheOfOther"]
+
+
+class MonitorOfOther(CacheMonitor, pytorch_lightning.Callback):
+    """The CacheMonitor of such a Trainer."""
+
+
+class GuestMonitorOfOther(GuestMonitor, pytorch_lightning.Callback):
+    """The CacheMonitor of the switch in such a Trainer."""
 
 
 class ResumePointOfOther(ResumePoint, pytorch_lightning.Callback):
     """The ResumePoint of such a Trainer."""
 
 
+class StochasticCacheOfOther(StochasticCache, pytorch_lightning.Callback):
+    """The StochasticCache that a cached DataModule brings in such a Trainer."""
+
+    monitor_class: ClassVar[type[CacheMonitor]] = MonitorOfOther
+    resume_point: ClassVar[type[ResumePoint]] = ResumePointOfOther
+
+
 class SwitchedCacheOfOther(SwitchedCache, pytorch_lightning.Callback):
     """The callback of the switch in such a Trainer."""
 
+    monitor_class: ClassVar[type[CacheMonitor]] = GuestMonitorOfOther
     resume_point: ClassVar[type[ResumePoint]] = ResumePointOfOther

@@ -84,8 +84,11 @@ def locality_for(
     """The LocalitySampler that replaces Lightning's DistributedSampler, or None if the loader keeps its own sampler.
 
     Like Lightning's sampler for training, it shuffles whatever the order of the loader was. `dealt`: the fit began with
-    a LocalitySampler, and keeps its order on one rank, too.
+    a LocalitySampler, and keeps its order on one rank, too. The loader of a StocacheDataModule always has one, which
+    does not know the cache yet.
     """
+    if type(sampler) is LocalitySampler and batch_size:
+        return locality_sampler(dataset, batch_size, sampler.shuffle, sampler.num_replicas, sampler.rank)
     count, rank = replicas(trainer)
     if (count == 1 and not dealt) or not batch_size or trainer.overfit_batches:
         return None

@@ -13,22 +13,25 @@ from typing import ClassVar
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.monitor import CacheMonitor
 
-__all__ = ["SwitchedCache"]
+__all__ = ["GuestMonitor", "SwitchedCache"]
+
+
+class GuestMonitor(CacheMonitor):
+    """The CacheMonitor that it brings."""
+
+    is_guest: ClassVar[bool] = True
 
 
 class SwitchedCache(StochasticCache):
     """The StochasticCache of the switch. It gives way to every other one, and to a DataModule that caches."""
 
     is_guest: ClassVar[bool] = True
+    monitor_class: ClassVar[type[CacheMonitor]] = GuestMonitor
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Cache the loaders of the call, without a state in checkpoints between epochs."""
         super().setup(trainer, pl_module, stage)
-        if self.caches_loaders:
+        if self.caches_loaders(trainer):
             self.resume_point.of(trainer).leaves_ends = True
-
-    @property
-    def monitors(self) -> bool:
-        """Whether this callback logs: it does not where nothing is cached."""
-        return super().monitors and self.caches.has_slots

@@ -38,7 +38,7 @@ def rows_of_a_run(share: float = 0.5, epochs: int = 3, *, nodes: int = 1, steps:
         yield 10 * epoch + 9, epoch, {"val/loss": 0.1} | validation
         values |= {"bytes_from_cache": hits * 2**20 / 100, "bytes_from_source": (100 - hits) * 2**20 / 100}
         values |= {"data_wait_seconds": (100 - hits) / 20, "compute_seconds": 2.0, "samples_per_second": 50.0 + hits}
-        values |= {"hit_rate_expected": share if epoch else 0.0}
+        values |= {"epoch_seconds": 100 / (50.0 + hits)}
         values |= {f"node{node}/hit_rate": hits / 100 for node in range(nodes) if nodes > 1}
         if steps:
             seconds = dict.fromkeys(PARTS, 0.0) | {"wait": 0.03 - 0.01 * epoch, "forward": 0.01}
@@ -169,7 +169,7 @@ def test_epoch_values_and_live_values_are_told_apart(tmp_path):
     """Charts over epochs show epochs only, of a single run also stages and nodes; the fill is shown over steps."""
     folder = write_csv(tmp_path / "run", rows_of_a_run(0.5, nodes=2))
     curves = lines(drawn(folder, "Hit rate"))
-    assert len(curves) == 6  # hit rate, the share that has a slot, the rate to expect, validation and two nodes
+    assert len(curves) == 5  # hit rate, the share that has a slot, validation and two nodes
     assert {epoch for curve in curves for epoch, _ in curve} == {0, 1, 2}
     assert curves[:2] == [[(0, 0.0), (1, 0.5), (2, 0.5)], [(0, 0.5), (1, 0.5), (2, 0.5)]]
     assert lines(drawn(folder, "Fill in the first epoch")) == [[(4, 0.5), (9, 1.0)]]

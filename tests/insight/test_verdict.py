@@ -9,7 +9,7 @@ def epoch(hits=0, misses=0, bypasses=0, source=0.0, coverage=1.0, wait=1.0, comp
     served = hits + misses + bypasses
     counts = {"hits": hits, "misses": misses, "bypasses": bypasses, "hit_rate": hits / served}
     memory = {"coverage": coverage, "fill_fraction": 1.0, "memory_bytes": 2**20, "budget_bytes": 2**20}
-    seconds = {"source_seconds": source, "compute_seconds": compute, "samples_per_second": served / (wait + compute)}
+    seconds = {"source_seconds": source, "compute_seconds": compute, "epoch_seconds": wait + compute}
     return counts | memory | seconds | {"data_wait_seconds": wait} | more
 
 

@@ -185,9 +185,9 @@ class Alone(CacheMonitor):
 
     patience = 0.1
 
-    @property
-    def monitors(self) -> bool:
-        return dist.get_rank() == dist.get_world_size() - 1
+    def setup(self, trainer, pl_module, stage):
+        super().setup(trainer, pl_module, stage)
+        self._is_first = dist.get_rank() == dist.get_world_size() - 1
 
 
 FITS: list[Callable[[], list[Callback]]] = [

@@ -15,7 +15,6 @@ from lightning_stocache import (
     CachedLoader,
     CachedStream,
     CacheMonitor,
-    FillProgress,
     RollingCache,
     RollingWriter,
     StocacheDataModule,
@@ -165,7 +164,7 @@ def test_streams_are_kept(tmp_path, door, caplog):
     shift = 100 if door == "ours" else 0
     data = Data(kept, val, num_workers=2 if door == "callback" else 0)
     callbacks, data = behind(door, data, budget="64MiB", streams=True, **options)
-    trainer = make_trainer(tmp_path, [*callbacks, FillProgress()], epochs=3)
+    trainer = make_trainer(tmp_path, callbacks, epochs=3)
     trainer.fit(model, data)
     assert model.sorted_epochs == [[number + shift for number in ALL]] * 3
     assert len(set(map(tuple, model.epochs))) == 3

@@ -296,6 +296,6 @@ def test_without_private_names_of_lightning_a_feature_is_off(caplog):
     assert replicas(trainer) == replicas(trainer) == (2, 1)
     assert caplog.text.count("use_distributed_sampler=False") == 1
     assert lightning_internals.data_sources(trainer, "fit") == lightning_internals.data_sources(trainer, "fit") == {}
-    assert caplog.text.count("StochasticCache caches nothing") == 1
+    assert caplog.text.count("hides where its loaders come from: nothing is cached") == 1
     assert lightning_internals.step_calls(trainer) == []
     assert caplog.text.count("StepTimer times nothing") == 1

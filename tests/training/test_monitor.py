@@ -1,8 +1,9 @@
-"""CacheMonitor logs what the source itself has counted, and what was granted; FillProgress shows it in the bar."""
+"""CacheMonitor logs what the source itself has counted, and what was granted, and shows it in the bar."""
 
 import re
 import time
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,20 @@ import pytest
 import torch
 import yaml
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    LambdaCallback,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from omegaconf import OmegaConf
 from torch.utils.data import default_collate
 
-from lightning_stocache.training.callbacks import FillProgress, StochasticCache
-from lightning_stocache.training.datamodule import StocacheDataModule
+from lightning_stocache.training.callbacks import StochasticCache
+from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import Made
 from tests.training.tiny import (
@@ -44,7 +52,7 @@ KEYS = {
     *("bytes_from_cache", "bytes_from_source", "source_seconds", "fill_seconds", "gather_seconds"),
 }
 LIVE = "stocache/live/hit_rate"
-OF_TRAINING = {"data_wait_seconds", "compute_seconds", "samples_per_second", "hit_rate_expected"}
+OF_TRAINING = {"data_wait_seconds", "compute_seconds", "samples_per_second", "epoch_seconds"}
 
 
 @pytest.mark.epoch_one_reads_all
@@ -97,7 +105,7 @@ def test_each_key_is_logged_once_per_epoch_and_can_be_watched(tmp_path):
 @pytest.mark.epoch_one_reads_all
 def test_a_trainer_that_logs_no_steps_gets_no_live_values(tmp_path):
     """With `log_every_n_steps=0` only the values of epochs are logged."""
-    trainer = make_trainer(tmp_path, [CacheMonitor(), FillProgress()], epochs=2, log_every_n_steps=0)
+    trainer = make_trainer(tmp_path, [CacheMonitor()], epochs=2, log_every_n_steps=0)
     trainer.fit(Model(), StocacheDataModule(source(tmp_path), batch_size=4))
     assert logged(trainer, LIVE) == []
     assert logged(trainer, "stocache/hit_rate") == [0, 1]
@@ -139,7 +147,6 @@ def test_wait_and_compute_are_the_epoch(tmp_path):
     assert 0 < spent["gather"][1] <= fitted
     rates = logged(trainer, "stocache/samples_per_second")
     assert all(SAMPLES / fitted < rate <= SAMPLES / seconds for rate, seconds in zip(rates, computed, strict=True))
-    assert logged(trainer, "stocache/hit_rate_expected") == [0, 1]
 
 
 def test_a_hit_rate_below_the_expected_one_is_warned_about_once(tmp_path, caplog):
@@ -169,7 +176,7 @@ def test_no_value_is_logged_twice(tmp_path):
     both, val = source(tmp_path), source(tmp_path, "val", 8)
     monitors = [StochasticCache(keep_cache=True), *(CacheMonitor(hyperparameters=False) for _ in range(2))]
     options = {"logger": CSVLogger(tmp_path), "val_check_interval": 3, "num_sanity_val_steps": 1}
-    trainer = make_trainer(tmp_path, [*monitors, FillProgress()], epochs=2, **options)
+    trainer = make_trainer(tmp_path, monitors, epochs=2, **options)
     trainer.fit(Model(), plain_loader(both), [plain_loader(val), plain_loader(both)])
     trainer.fit_loop.max_epochs = 3
     trainer.fit(Model(), plain_loader(both), plain_loader(val))
@@ -302,7 +309,7 @@ def trained(tmp_path: Path, logger: Any) -> None:
 
 @pytest.mark.epoch_one_reads_all
 def test_wandb_keeps_what_was_logged(tmp_path, monkeypatch):
-    """Its run gets all values with epoch and step, the axis of each key, and the granted memory in the config."""
+    """Its run gets all values with epoch and step, and the granted memory in the config."""
     wandb = pytest.importorskip("wandb")
     run = create_autospec(wandb.Run, instance=True)
     monkeypatch.setattr(wandb, "init", create_autospec(wandb.init, return_value=run))
@@ -314,11 +321,6 @@ def test_wandb_keeps_what_was_logged(tmp_path, monkeypatch):
     assert steps == [(0, 5, 0), (1, 11, 12)]
     assert [row["trainer/global_step"] for row in live] == [1, 3, 5, 7, 9, 11]
     assert not [row for row in live if row in epochs]
-    axes = {call.kwargs.get("name"): call.kwargs for call in run.define_metric.call_args_list}
-    for name in {name for row in rows for name in row if name.startswith("stocache/")}:
-        assert axes[name]["step_metric"] == ("trainer/global_step" if "/live/" in name else "epoch")
-        assert (axes[name].get("summary") == "none") == ("/live/" in name)
-    assert axes["stocache/data_wait_seconds"]["summary"] == "last,min,max"
     config = {name: value for call in run.config.update.call_args_list for name, value in call.args[0].items()}
     assert (config["stocache"]["budget"], config["stocache"]["val"]["samples"]) == ("50%", 8)
 
@@ -359,7 +361,7 @@ FILLS = [{"cache_fill": batches / 6} for batches in range(1, 7)]
 WHOLE = [*FILLS, *[{"cache_hit": 1.0}] * 6]
 
 
-def fit_with_bar(tmp_path, callbacks, data, bar=TQDMProgressBar, key="cache", epochs=2):
+def fit_with_bar(tmp_path, callbacks, data, bar=TQDMProgressBar, key="cache", epochs=2, **options):
     """What a bar has shown under names that begin with a key after each batch."""
     shown = []
 
@@ -369,43 +371,141 @@ def fit_with_bar(tmp_path, callbacks, data, bar=TQDMProgressBar, key="cache", ep
             metrics = self.get_metrics(trainer, pl_module)
             shown.append({name: value for name, value in metrics.items() if name.startswith(key)})
 
-    trainer = make_trainer(tmp_path, [*callbacks, Watching()], epochs=epochs, enable_progress_bar=True)
+    trainer = make_trainer(tmp_path, [*callbacks, Watching()], epochs=epochs, enable_progress_bar=True, **options)
     trainer.fit(Model(), data)
     return shown
 
 
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
-    ("progress", "bar", "shown", "lines"),
+    ("make", "bar", "every", "shown", "lines"),
     [
-        ([StochasticCache], RichProgressBar, WHOLE, 1),
-        ([StochasticCache, FillProgress], TQDMProgressBar, WHOLE, 1),
-        ([partial(FillProgress, every_n_steps=5, verbose=False)], TQDMProgressBar, [FILLS[0]] * 5 + [FILLS[5]], 0),
+        (StochasticCache, RichProgressBar, 1, WHOLE, 1),
+        (CacheMonitor, TQDMProgressBar, 1, WHOLE, 1),
+        (partial(CacheMonitor, verbose=False), TQDMProgressBar, 5, FILLS, 0),  # at least ten times an epoch
+        (partial(CacheMonitor, progress_bar=False), TQDMProgressBar, 1, [{}] * 12, 1),
     ],
 )
-def test_the_bar_shows_the_fill_and_later_the_hit_rate(tmp_path, caplog, progress, bar, shown, lines):
-    """After each batch, or every so many steps, the bar has the node's fill, and from epoch two on the hit rate."""
-    callbacks = [make() for make in progress]
-    data = Data(source(tmp_path)) if StochasticCache in progress else StocacheDataModule(source(tmp_path), batch_size=4)
-    assert fit_with_bar(tmp_path, callbacks, data, bar, epochs=len(shown) // 6) == shown
+def test_the_bar_shows_the_fill_and_later_the_hit_rate(tmp_path, caplog, make, bar, every, shown, lines):
+    """The bar has the node's fill, and from the second epoch on the hit rate."""
+    data = Data(source(tmp_path)) if make is StochasticCache else StocacheDataModule(source(tmp_path), batch_size=4)
+    found = fit_with_bar(tmp_path, [make()], data, bar, epochs=len(shown) // 6, log_every_n_steps=every)
+    assert found == shown
     assert len(said(caplog, FULL)) == lines
+
+
+@pytest.mark.epoch_one_reads_all
+def test_a_monitor_of_the_users_decides_beside_a_stochastic_cache(tmp_path, caplog):
+    """Nothing is in the bar, and no line is printed, if it says so; it stays in the list, and no other one comes."""
+    monitor = CacheMonitor(progress_bar=False, live=False, verbose=False)
+    for callbacks in ([StochasticCache(), monitor], [monitor, StochasticCache()]):
+        assert fit_with_bar(tmp_path, callbacks, Data(source(tmp_path))) == [{}] * 12
+        assert said(caplog, "epoch 0") == said(caplog, FULL) == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_monitor_that_a_cache_brings_is_there_for_a_call(tmp_path, fails):
+    """It is in front of the list, has each hook once, and is gone when the call ends, however it ends."""
+    seen = []
+
+    class Noting(CacheMonitor):
+        def setup(self, trainer, pl_module, stage):
+            seen.append("setup")
+            super().setup(trainer, pl_module, stage)
+
+        def on_train_start(self, trainer, pl_module):
+            seen.append(trainer.callbacks[0] is self)
+            super().on_train_start(trainer, pl_module)
+            if fails:
+                raise ArithmeticError
+
+    class Caching(StochasticCache):
+        monitor_class = Noting
+
+    trainer = make_trainer(tmp_path, [Caching()], epochs=1)
+    with pytest.raises(ArithmeticError) if fails else nullcontext():
+        trainer.fit(Model(), Data(source(tmp_path)))
+    assert seen == ["setup", True]
+    assert not [each for each in trainer.callbacks if isinstance(each, CacheMonitor)]
+
+
+def test_a_call_within_a_call_leaves_the_outer_one_as_it_was(tmp_path):
+    """A DataModule that caches, in a validation by another Trainer at the end of each epoch."""
+    dm = cache_datamodule(Data(source(tmp_path), source(tmp_path, "val", 8)))
+    model, inside = Model(), []
+
+    def validate(*_):
+        other = make_trainer(tmp_path / "other")
+        other.validate(model, datamodule=dm, verbose=False)
+        inside.append(list(other.callbacks))
+
+    trainer = make_trainer(tmp_path, [LambdaCallback(on_train_epoch_end=validate)], epochs=3)
+    trainer.fit(model, datamodule=dm)
+    assert len(logged(trainer, "stocache/hit_rate")) == 3
+    assert not [each for each in sum(inside, trainer.callbacks) if isinstance(each, CacheMonitor | StochasticCache)]
+    assert dm.caches.state() == []
+
+
+def test_a_callback_that_fails_to_end_leaves_no_cache_open(tmp_path):
+    """Lightning ends those behind it no more."""
+
+    class Failing(Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            raise KeyError
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            raise ArithmeticError
+
+    cache = StochasticCache()
+    trainer = make_trainer(tmp_path, [Failing(), cache])
+    with pytest.raises(KeyError):
+        trainer.fit(Model(), Data(source(tmp_path)))
+    assert cache.cache_state() == []
+    assert not [each for each in trainer.callbacks if isinstance(each, CacheMonitor)]
+
+
+@pytest.mark.parametrize("is_hashable", [True, False])
+def test_a_logger_that_refuses_values_gets_no_more_of_them(tmp_path, caplog, is_hashable):
+    """It knows its keys, and raises for others: one warning, and the training goes on."""
+
+    class Strict(CSVLogger):
+        __hash__ = CSVLogger.__hash__ if is_hashable else None  # type: ignore[assignment]
+        asked = 0
+
+        def log_metrics(self, metrics, step=None):
+            self.asked += any("stocache" in name for name in metrics)
+            if self.asked:
+                raise ValueError("an unknown key")
+
+    logger = Strict(tmp_path)
+    make_trainer(tmp_path, [StochasticCache()], epochs=2, logger=logger).fit(Model(), Data(source(tmp_path)))
+    assert logger.asked == 1
+    [warning] = said(caplog, "does not take the cache's values")
+    assert "an unknown key" in warning
+
+
+def test_a_monitor_over_loaders_without_a_cache_says_so(tmp_path, caplog):
+    """Once for a fit; a StochasticCache that finds nothing to cache has said why."""
+    make_trainer(tmp_path, [CacheMonitor()], epochs=2).fit(Model(), Data(source(tmp_path)))
+    [line] = said(caplog, "no loader of this fit is cached")
+    assert "StochasticCache()" in line
 
 
 @pytest.mark.epoch_one_reads_all
 def test_the_bar_of_half_a_cache_of_a_full_one_and_of_one_that_is_off(tmp_path, caplog):
     """The bar has the rate of the epoch so far, from the start if the cache is full, and nothing if it is off."""
-    callbacks = [StochasticCache(budget="50%"), FillProgress("photos")]
-    shown = fit_with_bar(tmp_path, callbacks, Data(source(tmp_path)), key="photos", epochs=3)
-    assert shown[5::6] == [{"photos_fill": 1.0}, {"photos_hit": 0.5}, {"photos_hit": 0.5}]
+    shown = fit_with_bar(tmp_path, [StochasticCache(budget="50%")], Data(source(tmp_path)), epochs=3)
+    assert shown[5::6] == [{"cache_fill": 1.0}, {"cache_hit": 0.5}, {"cache_hit": 0.5}]
     [line] = said(caplog, FULL)
     assert re.search(r"12 of 24 samples, .* \d+\.\d s of waiting for data will not be repeated", line)
     caplog.clear()
     for options, expected in ({"keep_cache": True}, {"cache_hit": 1.0}), ({"budget": 0}, {}):
         dm = StocacheDataModule(source(tmp_path), batch_size=4, **options)
-        make_trainer(tmp_path).fit(Model(), dm)
-        assert fit_with_bar(tmp_path, [FillProgress()], dm, epochs=1) == [expected] * 6
+        make_trainer(tmp_path, epochs=2).fit(Model(), dm)
+        caplog.clear()
+        assert fit_with_bar(tmp_path, [], dm, epochs=1) == [expected] * 6
+        assert said(caplog, FULL) == []
         dm.close()
-    assert said(caplog, FULL) == []
 
 
 @pytest.mark.epoch_one_reads_all

@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler
 
-from lightning_stocache import CacheMonitor, FillProgress, StocacheDataModule, StochasticCache, cache_datamodule
+from lightning_stocache import CacheMonitor, StocacheDataModule, StochasticCache, cache_datamodule
 from lightning_stocache.setup.request import LoaderSettings
 from tests.training.tiny import SAMPLES, Data, Model, Photos, cached_datasets, logged, make_trainer, read_again, source
 
@@ -40,9 +40,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (StochasticCache, {"stage_budgets": {"valid": 0}}, "stage_budgets may name train, val, test, predict; got valid"),
     (StochasticCache, {"streams": "yes"}, "streams must be true or false"),
     (StochasticCache, {"budget": "lots"}, "'lots'"),
-    (FillProgress, {"name": ""}, "name must be a string that is not empty, got ''"),
-    (FillProgress, {"every_n_steps": 0}, "every_n_steps must be a whole number of at least 1, got 0"),
-    (FillProgress, {"verbose": "no"}, "verbose must be true or false, got 'no'"),
+    (CacheMonitor, {"progress_bar": "no"}, "progress_bar must be true or false, got 'no'"),
     *((CacheMonitor, {flag: "yes"}, f"{flag} must be true or false") for flag in signature(CacheMonitor).parameters),
     *((ours, {"batch_size": size}, "batch_size must be a whole number of at least 1, got") for size in (None, 0, "4")),
     (ours, {"eval_transform": "nope"}, "eval_transform must be 'same', None or a function, got 'nope'"),
@@ -152,10 +150,9 @@ SOURCE, CALLBACKS = "tests.sources.CountedSource", "--trainer.callbacks+=lightni
 MONITOR = f"{CALLBACKS}CacheMonitor"
 OURS = [f"--data.train={SOURCE}", f"--data.train.length={SAMPLES}", f"--data.val={SOURCE}", "--data.val.length=8"]
 OURS += ["--data.budget=50%", "--data.stage_budgets={{val: 0}}", "--data.loader={{drop_last: true}}"]
-OURS += ["--data.batch_size=4", "--data.keep_cache=false", f"{CALLBACKS}FillProgress"]
-OURS += ["--trainer.callbacks.every_n_steps=5", MONITOR, "--trainer.callbacks.live=false"]
+OURS += ["--data.batch_size=4", "--data.keep_cache=false", MONITOR, "--trainer.callbacks.live=false"]
 CALLBACK = ["--data.folder={folder}", f"{CALLBACKS}StochasticCache", "--trainer.callbacks.budget=1MiB"]
-CALLBACK += ["--trainer.callbacks.stage_budgets={{val: 0}}", f"{CALLBACKS}FillProgress"]
+CALLBACK += ["--trainer.callbacks.stage_budgets={{val: 0}}", f"{CALLBACKS}CacheMonitor"]
 CACHED = ["--data.datamodule=tests.training.tiny.Photos", "--data.datamodule.folder={folder}", "--data.budget=50%"]
 CACHED += ["--data.stage_budgets={{val: 0}}", MONITOR, "--trainer.callbacks.live=false"]
 
