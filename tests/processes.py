@@ -290,25 +290,30 @@ def ends_alive(function: Callable[..., Any], *args: Any) -> bool:
 
 @contextmanager
 def signal_at_line(
-    number: int, room: str, counts: Callable[[], bool], *, sent: signal.Signals = signal.SIGKILL
+    number: int, rooms: Sequence[str], counts: Callable[[], bool], *, sent: signal.Signals = signal.SIGKILL
 ) -> Iterator[None]:
-    """Kill or stop this process at the given line that it runs of a room of the package, of those before which one
-    counts."""
-    directory, lines = str(Path(lightning_stocache.__file__).parent / room), 0
+    """Kill, stop or interrupt (SIGINT) this process at the given line that it runs of these rooms of the package, of
+    those before which one counts."""
+    parent, lines = Path(lightning_stocache.__file__).parent, 0
+    directories = tuple(f"{parent / room}{os.sep}" for room in rooms)
 
     def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
         nonlocal lines
-        if not frame.f_code.co_filename.startswith(directory):
+        if not frame.f_code.co_filename.startswith(directories):
             return None
         if event == "line" and counts():
             lines += 1
             if lines == number:
+                if sent == signal.SIGINT:
+                    raise KeyboardInterrupt  # a signal would come a few lines later
                 os.kill(os.getpid(), sent)
         return trace
 
     sys.settrace(trace)
-    yield
-    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
 
 
 # ---- named caches of these tests ----

@@ -5,6 +5,8 @@ started separately. The kernel frees it when its process dies; a `multiprocessin
 POSIX locks do not exclude other threads of the process, so a dict does; its `setdefault` is atomic. The dict belongs to
 the segment, so two stores that were unpickled over one segment exclude each other. A forked child empties the dict,
 because it has none of the locks, and only one of the threads.
+
+KeyboardInterrupt may leave a claim of a thread, whole or in halves. The thread's next use of the slot ends it.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Claims:
     @contextmanager
     def waiting(self, slot: int) -> Iterator[None]:
         """Claim a slot as soon as it is free, and release it in the end. Not re-entrant."""
-        while not self.take(slot, wait=True):
+        while not (self.take(slot, wait=True) or self.is_mine(slot)):
             time.sleep(0)  # another thread of this process has the slot, or see `take`
         try:
             yield
@@ -71,12 +73,13 @@ class Claims:
                 raise
         finally:
             if not locked:
+                self._segment.unlock(slot)  # KeyboardInterrupt may have come behind the system call
                 del self._owners[slot]
         return locked
 
     def is_mine(self, slot: int) -> bool:
-        """Whether this thread has claimed a slot."""
-        return self._owners.get(slot) == [threading.get_ident()]
+        """Whether this thread has claimed a slot. A claim that KeyboardInterrupt has left is whole again."""
+        return self._owners.get(slot) == [threading.get_ident()] and self._segment.lock(slot)
 
     def release(self, slot: int) -> None:
         """Release a slot that this thread has claimed."""

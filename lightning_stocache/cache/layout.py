@@ -420,7 +420,7 @@ class Records(_Slots):
     def _locked(self) -> Iterator[bool]:
         """Try to take the lock of the run while another process moves the offset. Yields whether it was taken."""
         for _ in range(_TRIES):
-            if self._claims.take(self._lock):
+            if self._claims.take(self._lock) or self._claims.is_mine(self._lock):
                 break
             time.sleep(_PAUSE)
         else:

@@ -1,18 +1,22 @@
 """Processes that are killed while they fill leave samples or empty slots: no torn or wrong sample, and no lock."""
 
 import itertools
+import os
 import random
+import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 
+from lightning_stocache.node.segment import open_descriptors
 from tests.cache.stores import (
     ALL,
     ARC,
@@ -36,13 +40,14 @@ from tests.cache.stores import (
     rolling_store,
     served,
 )
-from tests.processes import Child, call_many, ends_alive, signal_at_line, wait_until
+from tests.processes import Child, call, call_many, ends_alive, signal_at_line, wait_until
 
 pytestmark = pytest.mark.processes
 
 Job = Callable[[], AbstractContextManager[Any]]
 """Opens the store: one in memory that is there for the test, or the next job's on a disk."""
 
+ROOMS = ("node", "cache")
 GRANTED = 2**23  # also for what those who are killed have taken and not stored
 EVERY_LINE = pytest.mark.parametrize(
     "every_line", [pytest.param(False, id="changes"), pytest.param(True, marks=pytest.mark.soak, id="all")]
@@ -55,9 +60,21 @@ def layout(request: Any) -> str:
 
 
 @pytest.fixture(params=KINDS)
-def job(request: Any, layout: str, tmp_path: Path) -> Iterator[Job]:
-    if request.param == "disk":
-        yield lambda: closing(Disk(tmp_path, layout, GRANTED).open())
+def kind(request: Any) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def job(kind: str, layout: str, tmp_path: Path) -> Iterator[Job]:
+    with new_job(kind, layout, tmp_path) as job:
+        yield job
+
+
+@contextmanager
+def new_job(kind: str, layout: str, directory: Path) -> Iterator[Job]:
+    if kind == "disk":
+        directory.mkdir(exist_ok=True)
+        yield lambda: closing(Disk(directory, layout, GRANTED).open())
         return
     store = memory_store(codec_of(layout), GRANTED)
     yield lambda: nullcontext(store)
@@ -73,13 +90,27 @@ def fill_the_rest(job: Job) -> None:
         assert served(store) == ALL
 
 
-def moments(store: Any, *, every_line: bool) -> Callable[[], bool]:
-    """Tells of a line whether it is to be killed at: all lines, or the first and each before which the file changed.
-    Who is killed at another line leaves the same file as who is killed at the line before."""
+def content(files: Iterable[int]) -> bytes:
+    """A digest of each byte of some files that was ever written."""
+    digest = xxhash.xxh3_128()
+    for file in files:
+        end = 0
+        with suppress(OSError):  # there is nothing more
+            while True:
+                begin = os.lseek(file, end, os.SEEK_DATA)
+                end = os.lseek(file, begin, os.SEEK_HOLE)
+                digest.update(b"%d %d " % (begin, end))
+                digest.update(os.pread(file, end - begin, begin))
+    return digest.digest()
+
+
+def moments(*, every_line: bool) -> Callable[[], bool]:
+    """Tells of a line whether it is to be killed at: all lines, or the first and each before which a file changed that
+    this process has mapped. Who is killed at another line leaves the same files as who is killed at the line before."""
     seen = [b""]
 
     def counts() -> bool:
-        before, seen[0] = seen[0], bytes(store.segment.memory(0, min(store.segment.size, 2**20)))  # no sample is behind
+        before, seen[0] = seen[0], content(open_descriptors())
         return every_line or seen[0] != before
 
     return counts
@@ -88,7 +119,7 @@ def moments(store: Any, *, every_line: bool) -> Callable[[], bool]:
 def put_killed(job: Job, index: int, moment: int, every_line: bool) -> None:
     with job() as store:
         contents = encoded(store, index)
-        with signal_at_line(moment, "cache", moments(store, every_line=every_line)):
+        with signal_at_line(moment, ROOMS, moments(every_line=every_line)):
             assert store.put([index], [contents]) == [True]
 
 
@@ -116,9 +147,82 @@ def test_who_is_killed_at_any_line_does_no_harm(job: Job, every_line: bool) -> N
     fill_the_rest(job)
 
 
+def opened_and_filled(disk: Disk, moment: int, every_line: bool) -> None:
+    with (
+        signal_at_line(moment, ROOMS, changes_in(disk.directory, every_line=every_line)),
+        closing(disk.open()) as store,
+    ):
+        filled(store, [0])
+
+
+def changes_in(directory: Path, *, every_line: bool) -> Callable[[], bool]:
+    """As `moments`, of files that appear in a directory while the line runs."""
+    seen = [b""]
+
+    def counts() -> bool:
+        files = sorted(str(path) for path in directory.iterdir())
+        opened = [os.open(path, os.O_RDONLY) for path in files]
+        before, seen[0] = seen[0], repr(files).encode() + content(opened)
+        for file in opened:
+            os.close(file)
+        return every_line or seen[0] != before
+
+    return counts
+
+
+@EVERY_LINE
+def test_who_is_killed_while_it_opens_does_no_harm(layout: str, tmp_path: Path, every_line: bool) -> None:
+    """Wherever a job dies that makes a store on a disk, or joins it, the next one makes it or has its samples."""
+    for stored in ([], ALL[:9]):
+        for moment in itertools.count(1):
+            directory = tmp_path / f"{len(stored)}-{moment}"
+            directory.mkdir(0o700)
+            disk = Disk(directory, layout)
+            if stored:
+                disk.fill(stored)
+            ended = ends_alive(opened_and_filled, disk, moment, every_line)
+            found = disk.served()
+            assert found in (stored, sorted({*stored, 0}))
+            disk.fill()
+            assert disk.served() == ALL
+            if ended:
+                break
+            shutil.rmtree(directory)
+        assert moment > (20 if every_line else 1)
+
+
+def put_interrupted(job: Job, index: int, moment: int, every_line: bool) -> bool:
+    """Whether `put` ended before the line. Then, or when it is called again, nobody is kept from any slot."""
+    with job() as store:
+        contents, ended = encoded(store, index), True
+        try:
+            with signal_at_line(moment, ROOMS, moments(every_line=every_line), sent=signal.SIGINT):
+                store.put([index], [contents])
+        except KeyboardInterrupt:
+            ended = False
+        before = served(store)
+        assert store.put([index], [contents]) == [index not in before]
+        others = [other for other in ALL if other not in served(store)]
+        assert call(filled, store, others) == others
+        assert served(store) == ALL
+        return ended
+
+
+@EVERY_LINE
+def test_who_is_interrupted_at_any_line_keeps_nothing_claimed(
+    layout: str, kind: str, tmp_path: Path, every_line: bool
+) -> None:
+    """Wherever Ctrl-C strikes while a sample is stored, it can be stored again at once, and others store the rest."""
+    for moment in itertools.count(1):
+        with new_job(kind, layout, tmp_path / str(moment)) as job:
+            if call(put_interrupted, job, moment % LENGTH, moment, every_line):
+                break
+    assert moment > (20 if every_line else 3)
+
+
 def append_killed(disk: RollingDisk, number: int, moment: int, every_line: bool) -> None:
     store = disk.open()
-    with signal_at_line(moment, "cache", moments(store, every_line=every_line)):
+    with signal_at_line(moment, ROOMS, moments(every_line=every_line)):
         append(store, [number])
 
 
@@ -150,7 +254,7 @@ def test_who_is_killed_at_any_line_of_rolling_does_no_harm(layout: str, tmp_path
 def put_stopped(job: Job, index: int, moment: int) -> Any:
     with job() as store:
         contents = encoded(store, index)
-        with signal_at_line(moment, "cache", moments(store, every_line=False), sent=signal.SIGSTOP):
+        with signal_at_line(moment, ROOMS, moments(every_line=False), sent=signal.SIGSTOP):
             return store.put([index], [contents])
 
 
