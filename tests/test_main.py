@@ -13,6 +13,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -198,7 +199,7 @@ def named(tmp_path):
     name = f"test-main-{tmp_path.name[-20:]}".replace("_", "-")
     for part, dataset in (("-train0", "Photos (3 samples, train)"), ("-val0", "Photos (4 samples, val)")):
         segment, _ = open_named(name + part, 4096, Manifest(Geometry(3, 3), dataset, created=CREATED))
-        segment.store(0, memoryview(bytes([READY, READY])))
+        segment.store(0, memoryview(np.array([READY, READY], np.uint32).tobytes()))
         if part == "-train0":
             segment.close()
     yield name, segment

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stocache.cache.claims import Claims
-from lightning_stocache.cache.layout import EMPTY, READY, Layout
+from lightning_stocache.cache.layout import READY, Layout
 from lightning_stocache.cache.placement import NO_SLOT
+from lightning_stocache.cache.seats import Seats
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["SUM_BYTES", "Checksums", "checksum"]
@@ -58,7 +58,7 @@ class Checksums:
         self._disk, self._memory, self._layout, self._identity = disk, memory, layout, identity
         self.verified = np.frombuffer(memory.memory(0, layout.count), dtype=np.uint8)
         self._begins = layout.columns.get("begin")
-        self._claims = Claims(disk)
+        self._seats = Seats(disk, layout.states, layout.lives)
         self._xxh3 = checksum()
         self._rest_until = 0.0
 
@@ -82,7 +82,7 @@ class Checksums:
         if time.monotonic() < self._rest_until or not self._disk.is_whole:
             return
         for slot in slots:
-            if slot == NO_SLOT or self._layout.states[slot] == EMPTY or self.verified[slot]:
+            if slot == NO_SLOT or self._layout.states[slot] != READY or self.verified[slot]:
                 continue
             try:
                 is_sound = self._matches(slot)
@@ -100,6 +100,7 @@ class Checksums:
 
     def close(self) -> None:
         """Drop the view, and the memory of the verified slots."""
+        self._seats.close()
         self.verified, self._begins = np.empty(0, dtype=np.uint8), None
         self._memory.close()
 
@@ -112,12 +113,7 @@ class Checksums:
         return bool(stored == self._sum(slot, parts))
 
     def _empty(self, slot: int) -> None:
-        if self._claims.take(slot):
-            try:
-                if not self.verified[slot]:
-                    self._layout.states[slot] = EMPTY
-            finally:
-                self._claims.release(slot)
+        self._seats.empty(slot, unless=lambda: bool(self.verified[slot]))
 
     def _sum(self, slot: int, contents: Iterable[Any]) -> int:
         digest, nbytes = self._xxh3(), 0

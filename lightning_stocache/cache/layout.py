@@ -1,10 +1,10 @@
 """How samples lie in a segment: aligned arrays, one behind the other.
 
-    state        per slot: 0 empty, 2 ready
+    state        per slot, uint32: 0 empty, 2 ready, else who has claimed it (`seats`)
     ...          what the policy of the store needs per slot: a checksum, a mark, a time
     begin        records: where the record begins in the segment, int64
-    nbytes       records: its size, uint32
-    words        a few int64 for all slots; word 0 of records: where the free part of the run begins
+    nbytes       records: its size, int64
+    words        a few int64 for all slots; word 0 of records: where the free part of the run begins; the lives of seats
     rows         one array per field, `[slots, nbytes]`; or
     records      one run of bytes
 
@@ -38,13 +38,13 @@ from lightning_stocache.cache.codec import Memory, aligned
 from lightning_stocache.cache.gather_pool import GatherPool
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
+from lightning_stocache.cache.seats import EMPTY, READY, SEATS
 from lightning_stocache.node.files import HEADER_BYTES, Manifest, ManifestError, manifest_in, token_of
 from lightning_stocache.node.segment import Segment
 
 __all__ = [
     "EMPTY",
     "KNOWN",
-    "LARGEST",
     "ONCE",
     "READY",
     "ROLLING",
@@ -60,19 +60,14 @@ __all__ = [
     "offsets",
 ]
 
-EMPTY, READY = 0, 2
-"""States of a slot that is written once. Odd numbers mark a slot that is being written (`rolling`)."""
-
 ROLLING: Mapping[str, str | int] = {"form": "rolling"}
 """In the fingerprint of a rolling store, whose states are int64."""
-
-LARGEST = 2**32
-"""A record must have fewer bytes."""
 
 _END = ""
 _SMALL = 8  # alignment of records with one part
 _GAP = memoryview(bytes(64))  # lies between two records
 KNOWN = 32  # with so many records, their mean size replaces the estimate of set-up
+_STEP = 1 << 20  # slots whose states are read together
 _TRIES, _PAUSE = 200, 50e-6  # 10 ms: a process that keeps the lock of the run for longer was stopped
 
 
@@ -145,8 +140,9 @@ class Head:
         return 8 * self.words + 256
 
 
-ONCE = Head({"state": np.uint8})
-"""The head of a store whose slots are written once."""
+_OWN_WORDS = 8
+ONCE = Head({"state": np.uint32}, _OWN_WORDS + SEATS // 2)
+"""The head of a store whose slots are written once. Behind its first words lie the lives of seats."""
 
 
 class _Slots:
@@ -181,6 +177,11 @@ class _Slots:
         """The offset of a slot's number in a column."""
         return self._starts[column] + slot * self.columns[column].itemsize
 
+    @property
+    def lives(self) -> npt.NDArray[np.uint32]:
+        """The life of each seat, uint32 `[SEATS]`."""
+        return self.words[_OWN_WORDS:].view(np.uint32)
+
     def mend(self, is_sound: Callable[[int], bool]) -> None:
         """Empty the slots whose state a crash has damaged, while no other process has the store open."""
         self.state[self.state != READY] = EMPTY
@@ -188,7 +189,7 @@ class _Slots:
     def clear(self) -> None:
         """Empty all slots, and return the memory of the samples. The head keeps its memory."""
         self.state[:] = EMPTY
-        self.words[:] = 0
+        self.words[:_OWN_WORDS] = 0
         self._segment.discard(self.begin)
 
     def close(self) -> None:
@@ -208,11 +209,13 @@ class Rows(_Slots):
         super().__init__(segment, count, head)
         self._row_bytes: tuple[int, ...] = codec.row_bytes
         self._nbytes: int = sum(self._row_bytes)
-        dtypes = _field_dtypes(codec)
-        starts = offsets(dtypes, count, self.begin)
-        self._end = starts.pop(_END)
-        self._fields = list(starts.values())
-        self.fields = list(columns(segment, dtypes, count, self.begin).values())
+        *self._fields, self._end = _starts_of_fields(self._row_bytes, count, self.begin)
+        self.fields = [
+            np.frombuffer(segment.memory(start, count * nbytes), np.uint8).reshape(count, nbytes)
+            if count * nbytes
+            else np.empty((count, nbytes), np.uint8)
+            for start, nbytes in zip(self._fields, self._row_bytes, strict=False)
+        ]
         """The array of each field, live, uint8 `[slots, nbytes]`."""
         self.granted_bytes = count * (self._nbytes + self._head.slot_bytes)
         """Bytes that all slots take when they are filled."""
@@ -223,7 +226,7 @@ class Rows(_Slots):
 
         No write reaches the last byte: it would lengthen a file that was cut off, and `is_whole` would not notice.
         """
-        return offsets(_field_dtypes(codec), count, head.nbytes(count))[_END] + 1
+        return _starts_of_fields(codec.row_bytes, count, head.nbytes(count))[-1] + 1
 
     def fill_fraction(self, filled: int) -> float:
         """Share of the slots that are ready."""
@@ -290,7 +293,7 @@ class Records(_Slots):
     """One run of bytes, from which all processes of a node take room. Room is never returned.
 
     Example:
-        >>> codec, segment = RecordCodec.infer(["a"]), Segment.create(8192)
+        >>> codec, segment = RecordCodec.infer(["a"]), Segment.create(13000)
         >>> records = Records(segment, codec, 3)
         >>> records.reserve(0, 3)
         >>> records.write([0, 1], [[memoryview(bytes(5000))], [memoryview(bytes(5000))]])
@@ -301,7 +304,7 @@ class Records(_Slots):
         (None, None)
     """
 
-    own_columns: Mapping[str, npt.DTypeLike] = {"begin": np.int64, "nbytes": np.uint32}
+    own_columns: Mapping[str, npt.DTypeLike] = {"begin": np.int64, "nbytes": np.int64}
 
     def __init__(self, segment: Segment, codec: Any, count: int, head: Head = ONCE) -> None:
         super().__init__(segment, count, head)
@@ -342,7 +345,7 @@ class Records(_Slots):
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a record may find room."""
-        return bool(nbytes <= self.end - self.free and nbytes < LARGEST)
+        return bool(nbytes <= self.end - self.free)
 
     def write(self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool]:
         """Write records one behind the other, all at once, and their places.
@@ -360,7 +363,7 @@ class Records(_Slots):
             for contents, nbytes in zip(samples, sizes, strict=True):
                 alignment = _SMALL if len(contents) == 1 else aligned(1)
                 begin = -(-end // alignment) * alignment
-                if not locked or nbytes >= LARGEST or begin + nbytes > self.end:
+                if not locked or begin + nbytes > self.end:
                     begins.append(0)
                     continue
                 parts += (_GAP[: begin - end], *contents)
@@ -395,6 +398,11 @@ class Records(_Slots):
     def stored_bytes(self, slots: Integers) -> int:
         """Bytes of the records of ready slots."""
         return int(self.columns["nbytes"].take(slots).sum())
+
+    @property
+    def lives(self) -> npt.NDArray[np.uint32]:
+        """The life of each seat, uint32 `[SEATS]`."""
+        return self.words[_OWN_WORDS:].view(np.uint32)
 
     def mend(self, is_sound: Callable[[int], bool]) -> None:
         """Empty the slots with a record outside of the run. The free part begins behind the last sound record."""
@@ -441,9 +449,12 @@ def layout_of(codec: SampleCodec) -> type[Layout]:
     return Records if isinstance(codec, RecordCodec) else Rows
 
 
-def _field_dtypes(codec: Any) -> dict[str, npt.DTypeLike]:
-    # The names are numbers, because two fields may have one path.
-    return {str(number): (np.uint8, (nbytes,)) for number, nbytes in enumerate(codec.row_bytes)}
+def _starts_of_fields(row_bytes: Sequence[int], count: int, begin: int) -> list[int]:
+    """The offset of each field's array, and the end of all."""
+    starts = [begin]
+    for nbytes in row_bytes:
+        starts.append(aligned(starts[-1] + count * nbytes))
+    return starts
 
 
 # ---- the description of a segment, for people ----
@@ -471,6 +482,10 @@ def contents_of(file: int) -> Contents:
     except ManifestError as error:
         return Contents(None, str(error))
     rolls = manifest.fingerprint.items() >= ROLLING.items()
-    states = np.frombuffer(os.pread(file, manifest.geometry.slots * (8 if rolls else 1), HEADER_BYTES), np.uint8)
-    ready = is_complete(states.view(np.int64)) if rolls else states == READY
-    return Contents(manifest, "", int(np.count_nonzero(ready)))
+    filled, slots, dtype = 0, manifest.geometry.slots, np.dtype(np.int64 if rolls else np.uint32)
+    for first in range(0, slots, _STEP):  # one read has at most 2 GiB
+        length = min(slots - first, _STEP) * dtype.itemsize
+        content = os.pread(file, length, HEADER_BYTES + first * dtype.itemsize)
+        states = np.frombuffer(content, dtype, len(content) // dtype.itemsize)  # the file may be cut off anywhere
+        filled += int(np.count_nonzero(is_complete(states) if rolls else states == READY))
+    return Contents(manifest, "", filled)

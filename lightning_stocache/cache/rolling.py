@@ -53,7 +53,7 @@ import numpy.typing as npt
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.codec import Lend, Memory, aligned
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
-from lightning_stocache.cache.layout import KNOWN, LARGEST, READY, ROLLING, Head, Layout, Records, Rows, is_complete
+from lightning_stocache.cache.layout import KNOWN, READY, ROLLING, Head, Layout, Records, Rows, is_complete
 from lightning_stocache.cache.placement import Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import refused
@@ -243,7 +243,7 @@ class RollingStore(Store):
     def take(self, nbytes: int = 0) -> int | None:
         """Take the next slot, with room for a record of `nbytes`, until `finish`. None if a writer has the slot."""
         words, rows = self._words, isinstance(self.layout, Rows)
-        if not rows and (aligned(nbytes) > words[_MOST] or nbytes >= LARGEST):
+        if not rows and aligned(nbytes) > words[_MOST]:
             room, sample = format_bytes(int(words[_MOST])), format_bytes(nbytes)
             raise ValueError(f"a sample of {sample} is larger than the whole rolling cache of {room}")
         with self._claims.waiting(self.count):
@@ -294,10 +294,9 @@ class RollingStore(Store):
                 layout.columns["index"][slot] = index
                 checksums.seal(slot, contents)
         except OSError as error:
-            short = refused(error, on_disk=checksums is not None)
-            if short is None or (checksums is not None and not grows):
+            if checksums is not None and not grows:
                 raise
-            return short
+            return refused(error, on_disk=checksums is not None)
         return None
 
     def _stop_growing(self, slot: int, short: str) -> None:

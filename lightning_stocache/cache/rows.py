@@ -248,8 +248,8 @@ class SampleSpec:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: a sample and its state."""
-        return self.nbytes + 1
+        """Bytes of a slot: a sample and its word."""
+        return self.nbytes + 4
 
     @property
     def most_slot_bytes(self) -> int:

@@ -83,16 +83,13 @@ class Shortage:
             numbers[0], numbers[1] = max(nbytes, 1), 0
 
 
-def refused(error: OSError, *, on_disk: bool = False) -> str | None:
-    """The reason why the system has no room for a sample, in words; None if it is another error.
-
-    On a disk every error counts.
-    """
+def refused(error: OSError, *, on_disk: bool = False) -> str:
+    """The reason why the system does not store a sample, in words."""
     if on_disk:
-        return f"the disk refuses more samples ({error.strerror})"
-    if error.errno != errno.ENOSPC:
-        return None
-    return f"no space left in {memory_directory()}; {_ENLARGE}"
+        return f"the disk refuses more samples ({error.strerror or error})"
+    if error.errno == errno.ENOSPC:
+        return f"no space left in {memory_directory()}; {_ENLARGE}"
+    return f"the system refuses memory in {memory_directory()} ({error.strerror or error})"
 
 
 class Pace:

@@ -12,7 +12,7 @@ batch. Readers get copies, never views.
 
 The process that has loaded a sample fills its slot:
 
-    claim the slot -> look again -> write, which takes the memory -> fence -> ready -> release the claim
+    claim the slot (`seats`) -> write, which takes the memory -> fence -> ready
 
 A process that does not get the claim serves its sample unstored. A killed writer leaves the slot empty and claimable. A
 ready slot stays ready, except after `clear` and an explicit overwrite, during which the caller keeps readers away.
@@ -28,8 +28,8 @@ verified before it is read, by lookups with `verify`. An error of the disk is no
 empty. A file that is cut off while it is open is not read any more, because the mapping would raise SIGBUS. The next
 job restores the full length of the file.
 
-Bytes of the lock file: one for each slot; behind them one for the process that has warned of a shortage, and one for
-the run of records; far behind them one for `alone`.
+Bytes of the lock file: behind one for each slot (`rolling`) one for the process that has warned of a shortage, and one
+for the run of records; far behind them one for `alone`, and those of seats.
 
 Any number can be an index: a negative index, and one outside of the dataset, has no place.
 """
@@ -57,6 +57,7 @@ from lightning_stocache.cache.gather_pool import ALONE, GatherPool
 from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Records, Rows, layout_of
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
+from lightning_stocache.cache.seats import Seats
 from lightning_stocache.cache.shortage import Shortage, refused
 from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence
@@ -130,6 +131,7 @@ class Store:
         self.segment, self.codec, self.arc, self._companion = segment, codec, arc, companion
         self.layout: Layout = layout_of(codec)(segment, codec, arc.slots, self._head(segment.on_disk))
         self._claims = Claims(segment)
+        self._seats = Seats(segment, self.layout.states, self.layout.lives)
         self._checksums: Checksums | None = None
         if segment.on_disk:
             identity = partial(self._identity, self.layout, arc)
@@ -196,7 +198,7 @@ class Store:
         """Open the store in a segment that this job or another job has made, for a dataset of `length` samples.
 
         Raises:
-            ValueError: its manifest does not fit its size or the dataset, or a slot has a state that does not exist.
+            ValueError: its manifest does not fit its size or the dataset.
             OSError: the system has no memory for the columns of the slots.
         """
         arc, head = Arc(**asdict(geometry), domain=domain), cls._head(segment.on_disk)
@@ -204,9 +206,6 @@ class Store:
         if arc.length != length or size != segment.size:
             raise ValueError(f"{arc.slots:,} slots for {arc.size:,} samples do not fit in its {segment.size:,} bytes")
         store = cls._in_segment(segment, codec, arc)
-        if not segment.on_disk and not np.isin(store.layout.state, (EMPTY, READY)).all():
-            store.layout.close()
-            raise ValueError("a slot has a state that does not exist")
         return store
 
     @classmethod
@@ -355,7 +354,7 @@ class Store:
         """Divide indices into those that this process loads, then puts or releases, and those that others load."""
         if not self._waits:
             return list(indices), []
-        taken = [index for index in indices if self._take_turn(index)]
+        taken = self._take_turns(indices)
         try:
             places = self.lookup(np.array(taken, dtype=np.int64), verify=True)
         except BaseException:
@@ -368,14 +367,13 @@ class Store:
 
     def release(self, indices: Iterable[int]) -> None:
         """Let other processes load indices that `divide` gave to this process."""
-        for index in indices if self._is_shared else ():
-            if self._claims.is_mine(slot := self.arc.slot(index)):
-                self._claims.release(slot)
+        if self._is_shared:
+            self._seats.release(self.arc.slot(index) for index in indices)
 
     def wait(self, index: int) -> bool:
         """Wait until no process is loading an index. Returns False if this process does not wait, or no longer."""
         end, pause = time.monotonic() + PATIENCE, _FIRST_PAUSE
-        while self._waits and not self._take_turn(index):
+        while self._waits and not self._take_turns([index]):
             if time.monotonic() > end:
                 log.warning(
                     "another process has been loading a sample for %.0f s (is it stopped, or its disk slow?): from now "
@@ -389,11 +387,13 @@ class Store:
         self.release([index])
         return self._waits
 
-    def _take_turn(self, index: int) -> bool:
-        """Claim an index before it is loaded, unless it is stored. Returns False if another process is loading it."""
-        slot = self.arc.slot(index)
-        is_loaded = slot == NO_SLOT or bool(self.layout.states[slot])
-        return is_loaded or self._claims.is_mine(slot) or self._claims.take(slot)
+    def _take_turns(self, indices: Sequence[int]) -> list[int]:
+        """Claim indices before they are loaded, unless they are stored. Returns those that no other process loads."""
+        states, seats = self.layout.states, self._seats
+        slots = {index: self.arc.slot(index) for index in indices}
+        free = {slot for slot in slots.values() if slot == NO_SLOT or states[slot] == READY or seats.is_mine(slot)}
+        free.update(seats.take(list({slot for slot in slots.values() if slot not in free})))
+        return [index for index in indices if slots[index] in free]
 
     # ---- storing ----
 
@@ -419,26 +419,24 @@ class Store:
         Returns:
             Whether this call has stored each sample. None if its index has no place, or the records have no room left.
         """
-        states, claims = self.layout.states, self._claims
+        states, seats = self.layout.states, self._seats
         outcomes: list[bool | None] = [False] * len(indices)
-        claimed: dict[int, int] = {}  # by slot, the number of the sample
+        numbers: dict[int, int] = {}  # by slot to fill, the number of the sample
+        for number, index in enumerate(indices):
+            slot = self.arc.slot(index)
+            if slot == NO_SLOT or not self.stores_misses:
+                outcomes[number] = None
+            elif states[slot] != READY:
+                numbers.setdefault(slot, number)
         try:
-            for number, index in enumerate(indices):
-                slot = self.arc.slot(index)
-                if slot == NO_SLOT or not self.stores_misses:
-                    outcomes[number] = None
-                elif states[slot] != READY and slot not in claimed and (claims.take(slot) or claims.is_mine(slot)):
-                    if states[slot] == READY:
-                        claims.release(slot)
-                    else:
-                        claimed[slot] = number
-            contents = samples if len(claimed) == len(samples) else [samples[number] for number in claimed.values()]
+            mine = {slot for slot in numbers if seats.is_mine(slot)}  # `divide` has claimed them
+            claimed = [*mine, *seats.take([slot for slot in numbers if slot not in mine])]
+            contents = [samples[numbers[slot]] for slot in claimed]
             if claimed and self._has_memory(sum(map(self.layout.size, contents))):
-                for number, stored in zip(claimed.values(), self._write(list(claimed), contents), strict=False):
-                    outcomes[number] = stored or None
+                for slot, stored in zip(claimed, self._write(claimed, contents), strict=False):
+                    outcomes[numbers[slot]] = stored or None
         finally:
-            for slot in claimed:
-                claims.release(slot)
+            seats.release(numbers)
         return outcomes
 
     def take_over(self, other: Store) -> None:
@@ -465,18 +463,21 @@ class Store:
 
     def replace(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
         """Store a row as soon as no other process fills its slot. Returns False if other bytes are there and stay."""
-        states = self.layout.states
-        with self._claims.waiting(slot):
-            if states[slot] == READY:
-                if cast(Rows, self.layout).fetch(slot) == [bytes(content) for content in contents]:
-                    return True
-                if not overwrite:
-                    return False
-                states[slot] = EMPTY
-                fence()
-            elif not self._has_memory(self.layout.size(contents)):
+        is_stored = False
+        while not self._seats.take([slot], READY if is_stored else EMPTY):
+            is_stored = self.layout.states[slot] == READY
+            if is_stored and cast(Rows, self.layout).fetch(slot) == [bytes(content) for content in contents]:
                 return True
-            self._write([slot], [contents])
+            if is_stored and not overwrite:
+                return False
+            if not is_stored:
+                time.sleep(_FIRST_PAUSE)
+        try:
+            fence()
+            if is_stored or self._has_memory(self.layout.size(contents)):
+                self._write([slot], [contents])
+        finally:
+            self._seats.release([slot])
         return True
 
     def clear(self) -> None:
@@ -513,15 +514,13 @@ class Store:
                 for slot, contents in zip(ready, compress(samples, written), strict=True):
                     checksums.seal(slot, contents)
         except OSError as error:
-            if (short := refused(error, on_disk=checksums is not None)) is None:
-                raise
-            self._stop(short)
+            self._stop(refused(error, on_disk=checksums is not None))
             return []
         fence()
+        if checksums is not None:
+            return written if self._seats.publish(ready, checksums.verified) else []
         for slot in ready:
             states[slot] = READY
-            if checksums is not None:
-                checksums.verified[slot] = READY
         return written
 
     def _stop(self, short: str) -> None:
@@ -545,7 +544,7 @@ class Store:
         state = self.layout.state
         if self._checksums is not None and not self.segment.is_whole:
             return np.zeros(len(state), dtype=np.bool_)
-        return np.asarray(state != EMPTY)
+        return np.asarray(state == READY)
 
     def is_stored(self, indices: Integers) -> npt.NDArray[np.bool_]:
         """Which indices of the dataset (int64 `[samples]`) are stored here, verified or not."""
@@ -638,6 +637,7 @@ class Store:
         """Close the store in this process. The memory is free when all processes have closed the store."""
         # The views belong to this object, even if another copy has closed the segment.
         self.layout.close()
+        self._seats.close()
         self._readable = np.empty(0, dtype=np.uint8)
         self._readable_bytes.release()
         if not self._closed:

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.claims import Claims
-from lightning_stocache.cache.layout import EMPTY, ONCE, READY, columns, layout_of, offsets
+from lightning_stocache.cache.layout import ONCE, READY, columns, layout_of, offsets
 from lightning_stocache.cache.placement import Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.store import Store, slots_for
@@ -364,7 +364,7 @@ class StreamStore(Store):
 
     @property
     def _stored(self) -> npt.NDArray[np.bool_]:
-        return np.asarray(self.layout.state[: self._count] != EMPTY)
+        return np.asarray(self.layout.state[: self._count] == READY)
 
     def __len__(self) -> int:
         """Number of samples that are stored."""

@@ -1,6 +1,7 @@
 """Directories on a disk that can hold caches.
 
-Network filesystems are refused: through a mapping a machine does not see what other machines write.
+Filesystems that may hold a cache are named, and others refused: through a mapping a machine does not see what other
+machines write, and there are more network filesystems than anybody can list.
 """
 
 from __future__ import annotations
@@ -18,12 +19,10 @@ if sys.platform != "win32":
 
 __all__ = ["DiskError", "check_directory", "filesystem_of"]
 
-_REMOTE = {
-    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "afs", "9p", "glusterfs", "pvfs2"),
-    *("orangefs", "panfs", "ocfs2", "gfs2", "virtiofs", "davfs", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs"),
-    *("fuse.gcsfuse", "fuse.juicefs", "fuse.rclone", "fuse.ceph", "fuse.mount-s3", "fuse.goofys"),
-}
-"""Network filesystems, by their names in /proc/self/mountinfo."""
+_KINDS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "bcachefs", "f2fs", "tmpfs", "overlay")
+"""Filesystems of one machine, by their names in /proc/self/mountinfo, whose mappings show what others write."""
+
+_LISTED = ", ".join(_KINDS)
 
 
 class DiskError(OSError):
@@ -40,8 +39,8 @@ def check_directory(directory: str) -> str:
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        if (kind := filesystem_of(path)) in _REMOTE:
-            raise OSError(f"it lies on another machine ({kind}), where a mapping does not see what others write")
+        if (kind := filesystem_of(path)) and kind not in _KINDS:
+            raise OSError(f"its filesystem ({kind}) may not show at once what others write: it is none of {_LISTED}")
         with tempfile.TemporaryFile(dir=path) as file:  # segments take both kinds of lock
             fcntl.flock(file, fcntl.LOCK_SH)
             fcntl.flock(file, fcntl.LOCK_UN)  # on BSD and macOS the two kinds of lock exclude each other
@@ -55,8 +54,12 @@ def check_directory(directory: str) -> str:
 
 
 def filesystem_of(path: str) -> str:
-    """The type of the filesystem of a directory, found by its device, or "" if it is unknown."""
-    device = os.stat(path).st_dev
-    mounts = read_text("/proc/self/mountinfo")
-    line = re.search(rf"^\d+ \d+ {os.major(device)}:{os.minor(device)} .* - (\S+) ", mounts, re.MULTILINE)
+    """The type of the filesystem of a directory, or "" if the system does not tell (there is no mountinfo)."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        number = re.search(r"^mnt_id:\s*(\d+)", read_text(f"/proc/self/fdinfo/{directory}"), re.MULTILINE)
+    finally:
+        os.close(directory)
+    mounts = read_text("/proc/self/mountinfo")  # by its number: some filesystems (btrfs) have a device for each part
+    line = number and re.search(rf"^{number[1]} .* - (\S+) ", mounts, re.MULTILINE)
     return line[1] if line else ""

@@ -69,7 +69,7 @@ LOCKS = ".locks"
 HEADER_BYTES = 4096
 NUMBERS_OFFSET = 48
 MANIFEST_OFFSET = 64
-FORMAT = 8  # of header, manifest and payload: change it with any of them, and files of other formats are refused
+FORMAT = 9  # of header, manifest and payload: change it with any of them, and files of other formats are refused
 _MAGIC = b"STOCACHE"
 _TOKEN_BYTES = 16
 _NUMBER = struct.Struct("<I")  # the format, and the manifest's length
@@ -245,7 +245,9 @@ def read_manifest(header: bytes, payload: int) -> Manifest:
     try:
         values = json.loads(header[_MANIFEST_START : _MANIFEST_START + length])
         manifest = Manifest(**values | {"geometry": Geometry(**values["geometry"])})
-        fits = manifest.geometry.slots <= payload  # a slot has at least one byte, its state
+        if not all(type(number) is int for number in asdict(manifest.geometry).values()):
+            raise TypeError(f"geometry must be whole numbers, got {manifest.geometry}")
+        fits = 4 * manifest.geometry.slots <= payload  # a slot has at least four bytes, its word
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError("is damaged: what it says of itself cannot be read") from error
     if not fits:

@@ -233,11 +233,14 @@ def test_only_a_directory_on_a_disk_of_this_machine_is_taken(tmp_path: Path, mon
     ):
         with pytest.raises(DiskError, match=f"cannot hold a cache: {words}.*leave dir= away"):
             check_directory(str(bad))
-    device = os.stat(path).st_dev
-    line = f"22 21 {os.major(device)}:{os.minor(device)} / /some\\040disk rw shared:9 - nfs4 server:/ rw\n"
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "21 1 0:99999 / / rw - ext4 none rw\n" + line)
-    with pytest.raises(DiskError, match=r"lies on another machine \(nfs4\)"):
-        check_directory(path)
+    for kind in ("nfs4", "fuse.dfuse", "wekafs"):
+        line = f"22 21 0:39 / /some\\040disk rw shared:9 - {kind} server:/ rw\n"
+        told = {"mountinfo": "21 1 0:99999 / / rw - ext4 none rw\n" + line}
+        monkeypatch.setattr(
+            Path, "read_text", lambda path, told=told, **_: told.get(path.name, "pos: 0\nmnt_id:\t22\n")
+        )
+        with pytest.raises(DiskError, match=rf"its filesystem \({kind}\) may not show"):
+            check_directory(path)
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: "")  # unknown
     check_directory(path)
     monkeypatch.setitem(sys.modules, "xxhash", None)

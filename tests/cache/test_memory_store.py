@@ -1,7 +1,10 @@
 """One contract for stores in memory, of rows and of records: every process is served what was stored, whole."""
 
+import errno
+import os
 import pickle
 import random
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -11,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.layout import EMPTY, Records
 from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.seats import Seats
 from lightning_stocache.cache.store import Store, slots_for
 from tests.cache.stores import (
     ALL,
@@ -27,6 +31,7 @@ from tests.cache.stores import (
     filled,
     memory_store,
     number_of,
+    refuse_stores,
     sample,
     served,
 )
@@ -142,22 +147,38 @@ def test_a_slot_is_free_after_a_store_that_failed(store: Any, monkeypatch: pytes
 
     def failing(offset: int, *parts: memoryview) -> None:
         write(offset, *parts)
-        raise OSError(5, "broken")
+        raise RuntimeError("broken")
 
     assert filled(store, [0]) == [0]
     free = getattr(store.layout, "free", 0)
     with monkeypatch.context() as patch:
         patch.setattr(store.segment, "store", failing)
-        with pytest.raises(OSError, match="broken"):
+        with pytest.raises(RuntimeError, match="broken"):
             store.put([1, 2], contents(store, [1, 2]))
     assert getattr(store.layout, "free", 0) == free
     assert served(store) == [0]
     assert call(filled, store, [1, 2]) == [1, 2]
-    with hanging(Claims(store.segment).take, store.arc.slot(5)):
+    with hanging(Seats(store.segment, store.layout.states, store.layout.lives).take, [store.arc.slot(5)]):
         assert filled(store, [5, 6]) == [6]
         assert store.put([4, 5, 7], contents(store, [4, 5, 7])) == [True, False, True]
     assert filled(store, [5]) == [5]
     assert served(store) == [0, 1, 2, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG])
+def test_what_the_system_refuses_is_not_stored(store: Any, error: int, monkeypatch: Any, caplog: Any) -> None:
+    """Whatever the error of the system is, samples are served, and there is one warning that names it."""
+    stored = filled(store, ALL[:3])
+    with monkeypatch.context() as patch:
+        refuse_stores(patch, error)
+        assert filled(store) == []
+        patch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 60)
+        assert filled(store) == []
+    [warning] = caplog.records
+    assert ("no space left" if error == errno.ENOSPC else os.strerror(error)) in warning.getMessage()
+    assert served(store) == stored
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 120)
+    assert filled(store) == ALL[3:]
 
 
 def test_copies_in_one_process_are_closed_apart(store: Any) -> None:
@@ -276,4 +297,16 @@ def test_a_full_store_holds_records_and_little_else(rng: random.Random) -> None:
     small, large = RecordCodec(nbytes=100), RecordCodec(nbytes=100_000)
     assert slots_for(MIB, large, 1000) == slots_for(MIB, small, 1000) == 1000
     assert MIB // small.slot_bytes <= (slots := slots_for(MIB, small, 10**6)) < 10**5
-    assert Records.bytes_for(small, slots) < MIB / 7
+    assert Records.bytes_for(small, slots) < MIB / 6
+
+
+def test_samples_of_many_gib_have_a_place() -> None:
+    """Rows of 2 GiB and more, and records of 4 GiB and more."""
+    nbytes = 2**31 + 8
+    with closing(Store.create(SampleSpec.infer(torch.empty(nbytes, dtype=torch.uint8)), Arc(2, 2))) as store:
+        assert store.put([0], [[memoryview(b"")]]) == [True]
+        assert [field.shape for field in store.layout.fields] == [(2, nbytes)]
+    with closing(Store.create(RecordCodec(2**32), Arc(2, 2), granted=2**34)) as store:
+        assert store.layout.has_room(2**32 + 8)
+        store.layout.columns["nbytes"][0] = 2**32 + 8
+        assert store.stored_bytes(np.array([0])) == 2**32 + 8

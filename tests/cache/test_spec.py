@@ -88,7 +88,7 @@ def test_dicts_in_another_order_and_read_only_arrays_are_taken() -> None:
     """The keys of a dict are looked up; an OrderedDict in another order is another value, and refused."""
     spec = SampleSpec.infer({"a": 1, "b": 2.0})
     assert spec.unflatten(spec.flatten({"b": 3.0, "a": 4})) == {"a": 4, "b": 3.0}
-    assert (spec.row_bytes, spec.nbytes, spec.slot_bytes) == ((8, 8), 16, 17)
+    assert (spec.row_bytes, spec.nbytes, spec.slot_bytes) == ((8, 8), 16, 20)
     frozen = np.arange(6)
     frozen.flags.writeable = False  # cached without a warning, and served as an array of one's own
     spec = SampleSpec.infer(frozen)

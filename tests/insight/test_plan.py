@@ -7,7 +7,7 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.insight.measurement import Arm, Curves, Data, Paces, Spread
 from lightning_stocache.insight.plan import Plan, Row, as_text, curves_as_text, plan, save
 
-SPEC = SampleSpec.infer(torch.zeros(99, dtype=torch.uint8))  # 100 bytes with its state
+SPEC = SampleSpec.infer(torch.zeros(96, dtype=torch.uint8))  # 100 bytes with its word
 
 
 def spread(value: float | list[float]) -> Spread:

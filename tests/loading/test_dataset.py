@@ -30,7 +30,7 @@ from tests.processes import memory_files
 from tests.sources import CountedSource, CountedStream, Made
 
 LENGTH = 24
-SLOT_BYTES = 3 * 8 * 8 + 8 + 1  # the image, the label, the state
+SLOT_BYTES = 3 * 8 * 8 + 8 + 4  # the image, the label, the word
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_what_has_a_slot_is_loaded_once(source: CountedSource, caplog: pytest.Lo
             counts = totals(dataset)
             assert (counts.misses, counts.fills, counts.hits) == (count, count, (epoch - 1) * count)
             assert counts.bypasses == epoch * (LENGTH - count)
-            assert counts.bytes_from_cache == counts.hits * (SLOT_BYTES - 1)
+            assert counts.bytes_from_cache == counts.hits * (SLOT_BYTES - 4)
             assert source.loads == at_setup + counts.misses + counts.bypasses + looked(dataset)
         assert f"{count} of {LENGTH}" in dataset.describe() or count == 0
         del loader

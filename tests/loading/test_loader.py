@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, SequentialSampler
 from torchvision.transforms import v2
 
-from lightning_stocache.cache.claims import Claims
+from lightning_stocache.cache.seats import Seats
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from tests.cache.leaves import same
@@ -367,19 +367,19 @@ def test_a_sample_without_a_slot_is_neither_encoded_nor_claimed(make: Any, loade
     source = Numbers(64) if make is None else AnyKey(make, 64)
     encoded, claimed = list[Any](), list[int]()
     with closing(CachedDataset(source, "25%")) as dataset:
-        kind, take = type(dataset.cache.codec), Claims.take
+        kind, take = type(dataset.cache.codec), Seats.take
         encode = kind.encode
 
         def counted(codec: Any, sample: Any, index: Any = None) -> Any:
             encoded.append(index)
             return encode(codec, sample, index)
 
-        def claim(claims: Claims, number: int, **options: Any) -> bool:
-            claimed.extend([number] if number < len(source) else [])  # others are no slots
-            return take(claims, number, **options)
+        def claim(seats: Seats, slots: list[int]) -> list[int]:
+            claimed.extend(slots)
+            return take(seats, slots)
 
         monkeypatch.setattr(kind, "encode", counted)
-        monkeypatch.setattr(Claims, "take", claim)
+        monkeypatch.setattr(Seats, "take", claim)
         plain = list(DataLoader(source, 4, collate_fn=list))
         loader = loader_kind(dataset, 4, collate_fn=list) if make else loader_kind(dataset, 4)
         first = list(loader)

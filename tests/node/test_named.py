@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -77,7 +78,8 @@ def test_clean_leaves_what_is_in_use(name: str) -> None:
     assert clean(name) == []
     [found] = [one for one in named_segments(contents_of) if one.name == name]
     assert (found.in_use, found.contents.manifest.dataset, found.allocated_bytes) == (True, "a", HEADER_BYTES)
-    segment.store(0, memoryview(bytes([2, 0, 2]).ljust(10, b"\0") + b"\2"))  # states, and a sample
+    states = [2, 0, 2, *[0] * 7]
+    segment.store(0, memoryview(struct.pack("10I", *states) + b"\2"))  # states, and a sample
     assert [one.contents.filled for one in named_segments(contents_of) if one.name == name] == [2]
     segment.close()
     with path_of(name).open("r+b") as file:  # what is damaged is listed and removed, too
@@ -299,13 +301,19 @@ def test_what_cannot_be_read_is_told_apart() -> None:
     with pytest.raises(ManifestError, match="must fit in 4028 bytes, got"):
         write_header(file, SIZE, replace(GOOD, dataset="x" * HEADER_BYTES))
     os.close(file)
-    geometries = ({}, {"geometry": {"slots": 3}}, {"geometry": {"size": 10**6, "slots": 10**6}})
-    good, missing, many = (json.dumps(asdict(GOOD) | geometry).encode() for geometry in geometries)
+    geometries = (
+        {},
+        {"geometry": {"slots": 3}},
+        {"geometry": {"size": 10**6, "slots": 10**6}},
+        {"geometry": {"size": 3, "slots": 3.0}},
+    )
+    good, missing, many, broken = (json.dumps(asdict(GOOD) | geometry).encode() for geometry in geometries)
     for content, words in [
         (header(b"\xff\xfe"), "is damaged"),
         (header(b"{" * 5000), "is damaged"),
         (header(missing), "is damaged"),
         (header(many), "is damaged: 1000000 slots"),
+        (header(broken), "is damaged"),
         (header(good)[:100], "is damaged"),
         (header(good, version=FORMAT + 1), f"format {FORMAT + 1}, this one has {FORMAT}"),
         (header(b""), "does not say what it holds"),

@@ -37,8 +37,8 @@ def divided(
     **more: Any,
 ) -> Allocation:
     measure = free if callable(free) else lambda directory: free
-    samples = [None if size is None else torch.empty(size - 1, dtype=torch.uint8) for size in slot_bytes]
-    specs = [None if sample is None else SampleSpec.infer(sample) for sample in samples]  # with one byte of state
+    samples = [None if size is None else torch.empty(size - 4, dtype=torch.uint8) for size in slot_bytes]
+    specs = [None if sample is None else SampleSpec.infer(sample) for sample in samples]  # with the word of a slot
     with mock.patch.object(allocation.FreeMemory, "measure", measure):
         parsed = {pot: Budget.parse(one) for pot, one in budgets.items()}
         return allocate(requests, specs, parsed, ranks, choice, **more)
@@ -85,13 +85,13 @@ def test_pots_are_served_in_order() -> None:
 def test_loaders_are_kept_back() -> None:
     """Each rank's workers, what they load and make ahead, five batches, and what the training takes are not granted."""
     reader = LoaderSettings(10, 2, 4, "fork")
-    kept_back = 2 * (5 + 8 + 2) * 990 + 2 * 2 * WORKER + 40_000
+    kept_back = 2 * (5 + 8 + 2) * 960 + 2 * 2 * WORKER + 40_000
     free = FreeMemory(None, MARGIN + kept_back + 50_000, None)
     options: dict[str, Any] = {"free": free, "ranks": 2, "later": Reserve(0, 40_000)}
     assert divided([request(1000, reader=reader)], [100], {"": "auto"}, **options).granted == (50_000 * 512 // 518,)
     requests = [request(10, reader=LoaderSettings(10, workers, 2, "fork")) for workers in (1, 2)]
     got = divided(requests, [100, 100], {"": "auto"}, free=FreeMemory(None, 10 * 2**30, None, own=600 * MIB))
-    assert got.keep_free == (300 * MIB + 2 * WORKER + 11 * 990, 300 * MIB + WORKER + 8 * 990)
+    assert got.keep_free == (300 * MIB + 2 * WORKER + 11 * 960, 300 * MIB + WORKER + 8 * 960)
 
 
 def docker(directory: str | None) -> FreeMemory:

@@ -75,7 +75,7 @@ def test_values_are_the_sources_own(tmp_path, caplog, workers, budget, slots):
     assert all(loads[epoch + 1] - loads[epoch] >= uncached[epoch] for epoch in range(3))
     assert values["coverage"] == [pytest.approx(slots / SAMPLES)] * 3
     assert values["hit_rate"][-1] == pytest.approx(slots / SAMPLES)
-    assert values["bytes_from_cache"] == [0, *[slots * (SLOT - 1)] * 2]
+    assert values["bytes_from_cache"] == [0, *[slots * (SLOT - 4)] * 2]
     assert values["budget_bytes"][0] <= SAMPLES * SLOT
     assert (values["memory_bytes"][0] > 0) == (values["bytes_from_source"] != []) == (slots > 0)
     assert len(said(caplog, "stocache: the cache is off (budget=0)")) == (budget == 0)

@@ -21,7 +21,7 @@ from lightning_stocache.training.monitor import CacheMonitor
 from tests.sources import CountedSource
 
 SAMPLES = 24
-SLOT = 3 * 8 * 8 + 8 + 1  # bytes: image, label and state
+SLOT = 3 * 8 * 8 + 8 + 4  # bytes: image, label and the word of a slot
 DOORS = ("callback", "cache_datamodule", "ours")
 
 
