@@ -470,8 +470,7 @@ class Store:
                 return True
             if is_stored and not overwrite:
                 return False
-            if not is_stored:
-                time.sleep(_FIRST_PAUSE)
+            time.sleep(0 if is_stored else _FIRST_PAUSE)
         try:
             fence()
             if is_stored or self._has_memory(self.layout.size(contents)):

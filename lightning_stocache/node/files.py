@@ -11,6 +11,7 @@ A file begins with a header of 4096 bytes:
     byte  0  magic number (8 bytes)
     byte  8  random token, by which an attaching process recognizes the segment (16)
     byte 24  number of this format (4)
+    byte 32  of a named file: the inode of its lock file (8)
     byte 48  two int64 for the owner of the segment (16)
     byte 64  length of the manifest (4), then the manifest as JSON
 
@@ -48,9 +49,11 @@ __all__ = [
     "Manifest",
     "ManifestError",
     "get_shm_size",
+    "has_locks",
     "make_file",
     "manifest_in",
     "memory_directory",
+    "note_locks",
     "open_own",
     "prefix",
     "printable",
@@ -73,6 +76,7 @@ FORMAT = 9  # of header, manifest and payload: change it with any of them, and f
 _MAGIC = b"STOCACHE"
 _TOKEN_BYTES = 16
 _NUMBER = struct.Struct("<I")  # the format, and the manifest's length
+_INODE, _LOCKS_OFFSET = struct.Struct("<Q"), 32
 _MANIFEST_START = MANIFEST_OFFSET + _NUMBER.size
 _NOT_OURS = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
 
@@ -212,6 +216,23 @@ def token_of(data: int) -> bytes:
     if not header.startswith(_MAGIC):
         raise ValueError("the file is not a segment of lightning_stocache: its header has another magic number")
     return header[len(_MAGIC) :]
+
+
+def note_locks(data: int, locks: int) -> None:
+    """Note in a header which lock file belongs to it. Call it while nobody else uses the file, or if none is noted."""
+    if not has_locks(data, locks) or not _noted(data):
+        with contextlib.suppress(OSError):  # a full disk: who joins meanwhile passes through
+            os.pwrite(data, _INODE.pack(os.fstat(locks).st_ino), _LOCKS_OFFSET)
+
+
+def has_locks(data: int, locks: int) -> bool:
+    """Whether this is the lock file that was noted in a header, if one was. Another one excludes nobody."""
+    return _noted(data) in (0, os.fstat(locks).st_ino)
+
+
+def _noted(data: int) -> int:
+    noted: int = _INODE.unpack(os.pread(data, _INODE.size, _LOCKS_OFFSET))[0]
+    return noted
 
 
 def unlink_with_locks(path: str) -> None:

@@ -7,15 +7,16 @@ manifest. Several jobs of one user may use it. The protocol uses `flock` on the 
   inherit the lock of their rank, and the kernel drops it when they die.
 - A process that makes the segment writes header and manifest, takes the lock, and then links the name. So every visible
   segment is complete. If another process has linked the name first, its segment is joined.
-- The first process that joins a segment on a disk, perhaps after a crash, takes the exclusive lock. Before it shares
-  the lock, it repairs the file (`mend`) and restores its full length.
+- The first process that joins a segment, perhaps after a crash, takes the exclusive lock. Before it shares the lock, it
+  notes which lock file belongs to the segment; on a disk it repairs the file (`mend`) and restores its full length.
+- Who joins later and finds another lock file is refused: somebody has removed it, and it would exclude nobody.
 - A process that lists or removes the segment tries to take the exclusive lock: if that succeeds, no process uses
   the segment. It removes the lock file before the file, so no lock file is left without its file.
 - After every lock a process checks that the name still leads to the same inode, because another process may have
   removed the segment.
 
 Files of other users, links, pipes and files that others may open are never opened (`files.open_own`). A file without
-the magic number of a segment is never removed.
+the magic number of a segment is never removed, unless it has no content: its maker was killed before the header.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +36,11 @@ from lightning_stocache.node.files import (
     LOCKS,
     Manifest,
     ManifestError,
+    has_locks,
     make_file,
     manifest_in,
     memory_directory,
+    note_locks,
     open_own,
     prefix,
     printable,
@@ -65,6 +69,7 @@ __all__ = [
 Mend = Callable[[Segment, Manifest], None]
 """Repairs what a crash may have damaged in a segment on a disk."""
 
+_MAKING = 60  # seconds between making a file and writing its header, at most
 _NAME = re.compile(r"(?!.*\.locks$)[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
@@ -102,10 +107,10 @@ def join_named(name: str, directory: str | None = None, mend: Mend | None = None
     except FileNotFoundError:
         return None
     try:
-        alone = directory is not None and _try_exclusive(data)
+        alone = _try_exclusive(data)
         if not alone:
             fcntl.flock(data, fcntl.LOCK_SH)  # waits while another process lists, removes or repairs the segment
-            alone = directory is not None and _try_exclusive(data)  # the other process has only listed it
+            alone = _try_exclusive(data)  # the other process has only listed it
             if not alone:
                 fcntl.flock(data, fcntl.LOCK_SH)
         if not _leads_to(path, data):
@@ -113,12 +118,12 @@ def join_named(name: str, directory: str | None = None, mend: Mend | None = None
         manifest = _manifest(data, path, directory)
         if (known := Segment.find_open(token_of(data))) is not None:
             return known.retain(), manifest  # closing a second descriptor of its lock file would drop its locks
-        if alone and os.fstat(data).st_size < HEADER_BYTES + manifest.payload:
+        if alone and directory is not None and os.fstat(data).st_size < HEADER_BYTES + manifest.payload:
             os.ftruncate(data, HEADER_BYTES + manifest.payload)  # the file was cut off; the missing slots are empty
-        segment = _segment_in(data, os.fstat(data).st_size - HEADER_BYTES, path, directory)
+        segment = _segment_in(data, os.fstat(data).st_size - HEADER_BYTES, path, directory, alone=alone)
         if alone:
             try:
-                if mend is not None:
+                if mend is not None and directory is not None:
                     mend(segment, manifest)
                 fcntl.flock(data, fcntl.LOCK_SH)
             except BaseException:
@@ -220,9 +225,23 @@ def _publish(path: str, size: int, manifest: Manifest, directory: str | None) ->
         return _segment_in(data, size, path, directory)
 
 
-def _segment_in(data: int, size: int, path: str, directory: str | None) -> Segment:
-    """Map a locked file. The segment has its own descriptors, which keep the lock."""
+def _segment_in(data: int, size: int, path: str, directory: str | None, *, alone: bool = False) -> Segment:
+    """Map a locked file. The segment has its own descriptors, which keep the lock.
+
+    Raises:
+        ManifestError: others use the file with another lock file, which was removed: they and this process would write
+            over each other.
+    """
     locks = open_own(path + LOCKS, create=True)
+    if alone or has_locks(data, locks):
+        note_locks(data, locks)
+    else:
+        os.close(locks)
+        name = os.path.basename(path).removeprefix(prefix())
+        raise ManifestError(
+            f"the cache {name!r} is in use, and its lock file was removed: it can be joined again when no process uses "
+            f"it. {way_out(name, directory)}"
+        )
     return Segment(os.dup(data), locks, size, path, on_disk=directory is not None)
 
 
@@ -250,6 +269,8 @@ def _named_files(
         if not file.startswith(prefix()) or only not in (None, name) or not _NAME.fullmatch(name):
             continue
         with contextlib.suppress(OSError, ValueError), _own_file(path) as data:
+            if remove and only is None and _is_stump(data) and _leads_to(path, data):
+                unlink_with_locks(path)
             contents = look(data)
             in_use = not _try_exclusive(data)
             facts = os.fstat(data)
@@ -266,6 +287,12 @@ def _own_file(path: str) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _is_stump(descriptor: int) -> bool:
+    """Whether the maker of a file was killed before it wrote the header; a living one writes it at once."""
+    is_old = time.time() - os.fstat(descriptor).st_mtime > _MAKING
+    return is_old and not any(os.pread(descriptor, HEADER_BYTES, 0)) and _try_exclusive(descriptor)
 
 
 def _path(name: str, directory: str | None) -> str:

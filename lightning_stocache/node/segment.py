@@ -39,6 +39,7 @@ from lightning_stocache.node.files import (
     NUMBERS_OFFSET,
     Backend,
     Manifest,
+    has_locks,
     make_file,
     open_own,
     reserve,
@@ -178,6 +179,9 @@ class Segment:
             if named:
                 fcntl.flock(data, fcntl.LOCK_SH)
             locks = _open(handle.locks)
+            undo.callback(os.close, locks)
+            if not has_locks(data, locks):
+                raise ValueError(f"{handle.locks} is another lock file: it was removed while the segment was in use")
             undo.pop_all()
         return cls(data, locks, handle.size, handle.data if named else None, on_disk=handle.on_disk)
 

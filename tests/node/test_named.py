@@ -28,6 +28,7 @@ from lightning_stocache.node.files import (
     ManifestError,
     make_file,
     open_own,
+    prefix,
     read_manifest,
     write_header,
 )
@@ -109,6 +110,45 @@ def test_a_list_keeps_no_job_from_repairing(name: str, tmp_path: Path) -> None:
 
 
 # --- bad luck
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_who_has_another_lock_file_is_refused(name: str, on_disk: bool, tmp_path: Path) -> None:
+    """A sweeper takes the empty lock file of a cache in use: who joins would write over what others write. When nobody
+    uses the cache, it is joined."""
+    directory = str(tmp_path) if on_disk else None
+    opening: Any = name, SIZE, Manifest(Geometry(10, 10)), directory
+    with hanging(open_named, *opening):
+        segment = open_named(*opening)[0]
+        os.unlink(f"{segment.path}.locks")
+        handle = segment.handle
+        segment.close()
+        for _ in range(2):
+            with pytest.raises(ManifestError, match=r"is in use, and its lock file was removed.*clean"):
+                open_named(*opening)
+        with pytest.raises(ValueError, match="another lock file"):
+            Segment.attach(handle)
+    with hanging(open_named, *opening):
+        open_named(*opening)[0].close()
+
+
+@pytest.mark.parametrize("content", [b"", bytes(HEADER_BYTES), b"x"])
+def test_what_a_killed_maker_has_left_is_removed(name: str, content: bytes, tmp_path: Path) -> None:
+    """A file without any content, unless its maker may still be at work; with any, it is left alone."""
+    path = tmp_path / f"{prefix()}abc_123"
+    for file in (path, Path(f"{path}.locks")):
+        file.touch(0o600)
+    path.write_bytes(content)
+    assert clean(directory=str(tmp_path)) == []
+    assert path.exists()
+    os.utime(path, (0, 0))
+    with path.open() as used:
+        fcntl.flock(used, fcntl.LOCK_SH)
+        clean(directory=str(tmp_path))
+        assert path.exists()
+    assert clean(directory=str(tmp_path)) == []
+    assert path.exists() == Path(f"{path}.locks").exists() == bool(content.strip(b"\0"))
 
 
 @pytest.mark.processes
