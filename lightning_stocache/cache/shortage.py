@@ -78,9 +78,15 @@ class Shortage:
         return f"{name} (at times {least} free, {kept} kept for the training); give the job more memory"
 
     def keep_free(self, nbytes: int) -> None:
-        """Leave so many bytes free, and forget earlier looks, in all processes that fill the cache."""
+        """Leave so many bytes free, and forget earlier looks, in all processes that fill the cache.
+
+        Jobs that share a name leave what the strictest of them has asked for, until none of them has the cache open.
+        """
         with self._segment.numbers as numbers:
-            numbers[0], numbers[1] = max(nbytes, 1), 0
+            if self._segment.path is not None and numbers[0]:
+                numbers[0] = max(numbers[0], nbytes)
+            else:
+                numbers[0], numbers[1] = max(nbytes, 1), 0
 
 
 def refused(error: OSError, *, on_disk: bool = False) -> str:

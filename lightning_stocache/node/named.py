@@ -8,7 +8,8 @@ manifest. Several jobs of one user may use it. The protocol uses `flock` on the 
 - A process that makes the segment writes header and manifest, takes the lock, and then links the name. So every visible
   segment is complete. If another process has linked the name first, its segment is joined.
 - The first process that joins a segment, perhaps after a crash, takes the exclusive lock. Before it shares the lock, it
-  notes which lock file belongs to the segment; on a disk it repairs the file (`mend`) and restores its full length.
+  notes which lock file belongs to the segment, and forgets what earlier jobs have noted for all that fill it; on a disk
+  it repairs the file (`mend`) and restores its full length.
 - Who joins later and finds another lock file is refused: somebody has removed it, and it would exclude nobody.
 - A process that lists or removes the segment tries to take the exclusive lock: if that succeeds, no process uses
   the segment. It removes the lock file before the file, so no lock file is left without its file.
@@ -34,6 +35,8 @@ from typing import Any
 from lightning_stocache.node.files import (
     HEADER_BYTES,
     LOCKS,
+    MANIFEST_OFFSET,
+    NUMBERS_OFFSET,
     Manifest,
     ManifestError,
     has_locks,
@@ -122,6 +125,8 @@ def join_named(name: str, directory: str | None = None, mend: Mend | None = None
             os.ftruncate(data, HEADER_BYTES + manifest.payload)  # the file was cut off; the missing slots are empty
         segment = _segment_in(data, os.fstat(data).st_size - HEADER_BYTES, path, directory, alone=alone)
         if alone:
+            with contextlib.suppress(OSError):  # a full disk: what its last jobs have left free stays free
+                os.pwrite(data, bytes(MANIFEST_OFFSET - NUMBERS_OFFSET), NUMBERS_OFFSET)
             try:
                 if mend is not None and directory is not None:
                     mend(segment, manifest)

@@ -18,9 +18,10 @@ from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.named import open_named
 from tests.cache.stores import LAYOUTS, infer_codec, memory_store
 from tests.jobs import Log, cgroup, has_killed, peak_of
-from tests.processes import call, call_many, take_all_of
+from tests.processes import call, call_many, hanging, take_all_of
 
 MIB = 2**20
 SLOTS = 200
@@ -85,6 +86,31 @@ def test_a_peak_of_the_training_is_remembered(memory: Memory) -> None:
     assert 16 <= call(memory.fill, range(10, SLOTS)) <= 20
     memory.cache.keep_free(20 * MIB)
     assert 48 <= call(memory.fill, range(SLOTS)) <= 54
+
+
+def join(name: str, nbytes: int) -> Store:
+    """Join a named store as a job that keeps so many bytes free."""
+    spec = SampleSpec.infer(0)
+    segment, manifest = open_named(name, *Store.plan(spec, Arc(8, 8)))
+    store = Store.open(segment, spec, manifest.geometry, 8)
+    store.keep_free(nbytes)
+    return store
+
+
+def kept(name: str, nbytes: int) -> int:
+    """How many bytes all jobs leave free when such a job has joined."""
+    with join(name, nbytes).segment.numbers as numbers:
+        return numbers[0]
+
+
+@pytest.mark.named
+@pytest.mark.processes
+def test_the_strictest_of_the_jobs_of_a_name_holds(name: str) -> None:
+    """A job that joins leaves no less free than those before it need, until they have ended."""
+    with hanging(join, name, 20 * MIB):
+        assert call(kept, name, MIB) == 20 * MIB
+        assert call(kept, name, 30 * MIB) == 30 * MIB
+    assert call(kept, name, MIB) == MIB
 
 
 def fill_limited(cgroup: Path) -> int:
