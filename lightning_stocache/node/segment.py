@@ -59,6 +59,21 @@ _MOST_PARTS = 1024  # that one call writes (IOV_MAX)
 _open_here: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
 
 
+class _Opening:
+    """One thread at a time attaches a segment."""
+
+    lock = threading.Lock()
+
+    @classmethod
+    def begin_anew(cls) -> None:
+        """In a forked child: the thread that had the lock is not there."""
+        cls.lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_Opening.begin_anew)
+
+
 @dataclass(frozen=True)
 class SegmentHandle:
     """The address of a segment for other processes of the node, in plain values."""
@@ -168,8 +183,13 @@ class Segment:
             OSError: the file cannot be reached: another pid namespace, another user, or the creator has ended.
             ValueError: another file, or another segment, lies there now.
         """
-        if (known := cls.find_open(handle.token)) is not None:
-            return known.retain()
+        with _Opening.lock:  # two descriptors of the lock file are one too many
+            if (known := cls.find_open(handle.token)) is not None:
+                return known.retain()
+            return cls._opened(handle)
+
+    @classmethod
+    def _opened(cls, handle: SegmentHandle) -> Segment:
         named = not handle.data.startswith("/proc/")
         with contextlib.ExitStack() as undo:
             data = _open(handle.data)

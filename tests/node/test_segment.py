@@ -7,13 +7,17 @@ import os
 import pickle
 import shutil
 import signal
+import time
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+from lightning_stocache.node import segment as segment_module
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence_of
 from tests.odds import CROWD
@@ -111,6 +115,27 @@ def test_a_create_that_fails_leaves_nothing(
         Segment.create(2**62 if step == "too large to map" else 4096, backend)
     assert set(os.listdir("/proc/self/fd")) == before
     assert os.listdir(tmp_path) == []
+
+
+def test_threads_that_attach_at_once_have_one_segment(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one would drop the locks of the first when it is closed."""
+    opened: list[str] = []
+
+    def slow(path: str) -> int:
+        opened.append(path)
+        time.sleep(0.02)
+        return os.open(path, os.O_RDWR)
+
+    monkeypatch.setattr(segment_module, "_open_here", weakref.WeakValueDictionary())
+    monkeypatch.setattr(segment_module, "_open", slow)
+    with ThreadPoolExecutor(8) as pool:
+        attached = list(pool.map(Segment.attach, [segment.handle] * 8))
+    assert len({id(each) for each in attached}) == 1
+    assert len(opened) == 2
+    for each in attached:
+        assert not each.closed
+        each.close()
+    assert attached[0].closed
 
 
 # --- closing
