@@ -147,6 +147,7 @@ def saved(tmp_path_factory) -> Callable[[str], tuple[Path, Seen]]:
     return fitted
 
 
+@pytest.mark.processes  # where set-up has not stored all of them
 @pytest.mark.skipif("in_order" not in inspect.signature(DataLoader.__init__).parameters, reason="needs torch 2.6")
 def test_batches_in_any_order_have_no_position_within_an_epoch(tmp_path, caplog):
     """A resume from there says so, and ends no training; one between epochs is as any other."""
