@@ -1,9 +1,11 @@
 """Rates from counts: sums first, then the division."""
 
 import math
+import re
+from pathlib import Path
 
 from lightning_stocache.cache.counters import Counts
-from lightning_stocache.insight.metrics import Tally, rates, summarise
+from lightning_stocache.insight.metrics import LIVE_METRICS, NODE_METRICS, ROLLING_METRICS, Tally, rates, summarise
 
 OF_LOOPS = {"data_wait_seconds", "compute_seconds", "samples_per_second", "epoch_seconds"}
 
@@ -48,3 +50,19 @@ def test_several_nodes_have_three_keys_each():
     assert (job["node1/hit_rate"], job["node1/fill_fraction"], job["node1/memory_bytes"]) == (0.75, 1, 30)
     assert (job["hit_rate"], job["fill_fraction"], job["memory_bytes"]) == (4 / 6, 0.75, 40)
     assert (job["hits"], job["misses"], job["bypasses"], job["fills"]) == (4, 2, 0, 0)
+
+
+def names_in(text: str) -> set[str]:
+    """The names in code, without their prefixes."""
+    return {name.rpartition("/")[2] for name in re.findall(r"`([a-z_/]+)`", text)}
+
+
+def test_the_reference_lists_what_is_logged():
+    """Each key of an epoch, of live values and of a node, and no other."""
+    page = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert names_in("".join(rows)) == {*rates(Tally(ranks=1)), "coverage", *ROLLING_METRICS}
+    live = page.partition("## While an epoch runs")[2].partition(" are logged")[0]
+    assert names_in(live) == set(LIVE_METRICS)
+    of_nodes = page.partition("`stocache/node<k>/` with")[2].partition(".")[0].partition("(")[0]
+    assert names_in(of_nodes) == set(NODE_METRICS)
