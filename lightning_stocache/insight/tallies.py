@@ -81,7 +81,8 @@ class Tallies:
 
         With its first batch, an epoch begins where the iteration under way began: nobody else has read from that.
         """
-        started = self._started.setdefault(stage, Counter())
+        if (started := self._started.get(stage)) is None:
+            started = self._started[stage] = Counter()
         if not started[number]:
             for leaf_number, ledger in enumerate(map(ledger_of, leaves_in(loaders))):
                 if ledger is not None and (stage == "train" or leaf_number == number):
