@@ -94,6 +94,10 @@ def shuffled(dataset: Any, **options: Any) -> DataLoader[Any]:
     return plain_loader(dataset, shuffle=True, **options)
 
 
+def unsized(dataset: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_sampler=Unsized(RandomSampler(dataset), 4, False), **options)
+
+
 def endless(dataset: Any, **options: Any) -> DataLoader[Any]:
     return DataLoader(dataset, batch_sampler=Endless(RandomSampler(dataset), 4, False), **options)
 
@@ -105,7 +109,8 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "validation within the epoch": (shuffled, {"val_check_interval": 0.3}),
     "overfitting": (shuffled, {"overfit_batches": 2}),
     "accumulation": (shuffled, {"accumulate_grad_batches": 4, "val_check_interval": 3}),
-    "no length": (endless, {"limit_train_batches": 5}),
+    "no end": (endless, {"limit_train_batches": 5}),
+    "no length": (unsized, {"max_steps": 13}),  # in the second epoch a batch is only fetched
     "two loaders, the shorter": (of_two("min_size"), {}),
     "two loaders, the longer": (of_two("max_size"), {}),
     "two loaders, again and again": (of_two("max_size_cycle"), {"limit_train_batches": 12}),
@@ -368,7 +373,8 @@ def test_a_device_is_waited_for_only_between_epochs(tmp_path, monkeypatch, caplo
     def ask(*_: Any) -> None:
         queued[0] += 4.0
 
-    trainer = make_trainer(tmp_path, [StochasticCache(), Hooks(on_train_batch_start=ask)], epochs=3)
+    hooks = Hooks(on_train_batch_start=ask, on_train_epoch_end=ask)  # the latter for no epoch
+    trainer = make_trainer(tmp_path, [StochasticCache(), hooks], epochs=3)
     trainer.fit(Watcher(), shuffled(numbers(40)))
     assert logged(trainer, "stocache/epoch_seconds") == pytest.approx([40] * 3)
     assert [line.rpartition(" ")[0].rpartition(" ")[2] for line in said(caplog, "stocache: epoch ")] == ["40.0"] * 3
