@@ -133,7 +133,8 @@ def _disown_workers() -> None:
         vars(iterator).update(_shutdown=True, _workers=[], _index_queues=[])
 
 
-os.register_at_fork(after_in_child=_disown_workers)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_disown_workers)
 
 
 def shut_down(iterator: Any) -> None:

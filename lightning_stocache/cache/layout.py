@@ -399,11 +399,6 @@ class Records(_Slots):
         """Bytes of the records of ready slots."""
         return int(self.columns["nbytes"].take(slots).sum())
 
-    @property
-    def lives(self) -> npt.NDArray[np.uint32]:
-        """The life of each seat, uint32 `[SEATS]`."""
-        return self.words[_OWN_WORDS:].view(np.uint32)
-
     def mend(self, is_sound: Callable[[int], bool]) -> None:
         """Empty the slots with a record outside of the run. The free part begins behind the last sound record."""
         super().mend(is_sound)

@@ -260,7 +260,7 @@ class CachedLoader(DataLoader[Any]):
         is_batched, sizes = self.batch_sampler is not None, self.position.ledger.drawn
         check: Callable[[Any], None] | None = None
         if cached is not None and cached.cache is None:
-            check = lambda drawn: sizes.append(len(drawn) if is_batched else 1)  # noqa: E731
+            check = (lambda keys: sizes.append(len(keys))) if is_batched else lambda key: sizes.append(1)
         elif cached is not None:
             check = cached.check_keys if is_batched else lambda key: cached.check_keys([key])
         draws = ResumableBatches(batches_of(self), self.position, check)

@@ -158,7 +158,7 @@ class StochasticCache(Callback):
 
     def is_brought_to(self, trainer: Any) -> bool:
         """Whether a DataModule has brought this callback to a Trainer."""
-        return id(trainer) in self._calls and self._calls[id(trainer)].is_brought
+        return self._calls.get(id(trainer), _Call()).is_brought
 
     def _move_to_front(self, trainer: Any) -> None:
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
@@ -172,7 +172,7 @@ class StochasticCache(Callback):
 
     def caches_loaders(self, trainer: Any) -> bool:
         """Whether this callback caches loaders of a Trainer's call: no other one does."""
-        return bool(self._call_of(trainer).sources)
+        return bool(self._calls.get(id(trainer), _Call()).sources)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_calls": {}}

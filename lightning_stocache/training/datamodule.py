@@ -188,8 +188,9 @@ class StocacheDataModule(LightningDataModule):
 
     def _of_call(self, stage: str) -> list[DataLoader[Any]]:
         """The loaders of a stage: cached ones without a Trainer, which caches plain ones itself."""
-        has_caches = self._by_hand is not None and stage in self._ready and not is_under_trainer(self)
-        loaders: list[DataLoader[Any]] = self._by_hand(stage) if has_caches else self._loaders(stage)  # type: ignore
+        if self._by_hand is None or stage not in self._ready or is_under_trainer(self):
+            return self._loaders(stage)
+        loaders: list[DataLoader[Any]] = self._by_hand(stage)
         return loaders
 
     def _loaders(self, stage: str) -> list[DataLoader[Any]]:

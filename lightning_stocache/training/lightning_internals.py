@@ -60,7 +60,8 @@ def logged_step(trainer: Any) -> int:
 def step_under_way(trainer: Any) -> int | None:
     """In `on_train_batch_end`: the number under which Lightning logs the step; None if gradients are accumulated."""
     loop = trainer.fit_loop.epoch_loop
-    if trainer.lightning_module.automatic_optimization and getattr(loop, "_should_accumulate", bool)():
+    accumulates = getattr(loop, "_should_accumulate", lambda: False)
+    if trainer.lightning_module.automatic_optimization and accumulates():
         return None
     return int(getattr(loop, "_batches_that_stepped", trainer.global_step - 1))
 
