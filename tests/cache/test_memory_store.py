@@ -36,7 +36,7 @@ from tests.cache.stores import (
     served,
 )
 from tests.odds import CROWD
-from tests.processes import call, hanging
+from tests.processes import call, hanging, wait_until
 
 GRANTED = 2**23
 MIB = 1 << 20
@@ -161,7 +161,7 @@ def test_a_slot_is_free_after_a_store_that_failed(store: Any, monkeypatch: pytes
     with hanging(Seats(store.segment, store.layout.states, store.layout.lives).take, [store.arc.slot(5)]):
         assert filled(store, [5, 6]) == [6]
         assert store.put([4, 5, 7], contents(store, [4, 5, 7])) == [True, False, True]
-    assert filled(store, [5]) == [5]
+    wait_until(lambda: filled(store, [5]) == [5])  # whether a process has ended is looked at every 10 ms
     assert served(store) == [0, 1, 2, 4, 5, 6, 7]
 
 
