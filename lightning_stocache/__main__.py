@@ -90,13 +90,13 @@ def pack(parser: argparse.ArgumentParser) -> Action:
     fingerprint = "a text for what else decides the samples; a file packed with another text is refused"
     parser.add_argument("--fingerprint", default="", help=fingerprint)
     random = "pack random samples; each sample stays as it is drawn now"
-    parser.add_argument("--allow-random", action="store_true", help=random)
+    parser.add_argument("--freeze-random", action="store_true", help=random)
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.source.pack import pack
         from lightning_stocache.training.plan_inputs import source_in
 
-        chosen = {name: getattr(arguments, name) for name in ("encoded", "workers", "fingerprint", "allow_random")}
+        chosen = {name: getattr(arguments, name) for name in ("encoded", "workers", "fingerprint", "freeze_random")}
         try:
             with _refusing(parser, Exception):  # configs and data belong to the user, and may raise any error
                 with TemporaryDirectory() as folder:

@@ -44,7 +44,7 @@ def images(samples: int) -> Pool:
 def cached(source: Any, folder: str | None, name: str | None) -> CachedDataset:
     """A cache on a disk, or in memory, that reads no sample at set-up."""
     spec = SampleSpec.infer((torch.zeros(SHAPE, dtype=torch.uint8), 0))
-    return CachedDataset(source, dir=folder, name=name, spec=spec, allow_random=True, fingerprint="noise")
+    return CachedDataset(source, dir=folder, name=name, spec=spec, freeze_random=True, fingerprint="noise")
 
 
 def epoch(loader: CachedLoader) -> float:

@@ -410,7 +410,7 @@ def dataset_in(
         borrowed: whether the memory stays open when the dataset is closed.
     """
     slots, ring = _Slots(length), Ring((Arc(length, length),) * len(opened.group.nodes))
-    # `allow_random`: nothing can be read again.
-    request = CacheRequest(slots, allow_random=True, name=opened.request.name, dir=opened.request.dir)
+    # `freeze_random`: nothing can be read again.
+    request = CacheRequest(slots, freeze_random=True, name=opened.request.name, dir=opened.request.dir)
     opened = replace(opened, request=request, source=slots, ring=ring, expected_ring=None, borrowed=borrowed)
     return dataset_over(CachedSource(opened, transform))

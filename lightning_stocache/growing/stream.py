@@ -76,7 +76,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         budget: memory per node: "8GiB", "60% of free" (memory), "auto" (as much as is safely free), bytes, or 0 (off).
             A share of the dataset ("60%") is refused, because the size of a stream is not known.
         transform: applied to each sample after the cache, on the CPU. The random part belongs here.
-        allow_random: store a random stream, too: its first draw is frozen.
+        freeze_random: store a random stream, too: its first draw is frozen.
         backend: where the memory lies: "tmpfile" (/dev/shm), "memfd", "file", or "auto".
         strict: raise an error without memory; else the stream passes through uncached, with one warning.
         defer: open no memory yet: samples pass through until `share` is called.
@@ -110,7 +110,7 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         budget: int | float | str = "auto",
         *,
         transform: Callable[[Any], Any] | None = None,
-        allow_random: bool = False,
+        freeze_random: bool = False,
         backend: BackendChoice = "auto",
         strict: bool = False,
         defer: bool = False,
@@ -125,7 +125,13 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         check_count("seed", seed, 0)
         check_flag("shuffle", shuffle)
         request = CacheRequest(
-            iterable, "", Budget.parse(budget), allow_random=allow_random, strict=strict, layout=layout, as_stream=True
+            iterable,
+            "",
+            Budget.parse(budget),
+            freeze_random=freeze_random,
+            strict=strict,
+            layout=layout,
+            as_stream=True,
         )
         super().__init__(iterable)
         self.__serving__ = StreamSource(OpenCache.without(request), transform, backend, seed, shuffle)
@@ -251,10 +257,10 @@ class StreamSource:
         request, reason = self.opened.request, None
         if len(group.nodes) > 1:
             reason = f"it is kept on one node only, and there are {len(group.nodes)}"
-        elif not request.allow_random and draws_shards(self.source):
+        elif not request.freeze_random and draws_shards(self.source):
             reason = (
                 "it draws its shards anew in every epoch (resampled=True), and what is kept would be one draw of them. "
-                "resampled=False reads each once; allow_random=True keeps the first draw"
+                "resampled=False reads each once; freeze_random=True keeps the first draw"
             )
         if reason is not None and not request.budget.off and group.rank == 0:
             request.pass_through(reason)
@@ -333,7 +339,7 @@ class StreamSource:
                 f"its {passed:,} samples take about {format_bytes(size)}, and its budget is "
                 f"{format_bytes(self.opened.budget_bytes)}. A stream is kept whole or not at all"
             )
-        elif not self.opened.request.allow_random:
+        elif not self.opened.request.freeze_random:
             reason = stream_difference(self.source, store.marked)
         if reason is None:
             return "cache"
@@ -410,7 +416,7 @@ class _Reading(Iterator[Any]):
 
     def __init__(self, serving: StreamSource, store: StreamStore | None, shard: Shard, epoch: int) -> None:
         self._serving, self._store, self._shard, self._epoch = serving, store, shard, epoch
-        is_watched = store is not None and not serving.opened.request.allow_random
+        is_watched = store is not None and not serving.opened.request.freeze_random
         self._reader = StreamReader(serving.source, watched=is_watched)
 
     def __next__(self) -> Any:

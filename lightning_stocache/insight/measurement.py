@@ -70,7 +70,7 @@ class Data:
     num_workers: int = 0  # of one rank
     transform: Callable[[Any], Any] | None = None  # per sample, after the cache
     settings: Mapping[str, Any] = field(default_factory=dict)  # further arguments of DataLoader
-    allow_random: bool = False  # a random source is cached as it is
+    freeze_random: bool = False  # a random source is cached as it is
     nodes: int = 1
     ranks: int = 1  # on each node
 
@@ -202,9 +202,9 @@ class Trial:
         self.codec: SampleCodec | None = None
         self.reason: str | None = None
         indices: tuple[int, ...] = (0,)
-        samples: tuple[Any, ...] = (data.source[0],) if data.allow_random else ()
+        samples: tuple[Any, ...] = (data.source[0],) if data.freeze_random else ()
         cut: Cut | None = None
-        if not data.allow_random:
+        if not data.freeze_random:
             parts = split(data.source, quick=MANY - FEW)
             self.source, self.reason, cut = parts.source, parts.reason, parts.cut
             indices, samples = parts.indices, parts.samples

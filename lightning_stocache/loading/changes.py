@@ -254,7 +254,7 @@ class Changes:
     @property
     def _can_look(self) -> bool:
         """Whether there are stored samples that can be read again."""
-        return self.opened.live_cache is not None and not self.opened.request.allow_random
+        return self.opened.live_cache is not None and not self.opened.request.freeze_random
 
     def _compared(self, due: Due) -> Due:
         """What to do, given what has moved in the source's state."""

@@ -89,14 +89,14 @@ class CachedDataset(Forwarding):
         transform: applied to each sample after the cache, on the CPU.
         spec: what a sample looks like, from `SampleSpec.infer(sample)`. With it, set-up reads no sample, or a few
             if the cache has a name.
-        allow_random: cache a random source as it is, with its first draw frozen.
+        freeze_random: cache a random source as it is, with its first draw frozen.
         backend: where the memory lies: "tmpfile" (/dev/shm), "memfd", "file", or "auto".
         defer: open nothing yet; samples pass through until `share` is called.
         name: the name under which the cache stays in memory when the job ends: the next job starts warm, and jobs that
             run at the same time share it. It lies in /dev/shm; the first job decides how much is cached, and
             `python -m lightning_stocache clean NAME` removes it.
         fingerprint: your version of the data. It must be equal in all jobs of this name. Samples are compared, too,
-            except with `allow_random`, where only the fingerprint tells one dataset from another.
+            except with `freeze_random`, where only the fingerprint tells one dataset from another.
         strict: raise an error if samples cannot be cached or there is no memory; else samples pass through uncached,
             with one warning.
         layout: "rows" (samples of one shape, only numbers: a batch is one copy per field), "records" (anything that can
@@ -142,7 +142,7 @@ class CachedDataset(Forwarding):
         *,
         transform: Callable[[Any], Any] | None = None,
         spec: SampleCodec | None = None,
-        allow_random: bool = False,
+        freeze_random: bool = False,
         backend: BackendChoice = "auto",
         defer: bool = False,
         name: str | None = None,
@@ -164,7 +164,7 @@ class CachedDataset(Forwarding):
             "",
             Budget.parse(budget),
             spec,
-            allow_random,
+            freeze_random,
             name=name,
             fingerprint=fingerprint,
             strict=strict,

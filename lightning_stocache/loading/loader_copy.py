@@ -48,7 +48,7 @@ def cache_loader(
     loader: Loader,
     budget: int | float | str = "auto",
     *,
-    allow_random: bool = False,
+    freeze_random: bool = False,
     name: str | None = None,
     fingerprint: str = "",
     strict: bool = False,
@@ -76,7 +76,7 @@ def cache_loader(
         loader: a `torch.utils.data.DataLoader` of any class, or timm's PrefetchLoader around one.
         budget: memory per node: "8GiB", "500MB", "60%" (of the dataset's cached size), "60% of free" (memory), "auto"
             (the whole dataset), bytes, or 0 (off). What does not fit is loaded every time.
-        allow_random: cache a random source as it is, with its first draw frozen.
+        freeze_random: cache a random source as it is, with its first draw frozen.
         name: the name under which the cache stays in memory when the job ends; see `CachedDataset`.
         fingerprint: your version of the data, equal in all jobs of this name.
         strict: raise an error if the loader cannot be cached or there is no memory.
@@ -112,7 +112,7 @@ def cache_loader(
         plain.dataset,
         "",
         Budget.parse(budget),
-        allow_random=allow_random,
+        freeze_random=freeze_random,
         name=name,
         fingerprint=fingerprint,
         strict=strict,

@@ -383,7 +383,7 @@ class CachedSource:
         if len(placed) < len(indices):
             self._note_outside(cache, indices)
         # A sample without a slot cannot be frozen, and with other threads a generator that has moved is no evidence.
-        is_watched = placed and not self.opened.request.allow_random and are_draws_evidence()
+        is_watched = placed and not self.opened.request.freeze_random and are_draws_evidence()
         generators = Generators() if is_watched else None  # anew: a forked worker has no CUDA, whatever its parent had
         before = {} if generators is None else generators.state()
         start = time.perf_counter_ns()

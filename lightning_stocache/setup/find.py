@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 _BY_HAND = (
     "To cache it, give its deterministic part to CachedDataset, and the random rest as transform=, which runs after "
-    "the cache; allow_random=True freezes its first draw."
+    "the cache; freeze_random=True freezes its first draw."
 )
 _IN_COLLATE = "To cache it, let __getitems__ load each sample by itself, and pad or normalise batches in collate_fn."
 _NO_STACK = (
@@ -60,7 +60,7 @@ _OF_STREAM = 16  # samples that are read of a stream
 _OF_POOL = 2  # one would not show that shapes differ
 _TRIES = 6  # failed draws after which set-up gives up
 _SECONDS = 10.0  # after which two samples are enough
-WAY_OF_STREAMS = "Give its deterministic part to CachedStream, and the random rest as transform=; or allow_random=True"
+WAY_OF_STREAMS = "Give its deterministic part to CachedStream, and the random rest as transform=; or freeze_random=True"
 """The way to cache a random stream."""
 
 _ANOTHER = (
@@ -323,7 +323,7 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
 
     `quick` is the number of indices to read after the first four.
     """
-    if request.allow_random:
+    if request.freeze_random:
         return _look_once(request), {}
     counters = Counters(request.source)
     try:
@@ -432,7 +432,7 @@ def _counts_reads(parts: Split, length: int) -> str | None:
 
 
 def _look_once(request: CacheRequest) -> Finding:
-    """Choose the codec by the first samples of a stream, of a rolling cache, or of a source with allow_random.
+    """Choose the codec by the first samples of a stream, of a rolling cache, or of a source with freeze_random.
 
     Samples that cannot be read are left out.
     """
@@ -445,7 +445,7 @@ def _look_once(request: CacheRequest) -> Finding:
         if not count or list(map(bits, samples[:count])) != list(map(bits, again[:count])):
             raise FirstSampleError(_ONCE)
     codec = choose_codec(indices, samples, request.layout)
-    note = None if request.store == "decoded" else f"store={request.store!r} is not for allow_random=True"
+    note = None if request.store == "decoded" else f"store={request.store!r} is not for freeze_random=True"
     return Finding(codec, reads=len(samples), note=note)
 
 

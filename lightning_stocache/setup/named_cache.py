@@ -52,7 +52,8 @@ def fingerprint(request: CacheRequest, codec: SampleCodec) -> dict[str, str | in
         >>> fingerprint(numbers, SampleSpec.infer(1))
         {'dataset': 'builtins.list', 'length': 3, 'spec': 'sample: int', 'fingerprint': 'v2'}
     """
-    frozen = " (allow_random)" if request.allow_random else ""  # its first draw is kept, unlike that of a split source
+    # The first draw is kept, unlike that of a split source.
+    frozen = " (freeze_random)" if request.freeze_random else ""
     domain = request.domain
     part = "" if domain is None else f"{len(domain)} indices {domain.digest} of "
     return {

@@ -291,7 +291,7 @@ def _compare_samples(openings: Sequence[_Opening], group: NodeGroup) -> None:
 
     def read(opening: _Opening, named: set[int]) -> dict[int, str]:
         request = opening.request
-        if not opening.is_doubtful or request.allow_random:
+        if not opening.is_doubtful or request.freeze_random:
             return {}
         among = range(request.length) if request.domain is None else request.domain.indices
         # Evenly spread indices may all be even, where odd ones differ.

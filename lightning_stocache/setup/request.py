@@ -119,7 +119,7 @@ class CacheRequest:
         pot: name of the budget that several requests share.
         budget: budget of a request that opens alone.
         spec: the codec of the samples. If it is given, set-up reads no sample and does not look for randomness.
-        allow_random: whether to cache the first draw of a random source.
+        freeze_random: whether to cache the first draw of a random source.
         reader: the loader that will read the source; None: unknown.
         name: name of a cache that outlives the job.
         fingerprint: the user's description of the contents, compared with the fingerprint of an existing cache.
@@ -142,7 +142,7 @@ class CacheRequest:
     pot: str = "train"
     budget: Budget = _AUTO
     spec: SampleCodec | None = None
-    allow_random: bool = False
+    freeze_random: bool = False
     reader: LoaderSettings | None = None
     name: str | None = None
     fingerprint: str = ""
@@ -163,7 +163,7 @@ class CacheRequest:
             object.__setattr__(self, "domain", None)
         check_choice("layout", self.layout, Layout)
         check_choice("store", self.store, Form)
-        for name in ("allow_random", "strict", "prefill"):
+        for name in ("freeze_random", "strict", "prefill"):
             check_flag(name, getattr(self, name))
         if self.store == "encoded" and self.layout == "rows":
             raise ValueError("store='encoded' keeps records, so layout='rows' is not possible")

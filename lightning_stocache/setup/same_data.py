@@ -11,7 +11,7 @@ folders of photographs can have the same class, length and shapes, so samples ar
 3. A sample that differs is read again under other seeds. A sample that differs from itself is random, and is skipped.
 
 The compared samples are in their cached form: the deterministic part of a split source, the files of `store="encoded"`.
-If no sample can be compared (`allow_random`), only the user's `fingerprint` protects the data. Without a fingerprint a
+If no sample can be compared (`freeze_random`), only the user's `fingerprint` protects the data. Without a fingerprint a
 warning says so.
 
 The resident samples of a rolling cache on a disk are compared in the same way, by their indices (`check_pool`).
@@ -76,7 +76,7 @@ def store_or_refuse(opened: OpenCache, reader: SourceReader) -> bool:
     request, cache, counters = opened.request, opened.cache, opened.counters
     if cache is None or counters is None or not request.by_index:
         return True
-    if request.allow_random:
+    if request.freeze_random:
         if request.name is not None and cache.filled:
             _warn_of_trust(request, "a random source that is cached as it is has other samples in each job")
         return True
@@ -184,13 +184,13 @@ def is_continued(opened: OpenCache, dataset: Any, moved: Collection[str] = ()) -
         dataset: the other dataset.
         moved: the places of the state that reads move.
 
-    Returns False if this is unknown: nothing is stored, the transform of the source was split, or allow_random is
+    Returns False if this is unknown: nothing is stored, the transform of the source was split, or freeze_random is
     set.
     """
     cache, request, length = opened.live_cache, opened.request, len(dataset)
     if cache is None or type(dataset) is not type(request.source) or opened.source is not request.source:
         return False
-    if request.allow_random or request.name is not None or request.domain is not None or length < cache.length:
+    if request.freeze_random or request.name is not None or request.domain is not None or length < cache.length:
         return False
     return _has_state(opened, cache, dataset, moved) and _has_samples_of(cache, request, dataset)
 
@@ -209,7 +209,7 @@ def take_over(larger: OpenCache, before: OpenCache, moved: Collection[str] = ())
         before: the smaller cache.
         moved: the places of the state that reads move.
 
-    With `allow_random` no sample can be compared: samples are copied if the dataset is otherwise unchanged, so that
+    With `freeze_random` no sample can be compared: samples are copied if the dataset is otherwise unchanged, so that
     its new cache has the codec of the old one.
 
     Rings of two sizes give different indices a slot, so a part would lose samples that the smaller cache has.
@@ -221,7 +221,7 @@ def take_over(larger: OpenCache, before: OpenCache, moved: Collection[str] = ())
     if cache is None or smaller is None:
         return False
     count = smaller.filled
-    if request.allow_random:
+    if request.freeze_random:
         is_same = request.spec is not None
     else:
         is_same = _has_state(before, smaller, request.source, moved)

@@ -65,7 +65,7 @@ def pack(
     encoded: bool = False,
     workers: int = 0,
     fingerprint: str = "",
-    allow_random: bool = False,
+    freeze_random: bool = False,
     progress: bool = False,
 ) -> int:
     """Write all samples of a source into an LMDB. After a stop at any moment, the same call goes on from there.
@@ -80,7 +80,7 @@ def pack(
         workers: processes that load; 0: this one, which is faster if a sample loads within 0.2 ms.
         fingerprint: your version of the data, where class and length of the source do not tell it. A pack with another
             fingerprint is refused.
-        allow_random: pack a source that draws random numbers when it is read, with its first draw frozen.
+        freeze_random: pack a source that draws random numbers when it is read, with its first draw frozen.
         progress: show a progress bar.
 
     Returns:
@@ -99,7 +99,7 @@ def pack(
         (10, 0)
     """
     check_source(source, cached=_Blobs)
-    blobs = _Blobs(source, encoded, allow_random)
+    blobs = _Blobs(source, encoded, freeze_random)
     classes: Any = getattr(source, "classes", None)
     named = isinstance(classes, list | tuple) and all(type(name) is str for name in classes)
     manifest = {
@@ -115,7 +115,7 @@ def pack(
         _Writer(Path(path), manifest) as writer,
         tqdm(desc="pack", total=len(blobs), initial=writer.done, unit=" samples", disable=hidden) as bar,
     ):
-        if allow_random:
+        if freeze_random:
             writer.known.clear()  # another read gives other samples
         loader = DataLoader(
             blobs,
@@ -145,10 +145,10 @@ def _begin(worker: int) -> None:
 class _Blobs(Dataset[Any]):
     """The samples of a source as indices with blobs; a PackError in place of a sample that cannot be packed."""
 
-    def __init__(self, source: Any, encoded: bool, allow_random: bool) -> None:
+    def __init__(self, source: Any, encoded: bool, freeze_random: bool) -> None:
         self._source = source
         self._read = packed_reader(source) if encoded else source.__getitem__
-        self._left = 0 if allow_random else _WATCHED  # in each process
+        self._left = 0 if freeze_random else _WATCHED  # in each process
 
     def __len__(self) -> int:
         return len(self._source)
@@ -172,7 +172,7 @@ class _Blobs(Dataset[Any]):
             raise PackError(
                 f"reading it moves the generator of {' and '.join(moved)}: one draw would be frozen for all epochs. "
                 "Pack the deterministic part, and give the rest to LMDBSource as transform=; of image folders, "
-                "`encoded` packs the files; allow_random freezes the draw"
+                "`encoded` packs the files; freeze_random freezes the draw"
             )
         return sample
 

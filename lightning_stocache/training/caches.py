@@ -390,7 +390,7 @@ class CallCaches:
             stream = stream_for(
                 request.source,
                 budget,  # type: ignore[arg-type]
-                allow_random=request.allow_random,
+                freeze_random=request.freeze_random,
                 strict=request.strict,
                 defer=True,
                 shuffle=_stage(request) == "train",

@@ -85,7 +85,7 @@ class StochasticCache(Callback):
         budget: int | float | str = "auto",
         *,
         stage_budgets: Mapping[str, int | float | str | None] | None = None,
-        allow_random: bool = False,
+        freeze_random: bool = False,
         keep_cache: bool = False,
         name: str | None = None,
         fingerprint: str = "",

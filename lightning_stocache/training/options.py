@@ -36,7 +36,7 @@ else:
 
 STAGES = ("train", "val", "test", "predict")
 
-_OF_REQUEST = ("allow_random", "fingerprint", "strict", "store", "prefill", "dir")
+_OF_REQUEST = ("freeze_random", "fingerprint", "strict", "store", "prefill", "dir")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class CacheOptions:
             (enough for all samples), bytes, or 0 (off). The datasets of a Trainer call share it by their size. Samples
             that do not fit are loaded every time.
         stage_budgets: separate budgets for some stages, for instance {"val": "1GiB"} or {"test": 0}.
-        allow_random: cache a random source as it is, with its first draw frozen.
+        freeze_random: cache a random source as it is, with its first draw frozen.
         keep_cache: keep the caches when the Trainer call ends, for the next call with the same door and datasets, until
             `close` of the door or `datamodule.caches.close()`. Their slots are for all samples, drawn now or later.
         name: caches with a name stay in memory when the job ends, so that the next job starts warm. Jobs that run at
@@ -75,7 +75,7 @@ class CacheOptions:
 
     budget: int | float | str = "auto"
     stage_budgets: Mapping[str, int | float | str | None] | None = None
-    allow_random: bool = False
+    freeze_random: bool = False
     keep_cache: bool = False
     name: str | None = None
     fingerprint: str = ""

@@ -81,7 +81,7 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     names += ["multiprocessing_context", "prefetch_factor"] if loader.num_workers else []
     settings = {name: getattr(loader, name) for name in names}
     size, workers = settings_of(loader).batch_size, loader.num_workers
-    return Data(source, size, workers, transform, settings, options.allow_random)
+    return Data(source, size, workers, transform, settings, options.freeze_random)
 
 
 def source_in(given: Any) -> Any:

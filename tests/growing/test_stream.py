@@ -281,9 +281,9 @@ def test_what_cannot_be_kept_passes_through(source: Any, words: str, caplog: pyt
 
 
 @pytest.mark.parametrize("transform", [None, lambda sample: (sample[0] + torch.rand(1), sample[1])])
-def test_allow_random_freezes_the_stream_and_not_the_transform(transform: Any) -> None:
-    """allow_random=True caches the first draw of a random stream. The transform draws in every epoch."""
-    with closing(CachedStream(Numbers(augmented), "16MiB", allow_random=True, transform=transform)) as stream:
+def test_freeze_random_freezes_the_stream_and_not_the_transform(transform: Any) -> None:
+    """freeze_random=True caches the first draw of a random stream. The transform draws in every epoch."""
+    with closing(CachedStream(Numbers(augmented), "16MiB", freeze_random=True, transform=transform)) as stream:
         epochs = [{int(n): float(x[0]) for x, n in stream} for _ in range(3)]
         assert stream.counters.totals().hits == 2 * LENGTH
     assert (epochs[0] == epochs[1] == epochs[2]) == (transform is None)

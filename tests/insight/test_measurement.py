@@ -62,7 +62,7 @@ def test_a_source_that_raises_is_one_line(workers, words):
 
 @pytest.mark.parametrize(("source", "words"), [(WITH_GRADIENTS, "requires grad"), (NOISE, "random")])
 def test_what_cannot_be_cached_has_a_reason(source, words):
-    """It is measured uncached, with the reason; with allow_random a random source is cached in the plan, too."""
+    """It is measured uncached, with the reason; with freeze_random a random source is cached in the plan, too."""
     paces = measure(Data(source, 4), seconds=QUICK)
     assert paces.codec is None
     assert words in str(paces.reason)
@@ -70,7 +70,7 @@ def test_what_cannot_be_cached_has_a_reason(source, words):
     found = measure_curves(Data(source, 4), [0], seconds=0.05)
     assert [arm.kind for arm in found.rates] == ["uncached"]
     assert "Nothing can be cached" in found.left_out[0]
-    assert (measure(Data(source, 4, allow_random=True), seconds=QUICK).codec is None) == (source is not NOISE)
+    assert (measure(Data(source, 4, freeze_random=True), seconds=QUICK).codec is None) == (source is not NOISE)
 
 
 def test_no_memory_is_one_sentence(monkeypatch):

@@ -38,7 +38,7 @@ SECONDS = {"data_wait_seconds", "compute_seconds", "epoch_seconds", "samples_per
 
 @pytest.fixture
 def dataset():
-    with closing(CachedDataset(CountedSource(SAMPLES), budget="50%", allow_random=True)) as made:
+    with closing(CachedDataset(CountedSource(SAMPLES), budget="50%", freeze_random=True)) as made:
         yield made
 
 

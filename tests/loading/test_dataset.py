@@ -207,7 +207,7 @@ def test_any_index_gives_the_sources_sample(make: Any, budget: Any, indices: Any
 # --- sources and options
 
 
-def test_allow_random_freezes_the_first_draw(caplog: pytest.LogCaptureFixture) -> None:
+def test_freeze_random_freezes_the_first_draw(caplog: pytest.LogCaptureFixture) -> None:
     """A random source is cached as it is on demand, without a warning, though one sample cannot be read."""
 
     def noise(index: int) -> torch.Tensor:
@@ -215,7 +215,7 @@ def test_allow_random_freezes_the_first_draw(caplog: pytest.LogCaptureFixture) -
             raise OSError("no file")
         return torch.rand(3)
 
-    with closing(CachedDataset(Made(noise, 300), allow_random=True)) as dataset:
+    with closing(CachedDataset(Made(noise, 300), freeze_random=True)) as dataset:
         assert torch.equal(dataset[3], dataset[3])
         dataset.__getitems__(list(range(1, 300)))  # so many that a sample would be read again
     assert warnings(caplog) == []
@@ -260,7 +260,7 @@ NOISY = Made(lambda index: torch.rand(2), LENGTH)
     [
         ([], "list is empty: there is nothing to cache"),
         (Collated(LENGTH), "gives whole batches"),
-        (NOISY, r"Made .* passes through uncached: it is random .*\n.*as transform=, .*allow_random=True"),
+        (NOISY, r"Made .* passes through uncached: it is random .*\n.*as transform=, .*freeze_random=True"),
     ],
     ids=["empty", "collated", "random"],
 )

@@ -426,9 +426,9 @@ def draws(index: int) -> torch.Tensor:
 
 
 def test_frozen_randomness_is_not_read_again() -> None:
-    """With `allow_random` no sample is read again; without, a source that nobody can watch is called random."""
+    """With `freeze_random` no sample is read again; without, a source that nobody can watch is called random."""
     frozen = SampleSpec.infer(draws(0))
-    with closing(CachedDataset(Made(draws), allow_random=True)) as dataset:
+    with closing(CachedDataset(Made(draws), freeze_random=True)) as dataset:
         epochs = [torch.cat(list(CachedLoader(dataset, 4))).tolist() for _ in range(3)]
         assert epochs[0] == epochs[1] == epochs[2]
         assert looked(dataset) == 0

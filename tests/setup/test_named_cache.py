@@ -63,7 +63,7 @@ def source(folder: Path | str, kind: type[CountedSource] = CountedSource) -> Cou
 
 def cached(source: Any, name: str, **options: Any) -> CachedDataset:
     """A cache for which set-up reads no more than four samples."""
-    known = {"allow_random": True} if isinstance(source, Texts) else {"spec": ROW}
+    known = {"freeze_random": True} if isinstance(source, Texts) else {"spec": ROW}
     return CachedDataset(source, name=name, **known | options)
 
 
@@ -117,7 +117,7 @@ def test_jobs_at_the_same_time_load_each_sample_once(name: str, tmp_path: Path, 
 
     def trial() -> None:
         torch.manual_seed(0)
-        with closing(cached(source(tmp_path), name, allow_random=True, **options)) as dataset:  # set-up reads none
+        with closing(cached(source(tmp_path), name, freeze_random=True, **options)) as dataset:  # set-up reads none
             for _ in range(2):
                 epoch(dataset, num_workers)
 
@@ -151,7 +151,7 @@ def test_another_dataset_passes_through(name: str, monkeypatch: pytest.MonkeyPat
         (WHOLE, CountedSource(LENGTH + 1), {}, "length"),
         (WHOLE, CountedSource(LENGTH, (3, 8, 9)), {"spec": None}, "spec"),
         (WHOLE, OtherSource(LENGTH), {}, "dataset"),
-        (WHOLE, WHOLE, {"allow_random": True, "spec": None}, "dataset"),
+        (WHOLE, WHOLE, {"freeze_random": True, "spec": None}, "dataset"),
         (Subset(WHOLE, range(20)), Subset(WHOLE, range(20, 40)), {}, "dataset"),  # two random splits of one length
     ]
     for number, (first, other, options, differs) in enumerate(table):
@@ -239,7 +239,7 @@ def test_a_file_that_is_no_sound_cache_passes_through(name: str, where: str, tmp
 def test_a_name_that_cannot_be_used_leaves_the_other_sets_cached(name: str, caplog: Any) -> None:
     """A Trainer's call opens several sets at once; only the set of the other length passes through."""
     for length in (LENGTH, LENGTH + 1):
-        dm = StocacheDataModule(CountedSource(length), CountedSource(8), name=name, allow_random=True)
+        dm = StocacheDataModule(CountedSource(length), CountedSource(8), name=name, freeze_random=True)
         caplog.clear()
         dm.setup("fit")
         facts = {"-".join(known["stages"]): known["slots"] for known in dm.caches.state()}
@@ -307,7 +307,7 @@ def test_each_set_of_a_datamodule_has_a_name(name: str) -> None:
         with pytest.raises(ValueError, match="name must be"):
             make(WHOLE, "../up")
     sets = [CountedSource(length) for length in (LENGTH, 8, 8, 8)]
-    dm = StocacheDataModule(sets[0], sets[1:3], sets[3], name=name, allow_random=True)
+    dm = StocacheDataModule(sets[0], sets[1:3], sets[3], name=name, freeze_random=True)
     for stage in ("fit", "test"):
         dm.setup(stage)
         dm.teardown(stage)

@@ -89,7 +89,7 @@ def test_what_was_read_is_hit_in_the_first_epoch(kind: str, tmp_path: Path) -> N
 
 def test_what_has_no_slot_or_is_random_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget for fewer samples is not exceeded; a random source has the draws of the training, not of set-up."""
-    with closing(CachedDataset(rows(), allow_random=True)) as dataset:
+    with closing(CachedDataset(rows(), freeze_random=True)) as dataset:
         assert dataset.cache.filled == 0
     with closing(CachedDataset(rows(), budget="10%")) as dataset:
         held = [index for index in range(LENGTH) if dataset.cache.has_place(index)]
@@ -196,7 +196,7 @@ def test_random_samples_are_no_other_data(name, caplog) -> None:
     """The cache is joined, with a warning unless its user says what it holds; with `spec=` no draw is frozen either."""
     noise = Made(lambda index: torch.rand(3))
     for fingerprint in ("", "v2"):
-        options: dict[str, Any] = {"name": f"{name}-{fingerprint}x", "fingerprint": fingerprint, "allow_random": True}
+        options: dict[str, Any] = {"name": f"{name}-{fingerprint}x", "fingerprint": fingerprint, "freeze_random": True}
         with closing(CachedDataset(noise, **options)) as first:
             samples = list(first)
             with closing(CachedDataset(noise, **options)) as second:

@@ -207,7 +207,7 @@ def test_what_cannot_be_packed_is_said_before_anything_is_written(tmp_path: Path
         with pytest.raises(PackError, match="sample 0 of Made: reading it moves the generator of torch"):
             pack(random_source, path, workers=workers)
     assert list(tmp_path.iterdir()) == []
-    assert pack(random_source, path, allow_random=True) == 3
+    assert pack(random_source, path, freeze_random=True) == 3
 
 
 @pytest.mark.parametrize("loader", [None, read_image], ids=["PIL", "tensor"])

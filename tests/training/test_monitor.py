@@ -247,7 +247,7 @@ def test_tensorboard_has_them(tmp_path, monkeypatch):
 def test_a_checkpoint_carries_the_plain_options(tmp_path):
     """A checkpoint keeps the plain options of a DataModule; datasets and functions are given again."""
     train, loader = source(tmp_path), {"drop_last": True, "collate_fn": default_collate}
-    options = {"budget": "50%", "stage_budgets": {"val": 0}, "allow_random": True}
+    options = {"budget": "50%", "stage_budgets": {"val": 0}, "freeze_random": True}
     dm = StocacheDataModule(train, batch_size=4, loader=loader, transform=tuple, **options)
     trainer = make_trainer(tmp_path, [CacheMonitor()])
     trainer.fit(Model(), dm)

@@ -24,11 +24,11 @@ def ours(**options: Any) -> StocacheDataModule:
 @pytest.mark.parametrize("door", [StochasticCache, ours, lambda **options: cache_datamodule(Data([1]), **options)])
 def test_caches_have_the_options_of_their_door(door):
     """What a door was told reaches the request for a cache, in every door."""
-    options = {"allow_random": True, "fingerprint": "v1", "strict": True, "store": "encoded"}
+    options = {"freeze_random": True, "fingerprint": "v1", "strict": True, "store": "encoded"}
     options |= {"prefill": True, "dir": "d"}
     request = door(**options).caches.options.request(source(""), LoaderSettings(1, 0), "", None)
     assert {name: getattr(request, name) for name in options} == options
-    assert not door().caches.options.request(source(""), LoaderSettings(1, 0), "", None).allow_random
+    assert not door().caches.options.request(source(""), LoaderSettings(1, 0), "", None).freeze_random
 
 
 def set_up(train: Any) -> None:

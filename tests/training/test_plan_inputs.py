@@ -35,7 +35,7 @@ def test_source_and_settings_of_a_loader(door):
     dataset = CachedDataset(SAMPLES, "1MiB", transform=id) if door.startswith("Cached") else SAMPLES
     if door == "ours":
         ours = {name: loading.pop(name) for name in ("batch_size", "num_workers")}
-        given = StocacheDataModule(SAMPLES, transform=id, allow_random=True, loader=loading, **ours)
+        given = StocacheDataModule(SAMPLES, transform=id, freeze_random=True, loader=loading, **ours)
     elif door in ("none", "cache_datamodule"):
         given = Data(SAMPLES, **loading)
     else:
@@ -45,7 +45,7 @@ def test_source_and_settings_of_a_loader(door):
     assert (found.source, found.transform) == (SAMPLES, id if door == "ours" or dataset is not SAMPLES else None)
     assert (found.batch_size, found.num_workers) == (5, 2)
     assert (found.settings["prefetch_factor"], found.settings["collate_fn"]) == (3, list)
-    assert found.allow_random == (door == "ours")
+    assert found.freeze_random == (door == "ours")
     assert SAMPLES not in getattr(module, "caches", [])
     assert getattr(dataset, "cache", None) is None
     assert datamodule_of(module) is module
