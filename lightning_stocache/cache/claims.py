@@ -1,10 +1,9 @@
 """Claims: one thread of one process at a time may write a slot.
 
-A byte lock on the segment's lock file excludes other processes. It costs 1.5 us, and works between ranks that were
-started separately. The kernel frees it when its process dies; a `multiprocessing.Lock` would stay locked for ever.
-POSIX locks do not exclude other threads of the process, so a dict does; its `setdefault` is atomic. The dict belongs to
-the segment, so two stores that were unpickled over one segment exclude each other. A forked child empties the dict,
-because it has none of the locks, and only one of the threads.
+The lock of a byte excludes other processes (`Segment.lock`), also ranks that were started separately. The kernel frees
+it when its process dies; a `multiprocessing.Lock` would stay locked for ever. Threads of a process share it, so a dict
+excludes them; its `setdefault` is atomic. A forked child empties the dict, because it has none of the locks, and only
+one of the threads.
 
 KeyboardInterrupt may leave a claim of a thread, whole or in halves. The thread's next use of the slot ends it.
 """
@@ -36,7 +35,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Claims:
-    """The claims of this process on the slots of a segment; slot k is byte k of its lock file.
+    """The claims of this process on the slots of a segment; slot k is byte k.
 
     Example:
         >>> claims = Claims(Segment.create(64))
@@ -50,9 +49,15 @@ class Claims:
 
     @contextmanager
     def waiting(self, slot: int) -> Iterator[None]:
-        """Claim a slot as soon as it is free, and release it in the end. Not re-entrant."""
+        """Claim a slot as soon as it is free, and release it in the end. Not re-entrant.
+
+        Raises:
+            OSError: this process has no locks (ENOLCK).
+        """
+        if not self._segment.has_locks:
+            raise OSError(errno.ENOLCK, "this system has no locks between processes, or this process no descriptor")
         while not (self.take(slot, wait=True) or self.is_mine(slot)):
-            time.sleep(0)  # another thread of this process has the slot, or see `take`
+            time.sleep(0)  # another thread of this process has the slot
         try:
             yield
         finally:
@@ -66,11 +71,6 @@ class Claims:
         locked = False
         try:
             locked = self._segment.lock(slot, wait=wait)
-        except OSError as error:
-            # The kernel does not know threads. It sees a deadlock when one thread waits for another process, which
-            # waits for another thread of this process.
-            if error.errno != errno.EDEADLK:
-                raise
         finally:
             if not locked:
                 self._segment.unlock(slot)  # KeyboardInterrupt may have come behind the system call

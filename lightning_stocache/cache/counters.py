@@ -25,7 +25,6 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.layout import columns
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment
@@ -146,12 +145,13 @@ class Counters:
 
     def is_first(self, matter: Matter) -> bool:
         """Whether this is the node's first call for a matter. Then the caller warns for the whole node."""
-        if self.closed:
-            return False
-        with Claims(self.segment).waiting(_ROWS):
+
+        def note() -> bool:
             first = not self._rows[0, _WARNINGS] & _MATTERS[matter]
             self._rows[0, _WARNINGS] |= _MATTERS[matter]
-        return first
+            return first
+
+        return not self.closed and self.segment.in_turn(note) is True
 
     def take_matters(self, other: Counters) -> None:
         """Give no warning that the node has had from counters that these replace."""
@@ -169,11 +169,12 @@ class Counters:
 
     def add_other_keys(self, count: int) -> int:
         """Count keys that were no indices. Returns the number that all processes have counted."""
-        if self.closed:
-            return 0
-        with Claims(self.segment).waiting(_ROWS):
+
+        def add() -> int:
             self._rows[1, _OTHER_KEYS] += count
             return int(self._rows[1, _OTHER_KEYS])
+
+        return 0 if self.closed else self.segment.in_turn(add) or 0
 
     def begin_looks(self) -> int:
         """The time of the training so far, in nanoseconds; the first call of all processes begins it."""
@@ -186,10 +187,13 @@ class Counters:
 
     def add_look(self, samples: int, spent_ns: int) -> None:
         """Note that stored samples were read again. They are in no count: they count as hits when they are served."""
+
+        def add() -> None:
+            self._rows[0, _LOOKED] += samples
+            self._rows[0, _SPENT] += spent_ns
+
         if not self.closed:
-            with Claims(self.segment).waiting(_ROWS):
-                self._rows[0, _LOOKED] += samples
-                self._rows[0, _SPENT] += spent_ns
+            self.segment.in_turn(add)
 
     @property
     def looks(self) -> tuple[int, int]:

@@ -14,8 +14,8 @@ that is already collated (`gather_pool`: NumPy takes, by several threads where r
 Memory for columns and words (the head) is reserved when the store is made, or block by block. Samples are written
 through the file (`Segment.store`), where a lack of memory is an error. A killed writer leaves state 0.
 
-Records lie one behind the other. A writer moves the free offset behind its records under one lock, and writes without
-the lock, so records never overlap. The room of a killed writer stays unused. If a write fails, and no process has taken
+Records lie one behind the other. A writer moves the free offset behind its records in its turn, and writes without
+the turn, so records never overlap. The room of a killed writer stays unused. If a write fails, and no process has taken
 room since, the offset goes back. A record begins at a multiple of 8, and of 64 if it has several parts.
 
 These classes only move bytes. The store decides who may write a slot, and when it is ready (`store`).
@@ -24,16 +24,13 @@ These classes only move bytes. The store decides who may write a slot, and when 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Memory, aligned
 from lightning_stocache.cache.gather_pool import GatherPool
 from lightning_stocache.cache.placement import Integers
@@ -68,7 +65,6 @@ _SMALL = 8  # alignment of records with one part
 _GAP = memoryview(bytes(64))  # lies between two records
 KNOWN = 32  # with so many records, their mean size replaces the estimate of set-up
 _STEP = 1 << 20  # slots whose states are read together
-_TRIES, _PAUSE = 200, 50e-6  # 10 ms: a process that keeps the lock of the run for longer was stopped
 
 
 def is_complete(generation: Integers | int) -> Any:
@@ -315,7 +311,6 @@ class Records(_Slots):
         self._begins, self._sizes = self.columns["begin"].data, self.columns["nbytes"].data
         self._numbers: memoryview = self.words.data
         self._run = segment.memory(0, segment.size)
-        self._claims, self._lock = Claims(segment), count + 1
         self._expected: int = codec.slot_bytes
 
     @staticmethod
@@ -351,32 +346,26 @@ class Records(_Slots):
         """Write records one behind the other, all at once, and their places.
 
         Returns:
-            Whether each record was written: there was room, and no other writer was stopped in the lock.
+            Whether each record was written: there was room, and the turn was to be had.
         """
         sizes = [self.size(contents) for contents in samples]
         if not any(map(self.has_room, sizes)):
             return [False] * len(slots)
-        begins: list[int] = []  # 0 without room
+        alignments = [_SMALL if len(contents) == 1 else aligned(1) for contents in samples]
+        taken = self._segment.in_turn(self._take_room, sizes, alignments)
+        if taken is None:
+            return [False] * len(slots)
+        before, end, begins = taken
         parts: list[memoryview] = []
-        with self._locked() as locked:
-            before = end = self.free
-            for contents, nbytes in zip(samples, sizes, strict=True):
-                alignment = _SMALL if len(contents) == 1 else aligned(1)
-                begin = -(-end // alignment) * alignment
-                if not locked or begin + nbytes > self.end:
-                    begins.append(0)
-                    continue
-                parts += (_GAP[: begin - end], *contents)
-                begins.append(begin)
-                end = begin + nbytes
-            if locked:
-                self._numbers[0] = end
+        written = before
+        for contents, begin, nbytes in zip(samples, begins, sizes, strict=True):
+            if begin:
+                parts += (_GAP[: begin - written], *contents)
+                written = begin + nbytes
         try:
             self._segment.store(before, *parts)
         except BaseException:
-            with self._locked() as locked:
-                if locked and self.free == end:
-                    self._numbers[0] = before
+            self._segment.in_turn(self._return_room, before, end)
             raise
         for slot, begin, nbytes in zip(slots, begins, sizes, strict=True):
             if begin:
@@ -419,20 +408,24 @@ class Records(_Slots):
         self._begins = self._sizes = self._numbers = memoryview(bytes(8)).cast("q")
         self._run.release()
 
-    @contextmanager
-    def _locked(self) -> Iterator[bool]:
-        """Try to take the lock of the run while another process moves the offset. Yields whether it was taken."""
-        for _ in range(_TRIES):
-            if self._claims.take(self._lock) or self._claims.is_mine(self._lock):
-                break
-            time.sleep(_PAUSE)
-        else:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            self._claims.release(self._lock)
+    def _take_room(self, sizes: Sequence[int], alignments: Sequence[int]) -> tuple[int, int, list[int]]:
+        """Move the free offset. Returns where it was, where it is, and the begin of each record; 0 without room."""
+        before = end = self.free
+        begins = []
+        for nbytes, alignment in zip(sizes, alignments, strict=True):
+            begin = -(-end // alignment) * alignment
+            if begin + nbytes > self.end:
+                begins.append(0)
+                continue
+            begins.append(begin)
+            end = begin + nbytes
+        self._numbers[0] = end
+        return before, end, begins
+
+    def _return_room(self, before: int, end: int) -> None:
+        """Move the free offset back, unless another process has moved it since."""
+        if self.free == end:
+            self._numbers[0] = before
 
 
 Layout: TypeAlias = Rows | Records

@@ -569,8 +569,8 @@ class RollingStore(Store):
         mean = int(self._words[_END]) / live if live >= KNOWN else aligned(max(self.codec.nbytes, 1))
         return max(min(int(self._words[_MOST] / max(mean, 1)), self.count), 1)
 
-    def close(self) -> None:
-        """Close the store in this process. The memory is free when all processes have closed the store."""
+    def drop_views(self) -> None:
+        """Stop using the segment, which stays open."""
         self.notes = np.empty((0, 0), dtype=np.int64)
         self._words = self.generations = self._times = np.empty(0, dtype=np.int64)
-        super().close()
+        super().drop_views()

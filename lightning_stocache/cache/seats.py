@@ -8,13 +8,10 @@ process takes the seat. The word of a slot (uint32) says all that is known of it
     CLAIMED | seat | life     claimed: 10 bits for the seat, 20 for the life
 
 A claim is void if its seat has another life by now, or if the lock of its seat is free: its process has ended. So a
-claim costs no lock, and a killed process leaves nothing behind. Claims are taken for a whole call under one lock, the
-turn: which slots are free is found before it, and under it they are only compared and written. Nothing that could
-wait for a disk or for a sample happens there. Whoever has claimed a slot sets it stored (in memory), or empty, without
-the turn, because nobody else writes the word of a living claim.
-
-The turn is tried, never waited for without end: its holder may have been stopped. After a second samples are served
-unstored, and from then on the turn is tried once a call, until it is got.
+claim costs no lock, and a killed process leaves nothing behind. Claims are taken for a whole call in one turn
+(`Segment.in_turn`): which slots are free is found before it, and in it they are only compared and written. Without the
+turn samples are served unstored. Whoever has claimed a slot sets it stored (in memory), or empty, without the turn,
+because nobody else writes the word of a living claim.
 
 All threads of a process write the same claim; a dict says which thread has a slot. A forked child empties the dict, and
 takes a seat of its own when it stores. KeyboardInterrupt may leave a slot claimed: the thread's next use of it ends
@@ -25,22 +22,15 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.node.segment import Segment
-
-if sys.platform != "win32":
-    import fcntl
-
-_T = TypeVar("_T")
 
 __all__ = ["EMPTY", "READY", "SEATS", "Seats"]
 
@@ -55,8 +45,7 @@ SEATS = 1024
 _CLAIMED = 1 << 31
 _LIFE_BITS = 20
 _LIFE = (1 << _LIFE_BITS) - 1
-_TURN, _SEAT = 1 << 42, (1 << 42) + 1  # bytes of the lock file, behind all others
-_PATIENCE, _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 100e-6, 2e-3
+_SEAT = 1 << 42  # the first byte of the seats, behind all others
 _LOOK = 0.01  # seconds between two looks at the lock of one seat
 
 
@@ -64,9 +53,7 @@ class _Process:
     """What all threads and all stores of this process share, by segment."""
 
     def __init__(self) -> None:
-        self.threads = threading.Lock()
         self.claim = 0  # the word of this process's claims; 0 without a seat
-        self.is_late = False  # the turn was not to be had, and is tried once a call
         self.is_full = False  # no seat was free
         self.owners: dict[int, int] = {}  # by claimed slot, the thread
         self.dead: set[int] = set()  # claims whose process has ended
@@ -78,7 +65,7 @@ _processes: weakref.WeakKeyDictionary[Segment, _Process] = weakref.WeakKeyDictio
 
 def _begin_anew() -> None:
     for process in _processes.values():
-        process.__init__()  # type: ignore[misc]  # a forked child has no lock, and one of the threads
+        process.__init__()  # type: ignore[misc]  # a forked child has no seat, and one of the threads
 
 
 if hasattr(os, "register_at_fork"):
@@ -89,7 +76,7 @@ class Seats:
     """The claims of this process on the slots of a segment.
 
     Args:
-        segment: its lock file has the locks of the seats and of the turn.
+        segment: has the locks of the seats, and the turn.
         words: the words of the slots, uint32.
         lives: the life of each seat, uint32 `[SEATS]`; zeroes at first.
 
@@ -117,9 +104,9 @@ class Seats:
         process, words = self._process, self._words
         seen = {slot: words[slot] for slot in slots}
         free = [slot for slot, now in seen.items() if now == word or self._is_void(now)]
-        if not free or process.is_full:
+        if not free or process.is_full or not self._segment.has_locks:
             return []
-        return self._in_turn(self._take, free, seen) or []
+        return self._segment.in_turn(self._take, free, seen) or []
 
     def is_mine(self, slot: int) -> bool:
         """Whether this thread has claimed a slot."""
@@ -147,7 +134,7 @@ class Seats:
                 verified[slot] = READY
             return True
 
-        return self._in_turn(change) is True
+        return self._segment.in_turn(change) is True
 
     def empty(self, slot: int, unless: Callable[[], bool]) -> None:
         """Empty a stored slot, which nobody reads, unless something holds by then."""
@@ -156,7 +143,7 @@ class Seats:
             if self._words[slot] == READY and not unless():
                 self._words[slot] = EMPTY
 
-        self._in_turn(change)
+        self._segment.in_turn(change)
 
     def close(self) -> None:
         """Drop the views. The claims of this process go with its descriptors."""
@@ -200,29 +187,6 @@ class Seats:
         now = time.monotonic()
         if now - process.looked.get(claim, -_LOOK) >= _LOOK:
             process.looked[claim] = now
-            with process.threads:
-                if self._segment.lock(_SEAT + seat):
-                    self._segment.unlock(_SEAT + seat)
-                    process.dead.add(claim)
+            if not self._segment.is_locked(_SEAT + seat):
+                process.dead.add(claim)
         return claim in process.dead
-
-    def _in_turn(self, work: Callable[..., _T], *args: object) -> _T | None:
-        """The result of `work` under the turn; None if the turn was not to be had."""
-        process, locks = self._process, self._segment.descriptors[1]
-        with process.threads:
-            try:
-                return work(*args) if self._wait_for_turn() else None
-            finally:  # no function of Python's, at whose beginning KeyboardInterrupt could come
-                fcntl.lockf(locks, fcntl.LOCK_UN, 1, _TURN)
-
-    def _wait_for_turn(self) -> bool:
-        process, pause = self._process, _FIRST_PAUSE
-        end = time.monotonic() + _PATIENCE
-        while not self._segment.lock(_TURN):
-            if process.is_late or time.monotonic() > end:
-                process.is_late = True
-                return False
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
-        process.is_late = False
-        return True

@@ -28,8 +28,8 @@ verified before it is read, by lookups with `verify`. An error of the disk is no
 empty. A file that is cut off while it is open is not read any more, because the mapping would raise SIGBUS. The next
 job restores the full length of the file.
 
-Bytes of the lock file: behind one for each slot (`rolling`) one for the process that has warned of a shortage, and one
-for the run of records; far behind them one for `alone`, and those of seats.
+Bytes that are locked: behind one for each slot (`rolling`) one for the process that has warned of a shortage; far
+behind them one for `alone`, and those of seats.
 
 Any number can be an index: a negative index, and one outside of the dataset, has no place.
 """
@@ -78,7 +78,7 @@ PATIENCE = 30.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 _STEP = 1 << 12  # slots that are looked at together for an empty one
 _WINDOW = 1 << 24  # slots in which `some_stored` looks for ready ones
-_ALONE = 1 << 40  # a byte of the lock file, behind the bytes of all slots
+_ALONE = 1 << 40  # a byte behind those of all slots
 _RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
 _COPIED_BYTES = 1 << 22  # that `take_over` copies at once
 _DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most 1/28 of the granted bytes
@@ -212,11 +212,10 @@ class Store:
     def mend(cls, codec: SampleCodec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
         """Empty the slots that a crash has damaged in a segment on a disk, while no other process has it open."""
         store = cls._in_segment(segment, codec, Arc(**asdict(manifest.geometry), domain=domain))
-        segment.retain()  # `close` gives it back
         try:
             store.repair()
         finally:
-            store.close()
+            store.drop_views()
 
     def repair(self) -> None:
         """Empty the slots that a crash has damaged, while no other process has the store open."""
@@ -634,16 +633,19 @@ class Store:
 
     def close(self) -> None:
         """Close the store in this process. The memory is free when all processes have closed the store."""
+        self.drop_views()
+        self.segment.close()
+
+    def drop_views(self) -> None:
+        """Stop using the segment, which stays open."""
         # The views belong to this object, even if another copy has closed the segment.
         self.layout.close()
         self._seats.close()
         self._readable = np.empty(0, dtype=np.uint8)
         self._readable_bytes.release()
-        if not self._closed:
-            self._closed = True
-            self.segment.close()
-            if self._checksums is not None:
-                self._checksums.close()
+        self._closed = True
+        if self._checksums is not None:
+            self._checksums.close()
 
 
 def _decode(codec: Any, record: memoryview, lend: Lend | None) -> Any:

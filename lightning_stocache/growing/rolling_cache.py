@@ -32,6 +32,7 @@ from lightning_stocache.loading.dataset import CachedDataset, cached_source, dat
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.locks import are_exclusive
 from lightning_stocache.node.processes import poll
 from lightning_stocache.sampling.residents import RollingSampler
 from lightning_stocache.setup.allocation import holds_all
@@ -196,8 +197,10 @@ class RollingCache(Dataset[Any]):
         Args:
             group: which ranks share memory; by default the running process group tells.
         """
-        if sys.platform == "win32":
-            raise OSError("a rolling cache needs memory and locks that processes share, which Windows does not have")
+        if sys.platform == "win32" or not are_exclusive():
+            raise OSError(
+                "a rolling cache needs memory and locks that processes share, which this system does not have"
+            )
         self.close()
         group = NodeGroup.discover() if group is None else group
         assert self._request.draws is not None

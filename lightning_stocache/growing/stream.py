@@ -35,6 +35,7 @@ from lightning_stocache.growing.rolling_cache import dataset_in
 from lightning_stocache.loading.dataset import CachedDataset, Forwarding
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.node.locks import are_exclusive
 from lightning_stocache.sampling.residents import StreamBatches, batches_in_turn, batches_of, deal, permutation
 from lightning_stocache.setup.find import WAY_OF_STREAMS, stream_difference
 from lightning_stocache.setup.open import open_caches
@@ -255,7 +256,9 @@ class StreamSource:
         """Open the memory, in place of the memory that was open. Arguments and errors are those of `open_caches`."""
         self.close()
         request, reason = self.opened.request, None
-        if len(group.nodes) > 1:
+        if not are_exclusive():
+            reason = "a stream needs locks between processes, which this system does not have"
+        elif len(group.nodes) > 1:
             reason = f"it is kept on one node only, and there are {len(group.nodes)}"
         elif not request.freeze_random and draws_shards(self.source):
             reason = (

@@ -26,8 +26,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import resource
 import statistics
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -41,6 +41,9 @@ import torch
 from lightning_stocache.cache.codec import aligned
 from lightning_stocache.loading.prefetch import held_back
 from lightning_stocache.node.free import FreeMemory
+
+if sys.platform != "win32":
+    import resource
 
 __all__ = ["Arena", "Lent", "Slot", "arena_of"]
 

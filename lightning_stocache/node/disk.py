@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 
+from lightning_stocache.node import locks
 from lightning_stocache.node.files import printable, read_text
 
 if sys.platform != "win32":
@@ -41,10 +42,10 @@ def check_directory(directory: str) -> str:
             os.mkdir(path, 0o700)
         if (kind := filesystem_of(path)) and kind not in _KINDS:
             raise OSError(f"its filesystem ({kind}) may not show at once what others write: it is none of {_LISTED}")
-        with tempfile.TemporaryFile(dir=path) as file:  # segments take both kinds of lock
+        with tempfile.TemporaryFile(dir=path) as file:
             fcntl.flock(file, fcntl.LOCK_SH)
-            fcntl.flock(file, fcntl.LOCK_UN)  # on BSD and macOS the two kinds of lock exclude each other
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+            if locks.are_exclusive() and not locks.excludes(file.fileno()):
+                raise OSError("its locks do not exclude other processes")
     except OSError as error:
         raise DiskError(
             f"dir={printable(path)!r} cannot hold a cache: {error.strerror or error}. Give a directory on a disk of "

@@ -3,15 +3,13 @@
 Three kinds:
 
 - `tmpfile` (O_TMPFILE in /dev/shm) and `memfd` have no name: nothing collides with them and no file is left behind.
-- `file` has a name, and a shared `flock` while a process uses it. Where O_TMPFILE is missing (macOS, some disks), a
-  `tmpfile` is a `file`.
+- `file` has a name. Where O_TMPFILE is missing (macOS, some disks), a `tmpfile` is a `file`.
 
 A file begins with a header of 4096 bytes:
 
     byte  0  magic number (8 bytes)
     byte  8  random token, by which an attaching process recognizes the segment (16)
     byte 24  number of this format (4)
-    byte 32  of a named file: the inode of its lock file (8)
     byte 48  two int64 for the owner of the segment (16)
     byte 64  length of the manifest (4), then the manifest as JSON
 
@@ -27,7 +25,6 @@ import json
 import os
 import stat
 import struct
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -35,13 +32,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-if sys.platform != "win32":
-    import fcntl
-
 __all__ = [
     "FORMAT",
     "HEADER_BYTES",
-    "LOCKS",
     "MANIFEST_OFFSET",
     "NUMBERS_OFFSET",
     "Backend",
@@ -49,11 +42,9 @@ __all__ = [
     "Manifest",
     "ManifestError",
     "get_shm_size",
-    "has_locks",
     "make_file",
     "manifest_in",
     "memory_directory",
-    "note_locks",
     "open_own",
     "prefix",
     "printable",
@@ -61,22 +52,18 @@ __all__ = [
     "read_text",
     "reserve",
     "token_of",
-    "unlink_with_locks",
+    "unlink",
     "write_header",
 ]
 
 Backend = Literal["tmpfile", "memfd", "file"]
-LOCKS = ".locks"
-"""The suffix of the names of lock files."""
-
 HEADER_BYTES = 4096
 NUMBERS_OFFSET = 48
 MANIFEST_OFFSET = 64
-FORMAT = 9  # of header, manifest and payload: change it with any of them, and files of other formats are refused
+FORMAT = 10  # of header, manifest and payload: change it with any of them, and files of other formats are refused
 _MAGIC = b"STOCACHE"
 _TOKEN_BYTES = 16
 _NUMBER = struct.Struct("<I")  # the format, and the manifest's length
-_INODE, _LOCKS_OFFSET = struct.Struct("<Q"), 32
 _MANIFEST_START = MANIFEST_OFFSET + _NUMBER.size
 _NOT_OURS = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
 
@@ -146,9 +133,7 @@ def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str 
         except OSError as error:  # some filesystems of disks lack such files
             if directory is None or error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise
-    data, path = tempfile.mkstemp(prefix=prefix(), dir=where)
-    fcntl.flock(data, fcntl.LOCK_SH)  # marks the file as used, until the last copy of the descriptor is closed
-    return data, path
+    return tempfile.mkstemp(prefix=prefix(), dir=where)
 
 
 def open_own(path: str, *, create: bool = False) -> int:
@@ -218,27 +203,10 @@ def token_of(data: int) -> bytes:
     return header[len(_MAGIC) :]
 
 
-def note_locks(data: int, locks: int) -> None:
-    """Note in a header which lock file belongs to it. Call it while nobody else uses the file, or if none is noted."""
-    if not has_locks(data, locks) or not _noted(data):
-        with contextlib.suppress(OSError):  # a full disk: who joins meanwhile passes through
-            os.pwrite(data, _INODE.pack(os.fstat(locks).st_ino), _LOCKS_OFFSET)
-
-
-def has_locks(data: int, locks: int) -> bool:
-    """Whether this is the lock file that was noted in a header, if one was. Another one excludes nobody."""
-    return _noted(data) in (0, os.fstat(locks).st_ino)
-
-
-def _noted(data: int) -> int:
-    noted: int = _INODE.unpack(os.pread(data, _INODE.size, _LOCKS_OFFSET))[0]
-    return noted
-
-
-def unlink_with_locks(path: str) -> None:
-    """Remove a file's lock file, then the file: a kill in between leaves no lock file without its file."""
-    for name in (path + LOCKS, path):
-        with contextlib.suppress(FileNotFoundError):  # another process was first
+def unlink(path: str) -> None:
+    """Remove a file, unless another process was first; of earlier formats the lock file beside it, too."""
+    for name in (path + ".locks", path):
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
 
 

@@ -1,19 +1,15 @@
 """Named segments, which outlive their job: open, join, list, clean.
 
 A named segment is a file `lsc-<uid>-<name>` in the memory directory, or in a directory on a disk. Its header has a
-manifest. Several jobs of one user may use it. The protocol uses `flock` on the file, and its inode:
+manifest. Several jobs of one user may use it. The protocol uses the locks of `node.locks`, and the file's inode:
 
-- A process that uses the segment has a shared lock, from before the name appears until the process ends. Forked workers
-  inherit the lock of their rank, and the kernel drops it when they die.
+- A process that uses the segment shares the lock `use`, from before the name appears until the process ends.
 - A process that makes the segment writes header and manifest, takes the lock, and then links the name. So every visible
   segment is complete. If another process has linked the name first, its segment is joined.
-- The first process that joins a segment, perhaps after a crash, takes the exclusive lock. Before it shares the lock, it
-  notes which lock file belongs to the segment, and forgets what earlier jobs have noted for all that fill it; on a disk
-  it repairs the file (`mend`) and restores its full length.
-- Who joins later and finds another lock file is refused: somebody has removed it, and it would exclude nobody.
-- A process that lists or removes the segment tries to take the exclusive lock: if that succeeds, no process uses
-  the segment. It removes the lock file before the file, so no lock file is left without its file.
-- After every lock a process checks that the name still leads to the same inode, because another process may have
+- One process at a time opens or removes the segment. If no other process uses it, perhaps after a crash, it has the
+  lock alone meanwhile. Then it forgets what earlier jobs have noted for all that fill the segment; on a disk it repairs
+  the file (`mend`) and restores its full length.
+- With these locks a process checks that the name still leads to the same inode, because another process may have
   removed the segment.
 
 Files of other users, links, pipes and files that others may open are never opened (`files.open_own`). A file without
@@ -26,35 +22,29 @@ import contextlib
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_stocache.node import locks
 from lightning_stocache.node.files import (
     HEADER_BYTES,
-    LOCKS,
     MANIFEST_OFFSET,
     NUMBERS_OFFSET,
     Manifest,
     ManifestError,
-    has_locks,
     make_file,
     manifest_in,
     memory_directory,
-    note_locks,
     open_own,
     prefix,
     printable,
     token_of,
-    unlink_with_locks,
+    unlink,
     write_header,
 )
 from lightning_stocache.node.segment import Segment
-
-if sys.platform != "win32":
-    import fcntl
 
 __all__ = [
     "Mend",
@@ -73,6 +63,7 @@ Mend = Callable[[Segment, Manifest], None]
 """Repairs what a crash may have damaged in a segment on a disk."""
 
 _MAKING = 60  # seconds between making a file and writing its header, at most
+_PATIENCE = 10.0  # seconds to wait while another process opens or removes a segment
 _NAME = re.compile(r"(?!.*\.locks$)[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
 
@@ -106,40 +97,40 @@ def join_named(name: str, directory: str | None = None, mend: Mend | None = None
     """Open the segment of a name with its manifest, as `open_named` does. Returns None without such a segment."""
     path = _path(check_name(name), directory)
     try:
-        data = open_own(path)
+        file = open_own(path)
     except FileNotFoundError:
         return None
-    try:
-        alone = _try_exclusive(data)
-        if not alone:
-            fcntl.flock(data, fcntl.LOCK_SH)  # waits while another process lists, removes or repairs the segment
-            alone = _try_exclusive(data)  # the other process has only listed it
-            if not alone:
-                fcntl.flock(data, fcntl.LOCK_SH)
-        if not _leads_to(path, data):
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, file)
+        if not locks.begin_opening(file, _PATIENCE):
+            raise ManifestError(
+                f"the cache {name!r} cannot be opened: another process has been opening it for {_PATIENCE:.0f} s (is "
+                f"it stopped?). {way_out(name, directory)}"
+            )
+        is_alone = locks.use_alone(file)
+        if not is_alone:
+            locks.share_use(file)
+        if not _leads_to(path, file):
             return None
-        manifest = _manifest(data, path, directory)
-        if (known := Segment.find_open(token_of(data))) is not None:
-            return known.retain(), manifest  # closing a second descriptor of its lock file would drop its locks
-        if alone and directory is not None and os.fstat(data).st_size < HEADER_BYTES + manifest.payload:
-            os.ftruncate(data, HEADER_BYTES + manifest.payload)  # the file was cut off; the missing slots are empty
-        segment = _segment_in(data, os.fstat(data).st_size - HEADER_BYTES, path, directory, alone=alone)
-        if alone:
+        manifest = _manifest(file, path, directory)
+        if is_alone and directory is not None and os.fstat(file).st_size < HEADER_BYTES + manifest.payload:
+            os.ftruncate(file, HEADER_BYTES + manifest.payload)  # the file was cut off; the missing slots are empty
+        if is_alone:
             with contextlib.suppress(OSError):  # a full disk: what its last jobs have left free stays free
-                os.pwrite(data, bytes(MANIFEST_OFFSET - NUMBERS_OFFSET), NUMBERS_OFFSET)
-            try:
-                if mend is not None and directory is not None:
-                    mend(segment, manifest)
-                fcntl.flock(data, fcntl.LOCK_SH)
-            except BaseException:
-                segment.close()
-                raise
-            if not _leads_to(path, data):  # the file had no lock while the kind of lock changed
-                segment.close()
+                os.pwrite(file, bytes(MANIFEST_OFFSET - NUMBERS_OFFSET), NUMBERS_OFFSET)
+        undo.pop_all()
+        size = os.fstat(file).st_size - HEADER_BYTES
+        segment = Segment(file, size, path, on_disk=directory is not None, alone=is_alone)
+        undo.callback(segment.close)
+        if is_alone:
+            if mend is not None and directory is not None:
+                mend(segment, manifest)
+            locks.share_use(file)
+            if not _leads_to(path, file):  # where the lock is a `flock`, it was free for a moment
                 return None
+        locks.end_opening(file)
+        undo.pop_all()
         return segment, manifest
-    finally:
-        os.close(data)
 
 
 def open_named(
@@ -155,12 +146,13 @@ def open_named(
         mend: called with a segment on a disk and its manifest, while no other process has the segment open.
 
     Returns:
-        The segment and its manifest. If this process has the segment open already, it takes one more `close`.
+        The segment and its manifest.
 
     Raises:
         ValueError: the name is not valid, or the manifest is too large.
-        ManifestError: the file is no segment, damaged, or of another version; the message says what to do.
-        PermissionError: the file, or its lock file, is not a file of this user alone.
+        ManifestError: the file is no segment, damaged, or of another version, or another process does not end opening
+            it; the message says what to do.
+        PermissionError: the file is not a file of this user alone.
         OSError: there is no memory for the header.
     """
     while True:
@@ -214,40 +206,22 @@ def _publish(path: str, size: int, manifest: Manifest, directory: str | None) ->
     with contextlib.ExitStack() as cleanup:
         folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         cleanup.callback(os.close, folder)
-        data, temporary = make_file("tmpfile", directory)
-        cleanup.callback(os.close, data)
+        file, temporary = make_file("tmpfile", directory)
+        closing_file = cleanup.enter_context(contextlib.ExitStack())
+        closing_file.callback(os.close, file)
         if temporary is not None:
             cleanup.callback(os.unlink, temporary)
-        write_header(data, size, manifest)
+        write_header(file, size, manifest)
         if directory is not None:
-            os.fsync(data)  # once, so that no crash leaves a name without a header
-        fcntl.flock(data, fcntl.LOCK_SH)
+            os.fsync(file)  # once, so that no crash leaves a name without a header
+        locks.share_use(file)
         try:
             # src_dir_fd makes Python call linkat, which follows the link below /proc. link(2) would fail with EXDEV.
-            os.link(temporary or f"/proc/self/fd/{data}", path, src_dir_fd=folder, follow_symlinks=True)
+            os.link(temporary or f"/proc/self/fd/{file}", path, src_dir_fd=folder, follow_symlinks=True)
         except FileExistsError:
             return None
-        return _segment_in(data, size, path, directory)
-
-
-def _segment_in(data: int, size: int, path: str, directory: str | None, *, alone: bool = False) -> Segment:
-    """Map a locked file. The segment has its own descriptors, which keep the lock.
-
-    Raises:
-        ManifestError: others use the file with another lock file, which was removed: they and this process would write
-            over each other.
-    """
-    locks = open_own(path + LOCKS, create=True)
-    if alone or has_locks(data, locks):
-        note_locks(data, locks)
-    else:
-        os.close(locks)
-        name = os.path.basename(path).removeprefix(prefix())
-        raise ManifestError(
-            f"the cache {name!r} is in use, and its lock file was removed: it can be joined again when no process uses "
-            f"it. {way_out(name, directory)}"
-        )
-    return Segment(os.dup(data), locks, size, path, on_disk=directory is not None)
+        closing_file.pop_all()
+        return Segment(file, size, path, on_disk=directory is not None, made_here=True)
 
 
 def _manifest(data: int, path: str, directory: str | None) -> Manifest:
@@ -274,13 +248,13 @@ def _named_files(
         if not file.startswith(prefix()) or only not in (None, name) or not _NAME.fullmatch(name):
             continue
         with contextlib.suppress(OSError, ValueError), _own_file(path) as data:
-            if remove and only is None and _is_stump(data) and _leads_to(path, data):
-                unlink_with_locks(path)
+            if remove and only is None and _is_stump(data) and _is_unused(data) and _leads_to(path, data):
+                unlink(path)
             contents = look(data)
-            in_use = not _try_exclusive(data)
             facts = os.fstat(data)
+            in_use = not _is_unused(data) if remove else locks.is_used(data)
             if remove and not in_use and _leads_to(path, data):
-                unlink_with_locks(path)
+                unlink(path)
             yield NamedSegment(name, (facts.st_dev, facts.st_ino), facts.st_blocks * 512, in_use, contents)
 
 
@@ -297,20 +271,16 @@ def _own_file(path: str) -> Iterator[int]:
 def _is_stump(descriptor: int) -> bool:
     """Whether the maker of a file was killed before it wrote the header; a living one writes it at once."""
     is_old = time.time() - os.fstat(descriptor).st_mtime > _MAKING
-    return is_old and not any(os.pread(descriptor, HEADER_BYTES, 0)) and _try_exclusive(descriptor)
+    return is_old and not any(os.pread(descriptor, HEADER_BYTES, 0))
+
+
+def _is_unused(descriptor: int) -> bool:
+    """Whether no process uses or opens a file. None begins to before the descriptor is closed."""
+    return locks.begin_opening(descriptor, 0) and locks.use_alone(descriptor)
 
 
 def _path(name: str, directory: str | None) -> str:
     return os.path.join(directory or memory_directory(), prefix() + name)
-
-
-def _try_exclusive(descriptor: int) -> bool:
-    """Take the exclusive lock of a file. Returns False if another descriptor has a lock."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _leads_to(path: str, descriptor: int) -> bool:

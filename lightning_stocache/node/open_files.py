@@ -2,9 +2,8 @@
 
 A segment without a name is visible in `/proc/<pid>/fd` alone. The scan looks at every descriptor of the processes that
 this user may inspect, and lists this user's files: files in /dev/shm (deleted or named), memfds of this package, and
-named caches on a disk. A file that begins with the magic number of a segment is a segment. Its lock file is empty and
-is left out. Other files in /dev/shm (torch's batches) are listed too, because they take the same memory. Processes that
-cannot be inspected are counted.
+named caches on a disk. A file that begins with the magic number of a segment is a segment. Other files in /dev/shm
+(torch's batches) are listed too, because they take the same memory. Processes that cannot be inspected are counted.
 
 A cache takes its memory while its slots are filled, so more memory is free now than later: four trials of a sweep that
 start together would each count on all of it. A segment's file has its full length from the beginning, so its length
@@ -29,7 +28,7 @@ from lightning_stocache.node.files import printable, read_text, token_of
 __all__ = ["OpenFile", "Process", "Promised", "open_files", "promised_to_others"]
 
 _IN_MEMORY = ("/dev/shm/", "/memfd:lightning_stocache")
-_ON_DISK = re.compile(r".*/lsc-[0-9]+-[^/]*(?<!\.locks)")
+_ON_DISK = re.compile(r".*/lsc-[0-9]+-[^/]*")
 _COMMAND = 120  # most characters of a command line that are shown
 _LEAST = 2**20  # bytes of a promise; smaller differences are the rest of a page, or counters
 

@@ -1,12 +1,13 @@
 """One file in memory or on a disk, mapped by every process of a node.
 
-Layout: a header (`files`), then the payload, whose meaning only the owner of the segment knows. The byte locks lie on a
-second, empty file, because closing any descriptor of a file drops all POSIX locks that the process has on that file.
+Layout: a header (`files`), then the payload, whose meaning only the owner of the segment knows. Locks lie on the file
+itself (`locks`).
 
 1. The leader of a node calls `Segment.create`. The file has its full length at once, but takes no memory yet.
 2. The leader sends `segment.handle` to the other ranks, which call `Segment.attach`. They open the same file, through
    `/proc/<pid>/fd/<n>` if it has no name, and check inode and token: a recycled pid never leads to foreign memory.
-   DataLoader workers inherit the descriptors (fork) or receive them while they start (spawn, forkserver).
+   DataLoader workers inherit the descriptor (fork) or receive it while they start (spawn, forkserver), and open the
+   file anew, because locks belong to what a descriptor has opened.
 3. A process reserves pages before it writes to them, or writes through the file (`store`). A full filesystem is then an
    `OSError(ENOSPC)`; through the mapping it would be a SIGBUS. All writes to a disk go through the file. So do first
    reads (`fetch`), because a bad block or a file that was cut off is a SIGBUS in the mapping, too.
@@ -19,7 +20,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
+import multiprocessing
 import os
 import platform
 import sys
@@ -27,24 +30,24 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import context, reduction
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from lightning_stocache.node import locks
 from lightning_stocache.node.files import (
     HEADER_BYTES,
-    LOCKS,
     MANIFEST_OFFSET,
     NUMBERS_OFFSET,
     Backend,
     Manifest,
-    has_locks,
     make_file,
     open_own,
     reserve,
     token_of,
-    unlink_with_locks,
+    unlink,
     write_header,
 )
 
@@ -53,33 +56,31 @@ if sys.platform != "win32":
 
 __all__ = ["Segment", "SegmentHandle", "fence", "fence_of", "open_descriptors"]
 
+_T = TypeVar("_T")
+
+log = logging.getLogger(__name__)
+
 _MOST_PARTS = 1024  # that one call writes (IOV_MAX)
-# The segments that this process has open, by token. A process opens each lock file once: closing a second descriptor
-# would drop the locks of the first.
-_open_here: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
+_PATIENCE = 1.0  # seconds to wait for the turn, whose holder may have been stopped
+
+_open_here: weakref.WeakSet[Segment] = weakref.WeakSet()
+"""The segments that this process has open."""
 
 
-class _Opening:
-    """One thread at a time attaches a segment."""
-
-    lock = threading.Lock()
-
-    @classmethod
-    def begin_anew(cls) -> None:
-        """In a forked child: the thread that had the lock is not there."""
-        cls.lock = threading.Lock()
+def _leave_parent() -> None:
+    for segment in list(_open_here):
+        segment.leave_parent()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_Opening.begin_anew)
+    os.register_at_fork(after_in_child=_leave_parent)
 
 
 @dataclass(frozen=True)
 class SegmentHandle:
     """The address of a segment for other processes of the node, in plain values."""
 
-    data: str  # path of the file's name, or of the creator's descriptor below /proc
-    locks: str  # path of the lock file, likewise
+    path: str  # of the file's name, or of the creator's descriptor below /proc
     inode: int
     token: bytes
     size: int
@@ -90,11 +91,15 @@ class Segment:
     """A mapped file that the processes of a node share. Make one with `create`, open one with `attach`.
 
     Args:
-        data, locks: descriptors of the mapped file and of the lock file, which the segment closes.
+        file: a descriptor of the file, which the segment closes. No other process has its open file description.
         size: payload bytes, without the header.
         path: the file's name, if it has one.
         on_disk: whether the file lies on a disk.
         owned: whether this process removes the name when it closes the segment or ends.
+        made_here: whether this process has made the file.
+        alone: whether this process uses the file alone; it shares the use afterwards (`locks.share_use`).
+
+    `has_locks` says whether this process can lock bytes, and so store samples.
 
     Raises:
         ValueError: the file is not a segment, or the segment is closed.
@@ -112,28 +117,36 @@ class Segment:
 
     def __init__(
         self,
-        data: int,
-        locks: int,
+        file: int,
         size: int,
         path: str | None = None,
         *,
         on_disk: bool = False,
         owned: bool = False,
+        made_here: bool = False,
+        alone: bool = False,
     ) -> None:
-        self.size, self.path, self.on_disk, self._data, self._locks = size, path, on_disk, data, locks
+        self.size, self.path, self.on_disk, self.descriptor = size, path, on_disk, file
         self._own_paths = [path] if owned and path else []
-        self._users = 1
         self._map: mmap.mmap | None = None
         self.closed = True  # in this process; an attribute, because a loader reads it for each batch
-        self._finalizer = weakref.finalize(self, _release, data, locks, self._own_paths, os.getpid())
+        self._threads = threading.Lock()  # of this process, which share the turn
+        self._is_late = False  # the turn was not to be had, and is tried once a call
+        self._has_turns = locks.are_exclusive()
+        self._finalizer = weakref.finalize(self, _release, file, self._own_paths, os.getpid())
         try:
-            self.token = token_of(data)
-            self._map = mmap.mmap(data, HEADER_BYTES + size)
+            self.has_locks = self._has_turns or made_here
+            if not self._has_turns:
+                _warn_without_locks()
+            self.token = token_of(file)
+            if not alone:
+                locks.share_use(file)
+            self._map = _mapped(file, HEADER_BYTES + size)
             self.closed = False
         except BaseException:
             self._finalizer()
             raise
-        _open_here[self.token] = self
+        _open_here.add(self)
 
     @classmethod
     def create(
@@ -160,64 +173,37 @@ class Segment:
         """
         backend = backend or ("tmpfile" if os.path.isdir("/dev/shm") else "file")
         with contextlib.ExitStack() as undo:
-            data, path = make_file(backend, directory)
-            undo.callback(os.close, data)
-            if path is None:
-                locks, _ = make_file(backend, directory)
-            else:
+            file, path = make_file(backend, directory)
+            undo.callback(os.close, file)
+            if path is not None:
                 undo.callback(os.unlink, path)
-                locks = open_own(path + LOCKS, create=True)
-                undo.callback(os.unlink, path + LOCKS)
-            undo.callback(os.close, locks)
-            write_header(data, size, manifest, reserved)
+            write_header(file, size, manifest, reserved)
             undo.pop_all()
-        return cls(data, locks, size, path, on_disk=directory is not None, owned=True)
+        return cls(file, size, path, on_disk=directory is not None, owned=True, made_here=True)
 
     @classmethod
     def attach(cls, handle: SegmentHandle) -> Segment:
         """Open the segment that another process of this node made. The caller closes it.
 
-        If this process has the segment open already, the same object is returned, and takes one more `close`.
-
         Raises:
             OSError: the file cannot be reached: another pid namespace, another user, or the creator has ended.
             ValueError: another file, or another segment, lies there now.
         """
-        with _Opening.lock:  # two descriptors of the lock file are one too many
-            if (known := cls.find_open(handle.token)) is not None:
-                return known.retain()
-            return cls._opened(handle)
-
-    @classmethod
-    def _opened(cls, handle: SegmentHandle) -> Segment:
-        named = not handle.data.startswith("/proc/")
+        has_name = not handle.path.startswith("/proc/")
+        file = open_own(handle.path) if has_name else os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
         with contextlib.ExitStack() as undo:
-            data = _open(handle.data)
-            undo.callback(os.close, data)
-            if os.fstat(data).st_ino != handle.inode or token_of(data) != handle.token:
-                raise ValueError(f"{handle.data} is not that segment: its creator has gone, or shares no memory here")
-            if named:
-                fcntl.flock(data, fcntl.LOCK_SH)
-            locks = _open(handle.locks)
-            undo.callback(os.close, locks)
-            if not has_locks(data, locks):
-                raise ValueError(f"{handle.locks} is another lock file: it was removed while the segment was in use")
+            undo.callback(os.close, file)
+            if os.fstat(file).st_ino != handle.inode or token_of(file) != handle.token:
+                raise ValueError(f"{handle.path} is not that segment: its creator has gone, or shares no memory here")
             undo.pop_all()
-        return cls(data, locks, handle.size, handle.data if named else None, on_disk=handle.on_disk)
-
-    @staticmethod
-    def find_open(token: bytes) -> Segment | None:
-        """The open segment of this process with that token, or None."""
-        known = _open_here.get(token)
-        return None if known is None or known.closed else known
+        return cls(file, handle.size, handle.path if has_name else None, on_disk=handle.on_disk)
 
     @property
     def handle(self) -> SegmentHandle:
         """The address of this segment, valid while this process has the segment open, or while the name exists."""
         self._check_open()
-        here = f"/proc/{os.getpid()}/fd/"
-        paths = (self.path, self.path + LOCKS) if self.path else (f"{here}{self._data}", f"{here}{self._locks}")
-        return SegmentHandle(*paths, os.fstat(self._data).st_ino, self.token, self.size, self.on_disk)
+        path = self.path or f"/proc/{os.getpid()}/fd/{self.descriptor}"
+        return SegmentHandle(path, os.fstat(self.descriptor).st_ino, self.token, self.size, self.on_disk)
 
     @property
     def numbers(self) -> memoryview:
@@ -225,34 +211,29 @@ class Segment:
         return memoryview(self._check_open())[NUMBERS_OFFSET:MANIFEST_OFFSET].cast("q")
 
     @property
-    def descriptors(self) -> tuple[int, int]:
-        """The descriptors of the mapped file and of the lock file."""
-        return self._data, self._locks
-
-    @property
     def allocated_bytes(self) -> int:
         """Bytes of memory, or of the disk, that the file takes now, with its header."""
-        return 0 if self.closed else os.fstat(self._data).st_blocks * 512
+        return 0 if self.closed else os.fstat(self.descriptor).st_blocks * 512
 
     @property
     def backend(self) -> Backend:
         """The kind of the file."""
         if self.path is None:
             with contextlib.suppress(FileNotFoundError):  # without /proc (macOS) it is a file whose name is gone
-                return "memfd" if os.readlink(f"/proc/self/fd/{self._data}").startswith("/memfd:") else "tmpfile"
+                return "memfd" if os.readlink(f"/proc/self/fd/{self.descriptor}").startswith("/memfd:") else "tmpfile"
         return "file"
 
     @property
     def free_bytes(self) -> int | None:
         """Bytes free in the file's filesystem, for a user without privileges; None if it has no limit."""
         self._check_open()
-        stats = os.fstatvfs(self._data)
+        stats = os.fstatvfs(self.descriptor)
         return stats.f_frsize * stats.f_bavail if stats.f_blocks else None  # the filesystem of memfds has no size
 
     @property
     def is_whole(self) -> bool:
         """Whether the file has its full length. A read behind its end is a SIGBUS."""
-        return not self.closed and os.fstat(self._data).st_size >= HEADER_BYTES + self.size
+        return not self.closed and os.fstat(self.descriptor).st_size >= HEADER_BYTES + self.size
 
     def fetch(self, offset: int, length: int) -> bytes:
         """A copy of a range of the payload, read through the file.
@@ -263,7 +244,7 @@ class Segment:
         self._check_open()
         content = b""
         while len(content) < length:
-            piece = os.pread(self._data, length - len(content), HEADER_BYTES + offset + len(content))
+            piece = os.pread(self.descriptor, length - len(content), HEADER_BYTES + offset + len(content))
             if not piece:
                 raise OSError(errno.EIO, f"the file ends {length - len(content)} bytes too early")
             content = content + piece if content else piece
@@ -287,7 +268,7 @@ class Segment:
             OSError: there is no memory left (ENOSPC); nothing has changed.
         """
         self._check_open()
-        reserve(self._data, HEADER_BYTES + offset, length)
+        reserve(self.descriptor, HEADER_BYTES + offset, length)
 
     def store(self, offset: int, *parts: memoryview) -> None:
         """Write parts into the payload, one after the other, through the file. One call allocates memory and copies.
@@ -298,10 +279,10 @@ class Segment:
         self._check_open()
         offset += HEADER_BYTES
         several = 1 < len(parts) <= _MOST_PARTS and hasattr(os, "pwritev")  # macOS has it from 11 on
-        written = os.pwritev(self._data, parts, offset) if several else 0
+        written = os.pwritev(self.descriptor, parts, offset) if several else 0
         for part in parts:
             while written < part.nbytes:
-                written += os.pwrite(self._data, part[written:] if written else part, offset + written)
+                written += os.pwrite(self.descriptor, part[written:] if written else part, offset + written)
             offset, written = offset + part.nbytes, written - part.nbytes
 
     def discard(self, offset: int = 0) -> None:
@@ -316,58 +297,83 @@ class Segment:
             if first < end:
                 mapped.madvise(mmap.MADV_REMOVE, first, end - first)
         except (AttributeError, OSError):
-            os.ftruncate(self._data, begin)
-            os.ftruncate(self._data, end)
+            os.ftruncate(self.descriptor, begin)
+            os.ftruncate(self.descriptor, end)
         else:
             self.store(offset, memoryview(bytes(first - begin)))
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
-        """Take the lock of one byte for this process, in 1.5 us. Returns False if another process has the lock.
+        """Take the lock of one byte for this process. Returns False if another process has the lock.
 
         Args:
             byte: the number of the byte.
             wait: whether to wait until the lock is free, and return True.
 
         All threads of a process share a lock. A forked child has none. The kernel frees a lock when its process dies.
+        Where locks exclude nobody, only the process that made the segment gets one (`has_locks`).
         """
         self._check_open()
-        try:
-            fcntl.lockf(self._locks, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
+        if not self._has_turns:
+            return self.has_locks
+        return self.has_locks and locks.lock(self.descriptor, byte, wait=wait)
 
     def unlock(self, byte: int) -> None:
         """Release the lock of one byte. `close` releases all locks."""
-        if not self.closed:
-            fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, byte)
+        if not self.closed and self._has_turns and self.has_locks:
+            locks.unlock(self.descriptor, byte)
+
+    def is_locked(self, byte: int) -> bool:
+        """Whether another process has the lock of one byte."""
+        self._check_open()
+        return self._has_turns and locks.is_locked(self.descriptor, byte)
+
+    def in_turn(self, work: Callable[..., _T], *args: object) -> _T | None:
+        """The result of `work(*args)`, while no other process or thread works in its turn.
+
+        Nothing in it may wait: not for a disk, not for a sample. Returns None if the turn is not to be had within a
+        second, because its holder was stopped. From then on it is tried once a call, until it is had.
+        """
+        self._check_open()
+        if not self.has_locks and self._has_turns:
+            return None
+        file = self.descriptor
+        with self._threads:
+            try:
+                self._is_late = not locks.take_turn(file, 0 if self._is_late else _PATIENCE)
+                return None if self._is_late else work(*args)
+            finally:
+                if self._has_turns:  # no function of Python's, at whose beginning KeyboardInterrupt could come
+                    fcntl.flock(file, fcntl.LOCK_UN)
 
     def unlink(self) -> None:
         """Remove the name, if there is one. The memory is free when the last process has closed the segment."""
         if self.path is not None:
-            unlink_with_locks(self.path)
+            unlink(self.path)
             self.path = None
             self._own_paths.clear()
 
-    def retain(self) -> Segment:
-        """Count one more user of this segment in this process: it takes one more `close`."""
-        self._users += 1
-        return self
-
     def close(self) -> None:
-        """Unmap the file in this process, once each user in this process has closed the segment.
-
-        A live view keeps the memory. The creator removes the file's name.
-        """
+        """Unmap the file in this process. A live view keeps the memory. The creator removes the file's name."""
         if self._map is None:
             return
-        self._users -= 1
-        if self._users:
-            return
         mapped, self._map, self.closed = self._map, None, True
+        _open_here.discard(self)
         with contextlib.suppress(BufferError):  # a view is alive: the mapping ends with the view
             mapped.close()
         self._finalizer()
+
+    def leave_parent(self) -> None:
+        """In a forked child: open the file anew, because what was inherited has the parent's locks."""
+        self._threads, self._is_late = threading.Lock(), False
+        self.has_locks = False
+        with contextlib.suppress(OSError):  # no descriptor is left: this process stores nothing
+            anew = locks.open_anew(self.descriptor)
+            try:
+                locks.share_use(anew)
+                os.dup2(anew, self.descriptor, inheritable=False)  # closes what was inherited, and keeps the number
+                self.has_locks = self._has_turns
+            finally:
+                os.close(anew)
 
     def _check_open(self) -> mmap.mmap:
         if self._map is None:
@@ -375,19 +381,16 @@ class Segment:
         return self._map
 
     def __reduce__(self) -> tuple[Callable[..., Segment], tuple[Any, ...]]:
-        # A child that is being started gets the descriptors. A task of a Pool gets the address: DupFd would duplicate
-        # and close a descriptor of the lock file in this process, and so drop the locks of this process.
+        # A child that is being started gets the descriptor. A task of a Pool gets the address.
         self._check_open()
         if context.get_spawning_popen() is None:
-            return _from_handle, (self.handle,)
-        descriptors = reduction.DupFd(self._data), reduction.DupFd(self._locks)
-        return _from_descriptors, (*descriptors, self.size, self.path, self.on_disk)
+            return Segment.attach, (self.handle,)
+        return _from_descriptor, (reduction.DupFd(self.descriptor), self.size, self.path, self.on_disk)
 
 
 def open_descriptors() -> set[int]:
     """The descriptors of all segments that this process has open."""
-    segments = [segment for segment in list(_open_here.values()) if not segment.closed]
-    return {descriptor for segment in segments for descriptor in segment.descriptors}
+    return {segment.descriptor for segment in list(_open_here)}
 
 
 def fence_of(machine: str, lock: contextlib.AbstractContextManager[Any]) -> Callable[[], None]:
@@ -413,22 +416,43 @@ fence = fence_of(platform.machine(), threading.Lock())
 """Keeps the order of stores and loads: all before the call finish before any after the call begins."""
 
 
-def _open(path: str) -> int:
-    """Open a file by its name, or by another process's descriptor below /proc. Returns the descriptor."""
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC) if path.startswith("/proc/") else open_own(path)
+@cache
+def _warn_without_locks() -> None:
+    if multiprocessing.parent_process() is None:
+        log.warning(
+            "this system has no locks between processes (open file descriptions): only the process that makes a cache "
+            "stores samples in it. Load without workers (num_workers=0) to fill it"
+        )
 
 
-def _release(data: int, locks: int, own_paths: list[str], pid: int) -> None:
-    """Close the two files of a segment. In process `pid`, which made the names, remove them, too."""
-    os.close(data)
-    os.close(locks)
+def _mapped(file: int, length: int) -> mmap.mmap:
+    """Map a file by an open file description of its own, which no lock belongs to: a mapping keeps it."""
+    try:
+        own = locks.open_anew(file)
+    except FileNotFoundError:  # there is no /proc
+        return mmap.mmap(file, length)
+    try:
+        return mmap.mmap(own, length)
+    finally:
+        os.close(own)
+
+
+def _release(file: int, own_paths: list[str], pid: int) -> None:
+    """Close the file of a segment. In process `pid`, which made its name, remove that, too."""
+    os.close(file)
     for path in own_paths if os.getpid() == pid else ():
-        unlink_with_locks(path)
+        unlink(path)
 
 
-def _from_descriptors(data: Any, locks: Any, size: int, path: str | None, on_disk: bool) -> Segment:
-    return Segment(data.detach(), locks.detach(), size, path, on_disk=on_disk)
-
-
-def _from_handle(handle: SegmentHandle) -> Segment:
-    return Segment.find_open(handle.token) or Segment.attach(handle)  # the first `close` of a copy closes all copies
+def _from_descriptor(received: Any, size: int, path: str | None, on_disk: bool) -> Segment:
+    """The segment in a process that has received a descriptor: what it opened belongs to the sender, too."""
+    descriptor: int = received.detach()
+    try:
+        anew = locks.open_anew(descriptor)
+    except FileNotFoundError:  # there is no /proc
+        return Segment(descriptor, size, path, on_disk=on_disk)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return Segment(anew, size, path, on_disk=on_disk)

@@ -1,6 +1,5 @@
 """One thread of one process has a slot at a time."""
 
-import errno
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -34,7 +33,7 @@ def wait_for_claim(segment: Segment) -> None:
 
 @pytest.mark.processes
 def test_a_claim_excludes_other_threads(segment: Segment) -> None:
-    """POSIX locks do not tell threads apart; claims do, also in a child that was forked meanwhile."""
+    """Locks do not tell threads apart; claims do, also in a child that was forked meanwhile."""
     seen: list[Any] = []
 
     def wait() -> None:
@@ -60,19 +59,9 @@ def test_a_claim_excludes_other_threads(segment: Segment) -> None:
     assert can_claim(segment, 3)
 
 
-def test_what_is_no_deadlock_is_waited_for(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread tries again if the kernel takes its wait for a deadlock; any other error is raised."""
-    refusals = [errno.EDEADLK, errno.EDEADLK, errno.ENOLCK]
-    lock = segment.lock
-
-    def refuse(slot: int, *, wait: bool) -> bool:
-        if refusals:
-            raise OSError(refusals.pop(), "refused")
-        return lock(slot, wait=wait)
-
-    monkeypatch.setattr(segment, "lock", refuse)
-    with pytest.raises(OSError, match="refused"):
-        Claims(segment).take(3)
-    with Claims(segment).waiting(3):
-        assert not refusals
-    assert can_claim(segment, 3)
+def test_nobody_waits_for_a_lock_that_no_process_gets(segment: Segment) -> None:
+    """Where a system has no locks between processes, a claim that would be waited for is an error."""
+    segment.has_locks = False
+    assert not can_claim(segment, 3)
+    with pytest.raises(OSError, match="no locks between processes"), Claims(segment).waiting(3):
+        pass

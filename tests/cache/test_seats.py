@@ -13,6 +13,7 @@ from lightning_stocache.cache import seats as seats_module
 from lightning_stocache.cache.layout import ONCE, Rows
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.seats import EMPTY, READY, Seats
+from lightning_stocache.node import segment as segment_module
 from lightning_stocache.node.segment import Segment
 from tests.odds import stop
 from tests.processes import Child, call, hanging, wait_until
@@ -80,15 +81,15 @@ def test_what_was_free_before_the_turn_is_compared_under_it(layout: Any, monkeyp
         seats_of(layout).take([1, 2])
         layout.states[2] = READY
 
-    lock = Segment.lock
+    in_turn = Segment.in_turn
 
-    def late(segment: Segment, byte: int) -> bool:
-        monkeypatch.setattr(Segment, "lock", lock)
+    def late(segment: Segment, *args: Any) -> Any:
+        monkeypatch.setattr(Segment, "in_turn", in_turn)
         other.enter_context(hanging(act))
-        return lock(segment, byte)
+        return in_turn(segment, *args)
 
     with ExitStack() as other:
-        monkeypatch.setattr(Segment, "lock", late)
+        monkeypatch.setattr(Segment, "in_turn", late)
         assert seats_of(layout).take([1, 2, 3]) == [3]
 
 
@@ -135,7 +136,7 @@ def test_threads_and_forks_keep_to_their_own_claims(layout: Any) -> None:
 @pytest.mark.processes
 def test_nobody_waits_for_ever_for_who_is_stopped_with_the_turn(layout: Any, stopped: Any, monkeypatch: Any) -> None:
     """Who has waited once tries once a call, until the turn is got. Its holder may go on."""
-    monkeypatch.setattr(seats_module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(segment_module, "_PATIENCE", 0.05)
 
     def claim() -> list[int]:
         lives = np.zeros(seats_module.SEATS, np.uint32)

@@ -3,7 +3,6 @@
 Only what is certainly this user's own is opened, and a header is read as it was written.
 """
 
-import fcntl
 import json
 import os
 import random
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 from lightning_stocache.cache.layout import contents_of
+from lightning_stocache.node import locks, named
 from lightning_stocache.node.files import (
     FORMAT,
     HEADER_BYTES,
@@ -58,7 +58,7 @@ def opened(name: str, dataset: str = "") -> Segment:
 
 
 def test_a_name_leads_to_the_same_memory_after_its_maker_has_gone(name: str) -> None:
-    """The next job finds the bytes and the manifest of the first; in one process it is one object."""
+    """The next job finds the bytes and the manifest of the first."""
     assert join_named(name) is None  # nobody has made it
     segment = opened(name, "the first")
     segment.store(0, memoryview(b"a"))
@@ -66,15 +66,14 @@ def test_a_name_leads_to_the_same_memory_after_its_maker_has_gone(name: str) -> 
     first, manifest = open_named(name, 10 * SIZE, Manifest(Geometry(10, 10), "another"))
     assert (bytes(first.memory(0, 1)), first.size, manifest.dataset) == (b"a", SIZE, "the first")
     second, manifest = join_named(name) or pytest.fail("it is there")
-    assert (second, manifest.dataset) == (first, "the first")
+    assert (second.token, manifest.dataset) == (first.token, "the first")
     first.close()
-    assert not second.closed
+    assert bytes(second.memory(0, 1)) == b"a"
     second.close()
-    assert first.closed
 
 
 def test_clean_leaves_what_is_in_use(name: str) -> None:
-    """An unused segment is removed with its lock file. The list tells which segments are in use, or damaged."""
+    """An unused segment is removed. The list tells which segments are in use, or damaged."""
     segment = opened(name, "a")
     assert clean(name) == []
     [found] = [one for one in named_segments(contents_of) if one.name == name]
@@ -91,21 +90,26 @@ def test_clean_leaves_what_is_in_use(name: str) -> None:
     assert found.contents.damage.startswith("is damaged")
     assert [one.name for one in clean(name)] == [name]
     assert not path_of(name).exists()
-    assert not path_of(name + ".locks").exists()
     assert clean(name) == []
 
 
 def test_a_list_keeps_no_job_from_repairing(name: str, tmp_path: Path) -> None:
-    """Who lists the caches of a disk locks each for a moment. A job that opens a cache then repairs it all the same."""
+    """A job that opens a cache while others list it, or wait to open it, repairs it all the same, and alone."""
     open_named(name, SIZE, GOOD, str(tmp_path))[0].close()
     repaired: list[Segment] = []
-    with (tmp_path / path_of(name).name).open() as file, ThreadPoolExecutor() as threads:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        joined = threads.submit(join_named, name, str(tmp_path), lambda segment, _: repaired.append(segment))
-        time.sleep(0.05)  # the job waits
-        fcntl.flock(file, fcntl.LOCK_UN)
-        segment, _ = joined.result() or pytest.fail("it is there")
-    segment.close()
+    joined = list[Any]()
+
+    def mend(segment: Segment, _: Manifest) -> None:
+        assert [found.in_use for found in named_segments(directory=str(tmp_path))] == [True]
+        assert clean(name, str(tmp_path)) == []
+        joined.append(threads.submit(join_named, name, str(tmp_path), mend))
+        time.sleep(0.05)  # the other job waits
+        repaired.append(segment)
+
+    with ThreadPoolExecutor() as threads:
+        segment, _ = join_named(name, str(tmp_path), mend) or pytest.fail("it is there")
+        second, _ = joined.pop().result() or pytest.fail("it is there")
+    segment.close(), second.close()
     assert repaired == [segment]
 
 
@@ -113,42 +117,38 @@ def test_a_list_keeps_no_job_from_repairing(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_who_has_another_lock_file_is_refused(name: str, on_disk: bool, tmp_path: Path) -> None:
-    """A sweeper takes the empty lock file of a cache in use: who joins would write over what others write. When nobody
-    uses the cache, it is joined."""
-    directory = str(tmp_path) if on_disk else None
-    opening: Any = name, SIZE, Manifest(Geometry(10, 10)), directory
-    with hanging(open_named, *opening):
-        segment = open_named(*opening)[0]
-        os.unlink(f"{segment.path}.locks")
-        handle = segment.handle
-        segment.close()
-        for _ in range(2):
-            with pytest.raises(ManifestError, match=r"is in use, and its lock file was removed.*clean"):
-                open_named(*opening)
-        with pytest.raises(ValueError, match="another lock file"):
-            Segment.attach(handle)
-    with hanging(open_named, *opening):
-        open_named(*opening)[0].close()
+def test_nobody_waits_for_ever_for_who_is_stopped_while_opening(name: str, stopped: Any, tmp_path: Path) -> None:
+    """Whether the file is whole is unknown meanwhile: it is not opened, and not removed."""
+    where = str(tmp_path)
+    open_named(name, SIZE, GOOD, where)[0].close()
+    holder = stopped(lambda: join_named(name, where, lambda segment, manifest: stop()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(named, "_PATIENCE", 0.05)
+        with pytest.raises(ManifestError, match=r"another process has been opening it.*clean"):
+            join_named(name, where)
+    assert clean(name, where) == []
+    holder.kill()
+    mended: list[Segment] = []
+    segment, _ = join_named(name, where, lambda segment, _: mended.append(segment)) or pytest.fail("it is there")
+    segment.close()
+    assert mended == [segment]
 
 
 @pytest.mark.parametrize("content", [b"", bytes(HEADER_BYTES), b"x"])
 def test_what_a_killed_maker_has_left_is_removed(name: str, content: bytes, tmp_path: Path) -> None:
     """A file without any content, unless its maker may still be at work; with any, it is left alone."""
     path = tmp_path / f"{prefix()}abc_123"
-    for file in (path, Path(f"{path}.locks")):
-        file.touch(0o600)
+    path.touch(0o600)
     path.write_bytes(content)
     assert clean(directory=str(tmp_path)) == []
     assert path.exists()
     os.utime(path, (0, 0))
-    with path.open() as used:
-        fcntl.flock(used, fcntl.LOCK_SH)
+    with path.open("r+b") as used:
+        locks.share_use(used.fileno())
         clean(directory=str(tmp_path))
         assert path.exists()
     assert clean(directory=str(tmp_path)) == []
-    assert path.exists() == Path(f"{path}.locks").exists() == bool(content.strip(b"\0"))
+    assert path.exists() == bool(content.strip(b"\0"))
 
 
 @pytest.mark.processes
@@ -218,8 +218,6 @@ def come_and_go(name: str, over: Path, seed: int) -> int:
         segment = opened(name)
         for _ in range(random.randrange(4)):
             assert path_of(name).stat().st_ino == segment.handle.inode, "the name of a live segment was taken"
-            files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
-            assert not any(path.endswith(".locks (deleted)") for path in files), "its lock file was"
         segment.close()
         rounds += 1
         time.sleep(random.random() / 200)
@@ -300,27 +298,14 @@ def test_what_is_no_segment_of_this_user_is_left_alone(name: str) -> None:
                 function(bad)  # type: ignore[operator]
 
 
-def test_no_lock_file_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is removed before its segment, so a kill in between leaves a segment for the next `clean`. A strange lock file
-    is neither followed nor waited for, and keeps no segment from being cleaned."""
-    unlink, removed = os.unlink, list[str]()
-    locks = path_of(name + ".locks")
-    locks.touch(0o600)
+def test_what_an_earlier_version_has_left_is_removed(name: str) -> None:
+    """Its lock file goes with its segment."""
+    lock_file = path_of(name + ".locks")
+    lock_file.touch(0o600)
     opened(name).close()
-    monkeypatch.setattr(os, "unlink", lambda path: removed.append(path) or unlink(path))
+    assert name + ".locks" not in [found.name for found in named_segments()]
     assert [gone.name for gone in clean(name)] == [name]
-    assert removed == [str(locks), str(path_of(name))]
-    segment = Segment.create(SIZE, "file")
-    segment.unlink()
-    assert removed[2] == f"{removed[3]}.locks"
-    segment.close()
-    for make_strange in (make_link, os.mkfifo):
-        make_strange(locks)
-        with pytest.raises(PermissionError, match="not trusted"):
-            opened(name)
-        assert [gone.name for gone in clean(name)] == [name]
-        assert not path_of(name).exists()
-    assert not (locks.parent / "elsewhere").exists()
+    assert not lock_file.exists()
 
 
 # --- its header

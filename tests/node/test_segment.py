@@ -7,21 +7,21 @@ import os
 import pickle
 import shutil
 import signal
-import time
-import weakref
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from lightning_stocache.node import segment as segment_module
+from lightning_stocache.node import locks
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence_of
 from tests.odds import CROWD
-from tests.processes import call, context, descendants, hanging, idle_worker, wait_until
+from tests.processes import call, call_many, context, descendants, hanging, idle_worker, wait_until
 
 BACKENDS: tuple[Backend, ...] = ("tmpfile", "memfd", "file")
 MIB = 2**20
@@ -60,10 +60,10 @@ def test_other_processes_attach_by_the_handle(backend: Backend) -> None:
     """What is stored there is seen here, and the other way round; closing in a child closes nothing here."""
     segment = stored(Segment.create(4096, backend), 6)
     assert call(answer, segment.handle, method="forkserver") == 6
-    names = [f"{segment.path}{end}" for end in ("", ".locks")]
-    assert all(map(os.path.exists, names)) == (backend == "file")
+    name = str(segment.path)
+    assert os.path.exists(name) == (backend == "file")
     segment.unlink(), segment.unlink()
-    assert not any(map(os.path.exists, names))
+    assert not os.path.exists(name)
     assert call(answer, segment, method="forkserver") == 7
     assert int(segment.memory(0, 1)[0]) == 8
     with pytest.MonkeyPatch.context() as patch:
@@ -92,7 +92,7 @@ def test_a_handle_that_leads_elsewhere_is_refused(segment: Segment, tmp_path: Pa
     before = set(os.listdir("/proc/self/fd"))
     inode = os.stat(tmp_path / "data").st_ino
     with pytest.raises(ValueError, match="not a segment of lightning_stocache"):
-        Segment.attach(SegmentHandle(str(tmp_path / "data"), str(tmp_path / "data"), inode, b"y" * 16, 4096))
+        Segment.attach(SegmentHandle(str(tmp_path / "data"), inode, b"y" * 16, 4096))
     assert set(os.listdir("/proc/self/fd")) == before
     gone = call(lambda: Segment.create(4096).handle)
     with pytest.raises(OSError, match=r"No such file"):
@@ -117,37 +117,46 @@ def test_a_create_that_fails_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
-def test_threads_that_attach_at_once_have_one_segment(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second one would drop the locks of the first when it is closed."""
-    opened: list[str] = []
-
-    def slow(path: str) -> int:
-        opened.append(path)
-        time.sleep(0.02)
-        return os.open(path, os.O_RDWR)
-
-    monkeypatch.setattr(segment_module, "_open_here", weakref.WeakValueDictionary())
-    monkeypatch.setattr(segment_module, "_open", slow)
+def test_who_attaches_in_one_process_has_locks_of_its_own(segment: Segment) -> None:
+    """Threads that attach at once have a segment each: its locks exclude the others, and end with it alone."""
     with ThreadPoolExecutor(8) as pool:
         attached = list(pool.map(Segment.attach, [segment.handle] * 8))
-    assert len({id(each) for each in attached}) == 1
-    assert len(opened) == 2
+    assert segment.lock(0)
+    assert [each.lock(byte) for byte, each in enumerate(attached)] == [False] + [True] * 7
+    assert all(each.is_locked(0) for each in attached)
+    assert not segment.is_locked(0)
     for each in attached:
-        assert not each.closed
         each.close()
-    assert attached[0].closed
+    assert [segment.is_locked(byte) for byte in range(8)] == [False] * 8
+    again = Segment.attach(segment.handle)
+    assert not again.lock(0)
+    again.close()
+
+
+@pytest.mark.processes
+def test_a_segment_takes_two_descriptors(segment: Segment) -> None:
+    """One for its locks and one that its mapping keeps; here, in a forked child, and in one that was started."""
+    assert descriptors_of(segment) == call(descriptors_of, segment) == 2
+    assert call(descriptors_of, segment, method="forkserver") == 2
+
+
+def descriptors_of(segment: Segment) -> int:
+    inode, count = segment.handle.inode, 0
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the list
+            count += os.stat(f"/proc/self/fd/{number}").st_ino == inode
+    return count
 
 
 # --- closing
 
 
 def test_a_closed_segment_says_so(segment: Segment) -> None:
-    """Attached twice it is one segment, which takes one more close, and views keep its memory. After the last close
-    every use is an error in words, never an access to a descriptor that now means something else."""
-    assert Segment.attach(segment.handle) is segment
-    segment.close()
+    """Copies are closed apart, and views keep the memory. After `close` every use is an error in words, never an access
+    to a descriptor that now means something else."""
+    copy = pickle.loads(pickle.dumps(segment))
+    copy.close()
     assert not segment.closed
-    assert pickle.loads(pickle.dumps(segment)) is segment
     assert len(pickle.dumps(segment)) < 1000
     stored(segment, 9)
     tensor, view = segment.tensor(0, 4096), segment.memory(4096, 4096)
@@ -156,6 +165,8 @@ def test_a_closed_segment_says_so(segment: Segment) -> None:
         lambda: segment.tensor(0, 1),
         lambda: segment.reserve(0, 1),
         lambda: segment.lock(0),
+        lambda: segment.is_locked(0),
+        lambda: segment.in_turn(lambda: None),
         lambda: segment.handle,
         lambda: pickle.dumps(segment),
         segment.discard,
@@ -172,7 +183,7 @@ def test_a_closed_segment_says_so(segment: Segment) -> None:
 def test_a_name_goes_with_its_creator() -> None:
     """A named file that nobody has unlinked goes when its creator closes it, or drops it."""
     closed, dropped = Segment.create(4096, "file"), Segment.create(4096, "file")
-    names = [f"{segment.path}{end}" for segment in (closed, dropped) for end in ("", ".locks")]
+    names = [str(segment.path) for segment in (closed, dropped)]
     assert all(map(os.path.exists, names))
     closed.close()
     del dropped
@@ -249,6 +260,76 @@ def test_a_lock_is_kept_until_its_process_ends(segment: Segment) -> None:
     with hanging(segment.lock, 4):
         assert not segment.lock(4)
     assert segment.lock(4)
+
+
+@pytest.mark.processes
+def test_a_forked_child_leaves_its_parents_locks(segment: Segment) -> None:
+    """It has none of them, cannot release them, and does not keep them when the parent has ended."""
+
+    def child_of_a_child() -> tuple[bool, bool]:
+        segment.lock(5)
+        segment.in_turn(lambda: None)
+
+        def grandchild() -> bool:
+            got = segment.lock(5)
+            segment.unlock(5)
+            return got
+
+        return call(grandchild), not call(grandchild)
+
+    assert call(child_of_a_child) == (False, True)
+
+    def lock_with_worker() -> None:
+        segment.lock(6)
+        idle_worker()
+
+    with hanging(lock_with_worker) as parent:
+        [worker] = descendants() - {parent.process.pid}
+        assert not segment.lock(6)
+    try:
+        assert segment.lock(6)
+        assert locks.is_used(segment.descriptor)
+    finally:
+        os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not locks.is_used(segment.descriptor))
+
+
+@pytest.mark.processes
+def test_without_a_descriptor_a_child_locks_nothing(segment: Segment) -> None:
+    """It would share the locks of its parent. It reads what is there."""
+    stored(segment, 7)
+    segment.lock(5)
+
+    def use() -> tuple[bool, Any, int]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(locks, "open_anew", lambda *_: os.open("/no/such/file", os.O_RDONLY))
+            return call(lambda: (segment.lock(5), segment.in_turn(lambda: 1), int(segment.memory(0, 1)[0])))
+
+    assert use() == (False, None, 7)
+    assert segment.lock(5)
+
+
+@pytest.mark.processes
+def test_turns_exclude_processes_and_threads(segment: Segment) -> None:
+    """Each of many processes and threads adds to one number in its turns: no addition is lost."""
+    stored(segment, 0)
+    number = segment.memory(0, 8).cast("q")
+
+    def add() -> None:
+        before = number[0]
+        os.sched_yield()
+        number[0] = before + 1
+
+    def work() -> None:
+        threads = [threading.Thread(target=lambda: [segment.in_turn(add) for _ in range(50)]) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    call_many(work, [()] * 4)
+    assert number[0] == 400
+    number.release()
 
 
 def lock_and_wait(number: int, segment: Segment) -> list[int]:

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.platforms.job import KEPT, SAMPLES
+from tests.platforms.job import SAMPLES
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="plays another system on Linux"),
 ]
+
+DOORS = ("ranks", "cache_datamodule", "callback", "loop")
+LOOKED = 4  # stored samples that are read again in an epoch, at most
 
 ROOT = Path(__file__).parents[2]
 DARWIN = str(Path(__file__).parent / "darwin")
@@ -30,33 +33,41 @@ def run(folder: Path, what: str, path: str = DARWIN) -> Any:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     left = sorted(path.name.removeprefix(f"lsc-{os.getuid()}-") for path in (folder / "tmp").glob("lsc-*"))
-    assert left == (["kept", "kept.locks"] if what == "named" else [])
+    assert left == (["kept"] if what == "named" else [])
+    if path == DARWIN and what != "commands":
+        assert done.stderr.count("no locks between processes") == 1
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("path", ["", DARWIN], ids=["fork server", "macOS"])
 def test_every_door_caches(tmp_path, path):
-    """Epoch two hits everything, batches are as without a cache, two ranks load each sample once, no file is left."""
+    """Epoch two hits everything, batches are as without a cache, two ranks load each sample once, no file is left.
+
+    Without locks between processes only the trainer's process stores: what workers and other ranks load is not.
+    """
     found = run(tmp_path, "doors", path)
     doors = [found[name] for name in ("cache_datamodule", "callback", "loop")]
     assert [same for _, same in doors] == [True] * 3
-    for (first, second), loads in zip([found["ranks"], *(hits for hits, _ in doors)], found["loads"], strict=True):
+    hits = [found["ranks"], *(hits for hits, _ in doors)]
+    for door, (first, second), loads in zip(DOORS, hits, found["loads"], strict=True):
         assert 4 <= first <= SAMPLES, "what set-up has read and stored, which it has read twice"
+        if path == DARWIN and door in ("ranks", "callback"):
+            assert first <= second < SAMPLES
+            continue
         assert second == SAMPLES
-        assert loads == SAMPLES + first
+        assert SAMPLES + first <= loads <= SAMPLES + first + 2 * LOOKED
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("what", ["named", "disk"])
 def test_a_cache_lasts_on_macos(tmp_path, what):
-    """What a spawned worker has filled is found by the next who opens it, in the temp folder and on a disk."""
+    """What its maker has stored is found by the next who opens it, in the temp folder and on a disk."""
     found = run(tmp_path, what)
     stored, held = found["held"]
     assert 0 < stored <= 32, "what set-up has read is stored; where reading is slow it is less"
-    assert held == KEPT
-    assert found["hits"] == [stored, KEPT]
-    assert KEPT + stored < found["loads"] <= KEPT - stored + 2 * 64
+    assert held == stored
+    assert found["hits"] == [stored, stored]
 
 
 def test_the_commands_work_on_macos(tmp_path):
