@@ -7,7 +7,6 @@ A child writes what it returns into a file: a pipe would be held open by the chi
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import glob
 import multiprocessing
 import os
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_stocache
-from lightning_stocache.node import files, named
+from lightning_stocache.node import files, locks, named
 from lightning_stocache.setup import find
 from lightning_stocache.source import random_split
 
@@ -402,16 +401,13 @@ def unused_names() -> set[tuple[str, str]]:
 def _in_use(path: str) -> bool:
     """Whether somebody holds the lock that says so."""
     try:
-        descriptor = os.open(path.removesuffix(".locks"), os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
-        return not os.path.exists(path)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
         return True
+    try:
+        return locks.is_used(descriptor)
     finally:
         os.close(descriptor)
-    return False
 
 
 def command_of(pid: int) -> str:

@@ -262,26 +262,25 @@ def test_a_lock_is_kept_until_its_process_ends(segment: Segment) -> None:
     assert segment.lock(4)
 
 
+def lock_and_unlock(segment: Segment, byte: int) -> bool:
+    got = segment.lock(byte)
+    segment.unlock(byte)
+    return got
+
+
 @pytest.mark.processes
-def test_a_forked_child_leaves_its_parents_locks(segment: Segment) -> None:
+def test_a_child_leaves_its_parents_locks(segment: Segment) -> None:
     """It has none of them, cannot release them, and does not keep them when the parent has ended."""
+    segment.lock(5)
+    for method in ("fork", "forkserver"):
+        for _ in range(2):
+            assert not call(lock_and_unlock, segment, 5, method=method)
 
-    def child_of_a_child() -> tuple[bool, bool]:
-        segment.lock(5)
-        segment.in_turn(lambda: None)
-
-        def grandchild() -> bool:
-            got = segment.lock(5)
-            segment.unlock(5)
-            return got
-
-        return call(grandchild), not call(grandchild)
-
-    assert call(child_of_a_child) == (False, True)
-
-    def lock_with_worker() -> None:
-        segment.lock(6)
+    def lock_with_worker() -> Segment:
+        attached = Segment.attach(segment.handle)
+        attached.lock(6)
         idle_worker()
+        return attached
 
     with hanging(lock_with_worker) as parent:
         [worker] = descendants() - {parent.process.pid}

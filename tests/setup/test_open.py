@@ -54,7 +54,7 @@ def test_the_backend_can_be_chosen() -> None:
     backends: dict[Any, str] = {"tmpfile": "/dev/shm/#", "memfd": "/memfd:", "file": "/dev/shm/lsc-"}
     for backend, prefix in backends.items():
         with closing(opened(CountedSource(LENGTH), backend=backend)) as cache:
-            where = os.readlink(cache.cache.handle.segment.data)
+            where = os.readlink(cache.cache.handle.segment.path)
             assert where.startswith(prefix)
             assert where.endswith(" (deleted)")
 
@@ -233,8 +233,8 @@ def blind(rank: int, folder: Path, reached: str = "/dev/shm/") -> Any:
     attach, create, names = Segment.attach, Segment.create, list[str]()
 
     def attach_some(handle: SegmentHandle) -> Segment:
-        if rank == 1 and not handle.data.startswith(reached):
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory", handle.data)
+        if rank == 1 and not handle.path.startswith(reached):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", handle.path)
         return attach(handle)
 
     def note(*arguments: Any, **more: Any) -> Segment:
@@ -249,7 +249,7 @@ def blind(rank: int, folder: Path, reached: str = "/dev/shm/") -> Any:
         except CacheMemoryError as raised:
             error = type(raised.__cause__).__name__, str(raised)
     dist.barrier()
-    left = [path for path in names if os.path.exists(path) or os.path.exists(path + ".locks")]
+    left = [path for path in names if os.path.exists(path)]
     if its is not None:
         if rank == 0:
             CachedSource(its).sample(3)
