@@ -125,6 +125,41 @@ def test_jobs_at_the_same_time_load_each_sample_once(name: str, tmp_path: Path, 
     assert sorted(source(tmp_path).loaded) == list(range(LENGTH))
 
 
+def delete(file: Path, copy: Path) -> None:
+    file.unlink()
+
+
+def replace_by_a_copy(file: Path, copy: Path) -> None:
+    shutil.copy(file, copy)
+    copy.replace(file)
+
+
+def replace_by_what_it_was(file: Path, copy: Path) -> None:
+    shutil.copy(copy, f"{copy}.new")
+    Path(f"{copy}.new").replace(file)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("change", [delete, replace_by_a_copy, replace_by_what_it_was])
+@pytest.mark.parametrize("kind", [CountedSource, Texts])
+def test_who_changes_the_folder_of_jobs_changes_no_sample(
+    change: Any, kind: type[CountedSource], name: str, tmp_path: Path
+) -> None:
+    """The file of a cache on a disk is swept away or replaced, with two jobs and a third at work: what each of them
+    fills and reads, in turn with the others, is right."""
+    options = {"dir": str(tmp_path / "caches")}
+    file, copy = tmp_path / "caches" / path_of(name).name, tmp_path / "copy"
+    first = check(cached(source(tmp_path, kind), name, **options), 10)
+    shutil.copy(file, copy)
+    with closing(first), closing(check(cached(source(tmp_path, kind), name, **options), 20)) as second:
+        change(file, copy)
+        with closing(cached(source(tmp_path, kind), name, **options)) as third:
+            for dataset in (third, first, second) * 2:
+                check(dataset)
+    _, misses, hits, filled, _ = call(read_all, tmp_path, name, kind, options)
+    assert (misses, filled) == (LENGTH - hits, LENGTH)
+
+
 WHOLE = CountedSource(LENGTH)
 
 
