@@ -30,8 +30,10 @@ class Job:
     """
 
     def __init__(self, work: Callable[[], Any]) -> None:
-        self._work, self._result = work, None
+        self._work = work
+        self._result: Any = None
         self._lock = threading.Lock()
+        self._pid = os.getpid()
 
     def run(self) -> None:
         """On the thread: do the work unless the consumer has begun. Never waits: the consumer may wait in `stop`."""
@@ -44,6 +46,8 @@ class Job:
 
     def result(self) -> Any:
         """The result. Does the work if it has not begun, else waits for it."""
+        if os.getpid() != self._pid:  # a fork has no thread that would release the lock
+            self._lock = threading.Lock()
         with self._lock:
             if self._result is None:
                 self._result = self._work()
