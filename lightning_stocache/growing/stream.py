@@ -35,7 +35,7 @@ from lightning_stocache.growing.rolling_cache import dataset_in
 from lightning_stocache.loading.dataset import CachedDataset, Forwarding
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.sampling.residents import StreamBatches, batches_in_turn, batches_of, deal, permutation
+from lightning_stocache.sampling.residents import StreamBatches, batches_in_turn, batches_of_rank, deal, permutation
 from lightning_stocache.setup.find import WAY_OF_STREAMS, stream_difference
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
@@ -305,7 +305,7 @@ class StreamSource:
         dataset, indices, shards = self._in_memory(store)
         if self.shuffle:
             order = indices[permutation(len(indices), self.seed, epoch)]
-            batches = batches_of(order, group.local_rank, len(group.members), batch_size, drop_last=drop_last)
+            batches = batches_of_rank(order, group.local_rank, len(group.members), batch_size, drop_last=drop_last)
         else:
             ours = np.unique(shards[shards // MOST_WORKERS == group.local_rank])
             batches = batches_in_turn([indices[shards == shard] for shard in ours], batch_size, drop_last=drop_last)

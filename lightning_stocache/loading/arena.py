@@ -85,7 +85,7 @@ class Arena:
         self._reserved = np.frombuffer(self._map, np.int64, slots)  # bytes of each slot, written by whoever has it
         self._free = list(range(slots))[::-1]
         self._leases: dict[int, int] = {}  # the slot of each request
-        self._lent: dict[int, _Loan] = {}  # by slot
+        self._lent: dict[int, _SlotLoan] = {}  # by slot
         self._returned: list[weakref.ref[Any]] = []
         self._sizes: deque[int] = deque(maxlen=_KNOWN)
         _arenas[self.token] = self
@@ -150,7 +150,7 @@ class Arena:
         slot = self._leases.pop(request)
         memory = self.memory(slot, nbytes)
         # The callback is C code: in a Python function, one Ctrl-C of twelve would be swallowed and the slot lost.
-        loan = _Loan(memory, self._returned.append)
+        loan = _SlotLoan(memory, self._returned.append)
         loan.slot = slot
         self._lent[slot] = loan
         self._sizes.append(nbytes)
@@ -281,7 +281,7 @@ class Lent:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
-class _Loan(weakref.ref[Any]):
+class _SlotLoan(weakref.ref[Any]):
     __slots__ = ("slot",)
     slot: int
 

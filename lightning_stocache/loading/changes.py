@@ -376,7 +376,7 @@ class Changes:
         """Read stored samples again. What that moves is learned, and what others reach is put back."""
         common, cache = self._common, cast(Store, self.opened.cache)
         content = common.content() if common else None
-        with self.witness, self.witness.reading(), reading(self.heads):
+        with self.witness, self.witness.learning(), reading(self.heads):
             look = read_again(self.opened.source, cache, due, self.proof)
         place = None if content is None else cast(CommonState, common).written(content)
         return look if place is None else replace(look, change=place, cause="written")

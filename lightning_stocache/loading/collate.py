@@ -4,9 +4,9 @@ A field that was gathered for a whole batch only needs its dtype, its shape and 
 That structure comes from `default_collate` itself, asked once with two samples of zeroes. If its answer is anything
 but plain tensors that hold the fields' bytes, the loader collates samples as DataLoader does.
 
-A worker that makes a whole batch stacks in place (`Rows`): `torch.stack` wants all samples first, and 64 transformed
-photographs are fresh memory, page faults and one more copy. The first sample says what tensors the batch will have, and
-every sample's tensors are copied to their rows at once. `collate` then finds that nothing is left to do.
+A worker that makes a whole batch stacks in place (`BatchRows`): `torch.stack` wants all samples first, and 64
+transformed photographs are fresh memory, page faults and one more copy. The first sample says what tensors the batch
+will have, and every sample's tensors are copied to their rows at once. `collate` then finds that nothing is left to do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.arena import Lent, Slot
 from lightning_stocache.source.samples import is_namedtuple, is_plain, rebuilt
 
-__all__ = ["Collator", "Rows", "unpacked"]
+__all__ = ["Collator", "BatchRows", "unpacked"]
 
 _SMALL = 4096  # bytes; what is smaller travels in the message
 
@@ -143,7 +143,7 @@ class Packed:
     shape: tuple[int, ...]
 
 
-class Rows:
+class BatchRows:
     """The memory of a batch as its tensors, each with a row for every sample.
 
     Args:
@@ -223,7 +223,7 @@ class Rows:
 
 
 def unpacked(batch: Any, memory: Lent | None, *, lend: bool) -> Any:
-    """A batch from a message of `Rows.packed`.
+    """A batch from a message of `BatchRows.packed`.
 
     Args:
         batch: the message.

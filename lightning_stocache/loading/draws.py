@@ -34,7 +34,7 @@ from lightning_stocache.sampling.residents import RollingSampler, StreamBatches
 from lightning_stocache.source.generators import as_text, put_back, states_of
 from lightning_stocache.torch_internals import draws_all_once
 
-__all__ = ["END", "Draws", "ResumableBatches"]
+__all__ = ["END", "EpochDraws", "ResumableBatches"]
 
 END = object()
 """What is drawn when an epoch is over: a sampler may give None."""
@@ -43,8 +43,8 @@ DRAWN = 4096  # indices that are drawn, and looked up, at a time, where nobody c
 _ROLLING_BATCHES = 16  # batches of a RollingSampler, whose samples are replaced meanwhile
 
 
-class Draws:
-    """Draws the index batches of one epoch.
+class EpochDraws:
+    """EpochDraws the index batches of one epoch.
 
     Args:
         loader: the loader, whose batch sampler is drawn from.

@@ -41,7 +41,7 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.collate import Collator
-from lightning_stocache.loading.draws import END, Draws
+from lightning_stocache.loading.draws import END, EpochDraws
 from lightning_stocache.loading.loader_sampler import batches_of
 from lightning_stocache.loading.maker import Maker
 from lightning_stocache.loading.position import LoaderState
@@ -114,14 +114,14 @@ class Plans(Iterator[Request]):
         length: number of samples of the dataset.
 
     Attributes:
-        waiting: the plans, in the order of the sampler.
+        queue: the plans, in the order of the sampler.
         request: makes the request of a number for keys.
         has_failed: whether the last draw was an error.
     """
 
-    def __init__(self, cached: CachedSource, draws: Draws, gatherer: Gatherer | None, length: int) -> None:
+    def __init__(self, cached: CachedSource, draws: EpochDraws, gatherer: Gatherer | None, length: int) -> None:
         self._cached, self._draws, self._gatherer, self._length = cached, draws, gatherer, length
-        self.waiting: deque[Plan] = deque()
+        self.queue: deque[Plan] = deque()
         self.request: Callable[[int, Any], Request] = Request
         self.has_failed = False
         self._unasked: deque[Plan] = deque()  # for workers, before others are drawn
@@ -156,7 +156,7 @@ class Plans(Iterator[Request]):
             while are_ready[first] and end < min(batches, first + most) and are_ready[end]:
                 end += 1
             block = slice(first * size, end * size)
-            self.waiting.append(Plan(indices[block], places[block] if are_ready[first] else None))
+            self.queue.append(Plan(indices[block], places[block] if are_ready[first] else None))
             first = end
         return True
 
@@ -172,7 +172,7 @@ class Plans(Iterator[Request]):
             places = self._gatherer.cache.lookup(indices)
             if (places != NO_PLACE).all():
                 plan.places = places
-        self.waiting.append(plan)
+        self.queue.append(plan)
         return plan
 
     # ---- for workers ----
@@ -210,7 +210,7 @@ class Plans(Iterator[Request]):
     def resume(self) -> Plans:
         """Have workers make what nobody has made: first of all what is planned."""
         self._is_paused = False
-        self._unasked = deque(plan for plan in self.waiting if plan.number is None)
+        self._unasked = deque(plan for plan in self.queue if plan.number is None)
         return self
 
     # ---- after a change ----
@@ -221,11 +221,11 @@ class Plans(Iterator[Request]):
         Args:
             gathered: indices of batches that were gathered, and are to be made before all others.
         """
-        plans, self.waiting = self.waiting, deque()
+        plans, self.queue = self.queue, deque()
         self._plan_each(gathered)
         for plan in plans:
             if plan.places is None:
-                self.waiting.append(plan)
+                self.queue.append(plan)
             else:
                 self._plan_each(plan.indices)
         self._gatherer = None
@@ -234,7 +234,7 @@ class Plans(Iterator[Request]):
         """Plan each batch of a block."""
         size = self._draws.size or max(len(indices), 1)
         for first in range(0, len(indices), size):
-            self.waiting.append(Plan(indices[first : first + size]))
+            self.queue.append(Plan(indices[first : first + size]))
 
 
 class Epoch(Iterator[Any]):
@@ -266,7 +266,7 @@ class Epoch(Iterator[Any]):
         self._loader, self._cached, self._waiting, self._keep = loader, cached, state.ledger.waiting, keep
         self.served: Served = (0, 0, 0)
         """Where the samples of the last batch came from."""
-        self._draws = Draws(loader, state)
+        self._draws = EpochDraws(loader, state)
         self._plans = Plans(cached, self._draws, gatherer, len(cast(Any, loader.dataset)))
         self._gatherer, self._gathers = gatherer, gatherer is not None
         self._maker = Maker(loader.collate_fn, pinned=gatherer is not None and gatherer.pins)
@@ -289,7 +289,7 @@ class Epoch(Iterator[Any]):
         self._draws.begin_alone(loader, draws_seed=draws_seed)
         if loader.num_workers:  # a DataLoader draws some batches at once
             most = 1 if self._draws.are_unseen else under_way(loader)
-            while len(self._plans.waiting) < most and self._plans.draw():
+            while len(self._plans.queue) < most and self._plans.draw():
                 pass
 
     def _begin(self) -> None:
@@ -329,7 +329,7 @@ class Epoch(Iterator[Any]):
         """End the epoch: its thread, and its workers unless they are persistent."""
         self._is_open = False
         self._batches.clear()
-        self._plans.waiting.clear()
+        self._plans.queue.clear()
         self._finalizer()
         workers, self._workers = self._workers, None
         if workers is None:
@@ -354,14 +354,14 @@ class Epoch(Iterator[Any]):
 
     def _draw(self) -> None:
         """Draw what the next batch needs, if it has not been drawn before it is asked for."""
-        if self._plans.waiting or not self._draws_here:
+        if self._plans.queue or not self._draws_here:
             return
         if self._draws.are_unseen or not self._loader.num_workers:
             self._plans.draw()
 
     def _go_on(self) -> None:
         """Leave the first plan behind. With workers, another batch is drawn before the consumer gets this one."""
-        self._plans.waiting.popleft()
+        self._plans.queue.popleft()
         if self._draws_here and self._loader.num_workers and not self._draws.are_unseen:
             self._plans.draw()
 
@@ -389,7 +389,7 @@ class Epoch(Iterator[Any]):
             StopIteration: the epoch is over.
             Exception: an error of the source or of the sampler, which takes the place of the batch as in DataLoader.
         """
-        waiting = self._plans.waiting
+        waiting = self._plans.queue
         if not waiting and self._draws_here:
             self.close()
             raise StopIteration
@@ -424,7 +424,7 @@ class Epoch(Iterator[Any]):
             raise
         except Exception:
             if plans.has_failed:  # DataLoader has lost the reply
-                workers.end_lease(cast(int, plans.waiting.popleft().number))
+                workers.end_lease(cast(int, plans.queue.popleft().number))
             raise
 
     def _ask_workers(self) -> None:
@@ -435,7 +435,7 @@ class Epoch(Iterator[Any]):
             self._keep(workers)
         elif self._asks:
             plans.pause()
-            for plan in plans.waiting:
+            for plan in plans.queue:
                 if plan.number is not None and plan.reply is None:
                     plan.reply = self._received()
         self._asks, plans.request = True, workers.requests.request
@@ -460,7 +460,7 @@ class Epoch(Iterator[Any]):
 
     def _prefetch(self) -> None:
         """Offer the next block to the thread."""
-        waiting = self._plans.waiting
+        waiting = self._plans.queue
         if not waiting and self._draws_here and self._draws.are_unseen:
             self._plans.draw()
         if waiting and waiting[0].places is not None and waiting[0].gather is None:
@@ -480,7 +480,7 @@ class Epoch(Iterator[Any]):
         changes = self._cached.changes
         if changes.are_heard:
             return True
-        waiting = self._plans.waiting
+        waiting = self._plans.queue
         is_gathered = bool(self._batches) or (bool(waiting) and waiting[0].places is not None)
         if is_gathered and not self._loader.num_workers and changes.are_seen:
             return True

@@ -268,7 +268,7 @@ class CachedLoader(DataLoader[Any]):
             self,
             None if is_first else torch.default_generator if self.generator is None else self.generator,
             **{"batch_sampler" if is_batched else "sampler": draws},
-            worker_init_fn=InitOnSource.of(self.worker_init_fn),
+            worker_init_fn=InitOnSource.around(self.worker_init_fn),
         )
 
     def _end_plain(self) -> None:
@@ -369,7 +369,7 @@ class CachedLoader(DataLoader[Any]):
         is_in_order = not self.num_workers or getattr(self, "in_order", True)
         if not is_in_order and self.position.is_within_epoch:
             raise RuntimeError("with in_order=False a loader cannot say which batches it has handed out")
-        return self.position.of(self)
+        return self.position.as_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make the next epoch resume at the position of a state, with the remaining batches.

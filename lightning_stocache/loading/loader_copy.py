@@ -261,7 +261,7 @@ def copy_over(
     if isinstance(renewed, CachedLoader):
         state["position"] = LoaderState()
     else:
-        state["worker_init_fn"] = InitOnSource.of(loader.worker_init_fn)
+        state["worker_init_fn"] = InitOnSource.around(loader.worker_init_fn)
     if sampler is not None:
         state |= {"sampler": sampler, "batch_sampler": BatchSampler(sampler, state["batch_size"], loader.drop_last)}
     # Without __setattr__: DataLoader's refuses to change a dataset, and Lightning's records the change.

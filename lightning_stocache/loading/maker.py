@@ -21,7 +21,7 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, Store, gathers
 from lightning_stocache.loading.arena import Slot
-from lightning_stocache.loading.collate import Collator, Rows
+from lightning_stocache.loading.collate import BatchRows, Collator
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.source.samples import is_plain
 from lightning_stocache.torch_internals import collate, default_collate_fn_map
@@ -107,7 +107,7 @@ class Maker:
         if not isinstance(memory, Slot):
             return default_collate(list(samples) if cached.transforms else samples)
         memory.clear()
-        rows = Rows(memory, len(keys))
+        rows = BatchRows(memory, len(keys))
         samples = [rows.put(number, sample) for number, sample in enumerate(samples)]
         if not samples or not is_plain(samples[0]):
             return default_collate(samples)

@@ -173,7 +173,9 @@ class LoaderState:
         """Whether batches of an epoch were handed out, and not all."""
         return self._under_way and not self.ended and self.batches > self._left_out
 
-    def of(self, loader: DataLoader[Any], batches: int | None = None, *, ended: bool | None = None) -> dict[str, Any]:
+    def as_dict(
+        self, loader: DataLoader[Any], batches: int | None = None, *, ended: bool | None = None
+    ) -> dict[str, Any]:
         """The position of a loader, as plain values.
 
         Args:
@@ -213,7 +215,7 @@ class LoaderState:
         """Make the next epoch resume at the position of a state.
 
         Args:
-            state: a result of `of`.
+            state: a result of `as_dict`.
             process_wide: whether to restore the process-wide generators, too. False for the state of another rank, or
                 if another loader has restored them.
 

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from lightning_stocache.cache.counters import Served
 from lightning_stocache.loading.arena import Arena, Slot, arena_of
-from lightning_stocache.loading.collate import Rows, unpacked
+from lightning_stocache.loading.collate import BatchRows, unpacked
 from lightning_stocache.loading.dataset import CachedDataset, StandIn, cached_in, cached_source
 from lightning_stocache.loading.maker import Maker
 from lightning_stocache.loading.prefetch import held_back
@@ -165,7 +165,7 @@ class Requested(Dataset[Any]):
             reply = Reply(request.number, batch, self._maker.served, token=token)
             with suppress(Exception):  # of the code of the user's classes
                 if is_plain(reply.batch):
-                    reply.batch, reply.is_packed = Rows(slot, 0).packed(reply.batch), True
+                    reply.batch, reply.is_packed = BatchRows(slot, 0).packed(reply.batch), True
             reply.size, reply.is_refused = slot.end, slot.is_refused
             return reply
         except Exception:
@@ -411,6 +411,6 @@ class InitOnSource:
             self.function(worker)
 
     @classmethod
-    def of(cls, function: Callable[[int], None] | None) -> Callable[[int], None] | None:
+    def around(cls, function: Callable[[int], None] | None) -> Callable[[int], None] | None:
         """Wrap the function of a loader, once; None stays None."""
         return function if function is None or isinstance(function, cls) else cls(function)

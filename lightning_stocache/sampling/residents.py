@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler, Sampler
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.node.group import NodeGroup
 
-__all__ = ["RollingSampler", "StreamBatches", "batches_in_turn", "batches_of", "deal", "permutation"]
+__all__ = ["RollingSampler", "StreamBatches", "batches_in_turn", "batches_of_rank", "deal", "permutation"]
 
 _LOOK_SECONDS = 1.0
 _GROUP = 16  # indices that are drawn at a time; the pool is looked after between two groups
@@ -64,14 +64,14 @@ def batches_in_turn(shards: Sequence[Integers], size: int, *, drop_last: bool = 
     return [batch for batch in turns if not drop_last or len(batch) == size]
 
 
-def batches_of(order: Integers, rank: int, ranks: int, size: int, *, drop_last: bool = False) -> list[Integers]:
+def batches_of_rank(order: Integers, rank: int, ranks: int, size: int, *, drop_last: bool = False) -> list[Integers]:
     """The batches of a rank. All ranks have the same number of batches, and every sample is on one rank.
 
     A rank that would have a batch less than others divides its last batch. If there are fewer samples than batches,
     some samples come twice. With `drop_last`, the samples after the last whole batch of all ranks are left out.
 
     Example:
-        >>> [[len(batch) for batch in batches_of(np.arange(9), rank, 2, 4)] for rank in (0, 1)]
+        >>> [[len(batch) for batch in batches_of_rank(np.arange(9), rank, 2, 4)] for rank in (0, 1)]
         [[4, 1], [3, 1]]
     """
     whole = ranks * size

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stocache.source.snapshot import Contents, live_content
+from lightning_stocache.source.snapshot import Copies, live_content
 from lightning_stocache.source.walk import (
     GENERATORS,
     Variables,
@@ -74,17 +74,17 @@ class CommonState:
     def __bool__(self) -> bool:
         return bool(self._nodes)
 
-    def content(self) -> Contents:
+    def content(self) -> Copies:
         """Copies of what is there now."""
         nodes, variables = list[tuple[str, Any]](), list[Variables]()
         for path, node in self._nodes:
             live = live_content(node)
             if isinstance(live, np.ndarray) or (live is not None and len(live) <= _MOST_ITEMS):
                 nodes.append((path, node))
-            variables += (found.of(self._named) for found in variables_of(path, node))
-        return Contents(nodes, variables)
+            variables += (found.only(self._named) for found in variables_of(path, node))
+        return Copies(nodes, variables)
 
-    def written(self, before: Contents) -> str | None:
+    def written(self, before: Copies) -> str | None:
         """Where the content is another one than it was. It is put back."""
         return before.put_back()
 

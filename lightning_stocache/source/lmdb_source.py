@@ -81,7 +81,7 @@ class LMDBFile:
             )
 
     @classmethod
-    def of(cls, path: str) -> LMDBFile:
+    def shared(cls, path: str) -> LMDBFile:
         """The LMDB of this path (a file, or a folder with a `data.mdb`) as this process has it open.
 
         Raises:
@@ -192,7 +192,7 @@ class LMDBSource(Dataset[Any]):
         """The path as it was given."""
         self._location = os.path.abspath(self.path)
         self._opened: LMDBFile | None = None
-        file = LMDBFile.of(self._location)
+        file = LMDBFile.shared(self._location)
         self._version = file.version
         manifest, samples = file.manifest()
         self._manifest = manifest
@@ -233,7 +233,7 @@ class LMDBSource(Dataset[Any]):
         """
         position = self._position(index)
         if (opened := self._opened) is None or opened.pid != os.getpid():
-            opened = self._opened = LMDBFile.of(self._location)
+            opened = self._opened = LMDBFile.shared(self._location)
             if opened.version != self._version:
                 raise LMDBError(f"{self.path} has changed since it was opened by another process: open it anew")
         if (content := opened.get(self._key(position))) is None:

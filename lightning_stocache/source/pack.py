@@ -250,7 +250,7 @@ class _Writer:
     def _examine(self) -> None:
         """Count the committed samples; refuse a file that the same call has not begun."""
         try:
-            file = LMDBFile.of(str(self.path))
+            file = LMDBFile.shared(str(self.path))
             stored, self.done = file.manifest()
             if stored is None and self.done:
                 raise LMDBError("an LMDB that this package has not packed")

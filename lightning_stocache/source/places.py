@@ -49,7 +49,7 @@ __all__ = [
     "Around",
     "Array",
     "Attributes",
-    "Column",
+    "ArrowColumn",
     "Content",
     "Handle",
     "Items",
@@ -175,7 +175,7 @@ class Place:
         """What stands for the value of a name that is not there."""
         return MISSING
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes.
 
         Args:
@@ -261,7 +261,7 @@ class Items(Place):
         keys, values = content if type(content) is _Columns else _keys_and_values(content)
         return dict(zip(keys, values, strict=True))
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         if isinstance(content, set | frozenset):
             yield "\0".join(sorted(map(_repr, content))).encode(errors="replace")
@@ -310,7 +310,7 @@ class Tree(Place):
         changed = [key for key, value in zip(keys, values, strict=True) if now.get(key, MISSING) != value]
         return changed, len(new_keys) > len(keys)
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         if length is not None:
             keys, values = marshal.loads(content)
@@ -350,7 +350,7 @@ class Array(Place):
         rows = np.frombuffer(memory, dtype=np.uint8).reshape(length, -1) != content.memory.reshape(length, -1)
         return np.flatnonzero(rows.any(axis=1)).tolist(), False
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         memory = content.memory
         if length is not None and self.is_of_samples and content.length:
@@ -365,20 +365,20 @@ class Array(Place):
 class Tensors(Place):
     """The tensors of a network, without those of the modules inside it: version and spread pages of each."""
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         for name, (_, pages) in content.items():
             yield name.encode() + (pages or b"")
 
 
-class Column(Place):
+class ArrowColumn(Place):
     """A table or a column of Arrow. In a digest stand 4,096 rows in 256 spread blocks, up to 64 MiB of them."""
 
     def is_same(self, content: Any) -> bool:
         """Whether the content equals the copy."""
         return self.earlier is content or bool(self.earlier.equals(content))
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         count = len(content) if length is None or not self.is_of_samples else min(length, len(content))
         rows = min(_BLOCK_ROWS, max(_ROW_BYTES * len(content) // max(content.nbytes, 1) // _PAGES, 1))
@@ -393,9 +393,9 @@ class Mapped(Place):
 
     def is_same(self, content: Any) -> bool:
         """Whether it is the same array, or one of equal pages."""
-        return self.earlier is content or list(self.parts(self.earlier, None)) == list(self.parts(content, None))
+        return self.earlier is content or list(self.chunks(self.earlier, None)) == list(self.chunks(content, None))
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         array = content[:length] if length is not None and self.is_of_samples else content
         yield f"{array.dtype} {array.shape[1:]}".encode()
@@ -410,7 +410,7 @@ class Handle(Place):
         """Whether both are of one file, or one is closed."""
         return not self.earlier or not content or bool(self.earlier == content)
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         yield repr(content).encode(errors="replace")
 

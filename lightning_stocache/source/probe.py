@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, get_worker_info
 from lightning_stocache.node.errors import text_of
 from lightning_stocache.source.access import iterate
 from lightning_stocache.source.generators import Generators, State
-from lightning_stocache.source.samples import Bits, bits, difference
+from lightning_stocache.source.samples import Bits, bits, where_different
 
 __all__ = ["FEW", "MANY", "SOME", "Probe", "Read", "StreamReader", "attributed", "why_random", "words_of"]
 
@@ -131,7 +131,7 @@ def why_random(first: Read, second: Read) -> str | None:
     for read in (first, second):
         if read.moved:
             return f"reading index {read.index} moves the generator of {' and '.join(read.moved)}"
-    where = difference(first.bits, second.bits)
+    where = where_different(first.bits, second.bits)
     return None if where is None else f"two reads of index {first.index} differ in sample{where}"
 
 

@@ -35,7 +35,7 @@ from lightning_stocache.source.access import load_one
 from lightning_stocache.source.generators import are_draws_evidence
 from lightning_stocache.source.opaque import LookedAtError, depends_on_none, read_blindly
 from lightning_stocache.source.probe import MANY, SOME, Probe, Read, why_random
-from lightning_stocache.source.samples import Bits, bits, part_at, walk
+from lightning_stocache.source.samples import Bits, bits, node_at, walk
 from lightning_stocache.source.transform_split import Tail, UncuttableError, reading, reads_as_library
 from lightning_stocache.source.walk import reachable
 
@@ -73,7 +73,7 @@ class Proof:
 
     # ---- at set-up ----
 
-    def of(self, original: Read, probe: Probe) -> Read:
+    def prove_read(self, original: Read, probe: Probe) -> Read:
         """Prove the cut for a sample that was read, and that the head draws nothing. Returns a read of the head.
 
         Raises:
@@ -86,7 +86,7 @@ class Proof:
         self._compare(once.sample, original, probe)
         return again
 
-    def of_others(self, indices: Sequence[int], least: int, probe: Probe) -> int:
+    def prove_others(self, indices: Sequence[int], least: int, probe: Probe) -> int:
         """Prove the cut for more samples. Returns how many are left for epoch one.
 
         Args:
@@ -220,7 +220,7 @@ class Proof:
 
     @property
     def _calls(self) -> int:
-        return sum(head.calls.count for head in self._tail.heads)
+        return sum(head.thread.calls for head in self._tail.heads)
 
     def _prove_served(self, index: int, times: int, doubt: LookedAtError | None = None) -> None:
         if not are_draws_evidence():  # another thread may draw: nothing can be compared
@@ -244,7 +244,7 @@ class Proof:
     def _compare(self, sample: Any, original: Read, probe: Probe) -> None:
         """Compare a sample of the head, finished from here on, with that of the source."""
         index, tail = original.index, self._tail
-        whole = tail.of_batch(sample, index) if isinstance(index, list) else tail(sample, index)
+        whole = tail.finish_batch(sample, index) if isinstance(index, list) else tail(sample, index)
         if probe.generators.moved(original.after) or bits(whole) != original.bits:
             nodes = (node for step in tail.steps for _, node in reachable(step))
             holds_dataset = any(issubclass(type(node), Dataset) for node in nodes)
@@ -285,7 +285,7 @@ class Proof:
     def _results(self, whole: Any, index: int) -> list[_Leaf]:
         """What the tail has made, leaf by leaf."""
         paths = [path for call in self._tail.calls(index) for _, path in call.parts]
-        parts = [part_at(whole, path) for path in dict.fromkeys(paths)] if paths else [whole]
+        parts = [node_at(whole, path) for path in dict.fromkeys(paths)] if paths else [whole]
         return [_leaf_of(node) for part in parts for _, node in walk(part)]
 
 

@@ -52,19 +52,19 @@ from lightning_stocache.source.transform_split import (
     Cut,
     CutCall,
     Head,
-    Parts,
+    ResultPaths,
     Site,
     Tail,
     UncuttableError,
     Values,
+    as_result,
+    as_values,
     draws_by_itself,
     format_of,
     has_names,
-    packed,
-    part_of,
     sites_of,
     steps_of,
-    unpacked,
+    transform_at,
     with_transforms,
 )
 
@@ -171,15 +171,15 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None, passes: 
                     return Split(source, again, probe.reads)
                 head, tail = cut.apply(source)
                 proof = Proof(source, head, tail)
-                heads = tuple(proof.of(original, probe) for original in originals)
+                heads = tuple(proof.prove_read(original, probe) for original in originals)
                 if batch_reader(source) is not None:
-                    proof.of(probe.read(source, [read.index for read in again[:2]], 0), probe)
+                    proof.prove_read(probe.read(source, [read.index for read in again[:2]], 0), probe)
                 if proof.is_blind(heads, probe):
                     cut = replace(cut, is_blind=True)
                 elif tail.takes_apart:
                     raise UncuttableError(NOT_HELD)
                 else:
-                    unproved = proof.of_others(_others(len(source), domain), SOME - len(originals), probe)
+                    unproved = proof.prove_others(_others(len(source), domain), SOME - len(originals), probe)
                     cut = replace(cut, unproved=unproved)
                 head, tail = cut.apply(source)
                 return Split(head, heads, probe.reads, tail, cut)
@@ -280,7 +280,7 @@ def _cut(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut 
         inside = [pair for pair in shifted if 0 <= pair[0].index < len(part)] or [probe.read_twice(part, 0)]
         cut = _cut(part, inside, probe, named) if any(why_random(*pair) for pair in inside) else None
         if cut is not None:
-            Proof(part, *cut.apply(part)).of(inside[0][0], probe)
+            Proof(part, *cut.apply(part)).prove_read(inside[0][0], probe)
         cuts.append(cut)
     return Cut(parts=tuple(cuts)) if any(cuts) else None
 
@@ -295,19 +295,19 @@ def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bo
     if len(chains) > 1:
         raise UncuttableError(_NOT_ALIKE)
     [chain] = chains
-    length = {site: len(steps_of(part_of(source, site))) for site, _ in chain}
+    length = {site: len(steps_of(transform_at(source, site))) for site, _ in chain}
     ends = length | {site: 0 for site, follows in chain if follows}
     for call in (call for calls in samples for call in calls if call.site in ends):
         ends[call.site] = min([ends[call.site], *(step for step, moved in enumerate(call.moved) if moved)])
     if not ends:
         raise UncuttableError(_NOT_RANDOM)
-    if any(ends[site] == length[site] and not draws_by_itself(part_of(source, site)) for site in ends):
+    if any(ends[site] == length[site] and not draws_by_itself(transform_at(source, site)) for site in ends):
         raise UncuttableError("no step of its transform is random by itself")
     cuts = set[Cut]()
     for first, again in pairs:
         try:
             for call in (call for calls in samples for call in calls if call.site in ends):
-                packed(call.result, call.values)
+                as_values(call.result, call.values)
             once, calls = _recorded(source, ends, first, probe)
             if ends != length:
                 cuts.add(Cut(tuple(_placed(chain, ends, calls, once.sample))))
@@ -429,7 +429,7 @@ class _Recorder(Head):
                 with self._generators.watch() as names:
                     stepped = self.run(stepped, position, position + 1)
                 moved.append(bool(names))
-            result = unpacked(stepped, has_names(given))
+            result = as_result(stepped, has_names(given))
         form = form_of(result) if any(moved) or draws_by_itself(self.transform) else None
         self._noted.append(_Call(self._site, self.transform, given, result, moved, before, form))
         return result
@@ -490,7 +490,7 @@ def _placed(
     free, used = list(walk(sample)), list[tuple[Path, Any]]()
     for (site, follows), call in zip(chain, calls, strict=True):
         places: list[tuple[int | str, Path]] = []
-        for key, value in packed(call.result, call.values).items():
+        for key, value in as_values(call.result, call.values).items():
             among = used if follows else free
             number = next((k for k, (_, node) in enumerate(among) if node is value), None)
             if number is not None:
@@ -507,7 +507,7 @@ def _placed_parts(
     sites: Sequence[Site],
     ends: Mapping[Site, int],
     forms: Mapping[Site, ResultForm],
-    calls: Sequence[tuple[tuple[int | str, ...], Parts]],
+    calls: Sequence[tuple[tuple[int | str, ...], ResultPaths]],
 ) -> Iterator[CutCall]:
     """The calls of a cut, given the keys of their values and the places of their results' parts."""
     held = [{key for key, _ in parts} for _, parts in calls]

@@ -34,8 +34,8 @@ from lightning_stocache.source.places import (
     SMALL,
     Around,
     Array,
+    ArrowColumn,
     Attributes,
-    Column,
     Content,
     Handle,
     Items,
@@ -202,7 +202,7 @@ class Reach:
             # As a column, not by its attributes: in `_cache` an Index keeps results of its methods.
             self._add_column(path, partial(_index, node), around, len(node))
         elif package == "pyarrow" and hasattr(kind, "slice"):
-            self.add(path, Column(partial(_same_object, node), around, len(node)))
+            self.add(path, ArrowColumn(partial(_same_object, node), around, len(node)))
         elif package == "h5py":
             self.add(path, Handle(partial(_name_in_file, node), around))
         elif issubclass(kind, CONTAINERS):
@@ -331,7 +331,7 @@ class Reach:
                     place = Tree(read, around, COPIED_BYTES - self._bytes)
             self.add(path, place, place.nbytes or content.__sizeof__())
         else:
-            self.add(path, Column(read, around, length))
+            self.add(path, ArrowColumn(read, around, length))
 
     def _of_frame(self, path: str, frame: Any, around: Around) -> Iterator[Node]:
         """Of a frame of pandas or polars: its columns, which are read anew because a frame replaces them; its index."""

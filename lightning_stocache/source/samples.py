@@ -3,7 +3,7 @@
 `walk` gives every container and leaf with its path; `rebuilt` makes the same containers around other leaves. Samples
 are compared in three ways:
 
-- `bits`: values by path that `==` compares bit for bit, of large leaves a digest; `difference` says where two differ.
+- `bits`: values by path that `==` compares bit for bit, of large leaves a digest; `where_different` compares two.
 - `same_sample`: by value, for another job: sets and dicts have no order, and floating-point numbers may differ in
   their last bits.
 - `digest_of`: all bits in one text, for another process of the job.
@@ -33,20 +33,20 @@ __all__ = [
     "Bits",
     "Path",
     "bits",
-    "difference",
+    "where_different",
     "digest_of",
     "is_masked",
     "is_namedtuple",
     "is_plain",
     "mark_of",
-    "part_at",
+    "node_at",
     "parts_of_tensor",
     "rebuilt",
     "refilled",
     "same_sample",
     "stacked",
     "walk",
-    "with_part",
+    "with_node",
 ]
 
 Path: TypeAlias = tuple[Any, ...]
@@ -80,16 +80,16 @@ def walk(node: Any, path: Path = (), above: tuple[int, ...] = ()) -> Iterator[tu
             yield from walk(node[key], (*path, key), inside)
 
 
-def part_at(sample: Any, path: Path) -> Any:
+def node_at(sample: Any, path: Path) -> Any:
     """The object at a path."""
     return reduce(getitem, path, sample)
 
 
-def with_part(node: Any, path: Path, part: Any) -> Any:
+def with_node(node: Any, path: Path, part: Any) -> Any:
     """The sample with another object at a path; containers on the way are copied."""
     if not path:
         return part
-    key, part = path[0], with_part(node[path[0]], path[1:], part)
+    key, part = path[0], with_node(node[path[0]], path[1:], part)
     if isinstance(node, tuple):
         return refilled(node, (*node[:key], part, *node[key + 1 :]))
     node = copy.copy(node)
@@ -285,7 +285,7 @@ def _attribute_bits(tensor: torch.Tensor) -> Bits:
     }
 
 
-def difference(left: Bits, right: Bits) -> str | None:
+def where_different(left: Bits, right: Bits) -> str | None:
     """Where the bits of two samples differ, written as in Python; None if they are equal."""
     for path in {**left, **right}:
         if path not in left or path not in right or left[path] != right[path]:
@@ -309,7 +309,7 @@ def same_sample(left: Any, right: Any) -> bool:
     if ours.keys() != theirs.keys():
         return False
     differing = (path for path in ours if ours[path] != theirs[path])
-    return all(_is_near(part_at(left, path), part_at(right, path)) for path in differing)
+    return all(_is_near(node_at(left, path), node_at(right, path)) for path in differing)
 
 
 def _is_near(left: Any, right: Any) -> bool:

@@ -3,10 +3,10 @@
 `Snapshot` notes it before a read, and puts it back afterwards. Not seen are memory that processes share, and the state
 of libraries in C, but for the positions of files.
 
-`Contents` holds the copies: of containers, of arrays, and of single values. They are shallow, because each container
+`Copies` holds the copies: of containers, of arrays, and of single values. They are shallow, because each container
 that can be reached is noted by itself.
 
-`Counters` finds the numbers that each read moves (`self.calls += 1`), and sets them far ahead.
+`MovedNumbers` finds the numbers that each read moves (`self.calls += 1`), and sets them far ahead.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from lightning_stocache.source.walk import (
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Contents", "Counters", "Snapshot", "live_content"]
+__all__ = ["Copies", "MovedNumbers", "Snapshot", "live_content"]
 
 _MOST_BYTES = 64 << 20  # of copies of arrays
 _MOST_ITEMS = 100_000  # of a container in which counters are looked for
@@ -57,7 +57,7 @@ _CTYPE: Any = ctypes.c_int.__base__  # the number of a `multiprocessing.Value`
 _UNSEEKABLE = (AttributeError, OSError, ValueError)  # a pipe, a closed file, a text file in the middle of an iteration
 
 
-class Contents:
+class Copies:
     """Copies of variables, of containers and of arrays.
 
     Args:
@@ -121,7 +121,7 @@ class Snapshot:
         held = [(path, value) for path, node in containers for _, value in items_of(node)]
         held += [(found.path, value) for found in variables for value in list(found.read().values())]
         arrays = {id(value): (path, value) for path, value in held if _own_array(value) is not None}
-        self._contents = Contents([*containers, *arrays.values()], variables)
+        self._contents = Copies([*containers, *arrays.values()], variables)
         files = [(where, node) for where, node in nodes if issubclass(type(node), io.IOBase)]
         outer = tuple(f"{where}." for where, _ in files)
         # A compressed file moves the file inside it, which must stay where the decompressor expects it.
@@ -151,7 +151,7 @@ class Snapshot:
         return None
 
 
-class Counters:
+class MovedNumbers:
     """The numbers of a source that each read moves by the same step: counts of reads, of samples, of epochs.
 
     Numbers are plain ones, those in arrays and in memory that processes share, the next number of `itertools.count`,
@@ -165,7 +165,7 @@ class Counters:
         ...     def __init__(self):
         ...         self.calls = self.epoch = 3
         >>> source = Counted()
-        >>> counters = Counters(source)
+        >>> counters = MovedNumbers(source)
         >>> source.calls += 1
         >>> counters.look()
         ['Counted.calls']

@@ -35,7 +35,7 @@ from torch.utils.data import Dataset, Subset
 from lightning_stocache.node.errors import description
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.result_form import ResultForm
-from lightning_stocache.source.samples import Path, part_at, with_part
+from lightning_stocache.source.samples import Path, node_at, with_node
 
 __all__ = [
     "Cut",
@@ -43,8 +43,8 @@ __all__ = [
     "Head",
     "NOT_HELD",
     "OTHER_FORM",
-    "Parts",
-    "Places",
+    "ResultPaths",
+    "ValuePaths",
     "Site",
     "Tail",
     "TailCall",
@@ -53,24 +53,24 @@ __all__ = [
     "draws_by_itself",
     "format_of",
     "has_names",
-    "packed",
-    "part_of",
+    "as_values",
+    "transform_at",
     "reading",
     "reads_as_library",
     "sites_of",
     "steps_of",
-    "unpacked",
+    "as_result",
     "with_transforms",
 ]
 
 Values: TypeAlias = dict[int | str, Any]
 """The arguments of a transform, or its results: by position, or by keyword."""
 
-Places: TypeAlias = tuple[tuple[int | str, Path], ...]
+ValuePaths: TypeAlias = tuple[tuple[int | str, Path], ...]
 """Where the values of one call lie in a sample."""
 
-Parts: TypeAlias = tuple[tuple[Any, Path], ...]
-"""Where the results of one call lie in a sample: `Places`, or of one that is taken apart its parts, by path."""
+ResultPaths: TypeAlias = tuple[tuple[Any, Path], ...]
+"""Where the results of one call lie in a sample: `ValuePaths`, or of one that is taken apart its parts, by path."""
 
 Site: TypeAlias = tuple[Any, ...]
 """Where a dataset holds a transform: attributes, and keys of lists and dicts."""
@@ -110,8 +110,8 @@ class CutCall(NamedTuple):
 
     site: Site
     end: int
-    values: Places
-    parts: Parts
+    values: ValuePaths
+    parts: ResultPaths
     form: ResultForm | None = None
 
 
@@ -162,7 +162,7 @@ class Cut:
             clone.set_transform(_as_it_is, source.format["columns"], source.format["output_all_columns"])
             tail = _FormatTail(transform, source.format["columns"])
         else:
-            first = {call.site: Head(part_of(source, call.site), call.end, call.form) for call in self.calls}
+            first = {call.site: Head(transform_at(source, call.site), call.end, call.form) for call in self.calls}
             clone = with_transforms(source, first, lambda site, _: first[site])
             tail = Tail([TailCall(first[call.site], call.values, call.parts) for call in self.calls])
         tail.head, tail.is_blind, tail.unproved = clone, self.is_blind, self.unproved
@@ -173,8 +173,8 @@ class TailCall(NamedTuple):
     """A call of a head for a sample: `CutCall.values` and `CutCall.parts`."""
 
     head: Head
-    values: Places
-    parts: Parts
+    values: ValuePaths
+    parts: ResultPaths
 
 
 class Tail:
@@ -242,17 +242,17 @@ class Tail:
             return sample if part is None else part.finish(sample, inner)
         results = list[Any]()
         for head, values, parts in self._calls:
-            given = {key: part_at(sample, path) for key, path in values}
+            given = {key: node_at(sample, path) for key, path in values}
             results.append(head.result(given))
             if head.form is None:
-                named = packed(results[-1], given)
+                named = as_values(results[-1], given)
                 found = [(path, named[key]) for key, path in parts]
             elif head.form.fits(results[-1]):
-                found = [(path, part_at(results[-1], key)) for key, path in parts]
+                found = [(path, node_at(results[-1], key)) for key, path in parts]
             else:
                 raise MisfitError(partial(self._replayed, results, index))
             for path, part in found:
-                sample = with_part(sample, path, part)
+                sample = with_node(sample, path, part)
         return sample
 
     def _replayed(self, results: list[Any], index: int) -> Any:
@@ -264,7 +264,7 @@ class Tail:
         with reading(self.heads, show):
             return self.head[index]
 
-    def of_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    def finish_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Finish samples that the source loads in one call."""
         return list(map(self, samples, indices))
 
@@ -287,16 +287,16 @@ class Tail:
 # ---- by transforms ----
 
 
-class Calls(threading.local):
-    """The calls of a head in this thread, and how this thread reads the source now. A copy begins anew."""
+class ThreadState(threading.local):
+    """How this thread reads the source of a head now, and how often it has called the head. A copy begins anew."""
 
-    count = 0
+    calls = 0
     is_reading = False
     show: Callable[[Any, Values, bool], Any] | None = None
     """What a head returns instead of its result: given the head, the result, and if it has names."""
 
-    def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
-        return Calls, ()
+    def __reduce__(self) -> tuple[type[ThreadState], tuple[()]]:
+        return ThreadState, ()
 
 
 class Head:
@@ -309,25 +309,25 @@ class Head:
 
     Attributes:
         steps: all steps of the transform.
-        calls: the calls in each thread.
+        thread: the state of the thread that asks.
         is_strayed: whether another thread has called it than one that reads: nobody can tell for which sample.
     """
 
     def __init__(self, transform: Callable[..., Any], end: int, form: ResultForm | None = None) -> None:
         self.transform: Any = transform
         self.end, self.steps, self.form = end, steps_of(transform), form
-        self.calls = Calls()
+        self.thread = ThreadState()
         self.is_strayed = False
 
     def __call__(self, *values: Any, **named: Any) -> Any:
         """Run the steps. Several values come back as a tuple, named ones as a dict."""
-        self.calls.count += 1
-        self.is_strayed |= not self.calls.is_reading
+        self.thread.calls += 1
+        self.is_strayed |= not self.thread.is_reading
         given = self.given(values, named)
         result, is_named = self.run(given, 0, self.end), has_names(given)
-        if self.calls.show is not None:
-            return self.calls.show(self, result, is_named)
-        return unpacked(result, is_named) if self.form is None else self.form.filled(self.leaves(result))
+        if self.thread.show is not None:
+            return self.thread.show(self, result, is_named)
+        return as_result(result, is_named) if self.form is None else self.form.filled(self.leaves(result))
 
     def given(self, values: Sequence[Any], named: Mapping[str, Any]) -> Values:
         """The arguments of a call. A keyword may be that of a whole list of steps, which know none."""
@@ -340,22 +340,22 @@ class Head:
     def leaves(self, values: Values) -> dict[Path, Any]:
         """What the head returns for these values of a call, of a result that is taken apart: its leaves by path."""
         form = cast(ResultForm, self.form)
-        return {path: unpacked(values, has_names(values)) if path == form.place else None for path in form.leaves}
+        return {path: as_result(values, has_names(values)) if path == form.place else None for path in form.leaves}
 
     def run(self, values: Values, begin: int, end: int | None = None) -> Values:
         """Run some consecutive steps of the transform on the values of a call; to the last one if there is no `end`."""
         if begin == end:
             return values
         for step in self._sections(begin, end):
-            values = packed(_called(step, values), values)
+            values = as_values(_called(step, values), values)
         return values
 
     def result(self, values: Values) -> Any:
         """The result of the transform, as its caller gets it, for values that the head's steps have returned."""
-        result = unpacked(values, has_names(values))
+        result = as_result(values, has_names(values))
         for number, step in enumerate(self._sections(self.end, None)):
             if number:
-                values = packed(result, values)
+                values = as_values(result, values)
             result = _called(step, values)
         return result
 
@@ -369,7 +369,7 @@ class Head:
         return self.steps[begin:end]
 
 
-def unpacked(result: Values, is_named: bool) -> Any:
+def as_result(result: Values, is_named: bool) -> Any:
     """The result of a call as its caller gets it: several values as a tuple, named ones as a dict."""
     if is_named:
         return result
@@ -379,14 +379,14 @@ def unpacked(result: Values, is_named: bool) -> Any:
 @contextmanager
 def reading(heads: Sequence[Head], show: Callable[[Any, Values, bool], Any] | None = None) -> Iterator[None]:
     """Read the source of these heads in this thread. `show` gives what they return in place of their results."""
-    before = [(head.calls.is_reading, head.calls.show) for head in heads]
+    before = [(head.thread.is_reading, head.thread.show) for head in heads]
     for head in heads:
-        head.calls.is_reading, head.calls.show = True, show
+        head.thread.is_reading, head.thread.show = True, show
     try:
         yield
     finally:
         for head, (is_reading, outer) in zip(heads, before, strict=True):
-            head.calls.is_reading, head.calls.show = is_reading, outer
+            head.thread.is_reading, head.thread.show = is_reading, outer
 
 
 def _called(step: Callable[..., Any], values: Values) -> Any:
@@ -394,7 +394,7 @@ def _called(step: Callable[..., Any], values: Values) -> Any:
     return step(**named) if has_names(values) else step(*values.values())
 
 
-def packed(result: Any, values: Values) -> Values:
+def as_values(result: Any, values: Values) -> Values:
     """The result of a transform for these values, by position or keyword.
 
     Raises:
@@ -422,7 +422,7 @@ class _FormatTail(Tail):
         super().__init__()
         self.steps, self._columns = [transform], frozenset(columns)
 
-    def of_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    def finish_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Finish the rows of a batch."""
         batch = {name: [row[name] for row in samples] for name in samples[0]}
         others = {name: batch.pop(name) for name in samples[0] if name not in self._columns}
@@ -434,7 +434,7 @@ class _FormatTail(Tail):
 
     def finish(self, sample: Any, index: int) -> Any:
         """Finish a row."""
-        return self.of_batch([sample], [index])[0]
+        return self.finish_batch([sample], [index])[0]
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -484,7 +484,7 @@ def _entries(node: Any) -> dict[Any, Any]:
     return methods | getattr(node, "__dict__", {})
 
 
-def part_of(source: Any, site: Site) -> Any:
+def transform_at(source: Any, site: Site) -> Any:
     """The transform that a source holds at a site.
 
     Raises:

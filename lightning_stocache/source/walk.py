@@ -181,7 +181,7 @@ class Variables:
     def __setitem__(self, name: str, value: Any) -> None:
         self.write(name, value)
 
-    def of(self, names: Collection[str]) -> Variables:
+    def only(self, names: Collection[str]) -> Variables:
         """Those with some names alone."""
         return replace(self, read=lambda: {name: value for name, value in self.read().items() if name in names})
 

@@ -101,7 +101,7 @@ class Witness:
     the copies that it has inherited. In a loader's worker a new name is no change: `worker_init_fn` tells the worker's
     copy who it is.
 
-    Every read of this process stands in a `with`, which learns the attributes that reads move; `reading` learns all
+    Every read of this process stands in a `with`, which learns the attributes that reads move; `learning` learns all
     places. A place that was empty before a read (None, or no attribute), or a dict or set that got other keys in it, is
     filled, not moved: it may be filled again, and its content is compared from then on.
 
@@ -284,7 +284,7 @@ class Witness:
     # ---- in an epoch ----
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def learning(self) -> Iterator[None]:
         """Around reads of this process: learn every place that they move."""
         self._pending += self._compare()
         try:
@@ -483,7 +483,7 @@ class Witness:
                 if place.is_of_samples and place.around.length == self._length and length is not None:
                     shown = most = length
                 digest = hashlib.blake2b(f"{type(place).__name__} {shown}".encode(), digest_size=16)
-                for part in place.parts(content, most):
+                for part in place.chunks(content, most):
                     digest.update(part)
                 sums[f"{path}[content]"] = "data" if self._is_data(place) else "setting", digest.digest()
         return sums
