@@ -39,7 +39,7 @@ import numpy.typing as npt
 import torch
 
 from lightning_stocache.cache.codec import aligned
-from lightning_stocache.loading.prefetch import held_back
+from lightning_stocache.loading.interrupt import held_back
 from lightning_stocache.node.free import FreeMemory
 
 __all__ = ["Arena", "Lent", "Slot", "arena_of"]

@@ -111,9 +111,11 @@ class Changes:
         counters = self.opened.counters
         return counters is not None and counters.says_changed
 
-    @property
-    def are_seen(self) -> bool:
-        """Whether the source has changed since it was cached: another process says so, or it is seen here."""
+    def look_for_change(self) -> bool:
+        """Whether the source has changed since it was cached: another process says so, or it is seen here.
+
+        A change that is seen here is told to all, or a new cache is opened for the changed source.
+        """
         if self._other_key is not None:
             self._check_indices()
         if self.are_heard:
@@ -132,7 +134,7 @@ class Changes:
     def refresh(self) -> None:
         """Serve the source itself, uncached, once it has changed."""
         opened = self.opened
-        if (opened.cache is not None or opened.source is not self.source) and self.are_seen:
+        if (opened.cache is not None or opened.source is not self.source) and self.look_for_change():
             self.serve(opened.given_up())
 
     def refresh_unread(self, *, is_compared: bool = False) -> None:

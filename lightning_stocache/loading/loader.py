@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from lightning_stocache.cache.store import NO_PLACE, Store, gathers
 from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.draws import ResumableBatches
-from lightning_stocache.loading.epoch import Batches, Epoch, Gatherer, PlainEpoch
+from lightning_stocache.loading.epoch import Batches, Epoch, PlainEpoch
 from lightning_stocache.loading.loader_sampler import (
     batches_of,
     deals_to_ranks,
@@ -43,6 +43,7 @@ from lightning_stocache.loading.loader_sampler import (
     set_epoch,
 )
 from lightning_stocache.loading.loader_tree import Stream, is_rolling, is_stream
+from lightning_stocache.loading.plans import Gatherer
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.workers import InitOnSource, Workers, loader_like
@@ -100,7 +101,7 @@ class CachedLoader(DataLoader[Any]):
     position: LoaderState
     """The position of the loader in its epoch."""
 
-    # The values of a new loader, also of one that copies a DataLoader's attributes and was never constructed.
+    # Defaults of the class: `copy_over` makes a CachedLoader by copying the `__dict__` of a DataLoader.
     gather: Gather = "auto"
     _started = False  # whether a persistent loader has drawn its base seed
     _workers: Workers | None = None  # persistent ones
@@ -186,7 +187,10 @@ class CachedLoader(DataLoader[Any]):
                 of another loader.
         """
         route = self.route
-        workers = None if cached is None else self._running(cached)
+        workers = None
+        if cached is not None:
+            self._end_unusable_workers(cached)
+            workers = self._workers
         gatherer = self._gatherer_of(cached) if cached is not None and route == "main" else None
         if workers is not None and cached is not None and cached.changes.are_heard:
             route = "worker"  # they go on, with the source that they have
@@ -203,18 +207,18 @@ class CachedLoader(DataLoader[Any]):
         self.position.ledger.is_known = True
         return Epoch(self, cached, gatherer, workers, self.position, keep=self.keep, asks=asks, draws_seed=is_first)
 
-    def _running(self, cached: CachedSource) -> Workers | None:
-        """The persistent workers, if they run. Those that have ended, or have another cache, are replaced.
+    def _end_unusable_workers(self, cached: CachedSource) -> None:
+        """End persistent workers of which one has ended, or that have another cache.
 
         Raises:
             RuntimeError: a worker was killed, and no epoch has raised that.
         """
         workers = self._workers
         if workers is not None:
+            workers.raise_death()
             has_cache = workers.cache is cached.cache or cached.changes.are_heard
-            if not workers.are_alive() or not has_cache:
+            if not workers.are_alive or not has_cache:
                 self._keep(None)
-        return self._workers
 
     def keep(self, workers: Workers) -> None:
         """Keep the workers of an epoch for later epochs, if they are persistent."""

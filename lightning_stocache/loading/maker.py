@@ -45,7 +45,8 @@ class Maker:
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any] = default_collate, *, pinned: bool = False) -> None:
-        self._collate_fn, self._pinned = collate_fn, pinned
+        self._collate_fn = collate_fn
+        self._pinned = pinned
         self.served: Served = (0, 0, 0)
         """Where the samples of the last batch came from."""
         self._collator: tuple[SampleSpec, Collator | None] | None = None
@@ -72,7 +73,8 @@ class Maker:
 
     def _from_rows(self, cached: CachedSource, keys: Integers, indices: list[int], memory: BatchMemory) -> Any:
         """A batch of rows, made in place; None if it is none, or if most of what is missing has no slot."""
-        cache, samples = cached.cache, len(keys)
+        cache = cached.cache
+        samples = len(keys)
         if cache is None or not samples or not gathers(cache) or cached.transforms:
             return None
         if self._collate_fn is not default_collate:
@@ -86,11 +88,14 @@ class Maker:
             return None
         if isinstance(memory, Slot):
             memory.clear()
-        codec, rows, odd = cache.codec, missing.tolist(), {}
+        codec = cache.codec
+        rows: list[int] = missing.tolist()
+        odd: dict[int, Any] = {}
         fields: Memory = memory.take(collator.sizes(samples))
         start = time.perf_counter_ns()
         if len(rows) < samples:
-            places[missing] = places.max()  # a hole of the file would take a page, or fault without memory
+            # `gather` reads each place: for what is missing that of a READY sample, so that no empty page is touched.
+            places[missing] = places.max()
             cache.gather(places, fields)
             count(cached.opened.counters, gather_ns=time.perf_counter_ns() - start)
         if rows:

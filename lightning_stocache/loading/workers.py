@@ -32,8 +32,8 @@ from lightning_stocache.cache.counters import Served
 from lightning_stocache.loading.arena import Arena, Slot, arena_of
 from lightning_stocache.loading.collate import BatchRows, unpacked
 from lightning_stocache.loading.dataset import CachedDataset, StandIn, cached_in, cached_source
+from lightning_stocache.loading.interrupt import held_back
 from lightning_stocache.loading.maker import Maker
-from lightning_stocache.loading.prefetch import held_back
 from lightning_stocache.loading.prefill import prefill
 from lightning_stocache.source.looks import Due, Look
 from lightning_stocache.source.samples import is_plain
@@ -311,25 +311,36 @@ class Workers:
             self._has_raised_death = bool(self._ended)
             raise
 
-    def are_alive(self) -> bool:
-        """Whether all workers run.
+    def raise_death(self) -> None:
+        """Raise the death of a worker that no epoch has raised.
+
+        Torch's handler of SIGCHLD raises wherever the trainer is, and the code there may swallow the error, as
+        Lightning's broadcast of SIGTERM does.
 
         Raises:
-            RuntimeError: a worker was killed, and no epoch has raised that. Torch's handler of SIGCHLD raises wherever
-                the trainer is, and the code there may swallow the error, as Lightning's broadcast of SIGTERM does.
+            RuntimeError: a worker was killed.
         """
-        if self._finalizer is None or not self._finalizer.alive or self._pid != os.getpid():
-            return False
-        ended = self._ended
-        killed = [worker for worker in ended if worker.exitcode not in _BY_CTRL_C]
+        killed = [worker for worker in self._ended if worker.exitcode not in _BY_CTRL_C]
         if killed and not self._has_raised_death:
             self._has_raised_death = True
             names = "; ".join(f"pid {worker.pid}, exit code {worker.exitcode}" for worker in killed)
             raise RuntimeError(f"DataLoader worker ({names}) exited unexpectedly")
-        return not ended
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether all workers run, as children of this process."""
+        return self._are_children and not self._ended
+
+    @property
+    def _are_children(self) -> bool:
+        """Whether this process has started workers, and has not ended them."""
+        return self._finalizer is not None and self._finalizer.alive and self._pid == os.getpid()
 
     @property
     def _ended(self) -> list[Any]:
+        """The workers that have ended by themselves."""
+        if not self._are_children:
+            return []
         return [worker for worker in processes_of(self._iterator) if not worker.is_alive()]
 
     def end_lease(self, number: int) -> None:

@@ -28,8 +28,9 @@ from torch.utils.data import DataLoader
 
 from lightning_stocache.loading.arena import Arena
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.interrupt import held_back
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.prefetch import Job, Prefetcher, held_back
+from lightning_stocache.loading.prefetch import Job, Prefetcher
 from tests.cache.leaves import same
 from tests.jobs import job_environment
 from tests.loading.twins import (
