@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -213,7 +213,7 @@ class CachedSource:
             places = cache.lookup(np.array(indices, dtype=np.int64), verify=True)
             once = len(set(indices)) == len(indices)
             if once and (places == NO_PLACE).all() and not cache.divide(indices)[1]:
-                samples = self.load(cache, indices, in_one_call=True, batch=batch, rows=rows)
+                samples = self.load(cache, indices, in_one_call=True, into=_Rows(batch, rows))
             else:  # some are READY by now (or verified on a disk), drawn twice, or loaded by another job
                 samples = list(self._serve(cache, indices))
                 fitting = [number for number, sample in enumerate(samples) if type(sample) is not Odd]
@@ -358,8 +358,7 @@ class CachedSource:
         keys: Mapping[int, Any] | None = None,
         *,
         in_one_call: bool = False,
-        batch: Memory | None = None,
-        rows: Sequence[int] = (),
+        into: _Rows | None = None,
         served: bool = True,
     ) -> list[Any]:
         """Load samples, then store them all: storing costs half as much when its code and memory are warm.
@@ -371,14 +370,11 @@ class CachedSource:
             indices: the indices of the samples.
             keys: for some indices, the key that the source gets.
             in_one_call: whether the source's `__getitems__` loads them, if it has one.
-            batch: a batch into which the samples are copied, except odd ones.
-            rows: their rows in the batch.
+            into: the rows of a batch into which the samples are copied, except odd ones.
             served: whether the samples were asked for; else they count as fills alone.
         """
-        source: Any = self.opened.source
         asked = [keys.get(index, index) for index in indices] if keys else indices
         samples: list[Any] = []
-        heads, proof, strict = self.changes.heads, self.changes.proof, self.opened.request.strict
         placed = np.flatnonzero(cache.have_places(indices)).tolist()
         if len(placed) < len(indices):
             self._note_outside(cache, indices)
@@ -388,38 +384,43 @@ class CachedSource:
         before = {} if generators is None else generators.state()
         start = time.perf_counter_ns()
         try:
-            with reading(heads):
-                read = batch_reader(source) if in_one_call else None
+            self._load_from_source(samples, indices, asked, in_one_call=in_one_call)
+        finally:
+            source_ns = time.perf_counter_ns() - start
+            try:
+                if any(head.is_strayed for head in self.changes.heads):  # nobody knows for which sample it was called
+                    self.changes.give_up("strayed")
+                    samples[:] = map(_odd_without_places, asked, samples)
+                elif samples and generators is not None and generators.moved(before) and are_draws_evidence():
+                    self._leave_random(cache, asked, samples)
+                # Without a slot there is nothing to encode, unless for a batch, or to see if the tail can finish it.
+                if self.changes.proof is not None or into is not None or self.opened.request.strict:
+                    placed = list(range(len(samples)))
+                self._store(cache, indices, asked, samples, placed, into, source_ns, served=served)
+            finally:
+                cache.release(indices)
+        return samples
+
+    def _load_from_source(self, samples: list[Any], indices: list[int], keys: list[Any], *, in_one_call: bool) -> None:
+        """Add the samples of some keys to a list, which after an error has those that were loaded before."""
+        source: Any = self.opened.source
+        proof = self.changes.proof
+        read = batch_reader(source) if in_one_call else None
+        try:
+            with reading(self.changes.heads):
                 if read is not None:
-                    samples += self._read(lambda some: one_per_index(read(some), len(some), source), indices, asked)
+                    samples += self._read(lambda some: one_per_index(read(some), len(some), source), indices, keys)
                 elif proof is None:
-                    for key in asked:  # no comprehension: what was loaded before an error is stored
+                    for key in keys:
                         samples.append(source[key])
                 else:
-                    for index, key in zip(indices, asked, strict=True):
+                    for index, key in zip(indices, keys, strict=True):
                         samples += self._read(lambda some: [source[some[0]]], [index], [key])
             if proof is not None:
                 proof.go_on(indices)
         except UncuttableError as error:
             self.changes.give_up("uncut", str(error))
-            samples[:] = [Odd(key, None, has_all_places=False) for key in asked]
-        finally:
-            source_ns = time.perf_counter_ns() - start
-            try:
-                if any(head.is_strayed for head in heads):  # another thread called it, nobody knows for which sample
-                    self.changes.give_up("strayed")
-                    samples[:] = [
-                        Odd(key, sample, has_all_places=False) for key, sample in zip(asked, samples, strict=False)
-                    ]
-                elif samples and generators is not None and generators.moved(before) and are_draws_evidence():
-                    self._leave_random(cache, asked, samples)
-                # Without a slot there is nothing to encode, unless for a batch, or to see if the tail can finish it.
-                if proof is not None or batch is not None or strict:
-                    placed = list(range(len(samples)))
-                self._store(cache, indices, asked, samples, placed, source_ns, served, batch, rows)
-            finally:
-                cache.release(indices)
-        return samples
+            samples[:] = [_odd_without_places(key, None) for key in keys]
 
     def _note_outside(self, cache: Store, numbers: list[int]) -> None:
         """Note numbers that are no indices of the dataset."""
@@ -428,17 +429,17 @@ class CachedSource:
             self.changes.note_key(outside[0], len(outside))
 
     def _read(self, read: Callable[[list[Any]], list[Any]], indices: list[int], keys: list[Any]) -> list[Any]:
-        """Read samples. One is odd if the source has not called its transform as usual: the tail cannot finish it.
+        """Read samples of the source.
 
-        A sample without a place for the tail is refused later, by the codec.
+        A split source must have called its head once for each place of the tail, else the tail would run too often or
+        not at all: such a sample is odd. A sample that lacks a place of the tail is refused later, by the codec.
 
         Raises:
             UncuttableError: the cut is wrong.
         """
-        proof = self.changes.proof
-        if proof is None:
+        if self.changes.proof is None:
             return read(keys)
-        samples, objection = proof.read(partial(read, keys), indices)
+        samples, objection = self.changes.proof.read(partial(read, keys), indices)
         if objection is None or any(head.is_strayed for head in self.changes.heads):  # `load` leaves these
             return samples
         if len(indices) > 1:
@@ -452,7 +453,7 @@ class CachedSource:
             raise SampleMismatchError(words)
         if self._is_first("odd sample"):
             warn_of_odd(self.source, words)
-        return [Odd(keys[0], samples[0], has_all_places=False)]
+        return [_odd_without_places(keys[0], samples[0])]
 
     def _store(
         self,
@@ -461,16 +462,18 @@ class CachedSource:
         keys: list[Any],
         samples: list[Any],
         numbers: list[int],
+        into: _Rows | None,
         source_ns: int,
+        *,
         served: bool,
-        batch: Memory | None,
-        rows: Sequence[int],
     ) -> None:
         """Store and count samples, which may be fewer than indices. An odd sample becomes an `Odd` in the list.
 
         `numbers` are the positions of those that are encoded, rising; the others have no slot.
         """
-        codec, pauses, start = cache.codec, self._pace is not None and self._pace.pauses, time.perf_counter_ns()
+        start = time.perf_counter_ns()
+        codec = cache.codec
+        pauses = self._pace is not None and self._pace.pauses
         fills = misses = store_ns = 0
         numbers = [number for number in numbers if number < len(samples)]
         nbytes = (len(samples) - len(numbers)) * codec.nbytes
@@ -483,13 +486,14 @@ class CachedSource:
                 else:
                     sample = samples[number]
                     nbytes += codec.least_bytes(sample.sample if type(sample) is Odd else sample)
-            contents = _contents(cache, fitting, batch, rows)
+            contents = _contents(cache, fitting, into)
             nbytes += sum(part.nbytes for parts in contents for part in parts)
-            begin, positions = time.perf_counter_ns(), [indices[number] for number in fitting]
+            stored = [indices[number] for number in fitting]
+            begin = time.perf_counter_ns()
             if pauses:
-                misses += sum(map(cache.has_place, positions))
+                misses += sum(map(cache.has_place, stored))
             else:
-                outcomes = cache.put(positions, contents)
+                outcomes = cache.put(stored, contents)
                 misses += len(outcomes) - outcomes.count(None)
                 fills += outcomes.count(True)
             store_ns += time.perf_counter_ns() - begin
@@ -592,17 +596,33 @@ def _key(keys: Mapping[int, Any] | None, index: int) -> Any:
     return index if keys is None else keys.get(index, index)
 
 
-def _contents(
-    cache: Store, fitting: dict[int, Parts], batch: Memory | None, rows: Sequence[int]
-) -> Sequence[Sequence[memoryview]]:
+def _odd_without_places(key: Any, sample: Any) -> Odd:
+    return Odd(key, sample, has_all_places=False)
+
+
+class _Rows(NamedTuple):
+    """Some rows of a batch.
+
+    Args:
+        memory: the memory of the batch.
+        numbers: the number of the row of each sample.
+    """
+
+    memory: Memory
+    numbers: Sequence[int]
+
+
+def _contents(cache: Store, fitting: dict[int, Parts], into: _Rows | None) -> Sequence[Sequence[memoryview]]:
     """The bytes of encoded samples, copied to their rows if there is a batch."""
-    parts, codec, count = list(fitting.values()), cache.codec, len(fitting)
-    if not parts or (batch is None and (count < 2 or not gathers(cache))):
+    codec = cache.codec
+    parts = list(fitting.values())
+    count = len(parts)
+    if not parts or (into is None and (count < 2 or not gathers(cache))):
         return [codec.contents(part) for part in parts]
-    places: Sequence[int] = range(count)
-    if batch is None:  # a copy of many small samples at once costs less than a view of each
-        batch = codec.rows([np.empty(size, dtype=np.uint8) for size in codec.sizes(count)], count)
+    if into is None:  # a copy of many small samples at once costs less than a view of each
+        memory = codec.rows([np.empty(size, dtype=np.uint8) for size in codec.sizes(count)], count)
+        into = _Rows(memory, range(count))
     else:
-        places = [rows[number] for number in fitting]
-    copied: list[list[memoryview]] = codec.put_many(batch, places, parts)
+        into = _Rows(into.memory, [into.numbers[number] for number in fitting])
+    copied: list[list[memoryview]] = codec.put_many(into.memory, into.numbers, parts)
     return copied
