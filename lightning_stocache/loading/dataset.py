@@ -31,7 +31,7 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, check_choice
 from lightning_stocache.source.access import check_source
 
-__all__ = ["CachedDataset", "Forwarding", "StandIn", "cached_in", "cached_source", "dataset_over"]
+__all__ = ["Cached", "CachedDataset", "Forwarding", "StandIn", "cached_in", "cached_source", "dataset_over"]
 
 
 class Forwarding(Dataset[Any]):
@@ -70,7 +70,47 @@ class Forwarding(Dataset[Any]):
         return hasattr(type(self), name) or (name.startswith("_") and "__" in name)
 
 
-class CachedDataset(Forwarding):
+class Cached(Forwarding):
+    """The base of a dataset and a stream with a cache, which are served by their `__serving__`."""
+
+    __serving__: Any
+
+    @property
+    def __opened(self) -> OpenCache:
+        opened: OpenCache = self.__serving__.opened
+        return opened
+
+    @property
+    def source(self) -> Any:
+        """The user's dataset or stream."""
+        return self.__opened.request.source
+
+    @property
+    def cache(self) -> Store | None:
+        """The cache, or None while samples pass through."""
+        return self.__opened.live_cache
+
+    @property
+    def counters(self) -> Counters | None:
+        """Counts of served and stored samples, of all processes of the node; None before the first opening."""
+        return self.__opened.counters
+
+    @property
+    def group(self) -> NodeGroup:
+        """The ranks that share the cache."""
+        return self.__opened.group
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory that was granted on this node."""
+        return self.__opened.budget_bytes
+
+    def share(self, group: NodeGroup | None = None) -> None:
+        """Have the ranks of a node share the cache. Collective."""
+        raise NotImplementedError
+
+
+class CachedDataset(Cached):
     """A map-style dataset whose samples are stored in memory that all processes of the node share.
 
     Opening reads a few samples, in another process, and takes no memory for slots until they are filled.
@@ -134,6 +174,8 @@ class CachedDataset(Forwarding):
         True
         >>> dataset.close()
     """
+
+    __serving__: CachedSource
 
     def __init__(
         self,
@@ -203,11 +245,6 @@ class CachedDataset(Forwarding):
         opened.tell()
 
     @property
-    def source(self) -> Dataset[Any]:
-        """The user's dataset."""
-        return self.__serving__.source
-
-    @property
     def transform(self) -> Callable[[Any], Any] | None:
         """The transform of each sample after the cache, or the source's own `transform` if none was given."""
         if self.__lends_transform and hasattr(self.source, "transform"):
@@ -222,29 +259,9 @@ class CachedDataset(Forwarding):
             self.__serving__.transform = transform
 
     @property
-    def cache(self) -> Store | None:
-        """The cache, or None while samples pass through."""
-        return self.__serving__.opened.live_cache
-
-    @property
-    def counters(self) -> Counters | None:
-        """Counts of served and filled samples, of all processes of the node; None before the first opening."""
-        return self.__serving__.opened.counters
-
-    @property
     def ring(self) -> Ring | None:
         """Which node holds which indices; None before the first opening."""
         return self.__serving__.opened.ring
-
-    @property
-    def group(self) -> NodeGroup:
-        """The ranks that share the cache."""
-        return self.__serving__.opened.group
-
-    @property
-    def budget_bytes(self) -> int:
-        """Memory that was granted on this node."""
-        return self.__serving__.opened.budget_bytes
 
     def close(self) -> None:
         """Close the cache in this process. From then on samples pass through uncached.
@@ -259,7 +276,7 @@ class CachedDataset(Forwarding):
         return self.__serving__.opened.describe()
 
     def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
+        return len(self.source)
 
     def __getitem__(self, *key: Any, **options: Any) -> Any:
         """The sample of an index. The source answers for any other key (a list, a slice) or with further arguments."""

@@ -42,7 +42,7 @@ from lightning_stocache.loading.loader_sampler import (
     locality_sampler,
     set_epoch,
 )
-from lightning_stocache.loading.loader_tree import Stream, is_rolling, is_stream
+from lightning_stocache.loading.loader_tree import is_rolling, is_stream
 from lightning_stocache.loading.plans import Gatherer
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.serve import CachedSource
@@ -282,7 +282,7 @@ class CachedLoader(DataLoader[Any]):
         if iterator is not None:
             shut_down(iterator)
 
-    def _stream_in_memory(self, stream: Stream) -> CachedLoader | None:
+    def _stream_in_memory(self, stream: Any) -> CachedLoader | None:
         """The loader of a stream that is in memory as a whole; None if the stream is read in this epoch."""
         size = self.batch_size
         epoch = None if size is None else stream.__kept__(size, self.drop_last)
