@@ -376,11 +376,11 @@ class Changes:
 
     def _read_again(self, due: Due) -> Look:
         """Read stored samples again. What that moves is learned, and what others reach is put back."""
-        common, cache = self._common, cast(Store, self.opened.cache)
-        content = common.content() if common else None
+        cache = cast(Store, self.opened.cache)
+        before = self._common.content() if self._common else None
         with self.witness, self.witness.learning(), reading(self.heads):
             look = read_again(self.opened.source, cache, due, self.proof)
-        place = None if content is None else cast(CommonState, common).written(content)
+        place = None if before is None else before.put_back()
         return look if place is None else replace(look, change=place, cause="written")
 
     # ---- what hits would not do ----

@@ -469,38 +469,46 @@ def _random(calls: list[_Call]) -> Iterator[Site]:
 
 
 def _chain(calls: list[_Call], random: set[Site], named: bool) -> Iterator[tuple[Site, bool]]:
-    """The sites of random calls, and of calls that follow: these work only on results of earlier ones."""
-    last, made = -1, list[Any]()
+    """The sites of the calls that are cut, in their order, and whether a call only follows others.
+
+    A random call is cut, and so is each call that works only on its results. Of `crop` (random), `pad(crop(image))` and
+    `scale(boxes)` the chain is `crop`, and `pad`, which follows.
+    """
+    last = -1
+    results = list[Any]()
     for number, call in enumerate(calls):
         # A method, or a callable that gets other values too, may make the sample.
-        follows = bool(made and call.values) and not (named or isinstance(call.function, MethodType))
-        follows = follows and all(any(value is node for node in made) for value in call.values.values())
+        follows = bool(results and call.values) and not (named or isinstance(call.function, MethodType))
+        follows = follows and all(any(value is node for node in results) for value in call.values.values())
         if call.site in random or (follows and last < call.before):
             last = number
-            made += [node for _, node in walk(call.result) if _has_data([node])]
+            results += [node for _, node in walk(call.result) if _has_data([node])]
             yield call.site, follows
 
 
 def _placed(
     chain: Sequence[tuple[Site, bool]], ends: Mapping[Site, int], calls: Sequence[_Call], sample: Any
 ) -> Iterator[CutCall]:
-    """The calls of a cut, whose results are found in the sample by identity. Two may return the same object."""
+    """The calls of a cut, whose results are found in the sample by identity. Two may return the same object.
+
+    A call that follows has its results where an earlier call had its own; any other call has places of its own.
+    """
     if [site for site, _ in chain] != [call.site for call in calls]:
         raise UncuttableError(_NOT_ALIKE)
-    free, used = list(walk(sample)), list[tuple[Path, Any]]()
+    free = dict(walk(sample))
+    used = dict[Path, Any]()
     for (site, follows), call in zip(chain, calls, strict=True):
-        places: list[tuple[int | str, Path]] = []
+        paths: list[tuple[int | str, Path]] = []
         for key, value in as_values(call.result, call.values).items():
-            among = used if follows else free
-            number = next((k for k, (_, node) in enumerate(among) if node is value), None)
-            if number is not None:
-                used.append(among[number] if follows else among.pop(number))
-                places.append((key, used[-1][0]))
+            path = next((path for path, node in (used if follows else free).items() if node is value), None)
+            if path is not None:
+                used[path] = free.pop(path, value)
+                paths.append((key, path))
             elif isinstance(key, int):
                 raise UncuttableError(NOT_HELD)
-        if not places:
+        if not paths:
             raise UncuttableError(NOT_HELD)
-        yield CutCall(site, ends[site], tuple(places), tuple(places))
+        yield CutCall(site, ends[site], tuple(paths), tuple(paths))
 
 
 def _placed_parts(
