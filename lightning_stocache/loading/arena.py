@@ -75,7 +75,9 @@ class Arena:
         descriptor: int | None = None,
         token: bytes | None = None,
     ) -> None:
-        self.slots, self.stride, self.token = slots, stride, token or os.urandom(8)
+        self.slots = slots
+        self.stride = stride
+        self.token = token or os.urandom(8)
         self._workers = workers
         self._file = os.memfd_create("stocache-batches") if descriptor is None else descriptor
         weakref.finalize(self, os.close, self._file).atexit = False

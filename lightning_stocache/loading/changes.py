@@ -154,7 +154,8 @@ class Changes:
     @property
     def _may_open_again(self) -> bool:
         """Whether no sample was served yet, and the cache has no name and was opened by this process alone."""
-        opened, request = self.opened, self.opened.request
+        opened = self.opened
+        request = opened.request
         if opened.counters is None or opened.borrowed or self._is_copy or self._home != os.getpid():
             return False
         if request.name is not None or request.budget.off or opened.group.world > 1 or self.are_heard:

@@ -108,7 +108,9 @@ class _Column:
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self._dtype, self._shape, self._array_dtype = dtype, shape, array_dtype(dtype)
+        self._dtype = dtype
+        self._shape = shape
+        self._array_dtype = array_dtype(dtype)
         self.nbytes = dtype.itemsize * torch.Size(shape).numel()
 
     def split(self, row: npt.NDArray[np.uint8], samples: int, size: int, pinned: bool) -> list[torch.Tensor]:

@@ -310,7 +310,8 @@ class CachedDataset(Cached):
     def __over_source__(cls, cached: CachedSource) -> CachedDataset:
         dataset = cls.__new__(cls)
         super(CachedDataset, dataset).__init__(cached.source)
-        dataset.__serving__, dataset.__lends_transform = cached, cached.transform is None
+        dataset.__serving__ = cached
+        dataset.__lends_transform = cached.transform is None
         dataset.__backend = "auto"
         return dataset
 

@@ -143,7 +143,9 @@ class ResumableBatches:
     """
 
     def __init__(self, batches: Any, state: LoaderState, check: Callable[[Any], None] | None = None) -> None:
-        self._batches, self._state, self._check = batches, state, check
+        self._batches = batches
+        self._state = state
+        self._check = check
 
     def __iter__(self) -> Iterator[Any]:
         drawing = self._drawn()

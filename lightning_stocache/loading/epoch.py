@@ -111,7 +111,9 @@ class Epoch(Iterator[Any]):
 
     def _begin(self) -> None:
         """Begin an epoch of workers. Before its first request, one of them may read stored samples again."""
-        changes, plans, workers = self._cached.changes, self._plans, cast(Workers, self._workers)
+        changes = self._cached.changes
+        plans = self._plans
+        workers = cast(Workers, self._workers)
         if not self._has_looked:
             if self._due.samples or self._due.is_compared:
                 changes.end(workers.look(self._due, plans.begin))
@@ -300,7 +302,8 @@ class Epoch(Iterator[Any]):
 
     def _gather_job(self, plan: Plan) -> Job:
         """The job that gathers a block. It does not refer to the iterator, which may end first."""
-        gatherer, places = cast(Gatherer, self._gatherer), cast(Integers, plan.places)
+        gatherer = cast(Gatherer, self._gatherer)
+        places = cast(Integers, plan.places)
         return Job(partial(gatherer.batches, places, self._draws.size or len(places), self._gather_pool))
 
     # ---- after a change ----

@@ -141,7 +141,8 @@ class CachedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """A new epoch. With persistent workers all iterators of the loader go on with it, as in DataLoader."""
-        if is_stream(self.dataset) and (in_memory := self._stream_in_memory(self.dataset)) is not None:
+        in_memory = self._stream_in_memory(self.dataset) if is_stream(self.dataset) else None
+        if in_memory is not None:
             return iter(in_memory)
         ledger = self.position.ledger
         ledger.begin()
@@ -156,7 +157,8 @@ class CachedLoader(DataLoader[Any]):
             batches = Batches(self, self.position)
         batches.close()
         self.position.begin(self)
-        cached, is_first = self._cached(), not (persistent and self._started)
+        cached = self._cached()
+        is_first = not (persistent and self._started)
         if cached is not None:
             self._refresh(cached, is_first=is_first)
         try:
@@ -255,13 +257,15 @@ class CachedLoader(DataLoader[Any]):
         ledger.drawn.clear()
         if self._plain is None or not self.persistent_workers:
             self._plain = self._plain_loader(cached, is_first=is_first)
-        has_workers, counters = self.num_workers > 0, None if cached is None else cached.opened.counters
+        has_workers = self.num_workers > 0
+        counters = None if cached is None else cached.opened.counters
         ledger.is_known = cached is not None and (not has_workers or cached.cache is None)
         return PlainEpoch(start_epoch(self._plain), counters, ledger.drawn, has_workers=has_workers)
 
     def _plain_loader(self, cached: CachedSource | None, *, is_first: bool) -> DataLoader[Any]:
         """A DataLoader like this, whose batches are counted as they are drawn."""
-        is_batched, sizes = self.batch_sampler is not None, self.position.ledger.drawn
+        is_batched = self.batch_sampler is not None
+        sizes = self.position.ledger.drawn
         check: Callable[[Any], None] | None = None
         if cached is not None and cached.cache is None:
             check = (lambda keys: sizes.append(len(keys))) if is_batched else lambda key: sizes.append(1)
@@ -337,7 +341,9 @@ class CachedLoader(DataLoader[Any]):
             batches.begin(PlainEpoch.none())
         self._keep(None)
         self._end_plain()
-        self._current, self._gatherer, self._started = None, None, False
+        self._current = None
+        self._gatherer = None
+        self._started = False
         if self._in_memory is not None:
             self._in_memory.close()
             self._in_memory = None

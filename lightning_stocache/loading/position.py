@@ -111,14 +111,19 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.waiting, self.begun, self.begun_at, self.is_known = Waiting(), Given(), 0.0, False
+        self.waiting = Waiting()
+        self.begun = Given()
+        self.begun_at = 0.0
+        self.is_known = False
         self._batches = self._hits = self._misses = self._bypasses = 0
         self.drawn = deque[int]()
         self._newest: Served | None = None
 
     def begin(self) -> None:
         """Begin an epoch."""
-        self.begun, self.begun_at, self._newest = self.given(), time.perf_counter(), None
+        self.begun = self.given()
+        self.begun_at = time.perf_counter()
+        self._newest = None
 
     def add(self, hits: int, misses: int, bypasses: int) -> None:
         """Count a batch that is handed out."""
@@ -185,8 +190,10 @@ class LoaderState:
         """
         if self._next is not None:
             return dict(self._next)
-        drawing, ended = batches_of(loader), self.ended if ended is None else ended
-        sampler, batches = sampler_of(drawing), self.batches if batches is None else batches
+        drawing = batches_of(loader)
+        ended = self.ended if ended is None else ended
+        sampler = sampler_of(drawing)
+        batches = self.batches if batches is None else batches
         if self._resumed_at is not None and not ended and batches == self.batches == self._left_out:
             return dict(self._resumed_at)  # no batch was handed out since, and the generators may lack their states
         state: dict[str, Any] = {"version": _VERSION, "batches": 0 if ended else batches} | self.units(loader)
@@ -208,7 +215,8 @@ class LoaderState:
     def units(loader: DataLoader[Any]) -> dict[str, Any]:
         """The units of a position: `batch_size`, `replicas` and the dataset's `length`."""
         drawing = batches_of(loader)
-        size, replicas = batch_size_of(drawing), replicas_of(sampler_of(drawing))
+        size = batch_size_of(drawing)
+        replicas = replicas_of(sampler_of(drawing))
         return {"batch_size": size, "replicas": replicas, "length": len(loader.dataset)}  # type: ignore[arg-type]
 
     def load(self, state: Mapping[str, Any], *, process_wide: bool = True) -> None:
@@ -234,7 +242,11 @@ class LoaderState:
         again = self._resumed_at if self.batches == self._left_out and not self.ended else None
         loaded, self._next, self._under_way = self._next, None, True
         self.origin = self._resumed_at = loaded or again
-        self.batches, self._left_out, self.ended, self.drawn, self.asked = 0, 0, False, None, 0
+        self.batches = 0
+        self._left_out = 0
+        self.ended = False
+        self.drawn = None
+        self.asked = 0
         drawing = batches_of(loader)
         sampler = sampler_of(drawing)
         if not again and hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
@@ -260,7 +272,8 @@ class LoaderState:
     def _set_epoch(self, sampler: Any, epoch: int | None) -> None:
         """Set the number of the resumed epoch, and of later ones if the caller counts from zero, as Fabric does."""
         if epoch is not None:
-            self._resumed_epoch, self._offset = epoch, epoch - sampler.epoch
+            self._resumed_epoch = epoch
+            self._offset = epoch - sampler.epoch
         elif self._resumed_epoch is not None:
             if sampler.epoch > self._resumed_epoch:  # the caller counts on from the resumed epoch
                 self._offset = 0

@@ -190,7 +190,9 @@ class CachedSource:
 
         Processes have counters in common. Before `share` there are none, so the first worker warns for all.
         """
-        self.knows_ranks, (world, rank), worker = True, job_ranks(), get_worker_info()
+        self.knows_ranks = True
+        world, rank = job_ranks()
+        worker = get_worker_info()
         if rank or self.opened.group.world >= world or (self.opened.counters is None and worker and worker.id):
             return
         if self._is_first("ranks alone"):
@@ -246,7 +248,8 @@ class CachedSource:
         [sample] = cache.read(places, self._pool.lend)
         if sample is UNREADABLE:
             return self.load(cache, [index], {index: key})[0]
-        nbytes, gather_ns = cache.stored_bytes(places), time.perf_counter_ns() - start
+        nbytes = cache.stored_bytes(places)
+        gather_ns = time.perf_counter_ns() - start
         count(self.opened.counters, hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
         return sample
 
@@ -255,7 +258,8 @@ class CachedSource:
 
         `keys` has, for some indices, the key that the source gets.
         """
-        start, rows = time.perf_counter_ns(), gathers(cache)
+        start = time.perf_counter_ns()
+        rows = gathers(cache)
         positions = np.array(indices, dtype=np.int64)
         places = cache.lookup(positions, verify=True)
         are_ready = places != NO_PLACE
@@ -263,7 +267,8 @@ class CachedSource:
         if not len(hits):
             return self._load_missing(cache, indices, keys)
         ready: Iterable[Any] = cache.read(hits, self._pool.take if rows else self._pool.lend)
-        nbytes, gather_ns = cache.stored_bytes(hits), time.perf_counter_ns() - start
+        nbytes = cache.stored_bytes(hits)
+        gather_ns = time.perf_counter_ns() - start
         loaded: list[Any] = []
         if len(hits) < len(indices):
             loaded = self._load_missing(cache, positions[~are_ready].tolist(), keys)
@@ -577,7 +582,8 @@ class CachedSource:
     def around(self, source: Dataset[Any]) -> CachedSource:
         """A view that serves a copy of the source, which may change by itself, from the same cache."""
         self.changes.refresh()
-        opened, request = self.opened, replace(self.opened.request, source=source)
+        opened = self.opened
+        request = replace(self.opened.request, source=source)
         inner = source if opened.source is self.source else opened.source
         return CachedSource(replace(opened, request=request, source=inner, borrowed=True), self.transform, is_copy=True)
 

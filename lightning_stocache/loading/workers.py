@@ -100,7 +100,10 @@ class Reply:
         token: bytes | None = None,
         error: ExceptionWrapper | None = None,
     ) -> None:
-        self.number, self.batch, self.served, self.error = number, batch, served, error
+        self.number = number
+        self.batch = batch
+        self.served = served
+        self.error = error
         self.token, self.size = token, 0
         self.is_refused = self.is_packed = self._is_unpacked = False
 
@@ -110,7 +113,8 @@ class Reply:
             self.unpack(lend=True)  # the loan ends here
             self.batch = pinned(self.batch)
         except Exception:
-            self.batch, self.error = None, wrapped_error("in the thread that pins batches")
+            self.batch = None
+            self.error = wrapped_error("in the thread that pins batches")
         return self
 
     def unpack(self, *, lend: bool) -> None:
@@ -165,7 +169,8 @@ class Requested(Dataset[Any]):
             reply = Reply(request.number, batch, self._maker.served, token=token)
             with suppress(Exception):  # of the code of the user's classes
                 if is_plain(reply.batch):
-                    reply.batch, reply.is_packed = BatchRows(slot, 0).packed(reply.batch), True
+                    reply.batch = BatchRows(slot, 0).packed(reply.batch)
+                    reply.is_packed = True
             reply.size, reply.is_refused = slot.end, slot.is_refused
             return reply
         except Exception:
@@ -219,7 +224,9 @@ class Workers:
 
     def __init__(self, loader: DataLoader[Any], *, is_late: bool) -> None:
         self.arena = Arena.create(under_way(loader) + _SLACK, loader.num_workers)
-        self.requests, self._is_late, self._iterator = Requests(self.arena), is_late, cast(Any, None)
+        self.requests = Requests(self.arena)
+        self._is_late = is_late
+        self._iterator = cast(Any, None)
         self._number, self._next_look = loader.num_workers, 0
         self._has_raised_death = self._has_warned = False
         self._pid = os.getpid()  # a process that is forked meanwhile has no part in the workers and their memory

@@ -95,7 +95,9 @@ class StreamBatches(Sampler[list[int]]):
     """
 
     def __init__(self, batches: Sequence[Integers], batch_size: int, drop_last: bool) -> None:
-        self.batches, self.batch_size, self.drop_last = batches, batch_size, drop_last
+        self.batches = batches
+        self.batch_size = batch_size
+        self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[list[int]]:
         return (batch.tolist() for batch in self.batches)

@@ -74,7 +74,8 @@ class Draws:
         if self.as_stream or (self.indices is None and is_iterable_style(self.source)):
             yield from self._of_stream(filler, fillers, done)
             return
-        first, length = filler + done * fillers, 0 if self.indices is not None else len(self.source)
+        first = filler + done * fillers
+        length = 0 if self.indices is not None else len(self.source)
         positions = count(first, fillers) if self.passes is None else range(first, self.passes * length, fillers)
         indices = map(self._index, positions) if self.indices is None else islice(self.indices, first, None, fillers)
         for index in map(int, indices):

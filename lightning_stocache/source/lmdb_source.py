@@ -232,7 +232,8 @@ class LMDBSource(Dataset[Any]):
             LMDBError: its key is missing, or the file has changed since another process opened it.
         """
         position = self._position(index)
-        if (opened := self._opened) is None or opened.pid != os.getpid():
+        opened = self._opened
+        if opened is None or opened.pid != os.getpid():
             opened = self._opened = LMDBFile.shared(self._location)
             if opened.version != self._version:
                 raise LMDBError(f"{self.path} has changed since it was opened by another process: open it anew")

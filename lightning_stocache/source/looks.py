@@ -193,7 +193,10 @@ def judged(due: Due, differences: Sequence[Difference]) -> Due:
         >>> judged(Due(at_once=1), [Difference("epoch", "setting")]).change
         'epoch'
     """
-    samples, indices, hastens, allowed = due.samples, list(due.indices), due.hastens, due.at_once
+    samples = due.samples
+    indices = list(due.indices)
+    hastens = due.hastens
+    allowed = due.at_once
     for difference in differences:
         if difference.kind == "machinery":
             hastens = True
@@ -243,7 +246,9 @@ def read_again(source: Any, cache: Store, due: Due, proof: Proof | None = None) 
     dice = random.Random()  # not a process-wide generator, whose draws are the user's
     stored = cache.some_stored(_TRIED, dice)  # always the same ones would leave the others unseen
     asked = [*due.indices, *dice.sample(stored, min(due.samples, len(stored)))]
-    read, load_ns, lends = 0, 0, False
+    read = 0
+    load_ns = 0
+    lends = False
     with Generators(source) if are_draws_evidence() else nullcontext():
         for index in asked:
             before = _stored(cache, index)

@@ -191,7 +191,9 @@ class _Writer:
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         import lmdb
 
-        self.path, self.manifest, self._lmdb = path, manifest, lmdb
+        self.path = path
+        self.manifest = manifest
+        self._lmdb = lmdb
         self.done, self.known = 0, dict[int, bytes]()
         """The number of committed samples, and the blobs of those that are compared."""
         self._items: list[tuple[bytes, bytes]] = []
@@ -276,7 +278,9 @@ class _Writer:
             )
         manifest = json.dumps(self.manifest | {"complete": complete}).encode()
         self._committed = self._thread.submit(self._commit, [*self._items, (MANIFEST_KEY, manifest)])
-        self._items, self._bytes, self._last = [], 0, time.monotonic()
+        self._items = []
+        self._bytes = 0
+        self._last = time.monotonic()
 
     def _commit(self, items: list[tuple[bytes, bytes]]) -> None:
         try:

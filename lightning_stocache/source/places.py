@@ -561,7 +561,8 @@ def _written(container: Any, step: int, has_arrays: bool) -> bytes:
     keys, values = _keys_and_values(container)
     keys, values = list(keys[::step]), values[::step]
     kinds = set(map(type, values))
-    if len(kinds) == 1 and _has_plain_attributes(kind := kinds.pop()):
+    kind = kinds.pop() if len(kinds) == 1 else dict
+    if _has_plain_attributes(kind):
         values = [*map(attributes_of, values), kind.__qualname__]
         keys.append("class")
     return marshal.dumps((keys, list(map(_with_bytes, values)) if has_arrays else values), 2)

@@ -67,7 +67,9 @@ class Proof:
     """
 
     def __init__(self, source: Any, head: Any, tail: Tail) -> None:
-        self._source, self._head, self._tail = source, head, tail
+        self._source = source
+        self._head = head
+        self._tail = tail
         self._unproved: int | None = None  # until the first samples are loaded
         self._looked_at = 0  # samples at whose results code has looked
 
@@ -182,7 +184,8 @@ class Proof:
                     self._looked_at += 1
         before = self._calls
         samples = list(read())
-        calls, expected = self._calls - before, sum(len(self._tail.calls(index)) for index in indices)
+        calls = self._calls - before
+        expected = sum(len(self._tail.calls(index)) for index in indices)
         return samples, None if calls == expected else f"the transform is called {calls} times instead of {expected}"
 
     def go_on(self, indices: Sequence[int]) -> None:

@@ -229,7 +229,10 @@ def _pairs(
 
     An index that raises is skipped, unless all raise: no sampler may ever ask for it.
     """
-    begin, seen, nbytes, failure = time.perf_counter(), 0, 0, None
+    begin = time.perf_counter()
+    seen = 0
+    nbytes = 0
+    failure = None
     for index in dict.fromkeys((*indices, *more)):
         first = index in indices
         if not (first or seen):
@@ -409,7 +412,9 @@ class _Recorder(Head):
         end = ends[site]
         super().__init__(function, len(steps_of(function)) if end is None else end)
         self._is_single = end is None and self.end == 1  # it may be no transform, and return anything
-        self._site, self._noted, self._generators = site, calls, generators
+        self._site = site
+        self._noted = calls
+        self._generators = generators
         self._reading = threading.get_ident()
         self.is_of_a_thread = False
 

@@ -392,7 +392,8 @@ class Reach:
         if scope.path not in self.places:
             self.add(scope.path, Attributes(scope.read, around, prefix=scope.prefix))
         for name, value in scope.read().items():
-            path, is_class = inside(scope.prefix, name), isinstance(value, type)
+            path = inside(scope.prefix, name)
+            is_class = isinstance(value, type)
             if is_class and is_of_library(value):
                 continue
             if is_class:  # the function may make an object of it

@@ -165,7 +165,9 @@ class Cut:
             first = {call.site: Head(transform_at(source, call.site), call.end, call.form) for call in self.calls}
             clone = with_transforms(source, first, lambda site, _: first[site])
             tail = Tail([TailCall(first[call.site], call.values, call.parts) for call in self.calls])
-        tail.head, tail.is_blind, tail.unproved = clone, self.is_blind, self.unproved
+        tail.head = clone
+        tail.is_blind = self.is_blind
+        tail.unproved = self.unproved
         return clone, tail
 
 
@@ -207,7 +209,9 @@ class Tail:
         parts: Sequence[Tail | None] = (),
         ends: Sequence[int] = (),
     ) -> None:
-        self._calls, self._parts, self._ends = calls, parts, ends
+        self._calls = calls
+        self._parts = parts
+        self._ends = ends
         self.heads = list(dict.fromkeys(call.head for call in calls))
         self.steps = [step for head in self.heads for step in head.steps[head.end :]]
         self.subsets = list[Sequence[int]]()
@@ -315,7 +319,9 @@ class Head:
 
     def __init__(self, transform: Callable[..., Any], end: int, form: ResultForm | None = None) -> None:
         self.transform: Any = transform
-        self.end, self.steps, self.form = end, steps_of(transform), form
+        self.end = end
+        self.steps = steps_of(transform)
+        self.form = form
         self.thread = ThreadState()
         self.is_strayed = False
 

@@ -94,7 +94,8 @@ _LOADS = {
     for name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
     if name in dis.opmap
 }
-_STORE_ATTR, _EXTENDED_ARG = dis.opmap["STORE_ATTR"], dis.opmap["EXTENDED_ARG"]
+_STORE_ATTR = dis.opmap["STORE_ATTR"]
+_EXTENDED_ARG = dis.opmap["EXTENDED_ARG"]
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 # Packages whose functions draw from the process-wide generators, or from one that an object or a class of theirs has:
 # their code is not followed, which would take a quarter of a second in albumentations alone.
@@ -215,7 +216,8 @@ def scopes_of(path: str, function: types.FunctionType) -> Iterator[Variables]:
     if is_of_library(function):
         return
     code, namespace = read_code(function.__code__), function.__globals__
-    where, module = f"the globals of {function.__qualname__} at {path}", module_name(function.__module__)
+    where = f"the globals of {function.__qualname__} at {path}"
+    module = module_name(function.__module__)
     home = _installed_package(function)
     loaded = partial(_picked, namespace, code.globals, home)
     yield Variables(where, module, loaded, partial(_set_item, namespace))
@@ -368,7 +370,8 @@ def _arguments(raw: bytes, operation: int) -> Iterator[int]:
     operations = raw[::2]
     place = operations.find(operation)
     while place >= 0:
-        argument, before = raw[2 * place + 1], place - 1
+        argument = raw[2 * place + 1]
+        before = place - 1
         while before >= 0 and operations[before] == _EXTENDED_ARG:
             argument |= raw[2 * before + 1] << 8 * (place - before)
             before -= 1

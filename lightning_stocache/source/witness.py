@@ -135,7 +135,9 @@ class Witness:
     def __init__(
         self, source: Any, tail: Collection[Callable[..., Any]] = (), transforms: Collection[Any] = ()
     ) -> None:
-        self._source, self._tail, self._transforms = source, tail, transforms
+        self._source = source
+        self._tail = tail
+        self._transforms = transforms
         self._length = len(source)
         self._lengths = {self._length}  # a source may grow
         self._machinery = set[str]()
