@@ -42,7 +42,7 @@ from lightning_stocache.cache.codec import aligned
 from lightning_stocache.loading.interrupt import held_back
 from lightning_stocache.node.free import FreeMemory
 
-__all__ = ["Arena", "Lent", "Slot", "arena_of"]
+__all__ = ["Arena", "Slot", "arena_of"]
 
 _STRIDE = 4 << 30  # bytes of address space per slot
 _LEAST_STRIDE = 1 << 20
@@ -103,7 +103,7 @@ class Arena:
             >>> slot = Slot(arena, 0)
             >>> offset, tensor = slot.room(3)
             >>> _ = tensor.fill_(7)
-            >>> batch = arena.lend(0, slot.end).tensor(offset, 3)
+            >>> batch = torch.frombuffer(arena.lend(0, slot.end), dtype=torch.uint8, count=3, offset=offset)
             >>> batch.tolist(), arena.free_slots
             ([7, 7, 7], 0)
             >>> del batch
@@ -147,8 +147,8 @@ class Arena:
         self._leases[request] = slot = self._free.pop()
         return slot
 
-    def lend(self, request: int, nbytes: int) -> Lent:
-        """The memory of a reply. The slot is free again when no tensor refers to it. Any thread may call this."""
+    def lend(self, request: int, nbytes: int) -> memoryview:
+        """The memory of a reply. The slot is free again when nothing refers to it. Any thread may call this."""
         slot = self._leases.pop(request)
         memory = self.memory(slot, nbytes)
         # The callback is C code: in a Python function, one Ctrl-C of twelve would be swallowed and the slot lost.
@@ -156,7 +156,7 @@ class Arena:
         loan.slot = slot
         self._lent[slot] = loan
         self._sizes.append(nbytes)
-        return Lent(memory)
+        return memory
 
     def end_lease(self, request: int) -> None:
         """The slot of a request is free: its reply has come in the message, or will not come."""
@@ -270,17 +270,6 @@ class Slot:
         first = torch.frombuffer(self._arena.memory(self._number, 1), dtype=torch.uint8).data_ptr()
         offset = tensor.data_ptr() - first
         return offset if 0 <= offset < self.end else None
-
-
-class Lent:
-    """The memory of a batch that is lent to its tensors."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """A part of the memory, uint8 `[nbytes]`."""
-        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
 
 
 class _SlotLoan(weakref.ref[Any]):

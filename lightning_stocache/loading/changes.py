@@ -192,10 +192,7 @@ class Changes:
         if counters.is_first("changed source"):
             if cause == "changed" and what.startswith("sample ") and self.opened.group.world > 1:
                 what += " (of which the ranks may hold different data)"
-            self._report(_WARNINGS[cause].format(what))
-
-    def _report(self, words: str) -> None:
-        log.warning("%s: %s", type(self.source).__name__, words)
+            log.warning("%s: %s", type(self.source).__name__, _WARNINGS[cause].format(what))
 
     # ---- keys that are no indices ----
 

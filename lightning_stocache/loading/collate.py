@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 
 from lightning_stocache.cache.codec import Memory, array_dtype, memory_of
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.loading.arena import Lent, Slot
+from lightning_stocache.loading.arena import Slot
 from lightning_stocache.source.samples import is_namedtuple, is_plain, rebuilt
 
 __all__ = ["Collator", "BatchRows", "unpacked"]
@@ -224,7 +224,7 @@ class BatchRows:
         self._rooms.append(None if room is None else (room, room.unbind(0)))
 
 
-def unpacked(batch: Any, memory: Lent | None, *, lend: bool) -> Any:
+def unpacked(batch: Any, memory: memoryview | None, *, lend: bool) -> Any:
     """A batch from a message of `BatchRows.packed`.
 
     Args:
@@ -245,7 +245,8 @@ def unpacked(batch: Any, memory: Lent | None, *, lend: bool) -> Any:
         if not isinstance(leaf.content, int):
             return torch.from_numpy(leaf.content).view(leaf.dtype).view(leaf.shape)
         nbytes = leaf.dtype.itemsize * torch.Size(leaf.shape).numel()
-        tensor = cast(Lent, memory).tensor(leaf.content, nbytes).view(leaf.dtype).view(leaf.shape)
+        content = torch.frombuffer(cast(memoryview, memory), dtype=torch.uint8, count=nbytes, offset=leaf.content)
+        tensor = content.view(leaf.dtype).view(leaf.shape)
         return tensor if lend else tensor.clone()
 
     return rebuilt(batch, arrived)

@@ -51,6 +51,7 @@ __all__ = ["CachedSource"]
 
 log = logging.getLogger(__name__)
 
+_NO_KEYS: Mapping[int, Any] = {}
 _AT_ONCE = 1 << 20  # bytes that are copied into a batch, then stored: they are still in the processor's cache
 
 
@@ -170,7 +171,7 @@ class CachedSource:
             elif cache is not None and self.changes.lends:
                 return self._lend(cache, positions, keys)
             elif cache is not None:
-                others = None if are_plain else dict(zip(positions, keys, strict=True))
+                others = {} if are_plain else dict(zip(positions, keys, strict=True))
                 unfinished = self._serve(cache, positions, others)
                 if not self.changes.are_heard:
                     return self._each_finished(unfinished, positions)
@@ -253,7 +254,7 @@ class CachedSource:
         count(self.opened.counters, hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
         return sample
 
-    def _serve(self, cache: Store, indices: list[int], keys: Mapping[int, Any] | None = None) -> Iterable[Any]:
+    def _serve(self, cache: Store, indices: list[int], keys: Mapping[int, Any] = _NO_KEYS) -> Iterable[Any]:
         """The unfinished samples of a batch. Samples that are not READY are loaded now, records read when asked for.
 
         `keys` has, for some indices, the key that the source gets.
@@ -282,7 +283,7 @@ class CachedSource:
             loaded.insert(position, sample)
         return loaded
 
-    def _load_missing(self, cache: Store, missing: list[int], keys: Mapping[int, Any] | None) -> list[Any]:
+    def _load_missing(self, cache: Store, missing: list[int], keys: Mapping[int, Any]) -> list[Any]:
         """The samples of a batch that are not READY, loaded unless another job does it."""
         here = list(dict.fromkeys(cache.divide(missing)[0]))
         samples = self.load(cache, here, keys, in_one_call=True) if here else []
@@ -291,7 +292,7 @@ class CachedSource:
         by_index = dict(zip(here, samples, strict=True))
         # Repeated samples, and those that another job was loading, may be READY by now.
         return [
-            by_index.pop(index) if index in by_index else self._serve_one(cache, index, _key(keys, index))
+            by_index.pop(index) if index in by_index else self._serve_one(cache, index, keys.get(index, index))
             for index in missing
         ]
 
@@ -299,7 +300,7 @@ class CachedSource:
         self,
         cache: Store,
         indices: list[int],
-        keys: Mapping[int, Any] | None,
+        keys: Mapping[int, Any],
         are_ready: npt.NDArray[np.bool_],
         hits: Iterator[Any],
         loaded: Iterator[Any],
@@ -360,7 +361,7 @@ class CachedSource:
         self,
         cache: Store,
         indices: list[int],
-        keys: Mapping[int, Any] | None = None,
+        keys: Mapping[int, Any] = _NO_KEYS,
         *,
         in_one_call: bool = False,
         into: _Rows | None = None,
@@ -596,10 +597,6 @@ class CachedSource:
     def __getstate__(self) -> dict[str, Any]:
         # Also for a copy: batch memory belongs to one process.
         return vars(self) | {"_pool": BatchPool()}
-
-
-def _key(keys: Mapping[int, Any] | None, index: int) -> Any:
-    return index if keys is None else keys.get(index, index)
 
 
 def _odd_without_places(key: Any, sample: Any) -> Odd:

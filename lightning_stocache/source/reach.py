@@ -68,6 +68,7 @@ from lightning_stocache.source.walk import (
     node_dict,
     package_of,
     read_code,
+    same_object,
     scopes_of,
     variables_of,
 )
@@ -194,7 +195,7 @@ class Reach:
             for number in range(len(tensor_parts(node))):  # it is sparse, nested, jagged or quantised
                 self._add_array(inside(path, f"part {number}"), partial(_part_of_tensor, node, number), around)
         elif issubclass(kind, np.ndarray):  # in a file
-            self.add(path, Mapped(partial(_same_object, node), around, len(node) if node.ndim else None))
+            self.add(path, Mapped(partial(same_object, node), around, len(node) if node.ndim else None))
             self.add(inside(path, "file"), Handle(partial(_file_of_map, node), around))
         elif kind.__name__ in ("DataFrame", "Series") and package in ("pandas", "polars"):
             yield from self._of_frame(path, node, around)
@@ -202,11 +203,11 @@ class Reach:
             # As a column, not by its attributes: in `_cache` an Index keeps results of its methods.
             self._add_column(path, partial(_index, node), around, len(node))
         elif package == "pyarrow" and hasattr(kind, "slice"):
-            self.add(path, ArrowColumn(partial(_same_object, node), around, len(node)))
+            self.add(path, ArrowColumn(partial(same_object, node), around, len(node)))
         elif package == "h5py":
             self.add(path, Handle(partial(_name_in_file, node), around))
         elif issubclass(kind, CONTAINERS):
-            yield from self._of_container(path, partial(_same_object, node), around)
+            yield from self._of_container(path, partial(same_object, node), around)
             if is_user_class:
                 yield from self._of_object(f"{path}.__dict__", node, around)
         elif is_machine and is_user_class and not _is_machine(kind):
@@ -241,7 +242,7 @@ class Reach:
                 continue
             inner = around if is_known else around.inside(name)
             if kind is ConcatDataset and name == "datasets":
-                self.add(inside(path, name), Items(partial(_same_object, child), around, len(child), False))
+                self.add(inside(path, name), Items(partial(same_object, child), around, len(child), False))
                 yield from _parts_of(path, node, inner)
             else:
                 yield inside(path, name), child, _around_child(node, name, child, inner)
@@ -258,7 +259,7 @@ class Reach:
         modules = vars(module)["_modules"]
         if modules:
             self._watch(inside(path, "modules"), module)
-            place = Attributes(partial(_same_object, modules), around, prefix=path, is_known=True)
+            place = Attributes(partial(same_object, modules), around, prefix=path, is_known=True)
             self.add(inside(path, "modules"), place)
         yield from ((inside(path, name), child, around) for name, child in modules.items() if child is not None)
 
@@ -429,10 +430,6 @@ def _has_state(node: Any) -> bool:
     return decides and node_dict(node) is not None
 
 
-def _same_object(node: Any) -> Any:
-    return node
-
-
 def _around_child(node: Any, name: str, child: Any, around: Around) -> Around:
     """What is around an attribute: if it is a dataset with other samples, that dataset."""
     if not issubclass(type(child), Dataset):
@@ -460,11 +457,8 @@ def _parts_of(path: str, node: Any, around: Around) -> Iterator[Node]:
     begin = 0
     for number, (part, end) in enumerate(zip(node.datasets, node.cumulative_sizes, strict=True)):
         outer = partial(_outside_part, begin, around)
-        yield (
-            inside(f"{path}.datasets" if path else "datasets", number, is_item=True),
-            part,
-            replace(around, length=end - begin, outer=outer),
-        )
+        where = inside(inside(path, "datasets"), number, is_item=True)
+        yield where, part, replace(around, length=end - begin, outer=outer)
         begin = end
 
 

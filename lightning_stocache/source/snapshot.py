@@ -18,7 +18,7 @@ import stat
 import sys
 from ast import literal_eval
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any, NamedTuple
@@ -125,15 +125,15 @@ class Snapshot:
         files = [(where, node) for where, node in nodes if issubclass(type(node), io.IOBase)]
         outer = tuple(f"{where}." for where, _ in files)
         # A compressed file moves the file inside it, which must stay where the decompressor expects it.
-        self._files = [(where, file, _position(file)) for where, file in files if not where.startswith(outer)]
-        self._descriptors = {_descriptor(file) for _, file in files}
+        self._files = [(where, file, _answer(file.tell)) for where, file in files if not where.startswith(outer)]
+        self._descriptors = {_answer(file.fileno) for _, file in files}
         self._offsets = _offsets()
 
     def put_back(self) -> str | None:
         """Put all back. Returns where a state differs that cannot be put back; None if there is none."""
         self._contents.put_back()
         for _, file, position in self._files:
-            if position is not None and _position(file) != position:
+            if position is not None and _answer(file.tell) != position:
                 with suppress(*_UNSEEKABLE):
                     file.seek(position)
         return self._moved_file()
@@ -141,7 +141,7 @@ class Snapshot:
     def _moved_file(self) -> str | None:
         """The file whose position differs."""
         for where, file, position in self._files:
-            if _position(file) != position:
+            if _answer(file.tell) != position:
                 return f"the position of {where}"
         now = _offsets()
         for descriptor, before in self._offsets.items():
@@ -384,15 +384,10 @@ def _is_of_file(node: Any) -> bool:
     return issubclass(kind, io.IOBase) or package_of(kind) in _OF_FILES
 
 
-def _position(file: io.IOBase) -> int | None:
+def _answer(question: Callable[[], int]) -> int | None:
+    """The answer of a file; None if the file has none."""
     with suppress(*_UNSEEKABLE):
-        return file.tell()
-    return None
-
-
-def _descriptor(file: io.IOBase) -> int | None:
-    with suppress(*_UNSEEKABLE):
-        return file.fileno()
+        return question()
     return None
 
 

@@ -221,7 +221,7 @@ class Tail:
                 self.steps += part.steps
 
     def __str__(self) -> str:
-        return ", ".join(map(_step_name, self.steps))
+        return ", ".join(str(getattr(step, "__name__", type(step).__name__)) for step in self.steps)
 
     @property
     def takes_apart(self) -> bool:
@@ -561,11 +561,6 @@ def steps_of(transform: Any, *, inside: bool = False) -> list[Callable[..., Any]
             steps = transform if isinstance(transform, nn.Sequential) else transform.transforms
             return [inner for step in steps for inner in steps_of(step, inside=True)]
     return [transform]
-
-
-def _step_name(step: Any) -> str:
-    """A step as its user knows it, for messages."""
-    return str(getattr(step, "__name__", type(step).__name__))
 
 
 def draws_by_itself(transform: Any) -> bool:

@@ -53,6 +53,7 @@ __all__ = [
     "node_dict",
     "reachable",
     "read_code",
+    "same_object",
     "scopes_of",
     "variables_of",
 ]
@@ -203,7 +204,7 @@ def variables_of(path: str, node: Any) -> Iterator[Variables]:
     if has_slots(kind):
         yield Variables(path, path, partial(attributes_of, node), partial(_set_attribute, node))
     elif attributes is not None:
-        yield Variables(path, path, partial(_same_object, attributes), partial(_set_item, attributes))
+        yield Variables(path, path, partial(same_object, attributes), partial(_set_item, attributes))
     if kind is types.FunctionType:
         yield from scopes_of(path, node)
 
@@ -303,7 +304,8 @@ def _is_elsewhere(owner: Any, home: str) -> bool:
     return str(name).partition(".")[0] != home
 
 
-def _same_object(node: Any) -> Any:
+def same_object(node: Any) -> Any:
+    """The object itself: the reader of a place that no other object replaces."""
     return node
 
 
