@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
@@ -21,19 +20,13 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, Store, gathers
 from lightning_stocache.loading.arena import Slot
+from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.collate import BatchRows, Collator
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.source.samples import is_plain
 from lightning_stocache.torch_internals import collate, default_collate_fn_map
 
-__all__ = ["BatchMemory", "Maker"]
-
-
-class BatchMemory(Protocol):
-    """Where a batch is made: `Slot` in a worker, `BatchPool` in the trainer's process."""
-
-    def take(self, sizes: Any) -> list[npt.NDArray[np.uint8]]:
-        """Memory of undefined content, uint8 `[size]` per field."""
+__all__ = ["Maker"]
 
 
 class Maker:
@@ -51,7 +44,7 @@ class Maker:
         """Where the samples of the last batch came from."""
         self._collator: tuple[SampleSpec, Collator | None] | None = None
 
-    def make(self, cached: CachedSource, keys: Any, memory: BatchMemory) -> Any:
+    def make(self, cached: CachedSource, keys: Any, memory: Slot | BatchPool) -> Any:
         """The batch of these keys, whose samples are counted.
 
         Args:
@@ -71,7 +64,7 @@ class Maker:
 
         return cached.changes.made(made)
 
-    def _from_rows(self, cached: CachedSource, keys: Integers, indices: list[int], memory: BatchMemory) -> Any:
+    def _from_rows(self, cached: CachedSource, keys: Integers, indices: list[int], memory: Slot | BatchPool) -> Any:
         """A batch of rows, made in place; None if it is none, or if most of what is missing has no slot."""
         cache = cached.cache
         samples = len(keys)
@@ -105,7 +98,7 @@ class Maker:
             return default_collate([odd.get(row, sample) for row, sample in enumerate(codec.split(fields, samples))])
         return collator.batch(fields, samples)
 
-    def _collated(self, cached: CachedSource, keys: Any, memory: BatchMemory) -> Any:
+    def _collated(self, cached: CachedSource, keys: Any, memory: Slot | BatchPool) -> Any:
         samples = cached.samples(keys)
         if self._collate_fn is not default_collate:
             return self._collate_fn(list(samples))

@@ -10,13 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, zip_longest
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.node.group import NodeGroup
 
 __all__ = ["RollingSampler", "StreamBatches", "batches_in_turn", "batches_of_rank", "deal", "permutation"]
 
@@ -105,27 +104,8 @@ class StreamBatches(Sampler[list[int]]):
     def __len__(self) -> int:
         return len(self.batches)
 
-    def groups(self) -> Iterator[Integers]:
-        """The indices of several batches at a time. Smaller batches come alone."""
-        batches = self.batches
-        whole = next((number for number, batch in enumerate(batches) if len(batch) < self.batch_size), len(batches))
-        if whole:
-            yield np.concatenate(batches[:whole])
-        yield from batches[whole:]
-
 
 # ---- rolling caches ----
-
-
-class _Pool(Protocol):
-    @property
-    def group(self) -> NodeGroup: ...
-
-    def begin_epoch(self) -> Integers: ...
-
-    def resident(self) -> Integers: ...
-
-    def look_after(self) -> None: ...
 
 
 class RollingSampler(DistributedSampler[int]):
@@ -141,7 +121,7 @@ class RollingSampler(DistributedSampler[int]):
             another order. None: each resident sample once.
     """
 
-    def __init__(self, pool: _Pool, *, shuffle: bool = True, seed: int = 0, epoch_samples: int | None = None) -> None:
+    def __init__(self, pool: Any, *, shuffle: bool = True, seed: int = 0, epoch_samples: int | None = None) -> None:
         group = pool.group
         super().__init__(cast("Dataset[Any]", pool), group.world, group.rank, shuffle, seed)
         self.pool, self.epoch_samples = pool, epoch_samples
@@ -157,17 +137,13 @@ class RollingSampler(DistributedSampler[int]):
         return int(self.num_samples)
 
     def __iter__(self) -> Iterator[int]:
-        return (index for group in self.groups(_GROUP) for index in group.tolist())
-
-    def groups(self, size: int) -> Iterator[Integers]:
-        """The epoch in arrays of `size` indices. The last array may be smaller. The first array begins the epoch."""
         order = self._order()
         look_at = time.monotonic() + _LOOK_SECONDS
-        for first in range(0, len(order), size):
+        for first in range(0, len(order), _GROUP):
             if time.monotonic() > look_at:
                 self.pool.look_after()
                 look_at = time.monotonic() + _LOOK_SECONDS
-            yield order[first : first + size]
+            yield from order[first : first + _GROUP].tolist()
 
     def _order(self) -> Integers:
         """Begin an epoch. Returns the indices that this rank draws: its part of one or more permutations."""

@@ -103,10 +103,9 @@ class Reach:
         source: the user's dataset.
         length: number of its samples.
         tail: objects that are not entered.
-        transforms: functions beside the source whose results are stored, too.
     """
 
-    def __init__(self, source: Any, length: int, tail: Collection[Any] = (), transforms: Collection[Any] = ()) -> None:
+    def __init__(self, source: Any, length: int, tail: Collection[Any] = ()) -> None:
         self.places: dict[str, Place] = {}
         self.watched: list[str] = []
         """Paths of the datasets and transforms, and of the lists that hold them."""
@@ -121,7 +120,7 @@ class Reach:
         self._machines: list[Node] = []  # objects of Lightning, until all names are known
         self._texts: set[str] = set()
         around = Around(length, list)
-        self.walk([("", source, around), *((f"transform {k}", node, around) for k, node in enumerate(transforms))])
+        self.walk([("", source, around)])
         if not self.names.isdisjoint(("environ", "getenv")):
             texts = sorted(filter(str.isidentifier, self._texts))
             self.add("environ", Attributes(partial(_environment, texts), around, prefix="environ"))

@@ -112,7 +112,6 @@ class Witness:
     Args:
         source: the user's dataset.
         tail: transforms that run after the cache, where changes inside them take effect at once.
-        transforms: functions beside the source whose results are cached, too.
 
     Example:
         >>> from torch.utils.data import Dataset
@@ -132,12 +131,9 @@ class Witness:
         [('labels', 'data', (7,))]
     """
 
-    def __init__(
-        self, source: Any, tail: Collection[Callable[..., Any]] = (), transforms: Collection[Any] = ()
-    ) -> None:
+    def __init__(self, source: Any, tail: Collection[Callable[..., Any]] = ()) -> None:
         self._source = source
         self._tail = tail
-        self._transforms = transforms
         self._length = len(source)
         self._lengths = {self._length}  # a source may grow
         self._machinery = set[str]()
@@ -152,7 +148,7 @@ class Witness:
         self._remember()
 
     def _remember(self) -> None:
-        self._reach = Reach(self._source, self._length, self._tail, self._transforms)
+        self._reach = Reach(self._source, self._length, self._tail)
         places = self._reach.places
         # With copies of their own: what is compared before each batch is compared in an epoch, too.
         self._watched = {path: copy(places[path]) for path in self._reach.watched if path in places}
