@@ -1,7 +1,7 @@
 """What follows if a source changes after its samples were stored.
 
-There is one `Changes` for each served source. It answers whether stored samples may be served, and has some of them
-read again from time to time to find that out (`source.looks`):
+`Changes` answers whether stored samples may be served, and has some of them read again from time to time to find that
+out (`source.looks`):
 
     before each batch       `refresh`: attributes are compared; has another process said that the source has changed?
     in an epoch             `due` -> `look`, in the process that would read the samples without a cache -> `end`
@@ -10,12 +10,12 @@ read again from time to time to find that out (`source.looks`):
 
 A source that changes before its first sample is served gets a new cache, if the cache has no name and one process
 alone has opened it: a framework may set a transform when it makes the loader. A source that changes later is served as
-it is now, uncached, by every process of the job: one number in shared memory says so. Nothing is emptied. The same
-follows where hits would do something else than reads: a read writes into state that the sampler reads, or somebody
-changes samples in place that are the dataset's own memory.
+it is now, uncached, by every process of the job: one number in shared memory says so. The same follows where hits would
+do something else than reads: a read writes into state that the sampler reads, or somebody changes samples in place that
+are the dataset's own memory.
 
-Keys that are no indices are never a hit. All processes count them together: one warning shows a key, and after many a
-cache that was asked for no index is given up.
+Keys that are no indices are never a hit. All processes count them together, and after many a cache that was asked for
+no index is given up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The batch that `default_collate` would make, made in place: from gathered fields, or row by row as samples come.
 
 A field that was gathered for a whole batch only needs its dtype, its shape and its place in the structure (`Collator`).
-That structure comes from `default_collate` itself, asked once with two samples of zeroes. If its answer is anything
-but plain tensors that hold the fields' bytes, the loader collates samples as DataLoader does.
+That structure comes from `default_collate` itself, asked once with two samples of zeroes.
 
 A worker that makes a whole batch stacks in place (`BatchRows`): `torch.stack` wants all samples first, and 64
 transformed photographs are fresh memory, page faults and one more copy. The first sample says what tensors the batch

@@ -1,13 +1,12 @@
 """`CachedDataset`: serves the user's dataset from a cache, and leaves the user's dataset its names.
 
 `CachedDataset` stands between a loader and the user's dataset, the source. Its samples are those of the source, bit for
-bit and in the same order of random draws, cached or not; `CachedSource` serves them. All processes that have the
-dataset share its memory.
+bit and in the same order of random draws, cached or not; `CachedSource` serves them.
 
 A name is read, written and deleted in the source, unless the class of the wrapper has it (`Forwarding`). The wrapper's
 own attributes begin with two underscores. Dunder names are never forwarded: a loader would find a `__getitems__` of the
-source, which reads past the cache. The doors of the Trainer put a `StandIn` in the place of the user's dataset. It has
-no name of its own; the package finds the CachedDataset behind it by `cached_in`.
+source, which reads past the cache. The doors of the Trainer put a `StandIn` in the place of the user's dataset, which
+has no name of its own.
 """
 
 from __future__ import annotations

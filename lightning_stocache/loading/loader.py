@@ -1,13 +1,10 @@
 """A DataLoader that reads a warm cache at memory speed.
 
 Sending a finished batch from a worker costs more than making it from memory. So the main process gathers the batches
-whose samples are READY, by one `take` per field into recycled memory, and workers make only the others. Once
-everything is READY they make none, and a thread gathers ahead. With a per-sample transform on the CPU, of records, and
-by a `collate_fn` of the user's, workers make all batches, in memory that the main process then has (`epoch`).
+whose samples are READY (`epoch`), and workers make the others, or all where there is more to do (`CachedLoader.route`).
 
-Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit: all draws
-are made on the caller's thread at the moments at which DataLoader makes them (`draws`). Samples without batching and a
-dataset that is not cached have no short cut: DataLoader makes their batches.
+Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit, because all
+draws are made on the caller's thread at the moments at which DataLoader makes them (`draws`).
 
 Differences:
 

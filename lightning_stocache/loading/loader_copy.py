@@ -1,4 +1,4 @@
-"""`cache_loader`, and copies of loaders that read another dataset, which the doors of a Trainer use, too.
+"""Copies of loaders that read another dataset, and `cache_loader`, which makes one around a cache.
 
 A copy is made attribute by attribute, without a constructor: a constructor may draw random numbers (MONAI), remove
 arguments (torch_geometric's `collate_fn`) or keep none of them. Sampler, generator and the user's own attributes are

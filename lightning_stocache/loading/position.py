@@ -6,12 +6,9 @@ the generators' states when the epoch's first index was drawn. To resume, the ge
 order is drawn again, and the batches that were handed out are left out; then the generators get the states that they
 had when the position was taken. Batches that workers were loading at that moment are loaded again.
 
-`ResumableBatches` (`draws`) draws an epoch, or its rest, and notes the generators' states. `Batches` (`epoch`) counts
-the batches that are handed out. `LoaderState` has the numbers.
-
 A position counts samples of all ranks together, so a job with another batch size or number of ranks resumes after the
-same samples. (If their number is no multiple of the new number of ranks, fewer samples than ranks come twice.) A state
-is plain values, and the interface is that of torchdata's StatefulDataLoader.
+same samples. (If their number is no multiple of the new number of ranks, fewer samples than ranks come twice.) The
+interface is that of torchdata's StatefulDataLoader.
 """
 
 from __future__ import annotations

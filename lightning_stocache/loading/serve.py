@@ -9,14 +9,11 @@ transform.
 A sampler's key reaches the source as it is. If it is an index, it also says where the sample is looked up. A list of
 indices is served from the samples if set-up has proved that the source gives their stack for it.
 
-A batch is looked up at once. The hits of rows are copied by one gather per field, those of records one by one when
-they are asked for. The other samples are loaded in one call if the source has `__getitems__`. Samples that a batch
-holds twice, that another job is loading or that cannot be decoded are served one by one after that. Samples
-are counted when they have been served. If loading fails, what was loaded before is stored and counted, and the hits of
-the batch are not counted.
-
-A sample without a slot costs little more than without a cache: only samples with a slot are checked and stored. Before
-each look-up it is asked whether the source has changed, so that no stored sample may be served (`changes`).
+A batch is looked up at once, after the question whether the source has changed (`changes`). The hits of rows are copied
+by one gather per field, those of records one by one when they are asked for. The other samples are loaded in one call
+if the source has `__getitems__`. Samples that a batch holds twice, that another job is loading or that cannot be
+decoded are served one by one after that. Samples are counted when they have been served. If loading fails, what was
+loaded before is stored and counted, and the hits of the batch are not counted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The workers of a CachedLoader: DataLoader's own iterator, over a copy of the loader that draws requests.
 
-In the copy, a `Requested` takes the place of the dataset, `Workers` that of the batch sampler, and each reply is handed
-on as it is. So workers, their seeds, time-outs and deaths, `in_order`, `prefetch_factor`, the start method and the
-thread that copies batches to page-locked memory are DataLoader's, and so are the moments at which it draws. Nothing is
-set on the user's loader.
+In the copy, a `Requested` takes the place of the dataset, `Requests` that of the batch sampler, and each reply is
+handed on as it is. So workers, their seeds, time-outs and deaths, `in_order`, `prefetch_factor`, the start method and
+the thread that copies batches to page-locked memory are DataLoader's, and so are the moments at which it draws.
 
 A request names the memory of its batch (`arena`), and the worker makes the batch there. Batches with anything but
 dicts, lists, tuples, numbers, strings, arrays and tensors are sent in torch's own way. An error comes in the reply: in
