@@ -214,7 +214,6 @@ class BatchRows:
         return offset
 
     def _room(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Room for a tensor, or None."""
         room = self._slot.room(dtype.itemsize * torch.Size(shape).numel())
         return None if room is None else room[1].view(dtype).view(shape)
 

@@ -242,7 +242,6 @@ class Epoch(Iterator[Any]):
         return reply.batch
 
     def _received(self) -> Reply:
-        """The next reply of a worker."""
         workers, plans = cast(Workers, self._workers), self._plans
         plans.has_failed = False
         try:
@@ -272,7 +271,6 @@ class Epoch(Iterator[Any]):
         workers.begin(plans.resume)
 
     def _gather(self, plan: Plan) -> None:
-        """Gather the batches of a block."""
         job = plan.gather or self._gather_job(plan)
         batches, gather_ns = job.result()
         self._go_on()  # an error of the sampler takes the place of the batch

@@ -147,7 +147,6 @@ class CachedLoader(DataLoader[Any]):
             return self._begin()
 
     def _begin(self) -> Batches:
-        """Begin an epoch."""
         persistent = self.persistent_workers and self.num_workers > 0
         batches = self._current() if persistent and self._current is not None else None
         if batches is None or batches.is_inherited:
@@ -277,7 +276,6 @@ class CachedLoader(DataLoader[Any]):
         )
 
     def _end_plain(self) -> None:
-        """End the workers of DataLoader's own epochs."""
         plain, self._plain = self._plain, None
         iterator = None if plain is None else iterator_of(plain)
         if iterator is not None:
@@ -354,7 +352,6 @@ class CachedLoader(DataLoader[Any]):
         return readers
 
     def _cached(self) -> CachedSource | None:
-        """The cached source of the dataset, if it is cached."""
         dataset = cached_in(self.dataset)
         return None if dataset is None else cached_source(dataset)
 

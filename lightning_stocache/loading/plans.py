@@ -147,7 +147,6 @@ class Plans(Iterator[Request]):
         return True
 
     def _draw_one(self) -> Plan | None:
-        """Plan the next batch."""
         indices = self._draws.draw()
         if indices is END:
             return None
@@ -218,7 +217,6 @@ class Plans(Iterator[Request]):
         self._gatherer = None
 
     def _plan_each(self, indices: Integers) -> None:
-        """Plan each batch of a block."""
         size = self._draws.size or max(len(indices), 1)
         for first in range(0, len(indices), size):
             self.queue.append(Plan(indices[first : first + size]))

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_stocache.cache.counters import Served
-from lightning_stocache.loading.loader_sampler import batch_size_of, batches_of, drawn_from, replicas_of, sampler_of
+from lightning_stocache.loading.loader_sampler import batches_of, drawn_from, replicas_of, sampler_of
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.source.generators import PROCESS_WIDE, as_text, put_back, states_of
 
@@ -112,36 +111,30 @@ class Ledger:
         self.begun = Given()
         self.begun_at = 0.0
         self.is_known = False
-        self._batches = self._hits = self._misses = self._bypasses = 0
+        self._sums = [0, 0, 0, 0]  # batches, hits, misses, bypasses
         self.drawn = deque[int]()
-        self._newest: Served | None = None
+        self._newest = (0, 0, 0, 0)
 
     def begin(self) -> None:
         """Begin an epoch."""
         self.begun = self.given()
         self.begun_at = time.perf_counter()
-        self._newest = None
+        self._newest = (0, 0, 0, 0)
 
     def add(self, hits: int, misses: int, bypasses: int) -> None:
         """Count a batch that is handed out."""
-        self._batches += 1
-        self._hits += hits
-        self._misses += misses
-        self._bypasses += bypasses
-        self._newest = hits, misses, bypasses
+        sums = self._sums
+        sums[0] += 1
+        sums[1] += hits
+        sums[2] += misses
+        sums[3] += bypasses
+        self._newest = 1, hits, misses, bypasses
 
     def given(self, *, without_newest: bool = False) -> Given:
         """What has been given; perhaps without the newest batch, which the consumer has only fetched ahead."""
-        is_left_out = without_newest and self._newest is not None
-        hits, misses, bypasses = self._newest if is_left_out and self._newest else (0, 0, 0)
-        return Given(
-            self._batches - is_left_out,
-            self._hits - hits,
-            self._misses - misses,
-            self._bypasses - bypasses,
-            self.waiting.waited_ns,
-            self.waiting.away_ns,
-        )
+        left_out = self._newest if without_newest else (0, 0, 0, 0)
+        batches, hits, misses, bypasses = map(operator.sub, self._sums, left_out)
+        return Given(batches, hits, misses, bypasses, self.waiting.waited_ns, self.waiting.away_ns)
 
 
 class LoaderState:
@@ -212,7 +205,7 @@ class LoaderState:
     def units(loader: DataLoader[Any]) -> dict[str, Any]:
         """The units of a position: `batch_size`, `replicas` and the dataset's `length`."""
         drawing = batches_of(loader)
-        size = batch_size_of(drawing)
+        size = drawing.batch_size if type(drawing) is BatchSampler else None
         replicas = replicas_of(sampler_of(drawing))
         return {"batch_size": size, "replicas": replicas, "length": len(loader.dataset)}  # type: ignore[arg-type]
 

@@ -426,7 +426,6 @@ class CachedSource:
             samples[:] = [_odd_without_places(key, None) for key in keys]
 
     def _note_outside(self, cache: Store, numbers: list[int]) -> None:
-        """Note numbers that are no indices of the dataset."""
         if min(numbers) < 0 or max(numbers) >= cache.length:
             outside = [number for number in numbers if not 0 <= number < cache.length]
             self.changes.note_key(outside[0], len(outside))
@@ -544,7 +543,6 @@ class CachedSource:
         ]
 
     def _is_first(self, matter: Matter) -> bool:
-        """Whether no process on the node has warned of this."""
         return self.opened.counters is None or self.opened.counters.is_first(matter)
 
     # ---- after the cache ----

@@ -339,12 +339,10 @@ class Workers:
 
     @property
     def _are_children(self) -> bool:
-        """Whether this process has started workers, and has not ended them."""
         return self._finalizer is not None and self._finalizer.alive and self._pid == os.getpid()
 
     @property
     def _ended(self) -> list[Any]:
-        """The workers that have ended by themselves."""
         if not self._are_children:
             return []
         return [worker for worker in processes_of(self._iterator) if not worker.is_alive()]

@@ -301,7 +301,6 @@ class _Keys:
 
 
 def _sample_keys(keys: list[bytes]) -> list[bytes]:
-    """The keys of the samples of an LMDB that others have written."""
     keys = [key for key in keys if not (key.startswith(b"__") and key.endswith(b"__"))]
     return sorted(keys, key=int) if keys and all(map(bytes.isdigit, keys)) else keys
 
@@ -324,7 +323,6 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 def _decoder_of(
     kind: str | None, dtype: torch.dtype | str | None, shape: Sequence[int] | None
 ) -> Callable[[bytes], Any]:
-    """The function that makes a sample of the bytes of a value."""
     if dtype is not None or shape is not None or kind == "tensor":
         named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if kind not in (None, "tensor") or not isinstance(named, torch.dtype):

@@ -76,7 +76,6 @@ class _Notes:
 
 
 def _noting(name: str) -> Callable[..., Any]:
-    """A method of `Opaque`."""
 
     def method(self: Any, *arguments: Any, **_: Any) -> Any:
         attribute = arguments[0] if name == "__getattribute__" and arguments else name

@@ -477,7 +477,6 @@ def tensor_parts(tensor: torch.Tensor) -> list[Content]:
 
 
 def _is_mapped(array: Any) -> bool:
-    """Whether an array lies in a file."""
     return issubclass(type(array), np.memmap) or issubclass(type(array.base), np.memmap)
 
 
@@ -508,7 +507,6 @@ def tensors_in(module: Any) -> dict[str, tuple[int, bytes | None]]:
 
 
 def _pages(memory: npt.NDArray[np.uint8], most: int = _PAGES) -> bytes:
-    """Checksums of spread pages."""
     step = max(_PAGE_BYTES, memory.nbytes // most)
     sums = (_checksum_of(memory[at : at + _PAGE_BYTES].data) for at in range(0, memory.nbytes, step))
     return b"".join(number.to_bytes(8, "little") for number in sums)

@@ -286,7 +286,6 @@ class Proof:
         return list(dict.fromkeys((*chosen, *results)))[:count]
 
     def _results(self, whole: Any, index: int) -> list[_Leaf]:
-        """What the tail has made, leaf by leaf."""
         paths = [path for call in self._tail.calls(index) for _, path in call.parts]
         parts = [node_at(whole, path) for path in dict.fromkeys(paths)] if paths else [whole]
         return [_leaf_of(node) for part in parts for _, node in walk(part)]

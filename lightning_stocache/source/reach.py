@@ -388,7 +388,6 @@ class Reach:
         yield from ((f"{path} default {k}", value, around) for k, value in enumerate(defaults))
 
     def _of_scope(self, scope: Variables, around: Around) -> Iterator[Node]:
-        """Of the variables that a function reaches by name."""
         if scope.path not in self.places:
             self.add(scope.path, Attributes(scope.read, around, prefix=scope.prefix))
         for name, value in scope.read().items():
@@ -452,7 +451,6 @@ def _outside_subset(subset: Any, around: Around, indices: Iterable[int]) -> list
 
 
 def _parts_of(path: str, node: Any, around: Around) -> Iterator[Node]:
-    """The datasets of a ConcatDataset."""
     begin = 0
     for number, (part, end) in enumerate(zip(node.datasets, node.cumulative_sizes, strict=True)):
         outer = partial(_outside_part, begin, around)
@@ -488,7 +486,6 @@ def _name_in_file(node: Any) -> tuple[str, ...]:
 
 
 def _index(index: Any) -> Any:
-    """An index of pandas, as a column."""
     if type(index).__name__ == "RangeIndex":
         return [index.start, index.stop, index.step]
     return _column(index, None)

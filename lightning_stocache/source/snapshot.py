@@ -139,7 +139,6 @@ class Snapshot:
         return self._moved_file()
 
     def _moved_file(self) -> str | None:
-        """The file whose position differs."""
         for where, file, position in self._files:
             if _answer(file.tell) != position:
                 return f"the position of {where}"
@@ -379,7 +378,6 @@ def _refill(live: Any, before: Any) -> None:
 
 
 def _is_of_file(node: Any) -> bool:
-    """Whether the state of an object is that of a file."""
     kind = type(node)
     return issubclass(kind, io.IOBase) or package_of(kind) in _OF_FILES
 

@@ -137,7 +137,6 @@ def reachable(source: Any, *, skip: Iterable[Any] = (), arrays: bool = False) ->
 
 
 def _children(path: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """The objects that an object leads to, with their paths."""
     kind = type(node)  # never isinstance: a proxy may load what it stands for to answer
     if issubclass(kind, _NOT_ENTERED):
         return
@@ -273,7 +272,6 @@ def is_method(value: Any) -> bool:
 
 
 def _contents_of(cells: dict[str, types.CellType]) -> dict[str, Any]:
-    """The variables in the closure of a function, by name."""
     contents = {}
     for name, cell in cells.items():
         with suppress(ValueError):  # not filled yet

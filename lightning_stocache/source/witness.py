@@ -210,7 +210,6 @@ class Witness:
         self._learn(moved)
 
     def _learn(self, moved: Collection[str]) -> None:
-        """Note what has moved during a read."""
         if not moved:
             return
         is_evidence = are_draws_evidence()
@@ -219,11 +218,9 @@ class Witness:
         (self._machinery if is_evidence else self.doubtful).update(set(moved) - filled - self._machinery)
 
     def _is_written(self, path: str) -> bool:
-        """Whether the code of a read sets the attribute at a path."""
         return path.rpartition(".")[2] in self._reach.written
 
     def _is_read_elsewhere(self) -> bool:
-        """Whether another thread is in a read."""
         thread = threading.get_ident()
         return any(reading != thread for reading in list(self._reading))
 
@@ -265,7 +262,6 @@ class Witness:
         self._reach.places.clear()
 
     def _is_change(self, old: Any, new: Any) -> bool:
-        """Whether a new value of an attribute changes the source."""
         if same_value(old, new) or _is_same_handle(old, new):
             return False
         if old is MISSING and get_worker_info() is not None:
@@ -322,7 +318,6 @@ class Witness:
         return found
 
     def _compared(self, path: str, place: Place) -> Iterator[Difference]:
-        """What differs in one place."""
         content, earlier = place.read(), place.earlier
         with suppress(TypeError, ValueError):  # arrays inside have no such answer
             if place.is_same(content):
@@ -506,7 +501,6 @@ class Witness:
         return is_long and not isinstance(place, Tensors) and self._is_named(place.around)
 
     def _is_named(self, around: Around) -> bool:
-        """Whether the code of a read names a place."""
         return self._reach.is_blind or self._reach.names.issuperset(around.names)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -546,7 +540,6 @@ def _is_of_user(place: Place) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a value stands for none yet."""
     return value is None or value is MISSING or type(value) is cached_property
 
 
