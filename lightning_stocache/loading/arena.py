@@ -222,12 +222,7 @@ class Arena:
 
 
 class Slot:
-    """The memory of the batch that a worker makes, given out from its beginning.
-
-    Args:
-        arena: the arena.
-        number: number of the slot; None for no memory.
-        promised: returns the number of free bytes that are promised to caches.
+    """The memory of the batch that a worker makes, given out from its beginning. Without a number there is none.
 
     Attributes:
         end: bytes given out.

@@ -145,12 +145,7 @@ class Packed:
 
 
 class BatchRows:
-    """The memory of a batch as its tensors, each with a row for every sample.
-
-    Args:
-        slot: the memory.
-        samples: number of samples of the batch.
-    """
+    """The memory of a batch as its tensors, each with a row for every sample."""
 
     def __init__(self, slot: Slot, samples: int) -> None:
         self._slot, self._samples = slot, samples

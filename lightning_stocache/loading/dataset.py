@@ -34,11 +34,7 @@ __all__ = ["Cached", "CachedDataset", "Forwarding", "StandIn", "cached_in", "cac
 
 
 class Forwarding(Dataset[Any]):
-    """The base of wrappers around a source, to which they forward names.
-
-    Args:
-        source: the user's dataset.
-    """
+    """The base of wrappers around a source, to which they forward names."""
 
     def __init__(self, source: Dataset[Any]) -> None:
         self.__source = source
@@ -323,11 +319,7 @@ def _domain(indices: Sequence[int], source: Any) -> Domain:
 
 
 class StandIn(Forwarding):
-    """A cached dataset in the place of its source: all names are the source's.
-
-    Args:
-        dataset: the cached dataset.
-    """
+    """A cached dataset in the place of its source: all names are the source's."""
 
     def __init__(self, dataset: CachedDataset) -> None:
         super().__init__(dataset.source)

@@ -374,10 +374,6 @@ class Batches(Iterator[Any]):
 
     A thread may end the epoch while another one iterates: it waits for the batch under way. Torch's iterator waits for
     ever for a batch whose worker has ended. A forked process has no part in the epoch, and does not end it.
-
-    Args:
-        loader: the loader.
-        state: the position of the loader.
     """
 
     def __init__(self, loader: DataLoader[Any], state: LoaderState) -> None:

@@ -34,11 +34,7 @@ AHEAD = 64  # batches that are drawn in search of one for a worker
 
 
 class Gatherer:
-    """Gathers batches of READY samples out of a cache of rows.
-
-    Args:
-        cache: the cache.
-        pins: whether into page-locked memory.
+    """Gathers batches of READY samples out of a cache of rows, into page-locked memory if it `pins`.
 
     Raises:
         TypeError: (also RuntimeError) `default_collate` has another way to make batches than one tensor per field.

@@ -187,15 +187,13 @@ class Requests:
 
     DataLoader asks for an iterator twice when it starts workers, and once for each later epoch of persistent ones.
 
-    Args:
-        arena: the memory of batches, if there is any.
-
     Attributes:
         iterators: the functions that make the next iterators.
     """
 
     def __init__(self, arena: Arena | None) -> None:
-        self._arena, self._ends_leases = arena, False
+        self._arena = arena
+        self._ends_leases = False
         self.iterators: deque[Callable[[], Iterator[Any]]] = deque()
 
     def __iter__(self) -> Iterator[Any]:

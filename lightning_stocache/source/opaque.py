@@ -138,13 +138,7 @@ class BlindCall(NamedTuple):
 
 
 class BlindRead:
-    """One read of one or more samples, in which transforms return other objects in place of their results.
-
-    Args:
-        tail: the tail of the copy that is read.
-        indices: the indices of the samples.
-        shown: these objects.
-    """
+    """One read of one or more samples, in which transforms return other objects in place of their results."""
 
     def __init__(self, tail: Tail, indices: Sequence[int], shown: _Shown = "opaque") -> None:
         self.calls, self.notes = list[BlindCall](), _Notes()
@@ -252,11 +246,6 @@ class BlindRead:
 def read_blindly(read: Callable[[], Sequence[Any]], indices: Sequence[int], tail: Tail) -> tuple[list[Any], str | None]:
     """Read samples of a copy of a source, whose heads return opaque objects.
 
-    Args:
-        read: reads the samples of the indices.
-        indices: their indices.
-        tail: the tail of the copy.
-
     Returns:
         The samples with the results of the heads, and why the tail cannot finish them; None if it can.
 
@@ -276,12 +265,9 @@ def read_blindly(read: Callable[[], Sequence[Any]], indices: Sequence[int], tail
 def parts_held(
     read: Callable[[], Any], index: int, tail: Tail
 ) -> tuple[tuple[tuple[int | str, ...], ResultPaths], ...] | None:
-    """The calls of transforms in a sample: the keys of their values, and where the parts of their results lie.
+    """The calls of transforms in a sample of a copy: the keys of their values, and where their results' parts lie.
 
-    Args:
-        read: reads the sample, of a copy of a source.
-        index: its index.
-        tail: the tail of the copy, whose calls say no more than the heads. None is returned if these are not called.
+    Of the calls of the tail only the heads count. Returns None if these are not called.
 
     Raises:
         LookedAtError: the code behind a transform looks at its result.
@@ -323,13 +309,7 @@ def _samples_of(blind: BlindRead, read: Callable[[], Sequence[Any]]) -> list[Any
 
 
 def depends_on_none(read: Callable[[], Any], index: int, tail: Tail) -> bool:
-    """Whether code behind a transform asks if its result is None. The source is read once or twice.
-
-    Args:
-        read: reads the sample of the index, of a copy of a source.
-        index: its index.
-        tail: the tail of the copy.
-    """
+    """Whether code behind a transform asks if its result is None. The copy of the source is read once or twice."""
     ways: list[_Shown] = ["None", "one None"]
     for shown in ways:
         blind = BlindRead(tail, [index], shown)

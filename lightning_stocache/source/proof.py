@@ -58,13 +58,7 @@ _UNEQUAL = (
 
 
 class Proof:
-    """Proves a cut at set-up, and while samples are served. Each process has a proof of its own.
-
-    Args:
-        source: the user's dataset.
-        head: its copy with the first steps of the transforms.
-        tail: the other steps.
-    """
+    """Proves the cut of a source into head and tail, at set-up and while samples are served, in each process."""
 
     def __init__(self, source: Any, head: Any, tail: Tail) -> None:
         self._source = source
@@ -89,12 +83,7 @@ class Proof:
         return again
 
     def prove_others(self, indices: Sequence[int], least: int, probe: Probe) -> int:
-        """Prove the cut for more samples. Returns how many are left for epoch one.
-
-        Args:
-            indices: their indices.
-            least: how many of them are compared in any case.
-            probe: reads them.
+        """Prove the cut for more samples, of which `least` are compared in any case. Returns how many are left.
 
         Raises:
             UncuttableError: head and tail do not make one of them.

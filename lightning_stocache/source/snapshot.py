@@ -98,9 +98,6 @@ class Copies:
 class Snapshot:
     """The state of a source at one moment.
 
-    Args:
-        source: the user's dataset or stream.
-
     Example:
         >>> class Counted:
         ...     def __init__(self):
@@ -155,9 +152,6 @@ class MovedNumbers:
 
     Numbers are plain ones, those in arrays and in memory that processes share, the next number of `itertools.count`,
     and the length of a list that reads append numbers or texts to.
-
-    Args:
-        source: the user's dataset.
 
     Example:
         >>> class Counted:

@@ -44,7 +44,6 @@ __all__ = [
     "NOT_HELD",
     "OTHER_FORM",
     "ResultPaths",
-    "ValuePaths",
     "Site",
     "Tail",
     "TailCall",
