@@ -30,9 +30,9 @@ from lightning_stocache.source.access import batch_reader, is_own_iterator
 from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.probe import FEW, MANY, Probe, Read, attributed, why_random, words_of
+from lightning_stocache.source.probe import FEW, MANY, Probe, Read, attributed, spread, why_random, words_of
 from lightning_stocache.source.proof import Proof
-from lightning_stocache.source.random_split import Split, split, spread
+from lightning_stocache.source.random_split import Split, split
 from lightning_stocache.source.samples import bits, digest_of, mark_of, same_sample, stacked
 from lightning_stocache.source.snapshot import MovedNumbers
 from lightning_stocache.source.transform_split import Cut, Tail
@@ -455,7 +455,8 @@ def _first_samples(request: CacheRequest) -> tuple[list[int], list[Any], Excepti
     if draws is None and request.as_stream:
         draws, most = Draws(request.source, shuffle=False, passes=1, as_stream=True), _OF_STREAM
     elif draws is None:
-        draws, most = Draws(request.source, spread(request.length, FEW, request.domain)), FEW
+        among = range(request.length) if request.domain is None else request.domain
+        draws, most = Draws(request.source, spread(among, FEW)), FEW
     indices, samples, last, failed = list[int](), list[Any](), None, 0
     begun = time.monotonic()
     with Generators(draws.source) as generators:

@@ -29,7 +29,7 @@ from lightning_stocache.cache.records import SampleCodec, decoded
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.source.access import load_one
 from lightning_stocache.source.generators import Generators, are_draws_evidence
-from lightning_stocache.source.probe import FEW, SOME, Probe
+from lightning_stocache.source.probe import FEW, SOME, Probe, spread
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import bits, same_sample, walk
 from lightning_stocache.source.transform_split import UncuttableError
@@ -213,17 +213,11 @@ def judged(due: Due, differences: Sequence[Difference]) -> Due:
         if most == 0:
             hastens = True
         elif difference.indices:
-            indices += _spread_over(difference.indices, most)
+            indices += spread(difference.indices, most)
         else:
             samples = max(samples, most)
     moved = tuple(difference for difference in differences if difference.kind != "machinery")
     return due._replace(samples=samples, indices=tuple(indices), moved=due.moved + moved, hastens=hastens)
-
-
-def _spread_over(indices: Sequence[int], count: int) -> list[int]:
-    """Up to `count` of some indices, from the first to the last."""
-    places = np.linspace(0, len(indices) - 1, min(count, len(indices)))
-    return [int(indices[int(place)]) for place in places]
 
 
 # ---- the look ----

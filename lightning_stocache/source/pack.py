@@ -39,7 +39,7 @@ from lightning_stocache.source.lmdb_source import (
     bytes_needed,
     key_of,
 )
-from lightning_stocache.source.probe import FEW, SOME
+from lightning_stocache.source.probe import FEW, SOME, spread
 from lightning_stocache.source.samples import same_sample
 from lightning_stocache.source.walk import class_name
 
@@ -265,8 +265,7 @@ class _Writer:
                 f"{self.path} is not overwritten: {error}. Give another path, or remove it first"
             ) from error
         self._is_complete = stored is not None and stored["complete"]
-        compared = {number * (self.done - 1) // (FEW - 1) for number in range(FEW)} if self.done else ()
-        self.known = {index: file.get(key_of(index)) or b"" for index in sorted(compared)}
+        self.known = {index: file.get(key_of(index)) or b"" for index in spread(range(self.done), FEW)}
 
     def _flush(self, complete: bool) -> None:
         """Give the waiting samples to the thread after its last commit, whose error is raised here."""

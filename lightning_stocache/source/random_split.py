@@ -42,7 +42,7 @@ from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.generators import ASKED, Generators, watch_entropy
 from lightning_stocache.source.opaque import LookedAtError, parts_held
-from lightning_stocache.source.probe import FEW, MANY, SOME, Probe, Read, attributed, why_random, words_of
+from lightning_stocache.source.probe import FEW, MANY, SOME, Probe, Read, attributed, spread, why_random, words_of
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.result_form import LEVELS, ResultForm, form_of
 from lightning_stocache.source.samples import Path, bits, walk
@@ -68,7 +68,7 @@ from lightning_stocache.source.transform_split import (
     with_transforms,
 )
 
-__all__ = ["Split", "split", "spread"]
+__all__ = ["Split", "split"]
 
 QUICK_SECONDS = 0.2
 _MOST_BYTES = 64 << 20  # of samples of further indices
@@ -148,8 +148,9 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None, passes: 
         >>> str(parts.tail)
         'Dropout'
     """
-    indices = spread(len(source), FEW, domain)
-    more = spread(len(source), quick + 2, domain)[1:-1] if quick else ()
+    among = range(len(source)) if domain is None else domain
+    indices = spread(among, FEW)
+    more = spread(among, quick + 2)[1:-1] if quick else ()
     with Probe(source) as probe, watch_entropy():
         pairs = list(_pairs(source, probe, indices, more))
         originals, again = zip(*pairs, strict=True)
@@ -160,7 +161,7 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None, passes: 
         elif moved is None and probe.always:  # another thread may draw now and then, but not during each read
             reason = f"it is random (each read moves the generator of {' and '.join(sorted(probe.always))})"
         if reason is None and moved is not None:
-            reason = _why_not_worth(again, len(source) if domain is None else len(domain), passes)
+            reason = _why_not_worth(again, len(among), passes)
         if reason is not None or moved is None:
             return Split(source, again, probe.reads, reason=reason)
         reasons = []
@@ -204,13 +205,6 @@ def _why_not_worth(reads: Sequence[Read], samples: int, passes: float) -> str | 
         return None
     words = f"finding its random steps takes {cut_reads} more reads of {read_seconds:.1f} s"
     return f"it is random, and {words}, more than {passes:.0f} epochs of {samples} samples save"
-
-
-def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, ...]:
-    """`count` indices of a dataset, or of its domain, spread evenly from the first to the last."""
-    among: Any = range(length) if domain is None else domain
-    count = min(count, len(among))
-    return tuple(int(among[k * (len(among) - 1) // max(count - 1, 1)]) for k in range(count))
 
 
 def _others(length: int, domain: Domain | None) -> list[int]:
