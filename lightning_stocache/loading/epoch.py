@@ -145,8 +145,10 @@ class Epoch(Iterator[Any]):
             self._gather(plan)
         return self._next_of_block()
 
-    def close(self) -> None:
-        """End the epoch: its thread, and its workers unless they are persistent."""
+    def close(self, *, ends_workers: bool = False) -> None:
+        """End the epoch: its thread, and its workers unless they are persistent and may go on."""
+        if ends_workers and self._workers is not None:
+            self._workers.close()
         self._is_open = False
         self._batches.clear()
         self._plans.queue.clear()
@@ -158,12 +160,6 @@ class Epoch(Iterator[Any]):
             workers.trim()
         else:
             workers.close()
-
-    def break_off(self) -> None:
-        """End the epoch and its workers."""
-        if self._workers is not None:
-            self._workers.close()
-        self.close()
 
     # ---- draw ----
 
@@ -417,27 +413,20 @@ class Batches(Iterator[Any]):
                 raise
             except KeyboardInterrupt:
                 if isinstance(epoch, Epoch):
-                    self.break_off()
+                    self.close(ends_workers=True)
                 raise
             self._state.batches += 1
             ledger.add(*epoch.served)
             return batch
 
-    def close(self) -> None:
-        """End the epoch: its thread, and its workers unless they are persistent."""
-        self._end(Epoch.close)
-
-    def break_off(self) -> None:
-        """End the epoch and its workers."""
-        self._end(Epoch.break_off)
-
-    def _end(self, end: Callable[[Epoch], None]) -> None:
+    def close(self, *, ends_workers: bool = False) -> None:
+        """End the epoch: its thread, and its workers unless they are persistent and may go on."""
         if self.is_inherited:
             return
         self._is_ending = True
         with self._turn:
             if isinstance(self._epoch, Epoch):
-                end(self._epoch)
+                self._epoch.close(ends_workers=ends_workers)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_Batches") or name == "_epoch":  # a copy that is not filled yet

@@ -332,7 +332,7 @@ class CachedLoader(DataLoader[Any]):
         """End the epoch under way, and the workers; a new epoch starts new ones."""
         batches = None if self._current is None else self._current()
         if batches is not None and not batches.is_inherited:
-            batches.break_off()
+            batches.close(ends_workers=True)
             batches.begin(PlainEpoch.none())
         self._keep(None)
         self._end_plain()

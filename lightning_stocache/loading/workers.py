@@ -36,6 +36,7 @@ from lightning_stocache.loading.maker import Maker
 from lightning_stocache.loading.prefill import prefill
 from lightning_stocache.source.looks import Due, Look
 from lightning_stocache.source.samples import is_plain
+from lightning_stocache.source.walk import same_object
 from lightning_stocache.torch_internals import (
     ExceptionWrapper,
     do_when_idle,
@@ -238,7 +239,7 @@ class Workers:
             given if is_late else None,
             dataset=Requested(loader.dataset, loader.collate_fn, self.arena),
             batch_sampler=self.requests,
-            collate_fn=_as_it_is,
+            collate_fn=same_object,  # a reply is complete
             worker_init_fn=InitOnSource(loader.worker_init_fn),
             persistent_workers=True,  # after a look they go on
         )
@@ -386,11 +387,6 @@ def loader_like(loader: DataLoader[Any], generator: torch.Generator | None, **re
         replaced["generator"] = torch.Generator().set_state(generator.get_state())
     vars(other).update({**state, **replaced, "_iterator": None})  # past __setattr__, which refuses
     return other
-
-
-def _as_it_is(reply: Any) -> Any:
-    """The collate function of the workers: a reply is complete."""
-    return reply
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from lightning_stocache.node.errors import description
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.result_form import ResultForm
 from lightning_stocache.source.samples import Path, node_at, with_node
+from lightning_stocache.source.walk import same_object
 
 __all__ = [
     "Cut",
@@ -158,7 +159,7 @@ class Cut:
             tail = Tail(parts=tails, ends=source.cumulative_sizes)
         elif (transform := format_of(source)) is not None:
             clone = copy.copy(source)
-            clone.set_transform(_as_it_is, source.format["columns"], source.format["output_all_columns"])
+            clone.set_transform(same_object, source.format["columns"], source.format["output_all_columns"])
             tail = _FormatTail(transform, source.format["columns"])
         else:
             first = {call.site: Head(transform_at(source, call.site), call.end, call.form) for call in self.calls}
@@ -440,10 +441,6 @@ class _FormatTail(Tail):
     def finish(self, sample: Any, index: int) -> Any:
         """Finish a row."""
         return self.finish_batch([sample], [index])[0]
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def format_of(source: Any) -> Any:

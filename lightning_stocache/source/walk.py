@@ -303,7 +303,7 @@ def _is_elsewhere(owner: Any, home: str) -> bool:
 
 
 def same_object(node: Any) -> Any:
-    """The object itself: the reader of a place that no other object replaces."""
+    """The object itself."""
     return node
 
 
