@@ -175,7 +175,7 @@ class Changes:
         self._begin(opened)
         opened.tell()
 
-    def made(self, make: Callable[[], _T]) -> _T:
+    def make_current(self, make: Callable[[], _T]) -> _T:
         """What `make` makes of served samples; made anew if the source is said to have changed meanwhile."""
         self.refresh()
         was_cached = self.opened.live_cache is not None

@@ -199,8 +199,9 @@ class BatchRows:
 
     def _content(self, tensor: torch.Tensor) -> int | npt.NDArray[np.uint8]:
         """Where a tensor lies in the memory, to which it is copied if it is large; else its bytes."""
-        if tensor.nbytes and (offset := self._slot.offset_of(tensor)) is not None:
-            return offset
+        place = self._slot.offset_of(tensor) if tensor.nbytes else None
+        if place is not None:
+            return place
         room = self._slot.room(tensor.nbytes) if tensor.nbytes > _SMALL else None
         if room is None:
             return memory_of(tensor)

@@ -285,7 +285,7 @@ class CachedDataset(Cached):
         if not hasattr(indices, "__len__"):  # a batch sampler may give iterators
             indices = list(indices)
         self.__look(len(indices))
-        return self.__serving__.changes.made(lambda: self.__finished(indices))
+        return self.__serving__.changes.make_current(lambda: self.__finished(indices))
 
     def __look(self, samples: int) -> None:
         self.__serving__.changes.look_by_itself(samples, finds_lent=not self.__serving__.transforms)

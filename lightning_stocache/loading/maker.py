@@ -54,7 +54,7 @@ class Maker:
         """
         indices = keys.tolist() if isinstance(keys, np.ndarray) else keys
 
-        def made() -> Any:
+        def make() -> Any:
             with noted(cached.opened.counters) as note:
                 batch = self._from_rows(cached, keys, indices, memory) if isinstance(keys, np.ndarray) else None
                 if batch is None:
@@ -62,7 +62,7 @@ class Maker:
             self.served = served_in(note)
             return batch
 
-        return cached.changes.made(made)
+        return cached.changes.make_current(make)
 
     def _from_rows(self, cached: CachedSource, keys: Integers, indices: list[int], memory: Slot | BatchPool) -> Any:
         """A batch of rows, made in place; None if it is none, or if most of what is missing has no slot."""

@@ -223,7 +223,8 @@ class LoaderState:
         if not isinstance(state, Mapping) or state.get("version") != _VERSION or not state.keys() >= _KEYS:
             raise ValueError(f"state_dict must be what the state_dict of a CachedLoader gave, got {state!r:.200}")
         self._next = dict(state)
-        if not process_wide and (generators := state.get("generators")):
+        generators = state.get("generators")
+        if generators and not process_wide:
             now = {name: text for name, text in generators["now"].items() if name not in PROCESS_WIDE}
             self._next["generators"] = generators | {"now": now}
 

@@ -176,7 +176,8 @@ def _of_hugging_face(source: Any) -> EncodedAccess | None:
     def read(index: int) -> dict[str, Any]:
         row: dict[str, Any] = raw[index]
         for name in coded:
-            if (cell := row[name]) is not None and cell["bytes"] is None and cell["path"] is not None:
+            cell = row[name]
+            if cell is not None and cell["bytes"] is None and cell["path"] is not None:
                 with open(cell["path"], "rb") as file:
                     row[name] = cell | {"bytes": file.read()}
         return row

@@ -252,7 +252,10 @@ def _callers() -> list[str]:
     """The modules of the code that called the caller, the nearest first, up to this package, which calls all reads."""
     names = list[str]()
     frame: Any = cast(Any, inspect.currentframe()).f_back.f_back
-    while frame is not None and not (name := str(frame.f_globals.get("__name__"))).startswith("lightning_stocache."):
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith("lightning_stocache."):
+            break
         names.append(name)
         frame = frame.f_back
     return names or [""]

@@ -191,7 +191,8 @@ def _leaf_bits(node: Any) -> Any:
         return kind, tuple(node)
     if isinstance(node, list | tuple):
         return kind, len(node)
-    if isinstance(node, torch.Tensor) and (parts := parts_of_tensor(node)) is not None:
+    parts = parts_of_tensor(node)
+    if parts is not None:
         form, tensors = parts
         return kind, form, tuple(map(_leaf_bits, tensors)), _attribute_bits(node) if node.layout in _SPARSE else None
     if is_masked(kind):
@@ -253,9 +254,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
-def parts_of_tensor(tensor: torch.Tensor) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
-    """A sparse, nested, jagged or quantised tensor as its form and dense tensors; None for any other."""
-    if tensor.is_meta or _is_dense(tensor):
+def parts_of_tensor(tensor: Any) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
+    """A sparse, nested, jagged or quantised tensor as its form and dense tensors; None for any other object."""
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or _is_dense(tensor):
         return None
     form: tuple[Any, ...] = tensor.dtype, tensor.layout
     if tensor.is_nested:
@@ -318,7 +319,8 @@ def _is_near(left: Any, right: Any) -> bool:
         return False
     if isinstance(left, _DICTS):  # they have the same keys, because there are the same paths
         return True
-    if isinstance(left, torch.Tensor) and (parts := parts_of_tensor(left)) is not None:
+    parts = parts_of_tensor(left)
+    if parts is not None:
         others = parts_of_tensor(right)
         if others is None or parts[0] != others[0] or len(parts[1]) != len(others[1]):
             return False
@@ -386,7 +388,7 @@ def _feed(digest: Any, node: Any, deep: int) -> None:
     elif isinstance(node, bytes | bytearray | str):
         text = node.encode(errors="replace") if isinstance(node, str) else node
         digest.update(_digested(np.frombuffer(text, dtype=np.uint8)))
-    elif isinstance(node, torch.Tensor) and (parts := parts_of_tensor(node)) is not None:
+    elif (parts := parts_of_tensor(node)) is not None:
         digest.update(repr(parts[0]).encode())
         for part in parts[1]:
             _feed(digest, part, deep)
