@@ -41,7 +41,8 @@ from lightning_stocache.source.common_state import CommonState
 from lightning_stocache.source.looks import AT_ONCE, Due, Look, Schedule, judged, read_again
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import Bits, bits
-from lightning_stocache.source.transform_split import Head, Tail, reading
+from lightning_stocache.source.transform_split import Tail
+from lightning_stocache.source.transforms import Head, reading
 from lightning_stocache.source.witness import Difference, Witness
 
 __all__ = ["Changes"]

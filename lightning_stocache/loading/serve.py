@@ -42,7 +42,7 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, positions_of, warn_of_odd
 from lightning_stocache.source.generators import Generators, are_draws_evidence
 from lightning_stocache.source.samples import stacked
-from lightning_stocache.source.transform_split import UncuttableError, reading
+from lightning_stocache.source.transforms import UncuttableError, reading
 
 __all__ = ["CachedSource"]
 

@@ -32,7 +32,7 @@ from lightning_stocache.source.generators import Generators, are_draws_evidence
 from lightning_stocache.source.probe import FEW, SOME, Probe, spread
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import bits, same_sample, walk
-from lightning_stocache.source.transform_split import UncuttableError
+from lightning_stocache.source.transforms import UncuttableError
 from lightning_stocache.source.witness import Difference
 
 __all__ = ["AT_ONCE", "MOST", "Due", "Look", "Schedule", "judged", "read_again"]

@@ -30,7 +30,8 @@ import torch
 
 from lightning_stocache.node.errors import description
 from lightning_stocache.source.samples import Path, refilled, walk, with_node
-from lightning_stocache.source.transform_split import ResultPaths, Tail, UncuttableError, Values, as_result, reading
+from lightning_stocache.source.transform_split import ResultPaths, Tail
+from lightning_stocache.source.transforms import UncuttableError, Values, as_result, reading
 
 __all__ = ["LookedAtError", "depends_on_none", "parts_held", "read_blindly"]
 

@@ -36,7 +36,8 @@ from lightning_stocache.source.generators import are_draws_evidence
 from lightning_stocache.source.opaque import LookedAtError, depends_on_none, read_blindly
 from lightning_stocache.source.probe import MANY, SOME, Probe, Read, why_random
 from lightning_stocache.source.samples import Bits, bits, node_at, walk
-from lightning_stocache.source.transform_split import Tail, UncuttableError, reading, reads_as_library
+from lightning_stocache.source.transform_split import Tail, reads_as_library
+from lightning_stocache.source.transforms import UncuttableError, reading
 from lightning_stocache.source.walk import reachable
 
 __all__ = ["PROVING_SECONDS", "Proof"]

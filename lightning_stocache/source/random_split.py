@@ -46,21 +46,16 @@ from lightning_stocache.source.probe import FEW, MANY, SOME, Probe, Read, attrib
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.result_form import LEVELS, ResultForm, form_of
 from lightning_stocache.source.samples import Path, bits, walk
-from lightning_stocache.source.transform_split import (
+from lightning_stocache.source.transform_split import OTHER_FORM, Cut, CutCall, ResultPaths, Tail, format_of
+from lightning_stocache.source.transforms import (
     NOT_HELD,
-    OTHER_FORM,
-    Cut,
-    CutCall,
     Head,
-    ResultPaths,
     Site,
-    Tail,
     UncuttableError,
     Values,
     as_result,
     as_values,
     draws_by_itself,
-    format_of,
     has_names,
     sites_of,
     steps_of,
