@@ -141,8 +141,7 @@ class Changes:
     def refresh_unread(self, *, is_compared: bool = False) -> None:
         """Open a new cache if the source has changed before its first sample is served.
 
-        Args:
-            is_compared: whether to compare the content of the source's state, too, not only attributes.
+        Attributes are compared, and if that `is_compared` also the content of the source's state.
         """
         if not self._may_open_again:
             return
@@ -201,11 +200,7 @@ class Changes:
         """Count keys that are no indices of the dataset, and warn.
 
         Slices outside of workers (`dataset[:4]` by hand) and numbers outside of the dataset (padding) give no warning
-        here. If no index is asked for, the warning comes when the cache is given up.
-
-        Args:
-            key: one of the keys, for the warning.
-            count: number of keys.
+        here. If no index is asked for, the warning, which shows one of the keys, comes when the cache is given up.
         """
         counters = self.opened.counters
         if self.opened.live_cache is None or counters is None:
@@ -323,9 +318,7 @@ class Changes:
     def look_by_itself(self, samples: int, *, finds_lent: bool) -> None:
         """Where no CachedLoader iterates: look at the first call of a process, and after each pass over the dataset.
 
-        Args:
-            samples: how many are asked for now.
-            finds_lent: whether somebody may change samples in place.
+        With `finds_lent`, somebody may change the samples that are asked for in place.
         """
         self._take_back()
         if not samples or not self._can_look:
@@ -387,9 +380,7 @@ class Changes:
     def share_with(self, others: Sequence[Any], datasets: Sequence[Any]) -> None:
         """Say what else may reach the source's state: the samplers and the `collate_fn` of a loader.
 
-        Args:
-            others: these objects.
-            datasets: the wrappers around the source, which these may hold.
+        They may hold the datasets, which are wrappers around the source.
         """
         if self._can_look and self._common is None:
             self._common = CommonState(self.source, others, datasets)

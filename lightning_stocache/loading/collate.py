@@ -219,13 +219,7 @@ class BatchRows:
 
 
 def unpacked(batch: Any, memory: memoryview | None, *, lend: bool) -> Any:
-    """A batch from a message of `BatchRows.packed`.
-
-    Args:
-        batch: the message.
-        memory: the memory of the batch.
-        lend: whether its tensors lie there; else they are copies.
-    """
+    """A batch from a message of `BatchRows.packed`. Its tensors lie in lent memory, or are copies."""
     known: dict[int, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
 
     def arrived(leaf: Any) -> Any:

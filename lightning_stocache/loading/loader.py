@@ -177,12 +177,9 @@ class CachedLoader(DataLoader[Any]):
         cached.changes.share_with(self._other_readers, [self.dataset, cached_in(self.dataset)])
 
     def _epoch(self, cached: CachedSource | None, *, is_first: bool) -> Epoch | PlainEpoch:
-        """The epoch that begins now.
+        """The epoch that begins now. It `is_first` if DataLoader would draw a base seed for it.
 
-        Args:
-            cached: the cached source, if the dataset is cached.
-            is_first: whether DataLoader would draw a base seed: in a persistent loader's first epoch, and in each epoch
-                of another loader.
+        That is the first epoch of a persistent loader, and each epoch of another loader.
         """
         route = self.route
         workers = None

@@ -169,9 +169,7 @@ def _cached_dataset(loader: DataLoader[Any], request: CacheRequest, group: NodeG
 def check_loader(loader: DataLoader[Any], *, with_running: bool = True) -> None:
     """Refuse a loader whose class reads in a way that no cache can serve.
 
-    Args:
-        loader: the loader.
-        with_running: whether persistent workers may run. The order of a copy would be that of a loader that is new.
+    Unless `with_running`, no persistent workers may run: the order of a copy would be that of a loader that is new.
 
     Raises:
         TypeError: its workers are threads, or it has begun to read.

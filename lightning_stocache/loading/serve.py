@@ -318,12 +318,9 @@ class CachedSource:
         count(self.opened.counters, gather_ns=gather_ns)
 
     def _uncached(self, source: Any, keys: Sequence[Any], *, is_whole: bool = False) -> list[Any]:
-        """Finished samples of a source, one after the other as without a cache, counted when all have come.
+        """Finished samples, one after the other as without a cache, counted when all have come.
 
-        Args:
-            source: the user's dataset, or its part that is cached.
-            keys: the indices, or other keys.
-            is_whole: whether `source` is the user's dataset.
+        They are those of the user's dataset if that `is_whole`, else of its part that is cached.
         """
         start = time.perf_counter_ns()
         if self.transform is None and (is_whole or self.opened.tail is None):

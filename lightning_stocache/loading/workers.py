@@ -247,10 +247,7 @@ class Workers:
         self._finalizer: Any = None
 
     def begin(self, begin: Callable[[], Iterator[Any]]) -> None:
-        """Begin an epoch.
-
-        Args:
-            begin: begins the sampler, and returns the requests of the epoch.
+        """Begin an epoch, whose sampler `begin` begins.
 
         Raises:
             Exception: an error of the sampler or of the start of a worker; a time-out; or a worker was killed.
@@ -260,9 +257,7 @@ class Workers:
     def look(self, due: Due, begin: Callable[[], Iterator[Any]]) -> Look:
         """Let a worker read stored samples again: an epoch of one request, for another worker each time.
 
-        Args:
-            due: what to read again.
-            begin: begins the sampler, if workers start now.
+        `begin` begins the sampler if workers start now.
 
         Raises:
             RuntimeError: a time-out; or a worker was killed.
@@ -376,10 +371,7 @@ def _end(iterator: Any) -> None:
 def loader_like(loader: DataLoader[Any], generator: torch.Generator | None, **replaced: Any) -> DataLoader[Any]:
     """A DataLoader with the attributes of a loader, some of them replaced. It has no iterator.
 
-    Args:
-        loader: the loader, which stays as it is.
-        generator: a generator that must not be drawn from: a copy takes its place. None to draw from the loader's.
-        replaced: attributes.
+    A copy takes the place of a given generator, which must not be drawn from. None: the loader's is drawn from.
     """
     other: DataLoader[Any] = object.__new__(DataLoader)
     state: Any = loader.__getstate__()

@@ -152,11 +152,7 @@ class Proof:
         return sample
 
     def read(self, read: Callable[[], Sequence[Any]], indices: Sequence[int]) -> tuple[list[Any], str | None]:
-        """Samples of the head, and why the tail cannot finish one of them.
-
-        Args:
-            read: reads the samples of the head.
-            indices: their indices.
+        """Samples of the head, which `read` reads, and why the tail cannot finish one of them.
 
         Raises:
             UncuttableError: head and tail do not make the samples of the source.

@@ -252,11 +252,8 @@ _Pair: TypeAlias = tuple[Read, Read]
 def _cut(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut | None:
     """The cut before the first random step; None if all steps are deterministic.
 
-    Args:
-        source: the dataset, or one inside it.
-        pairs: two reads of each probed index. Only the first of two has the index in `source`.
-        probe: reads the source.
-        named: whether only attributes named `transform` or `transforms` are transforms.
+    Of two reads in `pairs` the first has the index in `source`, which may be a dataset inside the probed one. If
+    `named`, only attributes named `transform` or `transforms` are transforms.
 
     Raises:
         UncuttableError: the cut would not be sound.
@@ -327,14 +324,8 @@ def _cut_apart(
 ) -> Cut:
     """The cut of transforms whose results are taken apart, at as few levels of containers as the code behind needs.
 
-    Args:
-        source: the dataset.
-        chain: the sites of the calls of cut transforms, and whether they follow others.
-        ends: how many steps of each transform stay in the source.
-        samples: the calls of whole transforms for the probed indices.
-        pairs: two reads of each of these indices.
-        probe: reads the source.
-        error: the reason why the results are not whole in the samples.
+    `ends` says how many steps of each transform stay in the source, `samples` has the calls of whole transforms for the
+    probed indices, and `error` is the reason why the results are not whole in the samples.
 
     Raises:
         UncuttableError: there is none.

@@ -97,13 +97,7 @@ Node: TypeAlias = tuple[str, Any, Around]
 
 
 class Reach:
-    """The places that the code of a read can reach.
-
-    Args:
-        source: the user's dataset.
-        length: number of its samples.
-        tail: objects that are not entered.
-    """
+    """The places that the code of a read of a source can reach, without those in the `tail`."""
 
     def __init__(self, source: Any, length: int, tail: Collection[Any] = ()) -> None:
         self.places: dict[str, Place] = {}

@@ -228,10 +228,7 @@ def transform_at(source: Any, site: Site) -> Any:
 def with_transforms(source: Any, sites: Iterable[Site], make: Callable[[Site, Any], Any]) -> Any:
     """A shallow copy of a source, and of the objects on the way to its transforms, with other transforms.
 
-    Args:
-        source: the dataset.
-        sites: which transforms are replaced.
-        make: called with a site and the transform there; returns its replacement.
+    `make` is called with a site and the transform there, and returns its replacement.
     """
     copies: dict[Site, Any] = {(): _copied(source)}
     for site in sites:
@@ -270,9 +267,7 @@ def _held(node: Any, key: Any) -> Any:
 def steps_of(transform: Any, *, inside: bool = False) -> list[Callable[..., Any]]:
     """The steps of a transform. A subclass that runs its steps in its own way is one step.
 
-    Args:
-        transform: any callable.
-        inside: whether it is a step itself: a Compose of albumentations or MONAI then stays whole.
+    A Compose of albumentations or MONAI that is a step itself (`inside`) stays whole.
     """
     if _is_compose(transform):
         prepares = getattr(transform, "processors", None)  # boxes and key points, before albumentations' first step
