@@ -39,7 +39,7 @@ from lightning_stocache.setup.allocation import holds_all
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import CacheRequest, Layout, LoaderSettings, check_count
-from lightning_stocache.source.draws import Draws, is_stream
+from lightning_stocache.source.draws import Draws, is_iterable_style
 
 __all__ = ["RollingCache", "RollingStats", "dataset_in", "share_pools"]
 
@@ -172,14 +172,14 @@ class RollingCache(Dataset[Any]):
             fingerprint=fingerprint,
             layout=layout,
             dir=dir,
-            as_stream=source is None or is_stream(source),
+            as_stream=source is None or is_iterable_style(source),
             reader=LoaderSettings(1, 1, start_method=multiprocessing_context),
             writers=1 if source is None else max(fillers, 1),
             draws=Draws(source, indices, seed, shuffle),
         )
         if source is None and spec is None:
             raise ValueError("without a source a rolling cache needs spec=SampleSpec.infer(sample), of one to come")
-        if indices is not None and (source is None or is_stream(source)):
+        if indices is not None and (source is None or is_iterable_style(source)):
             raise ValueError("indices needs a map-style source to load them from")
         self.source, self.budget = source, self._request.budget
         self.transform, self.epoch_samples = transform, epoch_samples

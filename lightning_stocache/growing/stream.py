@@ -28,15 +28,15 @@ import numpy as np
 from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
-from lightning_stocache.cache.counters import Counters, count
+from lightning_stocache.cache.counters import count
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.stream import MOST_WORKERS, Mode, Shard, StreamStore
 from lightning_stocache.growing.rolling_cache import dataset_in
-from lightning_stocache.loading.dataset import CachedDataset, Forwarding
+from lightning_stocache.loading.dataset import Cached, CachedDataset
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.locks import are_exclusive
-from lightning_stocache.sampling.residents import StreamBatches, batches_in_turn, batches_of, deal, permutation
+from lightning_stocache.sampling.residents import StreamBatches, batches_in_turn, batches_of_rank, deal, permutation
 from lightning_stocache.setup.find import WAY_OF_STREAMS, stream_difference
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
@@ -52,7 +52,7 @@ _SETTINGS = ("apply_sharding", "set_seed", "set_shuffle")  # DataLoader calls th
 _AT_ONCE, _AT_ONCE_BYTES = 64, 4 << 20  # samples that are read from memory together
 
 
-class CachedStream(Forwarding, IterableDataset[Any]):
+class CachedStream(Cached, IterableDataset[Any]):
     """An iterable-style dataset whose samples are stored as they pass, in memory that all processes of the node share.
 
     When the memory opens, another process reads the first sixteen samples, to learn what samples look like. Epoch one
@@ -105,6 +105,8 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         >>> stream.close()
     """
 
+    __serving__: StreamSource
+
     def __init__(
         self,
         iterable: Any,
@@ -150,38 +152,13 @@ class CachedStream(Forwarding, IterableDataset[Any]):
         """
         self.__serving__.open(NodeGroup.discover() if group is None else group)
 
-    @property
-    def source(self) -> Any:
-        """The user's stream."""
-        return self.__serving__.source
-
-    @property
-    def cache(self) -> StreamStore | None:
-        """The store of the samples; None while samples pass through."""
-        return self.__serving__.store
-
-    @property
-    def counters(self) -> Counters | None:
-        """Counts of served and stored samples, of all processes of the node."""
-        return self.__serving__.opened.counters
-
-    @property
-    def group(self) -> NodeGroup:
-        """The ranks that share the memory."""
-        return self.__serving__.opened.group
-
-    @property
-    def budget_bytes(self) -> int:
-        """Memory that was granted on this node."""
-        return self.__serving__.opened.budget_bytes
-
     def close(self) -> None:
         """Close the memory in this process. From then on the stream passes through."""
         self.__serving__.close()
 
     def describe(self) -> str:
         """Describe the stored samples in one line."""
-        name, cache = type(self.source).__name__, self.cache
+        name, cache = type(self.source).__name__, self.__serving__.store
         if cache is None or (mode := cache.ledger.mode) == "pass":
             return f"{name}: a stream that passes through uncached"
         state = "later epochs come from memory" if mode == "cache" else "it is being read"
@@ -308,7 +285,7 @@ class StreamSource:
         dataset, indices, shards = self._in_memory(store)
         if self.shuffle:
             order = indices[permutation(len(indices), self.seed, epoch)]
-            batches = batches_of(order, group.local_rank, len(group.members), batch_size, drop_last=drop_last)
+            batches = batches_of_rank(order, group.local_rank, len(group.members), batch_size, drop_last=drop_last)
         else:
             ours = np.unique(shards[shards // MOST_WORKERS == group.local_rank])
             batches = batches_in_turn([indices[shards == shard] for shard in ours], batch_size, drop_last=drop_last)

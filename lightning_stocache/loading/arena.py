@@ -39,13 +39,13 @@ import numpy.typing as npt
 import torch
 
 from lightning_stocache.cache.codec import aligned
-from lightning_stocache.loading.prefetch import held_back
+from lightning_stocache.loading.interrupt import held_back
 from lightning_stocache.node.free import FreeMemory
 
 if sys.platform != "win32":
     import resource
 
-__all__ = ["Arena", "Lent", "Slot", "arena_of"]
+__all__ = ["Arena", "Slot", "arena_of"]
 
 _STRIDE = 4 << 30  # bytes of address space per slot
 _LEAST_STRIDE = 1 << 20
@@ -78,7 +78,9 @@ class Arena:
         descriptor: int | None = None,
         token: bytes | None = None,
     ) -> None:
-        self.slots, self.stride, self.token = slots, stride, token or os.urandom(8)
+        self.slots = slots
+        self.stride = stride
+        self.token = token or os.urandom(8)
         self._workers = workers
         self._file = os.memfd_create("stocache-batches") if descriptor is None else descriptor
         weakref.finalize(self, os.close, self._file).atexit = False
@@ -88,7 +90,7 @@ class Arena:
         self._reserved = np.frombuffer(self._map, np.int64, slots)  # bytes of each slot, written by whoever has it
         self._free = list(range(slots))[::-1]
         self._leases: dict[int, int] = {}  # the slot of each request
-        self._lent: dict[int, _Loan] = {}  # by slot
+        self._lent: dict[int, _SlotLoan] = {}  # by slot
         self._returned: list[weakref.ref[Any]] = []
         self._sizes: deque[int] = deque(maxlen=_KNOWN)
         _arenas[self.token] = self
@@ -104,7 +106,7 @@ class Arena:
             >>> slot = Slot(arena, 0)
             >>> offset, tensor = slot.room(3)
             >>> _ = tensor.fill_(7)
-            >>> batch = arena.lend(0, slot.end).tensor(offset, 3)
+            >>> batch = torch.frombuffer(arena.lend(0, slot.end), dtype=torch.uint8, count=3, offset=offset)
             >>> batch.tolist(), arena.free_slots
             ([7, 7, 7], 0)
             >>> del batch
@@ -148,16 +150,16 @@ class Arena:
         self._leases[request] = slot = self._free.pop()
         return slot
 
-    def lend(self, request: int, nbytes: int) -> Lent:
-        """The memory of a reply. The slot is free again when no tensor refers to it. Any thread may call this."""
+    def lend(self, request: int, nbytes: int) -> memoryview:
+        """The memory of a reply. The slot is free again when nothing refers to it. Any thread may call this."""
         slot = self._leases.pop(request)
         memory = self.memory(slot, nbytes)
         # The callback is C code: in a Python function, one Ctrl-C of twelve would be swallowed and the slot lost.
-        loan = _Loan(memory, self._returned.append)
+        loan = _SlotLoan(memory, self._returned.append)
         loan.slot = slot
         self._lent[slot] = loan
         self._sizes.append(nbytes)
-        return Lent(memory)
+        return memory
 
     def end_lease(self, request: int) -> None:
         """The slot of a request is free: its reply has come in the message, or will not come."""
@@ -223,12 +225,7 @@ class Arena:
 
 
 class Slot:
-    """The memory of the batch that a worker makes, given out from its beginning.
-
-    Args:
-        arena: the arena.
-        number: number of the slot; None for no memory.
-        promised: returns the number of free bytes that are promised to caches.
+    """The memory of the batch that a worker makes, given out from its beginning. Without a number there is none.
 
     Attributes:
         end: bytes given out.
@@ -273,18 +270,7 @@ class Slot:
         return offset if 0 <= offset < self.end else None
 
 
-class Lent:
-    """The memory of a batch that is lent to its tensors."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        """A part of the memory, uint8 `[nbytes]`."""
-        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=offset)
-
-
-class _Loan(weakref.ref[Any]):
+class _SlotLoan(weakref.ref[Any]):
     __slots__ = ("slot",)
     slot: int
 

@@ -1,7 +1,7 @@
 """What follows if a source changes after its samples were stored.
 
-There is one `Changes` for each served source. It answers whether stored samples may be served, and has some of them
-read again from time to time to find that out (`source.looks`):
+`Changes` answers whether stored samples may be served, and has some of them read again from time to time to find that
+out (`source.looks`):
 
     before each batch       `refresh`: attributes are compared; has another process said that the source has changed?
     in an epoch             `due` -> `look`, in the process that would read the samples without a cache -> `end`
@@ -10,12 +10,12 @@ read again from time to time to find that out (`source.looks`):
 
 A source that changes before its first sample is served gets a new cache, if the cache has no name and one process
 alone has opened it: a framework may set a transform when it makes the loader. A source that changes later is served as
-it is now, uncached, by every process of the job: one number in shared memory says so. Nothing is emptied. The same
-follows where hits would do something else than reads: a read writes into state that the sampler reads, or somebody
-changes samples in place that are the dataset's own memory.
+it is now, uncached, by every process of the job: one number in shared memory says so. The same follows where hits would
+do something else than reads: a read writes into state that the sampler reads, or somebody changes samples in place that
+are the dataset's own memory.
 
-Keys that are no indices are never a hit. All processes count them together: one warning shows a key, and after many a
-cache that was asked for no index is given up.
+Keys that are no indices are never a hit. All processes count them together, and after many a cache that was asked for
+no index is given up.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from lightning_stocache.source.common_state import CommonState
 from lightning_stocache.source.looks import AT_ONCE, Due, Look, Schedule, judged, read_again
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import Bits, bits
-from lightning_stocache.source.transform_split import Head, Tail, reading
+from lightning_stocache.source.transform_split import Tail
+from lightning_stocache.source.transforms import Head, reading
 from lightning_stocache.source.witness import Difference, Witness
 
 __all__ = ["Changes"]
@@ -111,9 +112,11 @@ class Changes:
         counters = self.opened.counters
         return counters is not None and counters.says_changed
 
-    @property
-    def are_seen(self) -> bool:
-        """Whether the source has changed since it was cached: another process says so, or it is seen here."""
+    def look_for_change(self) -> bool:
+        """Whether the source has changed since it was cached: another process says so, or it is seen here.
+
+        A change that is seen here is told to all, or a new cache is opened for the changed source.
+        """
         if self._other_key is not None:
             self._check_indices()
         if self.are_heard:
@@ -132,14 +135,13 @@ class Changes:
     def refresh(self) -> None:
         """Serve the source itself, uncached, once it has changed."""
         opened = self.opened
-        if (opened.cache is not None or opened.source is not self.source) and self.are_seen:
+        if (opened.cache is not None or opened.source is not self.source) and self.look_for_change():
             self.serve(opened.given_up())
 
     def refresh_unread(self, *, is_compared: bool = False) -> None:
         """Open a new cache if the source has changed before its first sample is served.
 
-        Args:
-            is_compared: whether to compare the content of the source's state, too, not only attributes.
+        Attributes are compared, and if that `is_compared` also the content of the source's state.
         """
         if not self._may_open_again:
             return
@@ -152,7 +154,8 @@ class Changes:
     @property
     def _may_open_again(self) -> bool:
         """Whether no sample was served yet, and the cache has no name and was opened by this process alone."""
-        opened, request = self.opened, self.opened.request
+        opened = self.opened
+        request = opened.request
         if opened.counters is None or opened.borrowed or self._is_copy or self._home != os.getpid():
             return False
         if request.name is not None or request.budget.off or opened.group.world > 1 or self.are_heard:
@@ -172,7 +175,7 @@ class Changes:
         self._begin(opened)
         opened.tell()
 
-    def made(self, make: Callable[[], _T]) -> _T:
+    def make_current(self, make: Callable[[], _T]) -> _T:
         """What `make` makes of served samples; made anew if the source is said to have changed meanwhile."""
         self.refresh()
         was_cached = self.opened.live_cache is not None
@@ -189,10 +192,7 @@ class Changes:
         if counters.is_first("changed source"):
             if cause == "changed" and what.startswith("sample ") and self.opened.group.world > 1:
                 what += " (of which the ranks may hold different data)"
-            self._report(_WARNINGS[cause].format(what))
-
-    def _report(self, words: str) -> None:
-        log.warning("%s: %s", type(self.source).__name__, words)
+            log.warning("%s: %s", type(self.source).__name__, _WARNINGS[cause].format(what))
 
     # ---- keys that are no indices ----
 
@@ -200,11 +200,7 @@ class Changes:
         """Count keys that are no indices of the dataset, and warn.
 
         Slices outside of workers (`dataset[:4]` by hand) and numbers outside of the dataset (padding) give no warning
-        here. If no index is asked for, the warning comes when the cache is given up.
-
-        Args:
-            key: one of the keys, for the warning.
-            count: number of keys.
+        here. If no index is asked for, the warning, which shows one of the keys, comes when the cache is given up.
         """
         counters = self.opened.counters
         if self.opened.live_cache is None or counters is None:
@@ -322,9 +318,7 @@ class Changes:
     def look_by_itself(self, samples: int, *, finds_lent: bool) -> None:
         """Where no CachedLoader iterates: look at the first call of a process, and after each pass over the dataset.
 
-        Args:
-            samples: how many are asked for now.
-            finds_lent: whether somebody may change samples in place.
+        With `finds_lent`, somebody may change the samples that are asked for in place.
         """
         self._take_back()
         if not samples or not self._can_look:
@@ -374,11 +368,11 @@ class Changes:
 
     def _read_again(self, due: Due) -> Look:
         """Read stored samples again. What that moves is learned, and what others reach is put back."""
-        common, cache = self._common, cast(Store, self.opened.cache)
-        content = common.content() if common else None
-        with self.witness, self.witness.reading(), reading(self.heads):
+        cache = cast(Store, self.opened.cache)
+        before = self._common.content() if self._common else None
+        with self.witness, self.witness.learning(), reading(self.heads):
             look = read_again(self.opened.source, cache, due, self.proof)
-        place = None if content is None else cast(CommonState, common).written(content)
+        place = None if before is None else before.put_back()
         return look if place is None else replace(look, change=place, cause="written")
 
     # ---- what hits would not do ----
@@ -386,9 +380,7 @@ class Changes:
     def share_with(self, others: Sequence[Any], datasets: Sequence[Any]) -> None:
         """Say what else may reach the source's state: the samplers and the `collate_fn` of a loader.
 
-        Args:
-            others: these objects.
-            datasets: the wrappers around the source, which these may hold.
+        They may hold the datasets, which are wrappers around the source.
         """
         if self._can_look and self._common is None:
             self._common = CommonState(self.source, others, datasets)

@@ -1,12 +1,11 @@
 """The batch that `default_collate` would make, made in place: from gathered fields, or row by row as samples come.
 
 A field that was gathered for a whole batch only needs its dtype, its shape and its place in the structure (`Collator`).
-That structure comes from `default_collate` itself, asked once with two samples of zeroes. If its answer is anything
-but plain tensors that hold the fields' bytes, the loader collates samples as DataLoader does.
+That structure comes from `default_collate` itself, asked once with two samples of zeroes.
 
-A worker that makes a whole batch stacks in place (`Rows`): `torch.stack` wants all samples first, and 64 transformed
-photographs are fresh memory, page faults and one more copy. The first sample says what tensors the batch will have, and
-every sample's tensors are copied to their rows at once. `collate` then finds that nothing is left to do.
+A worker that makes a whole batch stacks in place (`BatchRows`): `torch.stack` wants all samples first, and 64
+transformed photographs are fresh memory, page faults and one more copy. The first sample says what tensors the batch
+will have, and every sample's tensors are copied to their rows at once. `collate` then finds that nothing is left to do.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from torch.utils.data import default_collate
 
 from lightning_stocache.cache.codec import Memory, array_dtype, memory_of
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.loading.arena import Lent, Slot
+from lightning_stocache.loading.arena import Slot
 from lightning_stocache.source.samples import is_namedtuple, is_plain, rebuilt
 
-__all__ = ["Collator", "Rows", "unpacked"]
+__all__ = ["Collator", "BatchRows", "unpacked"]
 
 _SMALL = 4096  # bytes; what is smaller travels in the message
 
@@ -108,7 +107,9 @@ class _Column:
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self._dtype, self._shape, self._array_dtype = dtype, shape, array_dtype(dtype)
+        self._dtype = dtype
+        self._shape = shape
+        self._array_dtype = array_dtype(dtype)
         self.nbytes = dtype.itemsize * torch.Size(shape).numel()
 
     def split(self, row: npt.NDArray[np.uint8], samples: int, size: int, pinned: bool) -> list[torch.Tensor]:
@@ -143,13 +144,8 @@ class Packed:
     shape: tuple[int, ...]
 
 
-class Rows:
-    """The memory of a batch as its tensors, each with a row for every sample.
-
-    Args:
-        slot: the memory.
-        samples: number of samples of the batch.
-    """
+class BatchRows:
+    """The memory of a batch as its tensors, each with a row for every sample."""
 
     def __init__(self, slot: Slot, samples: int) -> None:
         self._slot, self._samples = slot, samples
@@ -203,8 +199,9 @@ class Rows:
 
     def _content(self, tensor: torch.Tensor) -> int | npt.NDArray[np.uint8]:
         """Where a tensor lies in the memory, to which it is copied if it is large; else its bytes."""
-        if tensor.nbytes and (offset := self._slot.offset_of(tensor)) is not None:
-            return offset
+        place = self._slot.offset_of(tensor) if tensor.nbytes else None
+        if place is not None:
+            return place
         room = self._slot.room(tensor.nbytes) if tensor.nbytes > _SMALL else None
         if room is None:
             return memory_of(tensor)
@@ -213,7 +210,6 @@ class Rows:
         return offset
 
     def _room(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Room for a tensor, or None."""
         room = self._slot.room(dtype.itemsize * torch.Size(shape).numel())
         return None if room is None else room[1].view(dtype).view(shape)
 
@@ -222,14 +218,8 @@ class Rows:
         self._rooms.append(None if room is None else (room, room.unbind(0)))
 
 
-def unpacked(batch: Any, memory: Lent | None, *, lend: bool) -> Any:
-    """A batch from a message of `Rows.packed`.
-
-    Args:
-        batch: the message.
-        memory: the memory of the batch.
-        lend: whether its tensors lie there; else they are copies.
-    """
+def unpacked(batch: Any, memory: memoryview | None, *, lend: bool) -> Any:
+    """A batch from a message of `BatchRows.packed`. Its tensors lie in lent memory, or are copies."""
     known: dict[int, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
 
     def arrived(leaf: Any) -> Any:
@@ -243,7 +233,8 @@ def unpacked(batch: Any, memory: Lent | None, *, lend: bool) -> Any:
         if not isinstance(leaf.content, int):
             return torch.from_numpy(leaf.content).view(leaf.dtype).view(leaf.shape)
         nbytes = leaf.dtype.itemsize * torch.Size(leaf.shape).numel()
-        tensor = cast(Lent, memory).tensor(leaf.content, nbytes).view(leaf.dtype).view(leaf.shape)
+        content = torch.frombuffer(cast(memoryview, memory), dtype=torch.uint8, count=nbytes, offset=leaf.content)
+        tensor = content.view(leaf.dtype).view(leaf.shape)
         return tensor if lend else tensor.clone()
 
     return rebuilt(batch, arrived)

@@ -1,13 +1,12 @@
 """`CachedDataset`: serves the user's dataset from a cache, and leaves the user's dataset its names.
 
 `CachedDataset` stands between a loader and the user's dataset, the source. Its samples are those of the source, bit for
-bit and in the same order of random draws, cached or not; `CachedSource` serves them. All processes that have the
-dataset share its memory.
+bit and in the same order of random draws, cached or not; `CachedSource` serves them.
 
 A name is read, written and deleted in the source, unless the class of the wrapper has it (`Forwarding`). The wrapper's
 own attributes begin with two underscores. Dunder names are never forwarded: a loader would find a `__getitems__` of the
-source, which reads past the cache. The doors of the Trainer put a `StandIn` in the place of the user's dataset. It has
-no name of its own; the package finds the CachedDataset behind it by `cached_in`.
+source, which reads past the cache. The doors of the Trainer put a `StandIn` in the place of the user's dataset, which
+has no name of its own.
 """
 
 from __future__ import annotations
@@ -31,15 +30,11 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, check_choice
 from lightning_stocache.source.access import check_source
 
-__all__ = ["CachedDataset", "Forwarding", "StandIn", "cached_in", "cached_source", "dataset_over"]
+__all__ = ["Cached", "CachedDataset", "Forwarding", "StandIn", "cached_in", "cached_source", "dataset_over"]
 
 
 class Forwarding(Dataset[Any]):
-    """The base of wrappers around a source, to which they forward names.
-
-    Args:
-        source: the user's dataset.
-    """
+    """The base of wrappers around a source, to which they forward names."""
 
     def __init__(self, source: Dataset[Any]) -> None:
         self.__source = source
@@ -70,7 +65,47 @@ class Forwarding(Dataset[Any]):
         return hasattr(type(self), name) or (name.startswith("_") and "__" in name)
 
 
-class CachedDataset(Forwarding):
+class Cached(Forwarding):
+    """The base of a dataset and a stream with a cache, which are served by their `__serving__`."""
+
+    __serving__: Any
+
+    @property
+    def __opened(self) -> OpenCache:
+        opened: OpenCache = self.__serving__.opened
+        return opened
+
+    @property
+    def source(self) -> Any:
+        """The user's dataset or stream."""
+        return self.__opened.request.source
+
+    @property
+    def cache(self) -> Store | None:
+        """The cache, or None while samples pass through."""
+        return self.__opened.live_cache
+
+    @property
+    def counters(self) -> Counters | None:
+        """Counts of served and stored samples, of all processes of the node; None before the first opening."""
+        return self.__opened.counters
+
+    @property
+    def group(self) -> NodeGroup:
+        """The ranks that share the cache."""
+        return self.__opened.group
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory that was granted on this node."""
+        return self.__opened.budget_bytes
+
+    def share(self, group: NodeGroup | None = None) -> None:
+        """Have the ranks of a node share the cache. Collective."""
+        raise NotImplementedError
+
+
+class CachedDataset(Cached):
     """A map-style dataset whose samples are stored in memory that all processes of the node share.
 
     Opening reads a few samples, in another process, and takes no memory for slots until they are filled.
@@ -134,6 +169,8 @@ class CachedDataset(Forwarding):
         True
         >>> dataset.close()
     """
+
+    __serving__: CachedSource
 
     def __init__(
         self,
@@ -203,11 +240,6 @@ class CachedDataset(Forwarding):
         opened.tell()
 
     @property
-    def source(self) -> Dataset[Any]:
-        """The user's dataset."""
-        return self.__serving__.source
-
-    @property
     def transform(self) -> Callable[[Any], Any] | None:
         """The transform of each sample after the cache, or the source's own `transform` if none was given."""
         if self.__lends_transform and hasattr(self.source, "transform"):
@@ -222,29 +254,9 @@ class CachedDataset(Forwarding):
             self.__serving__.transform = transform
 
     @property
-    def cache(self) -> Store | None:
-        """The cache, or None while samples pass through."""
-        return self.__serving__.opened.live_cache
-
-    @property
-    def counters(self) -> Counters | None:
-        """Counts of served and filled samples, of all processes of the node; None before the first opening."""
-        return self.__serving__.opened.counters
-
-    @property
     def ring(self) -> Ring | None:
         """Which node holds which indices; None before the first opening."""
         return self.__serving__.opened.ring
-
-    @property
-    def group(self) -> NodeGroup:
-        """The ranks that share the cache."""
-        return self.__serving__.opened.group
-
-    @property
-    def budget_bytes(self) -> int:
-        """Memory that was granted on this node."""
-        return self.__serving__.opened.budget_bytes
 
     def close(self) -> None:
         """Close the cache in this process. From then on samples pass through uncached.
@@ -259,7 +271,7 @@ class CachedDataset(Forwarding):
         return self.__serving__.opened.describe()
 
     def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
+        return len(self.source)
 
     def __getitem__(self, *key: Any, **options: Any) -> Any:
         """The sample of an index. The source answers for any other key (a list, a slice) or with further arguments."""
@@ -273,7 +285,7 @@ class CachedDataset(Forwarding):
         if not hasattr(indices, "__len__"):  # a batch sampler may give iterators
             indices = list(indices)
         self.__look(len(indices))
-        return self.__serving__.changes.made(lambda: self.__finished(indices))
+        return self.__serving__.changes.make_current(lambda: self.__finished(indices))
 
     def __look(self, samples: int) -> None:
         self.__serving__.changes.look_by_itself(samples, finds_lent=not self.__serving__.transforms)
@@ -293,7 +305,8 @@ class CachedDataset(Forwarding):
     def __over_source__(cls, cached: CachedSource) -> CachedDataset:
         dataset = cls.__new__(cls)
         super(CachedDataset, dataset).__init__(cached.source)
-        dataset.__serving__, dataset.__lends_transform = cached, cached.transform is None
+        dataset.__serving__ = cached
+        dataset.__lends_transform = cached.transform is None
         dataset.__backend = "auto"
         return dataset
 
@@ -306,11 +319,7 @@ def _domain(indices: Sequence[int], source: Any) -> Domain:
 
 
 class StandIn(Forwarding):
-    """A cached dataset in the place of its source: all names are the source's.
-
-    Args:
-        dataset: the cached dataset.
-    """
+    """A cached dataset in the place of its source: all names are the source's."""
 
     def __init__(self, dataset: CachedDataset) -> None:
         super().__init__(dataset.source)

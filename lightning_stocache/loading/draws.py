@@ -34,7 +34,7 @@ from lightning_stocache.sampling.residents import RollingSampler, StreamBatches
 from lightning_stocache.source.generators import as_text, put_back, states_of
 from lightning_stocache.torch_internals import draws_all_once
 
-__all__ = ["END", "Draws", "ResumableBatches"]
+__all__ = ["END", "EpochDraws", "ResumableBatches"]
 
 END = object()
 """What is drawn when an epoch is over: a sampler may give None."""
@@ -43,8 +43,8 @@ DRAWN = 4096  # indices that are drawn, and looked up, at a time, where nobody c
 _ROLLING_BATCHES = 16  # batches of a RollingSampler, whose samples are replaced meanwhile
 
 
-class Draws:
-    """Draws the index batches of one epoch.
+class EpochDraws:
+    """EpochDraws the index batches of one epoch.
 
     Args:
         loader: the loader, whose batch sampler is drawn from.
@@ -57,7 +57,8 @@ class Draws:
 
     def __init__(self, loader: DataLoader[Any], state: LoaderState) -> None:
         batches: Any = loader.batch_sampler
-        is_stream, is_plain = type(batches) is StreamBatches, type(batches) is BatchSampler
+        is_stream = type(batches) is StreamBatches
+        is_plain = type(batches) is BatchSampler
         sampler = batches.sampler if is_plain else None  # not the loader's: the user may have given the BatchSampler
         self.are_unseen = is_stream or draws_unseen(sampler)
         self.size = batches.batch_size if is_stream or is_plain else 0
@@ -116,7 +117,8 @@ class _ArrayBatches:
         self._batches, self._state = batches, state
 
     def __iter__(self) -> Iterator[Integers]:
-        size, length = self._batches.batch_size, len(cast(Any, self._batches.sampler))
+        size = self._batches.batch_size
+        samples = length = len(cast(Any, self._batches.sampler))
         if self._batches.drop_last:
             length -= length % size
         if type(self._batches.sampler) is SequentialSampler:
@@ -126,7 +128,7 @@ class _ArrayBatches:
         self._state.drawn = states_of({"torch": torch.default_generator})
         private = torch.Generator()
         private.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        order: Integers = torch.randperm(len(cast(Any, self._batches.sampler)), generator=private).numpy()
+        order: Integers = torch.randperm(samples, generator=private).numpy()
         for first in range(0, length, size):
             yield order[first : min(first + size, length)]
 
@@ -141,7 +143,9 @@ class ResumableBatches:
     """
 
     def __init__(self, batches: Any, state: LoaderState, check: Callable[[Any], None] | None = None) -> None:
-        self._batches, self._state, self._check = batches, state, check
+        self._batches = batches
+        self._state = state
+        self._check = check
 
     def __iter__(self) -> Iterator[Any]:
         drawing = self._drawn()
@@ -160,7 +164,8 @@ class ResumableBatches:
             return iter(self._batches)
         if type(self._batches) is BatchSampler:  # draws nothing before it is asked for its first batch
             return self._noted(generators, iter(self._batches))
-        before, drawing = states_of(generators), cast(Iterator[Any], iter(self._batches))
+        before = states_of(generators)
+        drawing: Iterator[Any] = iter(self._batches)
         if states_of(generators) == before:
             return self._noted(generators, drawing)
         self._state.drawn = before
@@ -178,31 +183,46 @@ class ResumableBatches:
         self._state.asked += 1
 
     def _rest(self, origin: Mapping[str, Any]) -> Iterator[Any]:
-        """The rest of a resumed epoch."""
+        """The rest of a resumed epoch: its order is drawn again, and what was handed out is left out.
+
+        The generators are put into the states in which that order was drawn. Once it is drawn, they get the states that
+        they had at the position; those of which the position knows nothing stay as they are.
+        """
         generators = drawn_from(self._batches)
-        states, before = origin.get("generators", {}), as_text(states_of(generators))
+        here = as_text(states_of(generators))
+        states = origin.get("generators", {})
         put_back(generators, states.get("drawn", {}))
         self._state.drawn = states_of(generators)
-        plain, asked = type(self._batches) is BatchSampler, max(origin["batches"], states.get("asked", 0))
-        count = samples_left_out if plain else batches_left_out
-        if plain and isinstance(self._batches.sampler, LocalitySampler):  # it deals the rest in batches of the new size
-            self._batches.sampler.skip = samples_left_out(origin, self._batches)
-            drawing: Iterator[Any] = iter(self._batches.sampler)
-        else:
-            drawing = iter(self._batches.sampler if plain else self._batches)
-            drawn = islice(drawing, count({**origin, "batches": asked}, self._batches))
-            deque(islice(drawn, count(origin, self._batches)), maxlen=0)
-            drawing = chain([deepcopy(batch) for batch in drawn], drawing)  # the sampler may change a batch later
-        if plain:
-            drawing = iter(BatchSampler(cast(Any, drawing), self._batches.batch_size, self._batches.drop_last))
-        now = states.get("now", {})
+        asked = max(origin["batches"], states.get("asked", 0))
+        drawing = self._after(origin, {**origin, "batches": asked})
+        at_position = states.get("now", {})
         if asked:
-            put_back(generators, before | now)
-            yield from self._noted(None, drawing)
+            put_back(generators, here | at_position)
         else:  # the order is drawn with the first index, as by the loader whose position this is
-            first = list(islice(drawing, 1))
-            put_back(generators, {name: state for name, state in before.items() if name not in now})
-            yield from self._noted(None, chain(first, drawing))
+            drawing = chain(list(islice(drawing, 1)), drawing)
+            put_back(generators, {name: state for name, state in here.items() if name not in at_position})
+        yield from self._noted(None, drawing)
+
+    def _after(self, origin: Mapping[str, Any], drawn: Mapping[str, Any]) -> Iterator[Any]:
+        """The batches after a position. Those before the position `drawn` are drawn at once."""
+        batches = self._batches
+        if type(batches) is not BatchSampler:
+            return _without_first(iter(batches), batches_left_out(origin, batches), batches_left_out(drawn, batches))
+        left_out = samples_left_out(origin, batches)
+        indices: Iterator[Any]
+        if isinstance(batches.sampler, LocalitySampler):  # it deals the rest in batches of the new size
+            batches.sampler.skip = left_out
+            indices = iter(batches.sampler)
+        else:
+            indices = _without_first(iter(batches.sampler), left_out, samples_left_out(drawn, batches))
+        return iter(BatchSampler(cast(Any, indices), batches.batch_size, batches.drop_last))
+
+
+def _without_first(drawing: Iterator[Any], left_out: int, drawn: int) -> Iterator[Any]:
+    """What is drawn after `left_out` items. The first `drawn` items are drawn at once."""
+    begun = islice(drawing, drawn)
+    deque(islice(begun, left_out), maxlen=0)
+    return chain([deepcopy(item) for item in begun], drawing)  # the sampler may change a batch later
 
 
 def _as_indices(batch: Any) -> Any:

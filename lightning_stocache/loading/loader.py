@@ -1,13 +1,10 @@
 """A DataLoader that reads a warm cache at memory speed.
 
 Sending a finished batch from a worker costs more than making it from memory. So the main process gathers the batches
-whose samples are READY, by one `take` per field into recycled memory, and workers make only the others. Once
-everything is READY they make none, and a thread gathers ahead. With a per-sample transform on the CPU, of records, and
-by a `collate_fn` of the user's, workers make all batches, in memory that the main process then has (`epoch`).
+whose samples are READY (`epoch`), and workers make the others, or all where there is more to do (`CachedLoader.route`).
 
-Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit: all draws
-are made on the caller's thread at the moments at which DataLoader makes them (`draws`). Samples without batching and a
-dataset that is not cached have no short cut: DataLoader makes their batches.
+Order, contents and the random states are those of a plain DataLoader with the same arguments, bit for bit, because all
+draws are made on the caller's thread at the moments at which DataLoader makes them (`draws`).
 
 Differences:
 
@@ -35,14 +32,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from lightning_stocache.cache.store import NO_PLACE, Store, gathers
 from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.draws import ResumableBatches
-from lightning_stocache.loading.epoch import Batches, Epoch, Gatherer, PlainEpoch
+from lightning_stocache.loading.epoch import Batches, Epoch, PlainEpoch
 from lightning_stocache.loading.loader_sampler import (
     batches_of,
     deals_to_ranks,
     locality_sampler,
     set_epoch,
 )
-from lightning_stocache.loading.loader_tree import Stream, is_rolling, is_stream
+from lightning_stocache.loading.loader_tree import is_rolling, is_stream
+from lightning_stocache.loading.plans import Gatherer
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.workers import InitOnSource, Workers, loader_like
@@ -100,7 +98,7 @@ class CachedLoader(DataLoader[Any]):
     position: LoaderState
     """The position of the loader in its epoch."""
 
-    # The values of a new loader, also of one that copies a DataLoader's attributes and was never constructed.
+    # Defaults of the class: `copy_over` makes a CachedLoader by copying the `__dict__` of a DataLoader.
     gather: Gather = "auto"
     _started = False  # whether a persistent loader has drawn its base seed
     _workers: Workers | None = None  # persistent ones
@@ -140,7 +138,8 @@ class CachedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         """A new epoch. With persistent workers all iterators of the loader go on with it, as in DataLoader."""
-        if is_stream(self.dataset) and (in_memory := self._stream_in_memory(self.dataset)) is not None:
+        in_memory = self._stream_in_memory(self.dataset) if is_stream(self.dataset) else None
+        if in_memory is not None:
             return iter(in_memory)
         ledger = self.position.ledger
         ledger.begin()
@@ -148,14 +147,14 @@ class CachedLoader(DataLoader[Any]):
             return self._begin()
 
     def _begin(self) -> Batches:
-        """Begin an epoch."""
         persistent = self.persistent_workers and self.num_workers > 0
         batches = self._current() if persistent and self._current is not None else None
         if batches is None or batches.is_inherited:
             batches = Batches(self, self.position)
         batches.close()
         self.position.begin(self)
-        cached, is_first = self._cached(), not (persistent and self._started)
+        cached = self._cached()
+        is_first = not (persistent and self._started)
         if cached is not None:
             self._refresh(cached, is_first=is_first)
         try:
@@ -178,15 +177,15 @@ class CachedLoader(DataLoader[Any]):
         cached.changes.share_with(self._other_readers, [self.dataset, cached_in(self.dataset)])
 
     def _epoch(self, cached: CachedSource | None, *, is_first: bool) -> Epoch | PlainEpoch:
-        """The epoch that begins now.
+        """The epoch that begins now. It `is_first` if DataLoader would draw a base seed for it.
 
-        Args:
-            cached: the cached source, if the dataset is cached.
-            is_first: whether DataLoader would draw a base seed: in a persistent loader's first epoch, and in each epoch
-                of another loader.
+        That is the first epoch of a persistent loader, and each epoch of another loader.
         """
         route = self.route
-        workers = None if cached is None else self._running(cached)
+        workers = None
+        if cached is not None:
+            self._end_unusable_workers(cached)
+            workers = self._workers
         gatherer = self._gatherer_of(cached) if cached is not None and route == "main" else None
         if workers is not None and cached is not None and cached.changes.are_heard:
             route = "worker"  # they go on, with the source that they have
@@ -203,18 +202,18 @@ class CachedLoader(DataLoader[Any]):
         self.position.ledger.is_known = True
         return Epoch(self, cached, gatherer, workers, self.position, keep=self.keep, asks=asks, draws_seed=is_first)
 
-    def _running(self, cached: CachedSource) -> Workers | None:
-        """The persistent workers, if they run. Those that have ended, or have another cache, are replaced.
+    def _end_unusable_workers(self, cached: CachedSource) -> None:
+        """End persistent workers of which one has ended, or that have another cache.
 
         Raises:
             RuntimeError: a worker was killed, and no epoch has raised that.
         """
         workers = self._workers
         if workers is not None:
+            workers.raise_death()
             has_cache = workers.cache is cached.cache or cached.changes.are_heard
-            if not workers.are_alive() or not has_cache:
+            if not workers.are_alive or not has_cache:
                 self._keep(None)
-        return self._workers
 
     def keep(self, workers: Workers) -> None:
         """Keep the workers of an epoch for later epochs, if they are persistent."""
@@ -251,13 +250,15 @@ class CachedLoader(DataLoader[Any]):
         ledger.drawn.clear()
         if self._plain is None or not self.persistent_workers:
             self._plain = self._plain_loader(cached, is_first=is_first)
-        has_workers, counters = self.num_workers > 0, None if cached is None else cached.opened.counters
+        has_workers = self.num_workers > 0
+        counters = None if cached is None else cached.opened.counters
         ledger.is_known = cached is not None and (not has_workers or cached.cache is None)
         return PlainEpoch(start_epoch(self._plain), counters, ledger.drawn, has_workers=has_workers)
 
     def _plain_loader(self, cached: CachedSource | None, *, is_first: bool) -> DataLoader[Any]:
         """A DataLoader like this, whose batches are counted as they are drawn."""
-        is_batched, sizes = self.batch_sampler is not None, self.position.ledger.drawn
+        is_batched = self.batch_sampler is not None
+        sizes = self.position.ledger.drawn
         check: Callable[[Any], None] | None = None
         if cached is not None and cached.cache is None:
             check = (lambda keys: sizes.append(len(keys))) if is_batched else lambda key: sizes.append(1)
@@ -268,17 +269,16 @@ class CachedLoader(DataLoader[Any]):
             self,
             None if is_first else torch.default_generator if self.generator is None else self.generator,
             **{"batch_sampler" if is_batched else "sampler": draws},
-            worker_init_fn=InitOnSource.of(self.worker_init_fn),
+            worker_init_fn=InitOnSource.around(self.worker_init_fn),
         )
 
     def _end_plain(self) -> None:
-        """End the workers of DataLoader's own epochs."""
         plain, self._plain = self._plain, None
         iterator = None if plain is None else iterator_of(plain)
         if iterator is not None:
             shut_down(iterator)
 
-    def _stream_in_memory(self, stream: Stream) -> CachedLoader | None:
+    def _stream_in_memory(self, stream: Any) -> CachedLoader | None:
         """The loader of a stream that is in memory as a whole; None if the stream is read in this epoch."""
         size = self.batch_size
         epoch = None if size is None else stream.__kept__(size, self.drop_last)
@@ -329,11 +329,13 @@ class CachedLoader(DataLoader[Any]):
         """End the epoch under way, and the workers; a new epoch starts new ones."""
         batches = None if self._current is None else self._current()
         if batches is not None and not batches.is_inherited:
-            batches.break_off()
+            batches.close(ends_workers=True)
             batches.begin(PlainEpoch.none())
         self._keep(None)
         self._end_plain()
-        self._current, self._gatherer, self._started = None, None, False
+        self._current = None
+        self._gatherer = None
+        self._started = False
         if self._in_memory is not None:
             self._in_memory.close()
             self._in_memory = None
@@ -347,7 +349,6 @@ class CachedLoader(DataLoader[Any]):
         return readers
 
     def _cached(self) -> CachedSource | None:
-        """The cached source of the dataset, if it is cached."""
         dataset = cached_in(self.dataset)
         return None if dataset is None else cached_source(dataset)
 
@@ -369,7 +370,7 @@ class CachedLoader(DataLoader[Any]):
         is_in_order = not self.num_workers or getattr(self, "in_order", True)
         if not is_in_order and self.position.is_within_epoch:
             raise RuntimeError("with in_order=False a loader cannot say which batches it has handed out")
-        return self.position.of(self)
+        return self.position.as_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Make the next epoch resume at the position of a state, with the remaining batches.

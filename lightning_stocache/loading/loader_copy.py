@@ -1,4 +1,4 @@
-"""`cache_loader`, and copies of loaders that read another dataset, which the doors of a Trainer use, too.
+"""Copies of loaders that read another dataset, and `cache_loader`, which makes one around a cache.
 
 A copy is made attribute by attribute, without a constructor: a constructor may draw random numbers (MONAI), remove
 arguments (torch_geometric's `collate_fn`) or keep none of them. Sampler, generator and the user's own attributes are
@@ -169,9 +169,7 @@ def _cached_dataset(loader: DataLoader[Any], request: CacheRequest, group: NodeG
 def check_loader(loader: DataLoader[Any], *, with_running: bool = True) -> None:
     """Refuse a loader whose class reads in a way that no cache can serve.
 
-    Args:
-        loader: the loader.
-        with_running: whether persistent workers may run. The order of a copy would be that of a loader that is new.
+    Unless `with_running`, no persistent workers may run: the order of a copy would be that of a loader that is new.
 
     Raises:
         TypeError: its workers are threads, or it has begun to read.
@@ -261,7 +259,7 @@ def copy_over(
     if isinstance(renewed, CachedLoader):
         state["position"] = LoaderState()
     else:
-        state["worker_init_fn"] = InitOnSource.of(loader.worker_init_fn)
+        state["worker_init_fn"] = InitOnSource.around(loader.worker_init_fn)
     if sampler is not None:
         state |= {"sampler": sampler, "batch_sampler": BatchSampler(sampler, state["batch_size"], loader.drop_last)}
     # Without __setattr__: DataLoader's refuses to change a dataset, and Lightning's records the change.

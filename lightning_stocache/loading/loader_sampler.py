@@ -30,7 +30,6 @@ from lightning_stocache.source.generators import PROCESS_WIDE
 from lightning_stocache.source.walk import GENERATORS
 
 __all__ = [
-    "batch_size_of",
     "batches_of",
     "deals_to_ranks",
     "drawn_from",
@@ -69,11 +68,6 @@ def replicas_of(sampler: Any) -> int:
     """Number of ranks to which a sampler deals the data; 1 if it does not deal."""
     replicas = getattr(sampler, "num_replicas", 1)
     return replicas if isinstance(replicas, int) else 1
-
-
-def batch_size_of(batches: Any) -> int | None:
-    """Samples per batch, or None for a batch sampler of the user's own."""
-    return batches.batch_size if type(batches) is BatchSampler else None
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int) -> None:

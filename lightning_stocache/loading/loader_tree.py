@@ -10,55 +10,13 @@ of their classes, which no user's dataset has.
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any
 
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from lightning_stocache.cache.counters import Counters
-from lightning_stocache.loading.dataset import CachedDataset, cached_in
-from lightning_stocache.node.group import NodeGroup
-from lightning_stocache.sampling.residents import StreamBatches
+from lightning_stocache.loading.dataset import Cached, cached_in
 
-__all__ = [
-    "Cached",
-    "Stream",
-    "cached_in_leaves",
-    "is_rolling",
-    "is_stream",
-    "leaves_in",
-    "loaders_in",
-    "wrapped_loader",
-]
-
-
-class Stream(Protocol):
-    """An iterable-style dataset whose samples are stored as they pass: `CachedStream`."""
-
-    def __kept__(self, batch_size: int, drop_last: bool) -> tuple[CachedDataset, StreamBatches] | None:
-        """Begin the next epoch. Returns the kept samples and this rank's batches, or None if the stream is read."""
-
-    @property
-    def source(self) -> Any:
-        """The user's stream."""
-
-    @property
-    def cache(self) -> Any:
-        """The store of kept samples, or None while samples pass through."""
-
-    @property
-    def counters(self) -> Counters | None:
-        """The counts of served and kept samples."""
-
-    @property
-    def group(self) -> NodeGroup:
-        """The ranks that share the memory."""
-
-    @property
-    def budget_bytes(self) -> int:
-        """Memory that was granted on this node."""
-
-    def share(self, group: NodeGroup | None = None) -> None:
-        """Have the ranks of a node share the memory. Collective."""
+__all__ = ["Cached", "cached_in_leaves", "is_rolling", "is_stream", "leaves_in", "loaders_in", "wrapped_loader"]
 
 
 def is_rolling(dataset: Any) -> bool:
@@ -66,12 +24,13 @@ def is_rolling(dataset: Any) -> bool:
     return hasattr(type(dataset), "__loader_sampler__")
 
 
-def is_stream(dataset: Any) -> TypeGuard[Stream]:
-    """Whether a dataset is a stream that is kept."""
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset is a stream that is kept, as a CachedStream is.
+
+    `__kept__(batch_size, drop_last)` begins its next epoch. It returns the dataset in memory and this rank's batches,
+    or None if the stream is read.
+    """
     return hasattr(type(dataset), "__kept__")
-
-
-Cached: TypeAlias = CachedDataset | Stream
 
 
 def leaves_in(loaders: Any) -> Iterator[Any]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
@@ -21,19 +20,13 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, Store, gathers
 from lightning_stocache.loading.arena import Slot
-from lightning_stocache.loading.collate import Collator, Rows
+from lightning_stocache.loading.batch_pool import BatchPool
+from lightning_stocache.loading.collate import BatchRows, Collator
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.source.samples import is_plain
 from lightning_stocache.torch_internals import collate, default_collate_fn_map
 
-__all__ = ["BatchMemory", "Maker"]
-
-
-class BatchMemory(Protocol):
-    """Where a batch is made: `Slot` in a worker, `BatchPool` in the trainer's process."""
-
-    def take(self, sizes: Any) -> list[npt.NDArray[np.uint8]]:
-        """Memory of undefined content, uint8 `[size]` per field."""
+__all__ = ["Maker"]
 
 
 class Maker:
@@ -45,12 +38,13 @@ class Maker:
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any] = default_collate, *, pinned: bool = False) -> None:
-        self._collate_fn, self._pinned = collate_fn, pinned
+        self._collate_fn = collate_fn
+        self._pinned = pinned
         self.served: Served = (0, 0, 0)
         """Where the samples of the last batch came from."""
         self._collator: tuple[SampleSpec, Collator | None] | None = None
 
-    def make(self, cached: CachedSource, keys: Any, memory: BatchMemory) -> Any:
+    def make(self, cached: CachedSource, keys: Any, memory: Slot | BatchPool) -> Any:
         """The batch of these keys, whose samples are counted.
 
         Args:
@@ -60,7 +54,7 @@ class Maker:
         """
         indices = keys.tolist() if isinstance(keys, np.ndarray) else keys
 
-        def made() -> Any:
+        def make() -> Any:
             with noted(cached.opened.counters) as note:
                 batch = self._from_rows(cached, keys, indices, memory) if isinstance(keys, np.ndarray) else None
                 if batch is None:
@@ -68,11 +62,12 @@ class Maker:
             self.served = served_in(note)
             return batch
 
-        return cached.changes.made(made)
+        return cached.changes.make_current(make)
 
-    def _from_rows(self, cached: CachedSource, keys: Integers, indices: list[int], memory: BatchMemory) -> Any:
+    def _from_rows(self, cached: CachedSource, keys: Integers, indices: list[int], memory: Slot | BatchPool) -> Any:
         """A batch of rows, made in place; None if it is none, or if most of what is missing has no slot."""
-        cache, samples = cached.cache, len(keys)
+        cache = cached.cache
+        samples = len(keys)
         if cache is None or not samples or not gathers(cache) or cached.transforms:
             return None
         if self._collate_fn is not default_collate:
@@ -86,11 +81,14 @@ class Maker:
             return None
         if isinstance(memory, Slot):
             memory.clear()
-        codec, rows, odd = cache.codec, missing.tolist(), {}
+        codec = cache.codec
+        rows: list[int] = missing.tolist()
+        odd: dict[int, Any] = {}
         fields: Memory = memory.take(collator.sizes(samples))
         start = time.perf_counter_ns()
         if len(rows) < samples:
-            places[missing] = places.max()  # a hole of the file would take a page, or fault without memory
+            # `gather` reads each place: for what is missing that of a READY sample, so that no empty page is touched.
+            places[missing] = places.max()
             cache.gather(places, fields)
             count(cached.opened.counters, gather_ns=time.perf_counter_ns() - start)
         if rows:
@@ -100,14 +98,14 @@ class Maker:
             return default_collate([odd.get(row, sample) for row, sample in enumerate(codec.split(fields, samples))])
         return collator.batch(fields, samples)
 
-    def _collated(self, cached: CachedSource, keys: Any, memory: BatchMemory) -> Any:
+    def _collated(self, cached: CachedSource, keys: Any, memory: Slot | BatchPool) -> Any:
         samples = cached.samples(keys)
         if self._collate_fn is not default_collate:
             return self._collate_fn(list(samples))
         if not isinstance(memory, Slot):
             return default_collate(list(samples) if cached.transforms else samples)
         memory.clear()
-        rows = Rows(memory, len(keys))
+        rows = BatchRows(memory, len(keys))
         samples = [rows.put(number, sample) for number, sample in enumerate(samples)]
         if not samples or not is_plain(samples[0]):
             return default_collate(samples)

@@ -6,12 +6,9 @@ the generators' states when the epoch's first index was drawn. To resume, the ge
 order is drawn again, and the batches that were handed out are left out; then the generators get the states that they
 had when the position was taken. Batches that workers were loading at that moment are loaded again.
 
-`ResumableBatches` (`draws`) draws an epoch, or its rest, and notes the generators' states. `Batches` (`epoch`) counts
-the batches that are handed out. `LoaderState` has the numbers.
-
 A position counts samples of all ranks together, so a job with another batch size or number of ranks resumes after the
-same samples. (If their number is no multiple of the new number of ranks, fewer samples than ranks come twice.) A state
-is plain values, and the interface is that of torchdata's StatefulDataLoader.
+same samples. (If their number is no multiple of the new number of ranks, fewer samples than ranks come twice.) The
+interface is that of torchdata's StatefulDataLoader.
 """
 
 from __future__ import annotations
@@ -25,8 +22,7 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_stocache.cache.counters import Served
-from lightning_stocache.loading.loader_sampler import batch_size_of, batches_of, drawn_from, replicas_of, sampler_of
+from lightning_stocache.loading.loader_sampler import batches_of, drawn_from, replicas_of, sampler_of
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.source.generators import PROCESS_WIDE, as_text, put_back, states_of
 
@@ -111,35 +107,34 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.waiting, self.begun, self.begun_at, self.is_known = Waiting(), Given(), 0.0, False
-        self._batches = self._hits = self._misses = self._bypasses = 0
+        self.waiting = Waiting()
+        self.begun = Given()
+        self.begun_at = 0.0
+        self.is_known = False
+        self._sums = [0, 0, 0, 0]  # batches, hits, misses, bypasses
         self.drawn = deque[int]()
-        self._newest: Served | None = None
+        self._newest = (0, 0, 0, 0)
 
     def begin(self) -> None:
         """Begin an epoch."""
-        self.begun, self.begun_at, self._newest = self.given(), time.perf_counter(), None
+        self.begun = self.given()
+        self.begun_at = time.perf_counter()
+        self._newest = (0, 0, 0, 0)
 
     def add(self, hits: int, misses: int, bypasses: int) -> None:
         """Count a batch that is handed out."""
-        self._batches += 1
-        self._hits += hits
-        self._misses += misses
-        self._bypasses += bypasses
-        self._newest = hits, misses, bypasses
+        sums = self._sums
+        sums[0] += 1
+        sums[1] += hits
+        sums[2] += misses
+        sums[3] += bypasses
+        self._newest = 1, hits, misses, bypasses
 
     def given(self, *, without_newest: bool = False) -> Given:
         """What has been given; perhaps without the newest batch, which the consumer has only fetched ahead."""
-        is_left_out = without_newest and self._newest is not None
-        hits, misses, bypasses = self._newest if is_left_out and self._newest else (0, 0, 0)
-        return Given(
-            self._batches - is_left_out,
-            self._hits - hits,
-            self._misses - misses,
-            self._bypasses - bypasses,
-            self.waiting.waited_ns,
-            self.waiting.away_ns,
-        )
+        left_out = self._newest if without_newest else (0, 0, 0, 0)
+        batches, hits, misses, bypasses = map(operator.sub, self._sums, left_out)
+        return Given(batches, hits, misses, bypasses, self.waiting.waited_ns, self.waiting.away_ns)
 
 
 class LoaderState:
@@ -173,7 +168,9 @@ class LoaderState:
         """Whether batches of an epoch were handed out, and not all."""
         return self._under_way and not self.ended and self.batches > self._left_out
 
-    def of(self, loader: DataLoader[Any], batches: int | None = None, *, ended: bool | None = None) -> dict[str, Any]:
+    def as_dict(
+        self, loader: DataLoader[Any], batches: int | None = None, *, ended: bool | None = None
+    ) -> dict[str, Any]:
         """The position of a loader, as plain values.
 
         Args:
@@ -183,8 +180,10 @@ class LoaderState:
         """
         if self._next is not None:
             return dict(self._next)
-        drawing, ended = batches_of(loader), self.ended if ended is None else ended
-        sampler, batches = sampler_of(drawing), self.batches if batches is None else batches
+        drawing = batches_of(loader)
+        ended = self.ended if ended is None else ended
+        sampler = sampler_of(drawing)
+        batches = self.batches if batches is None else batches
         if self._resumed_at is not None and not ended and batches == self.batches == self._left_out:
             return dict(self._resumed_at)  # no batch was handed out since, and the generators may lack their states
         state: dict[str, Any] = {"version": _VERSION, "batches": 0 if ended else batches} | self.units(loader)
@@ -206,14 +205,15 @@ class LoaderState:
     def units(loader: DataLoader[Any]) -> dict[str, Any]:
         """The units of a position: `batch_size`, `replicas` and the dataset's `length`."""
         drawing = batches_of(loader)
-        size, replicas = batch_size_of(drawing), replicas_of(sampler_of(drawing))
+        size = drawing.batch_size if type(drawing) is BatchSampler else None
+        replicas = replicas_of(sampler_of(drawing))
         return {"batch_size": size, "replicas": replicas, "length": len(loader.dataset)}  # type: ignore[arg-type]
 
     def load(self, state: Mapping[str, Any], *, process_wide: bool = True) -> None:
         """Make the next epoch resume at the position of a state.
 
         Args:
-            state: a result of `of`.
+            state: a result of `as_dict`.
             process_wide: whether to restore the process-wide generators, too. False for the state of another rank, or
                 if another loader has restored them.
 
@@ -223,7 +223,8 @@ class LoaderState:
         if not isinstance(state, Mapping) or state.get("version") != _VERSION or not state.keys() >= _KEYS:
             raise ValueError(f"state_dict must be what the state_dict of a CachedLoader gave, got {state!r:.200}")
         self._next = dict(state)
-        if not process_wide and (generators := state.get("generators")):
+        generators = state.get("generators")
+        if generators and not process_wide:
             now = {name: text for name, text in generators["now"].items() if name not in PROCESS_WIDE}
             self._next["generators"] = generators | {"now": now}
 
@@ -232,7 +233,11 @@ class LoaderState:
         again = self._resumed_at if self.batches == self._left_out and not self.ended else None
         loaded, self._next, self._under_way = self._next, None, True
         self.origin = self._resumed_at = loaded or again
-        self.batches, self._left_out, self.ended, self.drawn, self.asked = 0, 0, False, None, 0
+        self.batches = 0
+        self._left_out = 0
+        self.ended = False
+        self.drawn = None
+        self.asked = 0
         drawing = batches_of(loader)
         sampler = sampler_of(drawing)
         if not again and hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
@@ -258,7 +263,8 @@ class LoaderState:
     def _set_epoch(self, sampler: Any, epoch: int | None) -> None:
         """Set the number of the resumed epoch, and of later ones if the caller counts from zero, as Fabric does."""
         if epoch is not None:
-            self._resumed_epoch, self._offset = epoch, epoch - sampler.epoch
+            self._resumed_epoch = epoch
+            self._offset = epoch - sampler.epoch
         elif self._resumed_epoch is not None:
             if sampler.epoch > self._resumed_epoch:  # the caller counts on from the resumed epoch
                 self._offset = 0

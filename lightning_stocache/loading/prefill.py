@@ -23,14 +23,9 @@ _MOST_IN_VAIN = 8  # samples without room, one after the other, after which a wo
 
 
 def prefill(cached: CachedSource, worker: int, workers: int) -> Iterator[None]:
-    """Fill the slots of one worker's part of the dataset. Each step loads one sample.
-
-    Args:
-        cached: the cached source in this process.
-        worker: the number of the worker.
-        workers: number of workers of this rank.
-    """
-    group, in_vain = cached.opened.group, 0
+    """Fill the slots of the part of the dataset for one of this rank's workers. Each step loads one sample."""
+    group = cached.opened.group
+    in_vain = 0
     for index in _empty(cached.cache, group.local_rank * workers + worker, len(group.members) * workers):
         try:
             in_vain = 0 if cached.load_ahead(index) else in_vain + 1

@@ -9,14 +9,11 @@ transform.
 A sampler's key reaches the source as it is. If it is an index, it also says where the sample is looked up. A list of
 indices is served from the samples if set-up has proved that the source gives their stack for it.
 
-A batch is looked up at once. The hits of rows are copied by one gather per field, those of records one by one when
-they are asked for. The other samples are loaded in one call if the source has `__getitems__`. Samples that a batch
-holds twice, that another job is loading or that cannot be decoded are served one by one after that. Samples
-are counted when they have been served. If loading fails, what was loaded before is stored and counted, and the hits of
-the batch are not counted.
-
-A sample without a slot costs little more than without a cache: only samples with a slot are checked and stored. Before
-each look-up it is asked whether the source has changed, so that no stored sample may be served (`changes`).
+A batch is looked up at once, after the question whether the source has changed (`changes`). The hits of rows are copied
+by one gather per field, those of records one by one when they are asked for. The other samples are loaded in one call
+if the source has `__getitems__`. Samples that a batch holds twice, that another job is loading or that cannot be
+decoded are served one by one after that. Samples are counted when they have been served. If loading fails, what was
+loaded before is stored and counted, and the hits of the batch are not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -45,12 +42,13 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.source.access import Odd, batch_reader, one_per_index, position_of, positions_of, warn_of_odd
 from lightning_stocache.source.generators import Generators, are_draws_evidence
 from lightning_stocache.source.samples import stacked
-from lightning_stocache.source.transform_split import UncuttableError, reading
+from lightning_stocache.source.transforms import UncuttableError, reading
 
 __all__ = ["CachedSource"]
 
 log = logging.getLogger(__name__)
 
+_NO_KEYS: Mapping[int, Any] = {}
 _AT_ONCE = 1 << 20  # bytes that are copied into a batch, then stored: they are still in the processor's cache
 
 
@@ -170,7 +168,7 @@ class CachedSource:
             elif cache is not None and self.changes.lends:
                 return self._lend(cache, positions, keys)
             elif cache is not None:
-                others = None if are_plain else dict(zip(positions, keys, strict=True))
+                others = {} if are_plain else dict(zip(positions, keys, strict=True))
                 unfinished = self._serve(cache, positions, others)
                 if not self.changes.are_heard:
                     return self._each_finished(unfinished, positions)
@@ -190,7 +188,9 @@ class CachedSource:
 
         Processes have counters in common. Before `share` there are none, so the first worker warns for all.
         """
-        self.knows_ranks, (world, rank), worker = True, job_ranks(), get_worker_info()
+        self.knows_ranks = True
+        world, rank = job_ranks()
+        worker = get_worker_info()
         if rank or self.opened.group.world >= world or (self.opened.counters is None and worker and worker.id):
             return
         if self._is_first("ranks alone"):
@@ -213,7 +213,7 @@ class CachedSource:
             places = cache.lookup(np.array(indices, dtype=np.int64), verify=True)
             once = len(set(indices)) == len(indices)
             if once and (places == NO_PLACE).all() and not cache.divide(indices)[1]:
-                samples = self.load(cache, indices, in_one_call=True, batch=batch, rows=rows)
+                samples = self.load(cache, indices, in_one_call=True, into=_Rows(batch, rows))
             else:  # some are READY by now (or verified on a disk), drawn twice, or loaded by another job
                 samples = list(self._serve(cache, indices))
                 fitting = [number for number, sample in enumerate(samples) if type(sample) is not Odd]
@@ -246,16 +246,18 @@ class CachedSource:
         [sample] = cache.read(places, self._pool.lend)
         if sample is UNREADABLE:
             return self.load(cache, [index], {index: key})[0]
-        nbytes, gather_ns = cache.stored_bytes(places), time.perf_counter_ns() - start
+        nbytes = cache.stored_bytes(places)
+        gather_ns = time.perf_counter_ns() - start
         count(self.opened.counters, hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
         return sample
 
-    def _serve(self, cache: Store, indices: list[int], keys: Mapping[int, Any] | None = None) -> Iterable[Any]:
+    def _serve(self, cache: Store, indices: list[int], keys: Mapping[int, Any] = _NO_KEYS) -> Iterable[Any]:
         """The unfinished samples of a batch. Samples that are not READY are loaded now, records read when asked for.
 
         `keys` has, for some indices, the key that the source gets.
         """
-        start, rows = time.perf_counter_ns(), gathers(cache)
+        start = time.perf_counter_ns()
+        rows = gathers(cache)
         positions = np.array(indices, dtype=np.int64)
         places = cache.lookup(positions, verify=True)
         are_ready = places != NO_PLACE
@@ -263,7 +265,8 @@ class CachedSource:
         if not len(hits):
             return self._load_missing(cache, indices, keys)
         ready: Iterable[Any] = cache.read(hits, self._pool.take if rows else self._pool.lend)
-        nbytes, gather_ns = cache.stored_bytes(hits), time.perf_counter_ns() - start
+        nbytes = cache.stored_bytes(hits)
+        gather_ns = time.perf_counter_ns() - start
         loaded: list[Any] = []
         if len(hits) < len(indices):
             loaded = self._load_missing(cache, positions[~are_ready].tolist(), keys)
@@ -277,7 +280,7 @@ class CachedSource:
             loaded.insert(position, sample)
         return loaded
 
-    def _load_missing(self, cache: Store, missing: list[int], keys: Mapping[int, Any] | None) -> list[Any]:
+    def _load_missing(self, cache: Store, missing: list[int], keys: Mapping[int, Any]) -> list[Any]:
         """The samples of a batch that are not READY, loaded unless another job does it."""
         here = list(dict.fromkeys(cache.divide(missing)[0]))
         samples = self.load(cache, here, keys, in_one_call=True) if here else []
@@ -286,7 +289,7 @@ class CachedSource:
         by_index = dict(zip(here, samples, strict=True))
         # Repeated samples, and those that another job was loading, may be READY by now.
         return [
-            by_index.pop(index) if index in by_index else self._serve_one(cache, index, _key(keys, index))
+            by_index.pop(index) if index in by_index else self._serve_one(cache, index, keys.get(index, index))
             for index in missing
         ]
 
@@ -294,7 +297,7 @@ class CachedSource:
         self,
         cache: Store,
         indices: list[int],
-        keys: Mapping[int, Any] | None,
+        keys: Mapping[int, Any],
         are_ready: npt.NDArray[np.bool_],
         hits: Iterator[Any],
         loaded: Iterator[Any],
@@ -315,12 +318,9 @@ class CachedSource:
         count(self.opened.counters, gather_ns=gather_ns)
 
     def _uncached(self, source: Any, keys: Sequence[Any], *, is_whole: bool = False) -> list[Any]:
-        """Finished samples of a source, one after the other as without a cache, counted when all have come.
+        """Finished samples, one after the other as without a cache, counted when all have come.
 
-        Args:
-            source: the user's dataset, or its part that is cached.
-            keys: the indices, or other keys.
-            is_whole: whether `source` is the user's dataset.
+        They are those of the user's dataset if that `is_whole`, else of its part that is cached.
         """
         start = time.perf_counter_ns()
         if self.transform is None and (is_whole or self.opened.tail is None):
@@ -355,11 +355,10 @@ class CachedSource:
         self,
         cache: Store,
         indices: list[int],
-        keys: Mapping[int, Any] | None = None,
+        keys: Mapping[int, Any] = _NO_KEYS,
         *,
         in_one_call: bool = False,
-        batch: Memory | None = None,
-        rows: Sequence[int] = (),
+        into: _Rows | None = None,
         served: bool = True,
     ) -> list[Any]:
         """Load samples, then store them all: storing costs half as much when its code and memory are warm.
@@ -371,14 +370,11 @@ class CachedSource:
             indices: the indices of the samples.
             keys: for some indices, the key that the source gets.
             in_one_call: whether the source's `__getitems__` loads them, if it has one.
-            batch: a batch into which the samples are copied, except odd ones.
-            rows: their rows in the batch.
+            into: the rows of a batch into which the samples are copied, except odd ones.
             served: whether the samples were asked for; else they count as fills alone.
         """
-        source: Any = self.opened.source
         asked = [keys.get(index, index) for index in indices] if keys else indices
         samples: list[Any] = []
-        heads, proof, strict = self.changes.heads, self.changes.proof, self.opened.request.strict
         placed = np.flatnonzero(cache.have_places(indices)).tolist()
         if len(placed) < len(indices):
             self._note_outside(cache, indices)
@@ -388,57 +384,61 @@ class CachedSource:
         before = {} if generators is None else generators.state()
         start = time.perf_counter_ns()
         try:
-            with reading(heads):
-                read = batch_reader(source) if in_one_call else None
+            self._load_from_source(samples, indices, asked, in_one_call=in_one_call)
+        finally:
+            source_ns = time.perf_counter_ns() - start
+            try:
+                if any(head.is_strayed for head in self.changes.heads):  # nobody knows for which sample it was called
+                    self.changes.give_up("strayed")
+                    samples[:] = map(_odd_without_places, asked, samples)
+                elif samples and generators is not None and generators.moved(before) and are_draws_evidence():
+                    self._leave_random(cache, asked, samples)
+                # Without a slot there is nothing to encode, unless for a batch, or to see if the tail can finish it.
+                if self.changes.proof is not None or into is not None or self.opened.request.strict:
+                    placed = list(range(len(samples)))
+                self._store(cache, indices, asked, samples, placed, into, source_ns, served=served)
+            finally:
+                cache.release(indices)
+        return samples
+
+    def _load_from_source(self, samples: list[Any], indices: list[int], keys: list[Any], *, in_one_call: bool) -> None:
+        """Add the samples of some keys to a list, which after an error has those that were loaded before."""
+        source: Any = self.opened.source
+        proof = self.changes.proof
+        read = batch_reader(source) if in_one_call else None
+        try:
+            with reading(self.changes.heads):
                 if read is not None:
-                    samples += self._read(lambda some: one_per_index(read(some), len(some), source), indices, asked)
+                    samples += self._read(lambda some: one_per_index(read(some), len(some), source), indices, keys)
                 elif proof is None:
-                    for key in asked:  # no comprehension: what was loaded before an error is stored
+                    for key in keys:
                         samples.append(source[key])
                 else:
-                    for index, key in zip(indices, asked, strict=True):
+                    for index, key in zip(indices, keys, strict=True):
                         samples += self._read(lambda some: [source[some[0]]], [index], [key])
             if proof is not None:
                 proof.go_on(indices)
         except UncuttableError as error:
             self.changes.give_up("uncut", str(error))
-            samples[:] = [Odd(key, None, has_all_places=False) for key in asked]
-        finally:
-            source_ns = time.perf_counter_ns() - start
-            try:
-                if any(head.is_strayed for head in heads):  # another thread called it, nobody knows for which sample
-                    self.changes.give_up("strayed")
-                    samples[:] = [
-                        Odd(key, sample, has_all_places=False) for key, sample in zip(asked, samples, strict=False)
-                    ]
-                elif samples and generators is not None and generators.moved(before) and are_draws_evidence():
-                    self._leave_random(cache, asked, samples)
-                # Without a slot there is nothing to encode, unless for a batch, or to see if the tail can finish it.
-                if proof is not None or batch is not None or strict:
-                    placed = list(range(len(samples)))
-                self._store(cache, indices, asked, samples, placed, source_ns, served, batch, rows)
-            finally:
-                cache.release(indices)
-        return samples
+            samples[:] = [_odd_without_places(key, None) for key in keys]
 
     def _note_outside(self, cache: Store, numbers: list[int]) -> None:
-        """Note numbers that are no indices of the dataset."""
         if min(numbers) < 0 or max(numbers) >= cache.length:
             outside = [number for number in numbers if not 0 <= number < cache.length]
             self.changes.note_key(outside[0], len(outside))
 
     def _read(self, read: Callable[[list[Any]], list[Any]], indices: list[int], keys: list[Any]) -> list[Any]:
-        """Read samples. One is odd if the source has not called its transform as usual: the tail cannot finish it.
+        """Read samples of the source.
 
-        A sample without a place for the tail is refused later, by the codec.
+        A split source must have called its head once for each place of the tail, else the tail would run too often or
+        not at all: such a sample is odd. A sample that lacks a place of the tail is refused later, by the codec.
 
         Raises:
             UncuttableError: the cut is wrong.
         """
-        proof = self.changes.proof
-        if proof is None:
+        if self.changes.proof is None:
             return read(keys)
-        samples, objection = proof.read(partial(read, keys), indices)
+        samples, objection = self.changes.proof.read(partial(read, keys), indices)
         if objection is None or any(head.is_strayed for head in self.changes.heads):  # `load` leaves these
             return samples
         if len(indices) > 1:
@@ -452,7 +452,7 @@ class CachedSource:
             raise SampleMismatchError(words)
         if self._is_first("odd sample"):
             warn_of_odd(self.source, words)
-        return [Odd(keys[0], samples[0], has_all_places=False)]
+        return [_odd_without_places(keys[0], samples[0])]
 
     def _store(
         self,
@@ -461,16 +461,18 @@ class CachedSource:
         keys: list[Any],
         samples: list[Any],
         numbers: list[int],
+        into: _Rows | None,
         source_ns: int,
+        *,
         served: bool,
-        batch: Memory | None,
-        rows: Sequence[int],
     ) -> None:
         """Store and count samples, which may be fewer than indices. An odd sample becomes an `Odd` in the list.
 
         `numbers` are the positions of those that are encoded, rising; the others have no slot.
         """
-        codec, pauses, start = cache.codec, self._pace is not None and self._pace.pauses, time.perf_counter_ns()
+        start = time.perf_counter_ns()
+        codec = cache.codec
+        pauses = self._pace is not None and self._pace.pauses
         fills = misses = store_ns = 0
         numbers = [number for number in numbers if number < len(samples)]
         nbytes = (len(samples) - len(numbers)) * codec.nbytes
@@ -483,13 +485,14 @@ class CachedSource:
                 else:
                     sample = samples[number]
                     nbytes += codec.least_bytes(sample.sample if type(sample) is Odd else sample)
-            contents = _contents(cache, fitting, batch, rows)
+            contents = _contents(cache, fitting, into)
             nbytes += sum(part.nbytes for parts in contents for part in parts)
-            begin, positions = time.perf_counter_ns(), [indices[number] for number in fitting]
+            stored = [indices[number] for number in fitting]
+            begin = time.perf_counter_ns()
             if pauses:
-                misses += sum(map(cache.has_place, positions))
+                misses += sum(map(cache.has_place, stored))
             else:
-                outcomes = cache.put(positions, contents)
+                outcomes = cache.put(stored, contents)
                 misses += len(outcomes) - outcomes.count(None)
                 fills += outcomes.count(True)
             store_ns += time.perf_counter_ns() - begin
@@ -537,7 +540,6 @@ class CachedSource:
         ]
 
     def _is_first(self, matter: Matter) -> bool:
-        """Whether no process on the node has warned of this."""
         return self.opened.counters is None or self.opened.counters.is_first(matter)
 
     # ---- after the cache ----
@@ -573,7 +575,8 @@ class CachedSource:
     def around(self, source: Dataset[Any]) -> CachedSource:
         """A view that serves a copy of the source, which may change by itself, from the same cache."""
         self.changes.refresh()
-        opened, request = self.opened, replace(self.opened.request, source=source)
+        opened = self.opened
+        request = replace(self.opened.request, source=source)
         inner = source if opened.source is self.source else opened.source
         return CachedSource(replace(opened, request=request, source=inner, borrowed=True), self.transform, is_copy=True)
 
@@ -588,21 +591,33 @@ class CachedSource:
         return vars(self) | {"_pool": BatchPool()}
 
 
-def _key(keys: Mapping[int, Any] | None, index: int) -> Any:
-    return index if keys is None else keys.get(index, index)
+def _odd_without_places(key: Any, sample: Any) -> Odd:
+    return Odd(key, sample, has_all_places=False)
 
 
-def _contents(
-    cache: Store, fitting: dict[int, Parts], batch: Memory | None, rows: Sequence[int]
-) -> Sequence[Sequence[memoryview]]:
+class _Rows(NamedTuple):
+    """Some rows of a batch.
+
+    Args:
+        memory: the memory of the batch.
+        numbers: the number of the row of each sample.
+    """
+
+    memory: Memory
+    numbers: Sequence[int]
+
+
+def _contents(cache: Store, fitting: dict[int, Parts], into: _Rows | None) -> Sequence[Sequence[memoryview]]:
     """The bytes of encoded samples, copied to their rows if there is a batch."""
-    parts, codec, count = list(fitting.values()), cache.codec, len(fitting)
-    if not parts or (batch is None and (count < 2 or not gathers(cache))):
+    codec = cache.codec
+    parts = list(fitting.values())
+    count = len(parts)
+    if not parts or (into is None and (count < 2 or not gathers(cache))):
         return [codec.contents(part) for part in parts]
-    places: Sequence[int] = range(count)
-    if batch is None:  # a copy of many small samples at once costs less than a view of each
-        batch = codec.rows([np.empty(size, dtype=np.uint8) for size in codec.sizes(count)], count)
+    if into is None:  # a copy of many small samples at once costs less than a view of each
+        memory = codec.rows([np.empty(size, dtype=np.uint8) for size in codec.sizes(count)], count)
+        into = _Rows(memory, range(count))
     else:
-        places = [rows[number] for number in fitting]
-    copied: list[list[memoryview]] = codec.put_many(batch, places, parts)
+        into = _Rows(into.memory, [into.numbers[number] for number in fitting])
+    copied: list[list[memoryview]] = codec.put_many(into.memory, into.numbers, parts)
     return copied

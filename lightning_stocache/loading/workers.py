@@ -1,9 +1,8 @@
 """The workers of a CachedLoader: DataLoader's own iterator, over a copy of the loader that draws requests.
 
-In the copy, a `Requested` takes the place of the dataset, `Workers` that of the batch sampler, and each reply is handed
-on as it is. So workers, their seeds, time-outs and deaths, `in_order`, `prefetch_factor`, the start method and the
-thread that copies batches to page-locked memory are DataLoader's, and so are the moments at which it draws. Nothing is
-set on the user's loader.
+In the copy, a `Requested` takes the place of the dataset, `Requests` that of the batch sampler, and each reply is
+handed on as it is. So workers, their seeds, time-outs and deaths, `in_order`, `prefetch_factor`, the start method and
+the thread that copies batches to page-locked memory are DataLoader's, and so are the moments at which it draws.
 
 A request names the memory of its batch (`arena`), and the worker makes the batch there. Batches with anything but
 dicts, lists, tuples, numbers, strings, arrays and tensors are sent in torch's own way. An error comes in the reply: in
@@ -30,13 +29,14 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from lightning_stocache.cache.counters import Served
 from lightning_stocache.loading.arena import Arena, Slot, arena_of
-from lightning_stocache.loading.collate import Rows, unpacked
+from lightning_stocache.loading.collate import BatchRows, unpacked
 from lightning_stocache.loading.dataset import CachedDataset, StandIn, cached_in, cached_source
+from lightning_stocache.loading.interrupt import held_back
 from lightning_stocache.loading.maker import Maker
-from lightning_stocache.loading.prefetch import held_back
 from lightning_stocache.loading.prefill import prefill
 from lightning_stocache.source.looks import Due, Look
 from lightning_stocache.source.samples import is_plain
+from lightning_stocache.source.walk import same_object
 from lightning_stocache.torch_internals import (
     ExceptionWrapper,
     do_when_idle,
@@ -100,7 +100,10 @@ class Reply:
         token: bytes | None = None,
         error: ExceptionWrapper | None = None,
     ) -> None:
-        self.number, self.batch, self.served, self.error = number, batch, served, error
+        self.number = number
+        self.batch = batch
+        self.served = served
+        self.error = error
         self.token, self.size = token, 0
         self.is_refused = self.is_packed = self._is_unpacked = False
 
@@ -110,7 +113,8 @@ class Reply:
             self.unpack(lend=True)  # the loan ends here
             self.batch = pinned(self.batch)
         except Exception:
-            self.batch, self.error = None, wrapped_error("in the thread that pins batches")
+            self.batch = None
+            self.error = wrapped_error("in the thread that pins batches")
         return self
 
     def unpack(self, *, lend: bool) -> None:
@@ -165,7 +169,8 @@ class Requested(Dataset[Any]):
             reply = Reply(request.number, batch, self._maker.served, token=token)
             with suppress(Exception):  # of the code of the user's classes
                 if is_plain(reply.batch):
-                    reply.batch, reply.is_packed = Rows(slot, 0).packed(reply.batch), True
+                    reply.batch = BatchRows(slot, 0).packed(reply.batch)
+                    reply.is_packed = True
             reply.size, reply.is_refused = slot.end, slot.is_refused
             return reply
         except Exception:
@@ -183,15 +188,13 @@ class Requests:
 
     DataLoader asks for an iterator twice when it starts workers, and once for each later epoch of persistent ones.
 
-    Args:
-        arena: the memory of batches, if there is any.
-
     Attributes:
         iterators: the functions that make the next iterators.
     """
 
     def __init__(self, arena: Arena | None) -> None:
-        self._arena, self._ends_leases = arena, False
+        self._arena = arena
+        self._ends_leases = False
         self.iterators: deque[Callable[[], Iterator[Any]]] = deque()
 
     def __iter__(self) -> Iterator[Any]:
@@ -219,7 +222,9 @@ class Workers:
 
     def __init__(self, loader: DataLoader[Any], *, is_late: bool) -> None:
         self.arena = Arena.create(under_way(loader) + _SLACK, loader.num_workers)
-        self.requests, self._is_late, self._iterator = Requests(self.arena), is_late, cast(Any, None)
+        self.requests = Requests(self.arena)
+        self._is_late = is_late
+        self._iterator = cast(Any, None)
         self._number, self._next_look = loader.num_workers, 0
         self._has_raised_death = self._has_warned = False
         self._pid = os.getpid()  # a process that is forked meanwhile has no part in the workers and their memory
@@ -234,7 +239,7 @@ class Workers:
             given if is_late else None,
             dataset=Requested(loader.dataset, loader.collate_fn, self.arena),
             batch_sampler=self.requests,
-            collate_fn=_as_it_is,
+            collate_fn=same_object,  # a reply is complete
             worker_init_fn=InitOnSource(loader.worker_init_fn),
             persistent_workers=True,  # after a look they go on
         )
@@ -242,10 +247,7 @@ class Workers:
         self._finalizer: Any = None
 
     def begin(self, begin: Callable[[], Iterator[Any]]) -> None:
-        """Begin an epoch.
-
-        Args:
-            begin: begins the sampler, and returns the requests of the epoch.
+        """Begin an epoch, whose sampler `begin` begins.
 
         Raises:
             Exception: an error of the sampler or of the start of a worker; a time-out; or a worker was killed.
@@ -255,9 +257,7 @@ class Workers:
     def look(self, due: Due, begin: Callable[[], Iterator[Any]]) -> Look:
         """Let a worker read stored samples again: an epoch of one request, for another worker each time.
 
-        Args:
-            due: what to read again.
-            begin: begins the sampler, if workers start now.
+        `begin` begins the sampler if workers start now.
 
         Raises:
             RuntimeError: a time-out; or a worker was killed.
@@ -311,25 +311,34 @@ class Workers:
             self._has_raised_death = bool(self._ended)
             raise
 
-    def are_alive(self) -> bool:
-        """Whether all workers run.
+    def raise_death(self) -> None:
+        """Raise the death of a worker that no epoch has raised.
+
+        Torch's handler of SIGCHLD raises wherever the trainer is, and the code there may swallow the error, as
+        Lightning's broadcast of SIGTERM does.
 
         Raises:
-            RuntimeError: a worker was killed, and no epoch has raised that. Torch's handler of SIGCHLD raises wherever
-                the trainer is, and the code there may swallow the error, as Lightning's broadcast of SIGTERM does.
+            RuntimeError: a worker was killed.
         """
-        if self._finalizer is None or not self._finalizer.alive or self._pid != os.getpid():
-            return False
-        ended = self._ended
-        killed = [worker for worker in ended if worker.exitcode not in _BY_CTRL_C]
+        killed = [worker for worker in self._ended if worker.exitcode not in _BY_CTRL_C]
         if killed and not self._has_raised_death:
             self._has_raised_death = True
             names = "; ".join(f"pid {worker.pid}, exit code {worker.exitcode}" for worker in killed)
             raise RuntimeError(f"DataLoader worker ({names}) exited unexpectedly")
-        return not ended
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether all workers run, as children of this process."""
+        return self._are_children and not self._ended
+
+    @property
+    def _are_children(self) -> bool:
+        return self._finalizer is not None and self._finalizer.alive and self._pid == os.getpid()
 
     @property
     def _ended(self) -> list[Any]:
+        if not self._are_children:
+            return []
         return [worker for worker in processes_of(self._iterator) if not worker.is_alive()]
 
     def end_lease(self, number: int) -> None:
@@ -362,10 +371,7 @@ def _end(iterator: Any) -> None:
 def loader_like(loader: DataLoader[Any], generator: torch.Generator | None, **replaced: Any) -> DataLoader[Any]:
     """A DataLoader with the attributes of a loader, some of them replaced. It has no iterator.
 
-    Args:
-        loader: the loader, which stays as it is.
-        generator: a generator that must not be drawn from: a copy takes its place. None to draw from the loader's.
-        replaced: attributes.
+    A copy takes the place of a given generator, which must not be drawn from. None: the loader's is drawn from.
     """
     other: DataLoader[Any] = object.__new__(DataLoader)
     state: Any = loader.__getstate__()
@@ -373,11 +379,6 @@ def loader_like(loader: DataLoader[Any], generator: torch.Generator | None, **re
         replaced["generator"] = torch.Generator().set_state(generator.get_state())
     vars(other).update({**state, **replaced, "_iterator": None})  # past __setattr__, which refuses
     return other
-
-
-def _as_it_is(reply: Any) -> Any:
-    """The collate function of the workers: a reply is complete."""
-    return reply
 
 
 @dataclass(frozen=True)
@@ -411,6 +412,6 @@ class InitOnSource:
             self.function(worker)
 
     @classmethod
-    def of(cls, function: Callable[[int], None] | None) -> Callable[[int], None] | None:
+    def around(cls, function: Callable[[int], None] | None) -> Callable[[int], None] | None:
         """Wrap the function of a loader, once; None stays None."""
         return function if function is None or isinstance(function, cls) else cls(function)

@@ -72,7 +72,8 @@ class Dealer:
 
     def __init__(self, ring: Ring, nodes: Sequence[Sequence[int]]) -> None:
         arcs = ring.arcs
-        self._nodes, self._ranks = nodes, np.array([len(ranks) for ranks in nodes])
+        self._nodes = nodes
+        self._ranks = np.array([len(ranks) for ranks in nodes])
         self._size = size = arcs[0].size
         # Slot numbers of this arc are positions on the ring. Indices outside of the domain lie behind all positions.
         self._circle = Arc(size, size, step=arcs[0].step, domain=arcs[0].domain)

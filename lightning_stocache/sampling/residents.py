@@ -10,15 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, zip_longest
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.node.group import NodeGroup
 
-__all__ = ["RollingSampler", "StreamBatches", "batches_in_turn", "batches_of", "deal", "permutation"]
+__all__ = ["RollingSampler", "StreamBatches", "batches_in_turn", "batches_of_rank", "deal", "permutation"]
 
 _LOOK_SECONDS = 1.0
 _GROUP = 16  # indices that are drawn at a time; the pool is looked after between two groups
@@ -64,14 +63,14 @@ def batches_in_turn(shards: Sequence[Integers], size: int, *, drop_last: bool = 
     return [batch for batch in turns if not drop_last or len(batch) == size]
 
 
-def batches_of(order: Integers, rank: int, ranks: int, size: int, *, drop_last: bool = False) -> list[Integers]:
+def batches_of_rank(order: Integers, rank: int, ranks: int, size: int, *, drop_last: bool = False) -> list[Integers]:
     """The batches of a rank. All ranks have the same number of batches, and every sample is on one rank.
 
     A rank that would have a batch less than others divides its last batch. If there are fewer samples than batches,
     some samples come twice. With `drop_last`, the samples after the last whole batch of all ranks are left out.
 
     Example:
-        >>> [[len(batch) for batch in batches_of(np.arange(9), rank, 2, 4)] for rank in (0, 1)]
+        >>> [[len(batch) for batch in batches_of_rank(np.arange(9), rank, 2, 4)] for rank in (0, 1)]
         [[4, 1], [3, 1]]
     """
     whole = ranks * size
@@ -95,7 +94,9 @@ class StreamBatches(Sampler[list[int]]):
     """
 
     def __init__(self, batches: Sequence[Integers], batch_size: int, drop_last: bool) -> None:
-        self.batches, self.batch_size, self.drop_last = batches, batch_size, drop_last
+        self.batches = batches
+        self.batch_size = batch_size
+        self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[list[int]]:
         return (batch.tolist() for batch in self.batches)
@@ -103,27 +104,8 @@ class StreamBatches(Sampler[list[int]]):
     def __len__(self) -> int:
         return len(self.batches)
 
-    def groups(self) -> Iterator[Integers]:
-        """The indices of several batches at a time. Smaller batches come alone."""
-        batches = self.batches
-        whole = next((number for number, batch in enumerate(batches) if len(batch) < self.batch_size), len(batches))
-        if whole:
-            yield np.concatenate(batches[:whole])
-        yield from batches[whole:]
-
 
 # ---- rolling caches ----
-
-
-class _Pool(Protocol):
-    @property
-    def group(self) -> NodeGroup: ...
-
-    def begin_epoch(self) -> Integers: ...
-
-    def resident(self) -> Integers: ...
-
-    def look_after(self) -> None: ...
 
 
 class RollingSampler(DistributedSampler[int]):
@@ -139,7 +121,7 @@ class RollingSampler(DistributedSampler[int]):
             another order. None: each resident sample once.
     """
 
-    def __init__(self, pool: _Pool, *, shuffle: bool = True, seed: int = 0, epoch_samples: int | None = None) -> None:
+    def __init__(self, pool: Any, *, shuffle: bool = True, seed: int = 0, epoch_samples: int | None = None) -> None:
         group = pool.group
         super().__init__(cast("Dataset[Any]", pool), group.world, group.rank, shuffle, seed)
         self.pool, self.epoch_samples = pool, epoch_samples
@@ -155,17 +137,13 @@ class RollingSampler(DistributedSampler[int]):
         return int(self.num_samples)
 
     def __iter__(self) -> Iterator[int]:
-        return (index for group in self.groups(_GROUP) for index in group.tolist())
-
-    def groups(self, size: int) -> Iterator[Integers]:
-        """The epoch in arrays of `size` indices. The last array may be smaller. The first array begins the epoch."""
         order = self._order()
         look_at = time.monotonic() + _LOOK_SECONDS
-        for first in range(0, len(order), size):
+        for first in range(0, len(order), _GROUP):
             if time.monotonic() > look_at:
                 self.pool.look_after()
                 look_at = time.monotonic() + _LOOK_SECONDS
-            yield order[first : first + size]
+            yield from order[first : first + _GROUP].tolist()
 
     def _order(self) -> Integers:
         """Begin an epoch. Returns the indices that this rank draws: its part of one or more permutations."""

@@ -30,11 +30,11 @@ from lightning_stocache.source.access import batch_reader, is_own_iterator
 from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.source.encoded import EncodedSource
 from lightning_stocache.source.generators import Generators
-from lightning_stocache.source.probe import FEW, MANY, Probe, Read, attributed, why_random, words_of
+from lightning_stocache.source.probe import FEW, MANY, Probe, Read, attributed, spread, why_random, words_of
 from lightning_stocache.source.proof import Proof
-from lightning_stocache.source.random_split import Split, split, spread
+from lightning_stocache.source.random_split import Split, split
 from lightning_stocache.source.samples import bits, digest_of, mark_of, same_sample, stacked
-from lightning_stocache.source.snapshot import Counters
+from lightning_stocache.source.snapshot import MovedNumbers
 from lightning_stocache.source.transform_split import Cut, Tail
 from lightning_stocache.source.witness import Witness
 
@@ -248,7 +248,7 @@ class _Reading:
         if not self.request.by_index:
             return _look_once(self.request)
         witness = Witness(self.request.source)
-        with witness.reading():
+        with witness.learning():
             found, samples = _find(self.request, quick=0 if known else _QUICK)
             if known and found.digest != known:
                 found, samples = _find(self.request, quick=_QUICK)
@@ -325,14 +325,14 @@ def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
     """
     if request.freeze_random:
         return _look_once(request), {}
-    counters = Counters(request.source)
+    counters = MovedNumbers(request.source)
     try:
         return _find_by(counters, request, quick)
     finally:
         counters.put_shared_back()
 
 
-def _find_by(counters: Counters, request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
+def _find_by(counters: MovedNumbers, request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
     """Look at a source with the numbers that it may count with."""
     source: Any = request.source
     passes = math.inf if request.reader is None else request.reader.passes
@@ -416,7 +416,7 @@ def _counts_reads(parts: Split, length: int) -> str | None:
     """Where a source counts its reads, if its samples depend on that, as on `calls // len(dataset)`; else None."""
     source: Any = parts.source
     index, known, places = parts.indices[0], [parts.probed[0].bits], list[str]()
-    counters = Counters(source)
+    counters = MovedNumbers(source)
     with Probe(source) as probe:
         for _ in range(_COUNTED - 1):
             known.append(probe.read(source, index, 2 * index).bits)
@@ -455,7 +455,8 @@ def _first_samples(request: CacheRequest) -> tuple[list[int], list[Any], Excepti
     if draws is None and request.as_stream:
         draws, most = Draws(request.source, shuffle=False, passes=1, as_stream=True), _OF_STREAM
     elif draws is None:
-        draws, most = Draws(request.source, spread(request.length, FEW, request.domain)), FEW
+        among = range(request.length) if request.domain is None else request.domain
+        draws, most = Draws(request.source, spread(among, FEW)), FEW
     indices, samples, last, failed = list[int](), list[Any](), None, 0
     begun = time.monotonic()
     with Generators(draws.source) as generators:

@@ -35,7 +35,7 @@ from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.encoded import EncodedSource, access_to
 from lightning_stocache.source.probe import FEW, Probe, attributed, words_of
 from lightning_stocache.source.random_split import Split
-from lightning_stocache.source.samples import bits, difference, part_at
+from lightning_stocache.source.samples import bits, node_at, where_different
 from lightning_stocache.source.transform_split import Cut
 
 __all__ = ["EncodedForm", "choose_codec", "keeps_files", "look_at_files", "why_not_worth"]
@@ -129,7 +129,7 @@ def _check_record(codec: RecordCodec, sample: Any, index: int) -> None:
         copy = codec.decode(record)
     except Exception as error:  # of the code of the sample's classes
         raise UnsupportedSampleError(f"sample {index} cannot be read back from bytes: {description(error)}") from error
-    if (path := difference(bits(sample), bits(copy))) is not None:
+    if (path := where_different(bits(sample), bits(copy))) is not None:
         raise UnsupportedSampleError(f"sample {index}: {named(path)} does not come back from bytes as it was")
 
 
@@ -139,7 +139,7 @@ def _required(samples: Sequence[Any], cut: Cut | None) -> Required:
     found: Counter[Required] = Counter()
     for sample in samples:
         with suppress(KeyError, IndexError, TypeError):
-            found[tuple(dict.fromkeys((path, type(part_at(sample, path))) for path in paths))] += 1
+            found[tuple(dict.fromkeys((path, type(node_at(sample, path))) for path in paths))] += 1
     return max(found, key=found.__getitem__)
 
 

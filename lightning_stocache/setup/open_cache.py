@@ -100,7 +100,7 @@ class OpenCache:
         is_read_anew = any(sample is None for sample in loaded)
         if not isinstance(tail, Tail) or is_read_anew or (tail.heads and is_odd):
             return list(map(self.with_tail, samples, indices))
-        return tail.of_batch(loaded, indices)
+        return tail.finish_batch(loaded, indices)
 
     @property
     def known_ring(self) -> Ring | None:

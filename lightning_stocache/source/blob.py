@@ -112,10 +112,12 @@ def _node(value: Any, path: Path, leaves: list[Any]) -> Any:
     if kind is bytes:
         node, content = {"bytes": len(leaves)}, value
     elif kind is EncodedFile:
-        node, content = {"file": len(leaves), "form": value.form}, value.content
+        node = {"file": len(leaves), "form": value.form}
+        content = value.content
     elif (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in _ARRAY_KINDS:
         name = "array" if kind is np.ndarray else "scalar"
-        node, content = {name: len(leaves), "dtype": value.dtype.str, "shape": value.shape}, value.tobytes()
+        node = {name: len(leaves), "dtype": value.dtype.str, "shape": value.shape}
+        content = value.tobytes()
     elif isinstance(value, torch.Tensor) and _is_plain(value):
         node = {"tensor": len(leaves), "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
         node |= {} if kind is torch.Tensor else {"class": kind.__name__}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stocache.source.snapshot import Contents, live_content
+from lightning_stocache.source.snapshot import Copies, live_content
 from lightning_stocache.source.walk import (
     GENERATORS,
     Variables,
@@ -45,7 +45,7 @@ class CommonState:
         >>> state = CommonState(Counting(visits), [Counting(visits)])
         >>> before = state.content()
         >>> visits[1] += 1
-        >>> state.written(before)
+        >>> before.put_back()
         'Counting.visits'
         >>> visits
         [0, 0]
@@ -53,8 +53,10 @@ class CommonState:
 
     def __init__(self, source: Any, others: Sequence[Any], datasets: Sequence[Any] = ()) -> None:
         self._nodes: list[tuple[str, Any]] = []
-        known, named = set[int](), set[str]()
-        wrappers, holds_source = [source, *datasets], False
+        known = set[int]()
+        named = set[str]()
+        wrappers = [source, *datasets]
+        holds_source = False
         for other in others:
             for _, node in reachable(other, skip=wrappers, arrays=True):
                 if any(node is wrapper for wrapper in wrappers):
@@ -74,19 +76,16 @@ class CommonState:
     def __bool__(self) -> bool:
         return bool(self._nodes)
 
-    def content(self) -> Contents:
+    def content(self) -> Copies:
         """Copies of what is there now."""
-        nodes, variables = list[tuple[str, Any]](), list[Variables]()
+        nodes = list[tuple[str, Any]]()
+        variables = list[Variables]()
         for path, node in self._nodes:
             live = live_content(node)
             if isinstance(live, np.ndarray) or (live is not None and len(live) <= _MOST_ITEMS):
                 nodes.append((path, node))
-            variables += (found.of(self._named) for found in variables_of(path, node))
-        return Contents(nodes, variables)
-
-    def written(self, before: Contents) -> str | None:
-        """Where the content is another one than it was. It is put back."""
-        return before.put_back()
+            variables += (found.only(self._named) for found in variables_of(path, node))
+        return Copies(nodes, variables)
 
 
 def _can_be_written(node: Any) -> bool:

@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_stocache.source.access import iterate
 
-__all__ = ["Draw", "Draws", "EndOfStreamError", "is_stream"]
+__all__ = ["Draw", "Draws", "EndOfStreamError", "is_iterable_style"]
 
 
 class EndOfStreamError(Exception):
@@ -67,14 +67,15 @@ class Draws:
     def length(self) -> int | None:
         """Number of samples that are drawn before one comes again; None where that is not known."""
         is_known = self.source is not None and self.indices is None and not self.as_stream
-        return len(self.source) if is_known and not is_stream(self.source) else None
+        return len(self.source) if is_known and not is_iterable_style(self.source) else None
 
     def share(self, filler: int, fillers: int, done: int = 0) -> Iterator[Draw]:
         """The draws of one of `fillers` fillers, without its first `done`; of a stream, of its first pass."""
-        if self.as_stream or (self.indices is None and is_stream(self.source)):
+        if self.as_stream or (self.indices is None and is_iterable_style(self.source)):
             yield from self._of_stream(filler, fillers, done)
             return
-        first, length = filler + done * fillers, 0 if self.indices is not None else len(self.source)
+        first = filler + done * fillers
+        length = 0 if self.indices is not None else len(self.source)
         positions = count(first, fillers) if self.passes is None else range(first, self.passes * length, fillers)
         indices = map(self._index, positions) if self.indices is None else islice(self.indices, first, None, fillers)
         for index in map(int, indices):
@@ -122,7 +123,7 @@ class _Pass:
         return sample
 
 
-def is_stream(source: Any) -> bool:
+def is_iterable_style(source: Any) -> bool:
     """Whether samples come one after the other, without an index."""
     return isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__"))
 

@@ -47,7 +47,8 @@ class EncodedSource(Dataset[Any]):
     """The files of a source that has `access_to` them. Called with a file and its index, it gives the sample."""
 
     def __init__(self, source: Dataset[Any]) -> None:
-        self._source, self._access = source, cast(EncodedAccess, access_to(source))
+        self._source = source
+        self._access = cast(EncodedAccess, access_to(source))
 
     def __reduce__(self) -> Any:
         return EncodedSource, (self._source,)  # the functions of the access cannot be pickled
@@ -109,7 +110,8 @@ def access_to(source: Any) -> EncodedAccess | None:
 
 def _of_folder(source: Any) -> EncodedAccess | None:
     """The files of torchvision's DatasetFolder, one per sample; `image_of` opens them as its `loader` does."""
-    folder, images = sys.modules["torchvision.datasets.folder"], sys.modules.get("torchvision.io")
+    folder = sys.modules["torchvision.datasets.folder"]
+    images = sys.modules.get("torchvision.io")
     by_pil = sys.modules["torchvision"].get_image_backend() == "PIL"
     if source.loader is folder.pil_loader or (source.loader is folder.default_loader and by_pil):
         form = "rgb"
@@ -146,7 +148,9 @@ class _OneFile:
     """A reader of timm's that has the content of one file. If that is broken, timm goes on to the next file."""
 
     def __init__(self, reader: Any, index: int, content: tuple[Any, ...]) -> None:
-        self._reader, self._index, self._content = reader, index, content
+        self._reader = reader
+        self._index = index
+        self._content = content
 
     def __len__(self) -> int:
         return len(self._reader)
@@ -172,7 +176,8 @@ def _of_hugging_face(source: Any) -> EncodedAccess | None:
     def read(index: int) -> dict[str, Any]:
         row: dict[str, Any] = raw[index]
         for name in coded:
-            if (cell := row[name]) is not None and cell["bytes"] is None and cell["path"] is not None:
+            cell = row[name]
+            if cell is not None and cell["bytes"] is None and cell["path"] is not None:
                 with open(cell["path"], "rb") as file:
                     row[name] = cell | {"bytes": file.read()}
         return row

@@ -18,7 +18,6 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -187,8 +186,7 @@ class Generators:
 
     def state(self) -> State:
         """The state of every generator, by name; `==` compares it."""
-        questions = {"the system": repr(_entropy), ASKED: repr(_connections)}
-        return {**states_of(self._process_wide), **questions, **states_of(self._owned)}
+        return {**states_of(self._process_wide), **_questions, **states_of(self._owned)}
 
     def moved(self, before: State, after: State | None = None) -> list[str]:
         """The names of generators that have drawn between two states; `after` is by default that of now."""
@@ -222,8 +220,8 @@ class Generators:
         self._started[seed] = states_of(self._owned)
 
 
-_entropy = count()  # its next value moves with each question
-_connections = count()  # `multiprocessing` asks the system when it connects, for instance to a manager
+# Numbers of questions to the system. `multiprocessing` asks it when it connects, for instance to a manager.
+_questions = {"the system": 0, ASKED: 0}
 
 
 @contextmanager
@@ -236,10 +234,11 @@ def watch_entropy() -> Iterator[None]:
     def ask(size: int) -> bytes:
         askers = _callers()
         if "importlib._bootstrap" not in askers:
-            next(_connections if askers[0].startswith("multiprocessing.") else _entropy)
+            _questions[ASKED if askers[0].startswith("multiprocessing.") else "the system"] += 1
         return original(size)
 
-    original, modules = os.urandom, ((os, "urandom"), (random, "_urandom"))  # NumPy asks the second, by `secrets`
+    original = os.urandom
+    modules = ((os, "urandom"), (random, "_urandom"))  # NumPy asks the second, by `secrets`
     for module, name in modules:
         setattr(module, name, ask)
     try:
@@ -253,7 +252,10 @@ def _callers() -> list[str]:
     """The modules of the code that called the caller, the nearest first, up to this package, which calls all reads."""
     names = list[str]()
     frame: Any = cast(Any, inspect.currentframe()).f_back.f_back
-    while frame is not None and not (name := str(frame.f_globals.get("__name__"))).startswith("lightning_stocache."):
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith("lightning_stocache."):
+            break
         names.append(name)
         frame = frame.f_back
     return names or [""]

@@ -81,7 +81,7 @@ class LMDBFile:
             )
 
     @classmethod
-    def of(cls, path: str) -> LMDBFile:
+    def shared(cls, path: str) -> LMDBFile:
         """The LMDB of this path (a file, or a folder with a `data.mdb`) as this process has it open.
 
         Raises:
@@ -192,7 +192,7 @@ class LMDBSource(Dataset[Any]):
         """The path as it was given."""
         self._location = os.path.abspath(self.path)
         self._opened: LMDBFile | None = None
-        file = LMDBFile.of(self._location)
+        file = LMDBFile.shared(self._location)
         self._version = file.version
         manifest, samples = file.manifest()
         self._manifest = manifest
@@ -232,8 +232,9 @@ class LMDBSource(Dataset[Any]):
             LMDBError: its key is missing, or the file has changed since another process opened it.
         """
         position = self._position(index)
-        if (opened := self._opened) is None or opened.pid != os.getpid():
-            opened = self._opened = LMDBFile.of(self._location)
+        opened = self._opened
+        if opened is None or opened.pid != os.getpid():
+            opened = self._opened = LMDBFile.shared(self._location)
             if opened.version != self._version:
                 raise LMDBError(f"{self.path} has changed since it was opened by another process: open it anew")
         if (content := opened.get(self._key(position))) is None:
@@ -300,7 +301,6 @@ class _Keys:
 
 
 def _sample_keys(keys: list[bytes]) -> list[bytes]:
-    """The keys of the samples of an LMDB that others have written."""
     keys = [key for key in keys if not (key.startswith(b"__") and key.endswith(b"__"))]
     return sorted(keys, key=int) if keys and all(map(bytes.isdigit, keys)) else keys
 
@@ -323,7 +323,6 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 def _decoder_of(
     kind: str | None, dtype: torch.dtype | str | None, shape: Sequence[int] | None
 ) -> Callable[[bytes], Any]:
-    """The function that makes a sample of the bytes of a value."""
     if dtype is not None or shape is not None or kind == "tensor":
         named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         if kind not in (None, "tensor") or not isinstance(named, torch.dtype):

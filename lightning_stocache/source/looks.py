@@ -29,10 +29,10 @@ from lightning_stocache.cache.records import SampleCodec, decoded
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.source.access import load_one
 from lightning_stocache.source.generators import Generators, are_draws_evidence
-from lightning_stocache.source.probe import FEW, SOME, Probe
+from lightning_stocache.source.probe import FEW, SOME, Probe, spread
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import bits, same_sample, walk
-from lightning_stocache.source.transform_split import UncuttableError
+from lightning_stocache.source.transforms import UncuttableError
 from lightning_stocache.source.witness import Difference
 
 __all__ = ["AT_ONCE", "MOST", "Due", "Look", "Schedule", "judged", "read_again"]
@@ -193,7 +193,10 @@ def judged(due: Due, differences: Sequence[Difference]) -> Due:
         >>> judged(Due(at_once=1), [Difference("epoch", "setting")]).change
         'epoch'
     """
-    samples, indices, hastens, allowed = due.samples, list(due.indices), due.hastens, due.at_once
+    samples = due.samples
+    indices = list(due.indices)
+    hastens = due.hastens
+    allowed = due.at_once
     for difference in differences:
         if difference.kind == "machinery":
             hastens = True
@@ -210,17 +213,11 @@ def judged(due: Due, differences: Sequence[Difference]) -> Due:
         if most == 0:
             hastens = True
         elif difference.indices:
-            indices += _spread_over(difference.indices, most)
+            indices += spread(difference.indices, most)
         else:
             samples = max(samples, most)
     moved = tuple(difference for difference in differences if difference.kind != "machinery")
     return due._replace(samples=samples, indices=tuple(indices), moved=due.moved + moved, hastens=hastens)
-
-
-def _spread_over(indices: Sequence[int], count: int) -> list[int]:
-    """Up to `count` of some indices, from the first to the last."""
-    places = np.linspace(0, len(indices) - 1, min(count, len(indices)))
-    return [int(indices[int(place)]) for place in places]
 
 
 # ---- the look ----
@@ -243,7 +240,9 @@ def read_again(source: Any, cache: Store, due: Due, proof: Proof | None = None) 
     dice = random.Random()  # not a process-wide generator, whose draws are the user's
     stored = cache.some_stored(_TRIED, dice)  # always the same ones would leave the others unseen
     asked = [*due.indices, *dice.sample(stored, min(due.samples, len(stored)))]
-    read, load_ns, lends = 0, 0, False
+    read = 0
+    load_ns = 0
+    lends = False
     with Generators(source) if are_draws_evidence() else nullcontext():
         for index in asked:
             before = _stored(cache, index)

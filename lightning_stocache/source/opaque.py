@@ -29,8 +29,9 @@ import numpy as np
 import torch
 
 from lightning_stocache.node.errors import description
-from lightning_stocache.source.samples import Path, refilled, walk, with_part
-from lightning_stocache.source.transform_split import Parts, Tail, UncuttableError, Values, reading, unpacked
+from lightning_stocache.source.samples import Path, refilled, walk, with_node
+from lightning_stocache.source.transform_split import ResultPaths, Tail
+from lightning_stocache.source.transforms import UncuttableError, Values, as_result, reading
 
 __all__ = ["LookedAtError", "depends_on_none", "parts_held", "read_blindly"]
 
@@ -76,7 +77,6 @@ class _Notes:
 
 
 def _noting(name: str) -> Callable[..., Any]:
-    """A method of `Opaque`."""
 
     def method(self: Any, *arguments: Any, **_: Any) -> Any:
         attribute = arguments[0] if name == "__getattribute__" and arguments else name
@@ -122,7 +122,7 @@ for _name in _DICT_METHODS:
 # ---- reads ----
 
 
-class Call(NamedTuple):
+class BlindCall(NamedTuple):
     """A call of a transform in a blind read.
 
     Args:
@@ -139,16 +139,10 @@ class Call(NamedTuple):
 
 
 class BlindRead:
-    """One read of one or more samples, in which transforms return other objects in place of their results.
-
-    Args:
-        tail: the tail of the copy that is read.
-        indices: the indices of the samples.
-        shown: these objects.
-    """
+    """One read of one or more samples, in which transforms return other objects in place of their results."""
 
     def __init__(self, tail: Tail, indices: Sequence[int], shown: _Shown = "opaque") -> None:
-        self.calls, self.notes = list[Call](), _Notes()
+        self.calls, self.notes = list[BlindCall](), _Notes()
         self._tail, self._shown = tail, shown
         self._expected = list(map(tail.calls, indices))
         self._most = sum(map(len, self._expected)) + _MORE_CALLS
@@ -166,15 +160,15 @@ class BlindRead:
             raise self.notes.note("calls it again and again")
         if head.form is not None:
             leaves = {path: self._leaf(value) for path, value in head.leaves(result).items()}
-            self.calls.append(Call(head, tuple(result), leaves, has_parts=False))
+            self.calls.append(BlindCall(head, tuple(result), leaves, has_parts=False))
             return head.form.filled(leaves)
         has_parts = is_named or len(result) > 1 or isinstance(result[0], dict | tuple)
         if self._shown == "one None":
-            self.calls.append(Call(head, tuple(result), dict.fromkeys(result), has_parts))
+            self.calls.append(BlindCall(head, tuple(result), dict.fromkeys(result), has_parts))
             return None
         covered = self._covered(result) if is_named else {key: self._covered(value) for key, value in result.items()}
-        self.calls.append(Call(head, tuple(result), covered, has_parts))
-        return unpacked(covered, is_named)
+        self.calls.append(BlindCall(head, tuple(result), covered, has_parts))
+        return as_result(covered, is_named)
 
     def read(self, read: Callable[[], _T]) -> _T:
         """The result of a function that reads."""
@@ -213,7 +207,7 @@ class BlindRead:
     def uncovered(self, sample: Any) -> Any:
         """The sample with the real results. Containers around them are copied."""
         for path, leaf in self._shown_in(sample):
-            sample = with_part(sample, path, self._leaves[id(leaf)][1])
+            sample = with_node(sample, path, self._leaves[id(leaf)][1])
         return sample
 
     def forget(self) -> bool:
@@ -253,11 +247,6 @@ class BlindRead:
 def read_blindly(read: Callable[[], Sequence[Any]], indices: Sequence[int], tail: Tail) -> tuple[list[Any], str | None]:
     """Read samples of a copy of a source, whose heads return opaque objects.
 
-    Args:
-        read: reads the samples of the indices.
-        indices: their indices.
-        tail: the tail of the copy.
-
     Returns:
         The samples with the results of the heads, and why the tail cannot finish them; None if it can.
 
@@ -276,13 +265,10 @@ def read_blindly(read: Callable[[], Sequence[Any]], indices: Sequence[int], tail
 
 def parts_held(
     read: Callable[[], Any], index: int, tail: Tail
-) -> tuple[tuple[tuple[int | str, ...], Parts], ...] | None:
-    """The calls of transforms in a sample: the keys of their values, and where the parts of their results lie.
+) -> tuple[tuple[tuple[int | str, ...], ResultPaths], ...] | None:
+    """The calls of transforms in a sample of a copy: the keys of their values, and where their results' parts lie.
 
-    Args:
-        read: reads the sample, of a copy of a source.
-        index: its index.
-        tail: the tail of the copy, whose calls say no more than the heads. None is returned if these are not called.
+    Of the calls of the tail only the heads count. Returns None if these are not called.
 
     Raises:
         LookedAtError: the code behind a transform looks at its result.
@@ -324,13 +310,7 @@ def _samples_of(blind: BlindRead, read: Callable[[], Sequence[Any]]) -> list[Any
 
 
 def depends_on_none(read: Callable[[], Any], index: int, tail: Tail) -> bool:
-    """Whether code behind a transform asks if its result is None. The source is read once or twice.
-
-    Args:
-        read: reads the sample of the index, of a copy of a source.
-        index: its index.
-        tail: the tail of the copy.
-    """
+    """Whether code behind a transform asks if its result is None. The copy of the source is read once or twice."""
     ways: list[_Shown] = ["None", "one None"]
     for shown in ways:
         blind = BlindRead(tail, [index], shown)

@@ -39,7 +39,7 @@ from lightning_stocache.source.lmdb_source import (
     bytes_needed,
     key_of,
 )
-from lightning_stocache.source.probe import FEW, SOME
+from lightning_stocache.source.probe import FEW, SOME, spread
 from lightning_stocache.source.samples import same_sample
 from lightning_stocache.source.walk import class_name
 
@@ -191,7 +191,9 @@ class _Writer:
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         import lmdb
 
-        self.path, self.manifest, self._lmdb = path, manifest, lmdb
+        self.path = path
+        self.manifest = manifest
+        self._lmdb = lmdb
         self.done, self.known = 0, dict[int, bytes]()
         """The number of committed samples, and the blobs of those that are compared."""
         self._items: list[tuple[bytes, bytes]] = []
@@ -250,7 +252,7 @@ class _Writer:
     def _examine(self) -> None:
         """Count the committed samples; refuse a file that the same call has not begun."""
         try:
-            file = LMDBFile.of(str(self.path))
+            file = LMDBFile.shared(str(self.path))
             stored, self.done = file.manifest()
             if stored is None and self.done:
                 raise LMDBError("an LMDB that this package has not packed")
@@ -263,8 +265,7 @@ class _Writer:
                 f"{self.path} is not overwritten: {error}. Give another path, or remove it first"
             ) from error
         self._is_complete = stored is not None and stored["complete"]
-        compared = {number * (self.done - 1) // (FEW - 1) for number in range(FEW)} if self.done else ()
-        self.known = {index: file.get(key_of(index)) or b"" for index in sorted(compared)}
+        self.known = {index: file.get(key_of(index)) or b"" for index in spread(range(self.done), FEW)}
 
     def _flush(self, complete: bool) -> None:
         """Give the waiting samples to the thread after its last commit, whose error is raised here."""
@@ -276,7 +277,9 @@ class _Writer:
             )
         manifest = json.dumps(self.manifest | {"complete": complete}).encode()
         self._committed = self._thread.submit(self._commit, [*self._items, (MANIFEST_KEY, manifest)])
-        self._items, self._bytes, self._last = [], 0, time.monotonic()
+        self._items = []
+        self._bytes = 0
+        self._last = time.monotonic()
 
     def _commit(self, items: list[tuple[bytes, bytes]]) -> None:
         try:

@@ -49,7 +49,7 @@ __all__ = [
     "Around",
     "Array",
     "Attributes",
-    "Column",
+    "ArrowColumn",
     "Content",
     "Handle",
     "Items",
@@ -175,7 +175,7 @@ class Place:
         """What stands for the value of a name that is not there."""
         return MISSING
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes.
 
         Args:
@@ -261,7 +261,7 @@ class Items(Place):
         keys, values = content if type(content) is _Columns else _keys_and_values(content)
         return dict(zip(keys, values, strict=True))
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         if isinstance(content, set | frozenset):
             yield "\0".join(sorted(map(_repr, content))).encode(errors="replace")
@@ -310,7 +310,7 @@ class Tree(Place):
         changed = [key for key, value in zip(keys, values, strict=True) if now.get(key, MISSING) != value]
         return changed, len(new_keys) > len(keys)
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         if length is not None:
             keys, values = marshal.loads(content)
@@ -350,7 +350,7 @@ class Array(Place):
         rows = np.frombuffer(memory, dtype=np.uint8).reshape(length, -1) != content.memory.reshape(length, -1)
         return np.flatnonzero(rows.any(axis=1)).tolist(), False
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         memory = content.memory
         if length is not None and self.is_of_samples and content.length:
@@ -365,20 +365,20 @@ class Array(Place):
 class Tensors(Place):
     """The tensors of a network, without those of the modules inside it: version and spread pages of each."""
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         for name, (_, pages) in content.items():
             yield name.encode() + (pages or b"")
 
 
-class Column(Place):
+class ArrowColumn(Place):
     """A table or a column of Arrow. In a digest stand 4,096 rows in 256 spread blocks, up to 64 MiB of them."""
 
     def is_same(self, content: Any) -> bool:
         """Whether the content equals the copy."""
         return self.earlier is content or bool(self.earlier.equals(content))
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         count = len(content) if length is None or not self.is_of_samples else min(length, len(content))
         rows = min(_BLOCK_ROWS, max(_ROW_BYTES * len(content) // max(content.nbytes, 1) // _PAGES, 1))
@@ -393,9 +393,9 @@ class Mapped(Place):
 
     def is_same(self, content: Any) -> bool:
         """Whether it is the same array, or one of equal pages."""
-        return self.earlier is content or list(self.parts(self.earlier, None)) == list(self.parts(content, None))
+        return self.earlier is content or list(self.chunks(self.earlier, None)) == list(self.chunks(content, None))
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         array = content[:length] if length is not None and self.is_of_samples else content
         yield f"{array.dtype} {array.shape[1:]}".encode()
@@ -410,7 +410,7 @@ class Handle(Place):
         """Whether both are of one file, or one is closed."""
         return not self.earlier or not content or bool(self.earlier == content)
 
-    def parts(self, content: Any, length: int | None) -> Iterator[bytes]:
+    def chunks(self, content: Any, length: int | None) -> Iterator[bytes]:
         """The content as bytes that are equal in other processes."""
         yield repr(content).encode(errors="replace")
 
@@ -477,7 +477,6 @@ def tensor_parts(tensor: torch.Tensor) -> list[Content]:
 
 
 def _is_mapped(array: Any) -> bool:
-    """Whether an array lies in a file."""
     return issubclass(type(array), np.memmap) or issubclass(type(array.base), np.memmap)
 
 
@@ -508,7 +507,6 @@ def tensors_in(module: Any) -> dict[str, tuple[int, bytes | None]]:
 
 
 def _pages(memory: npt.NDArray[np.uint8], most: int = _PAGES) -> bytes:
-    """Checksums of spread pages."""
     step = max(_PAGE_BYTES, memory.nbytes // most)
     sums = (_checksum_of(memory[at : at + _PAGE_BYTES].data) for at in range(0, memory.nbytes, step))
     return b"".join(number.to_bytes(8, "little") for number in sums)
@@ -561,7 +559,8 @@ def _written(container: Any, step: int, has_arrays: bool) -> bytes:
     keys, values = _keys_and_values(container)
     keys, values = list(keys[::step]), values[::step]
     kinds = set(map(type, values))
-    if len(kinds) == 1 and _has_plain_attributes(kind := kinds.pop()):
+    kind = kinds.pop() if len(kinds) == 1 else dict
+    if _has_plain_attributes(kind):
         values = [*map(attributes_of, values), kind.__qualname__]
         keys.append("class")
     return marshal.dumps((keys, list(map(_with_bytes, values)) if has_arrays else values), 2)

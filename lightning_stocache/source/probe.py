@@ -22,9 +22,9 @@ from torch.utils.data import Dataset, get_worker_info
 from lightning_stocache.node.errors import text_of
 from lightning_stocache.source.access import iterate
 from lightning_stocache.source.generators import Generators, State
-from lightning_stocache.source.samples import Bits, bits, difference
+from lightning_stocache.source.samples import Bits, bits, where_different
 
-__all__ = ["FEW", "MANY", "SOME", "Probe", "Read", "StreamReader", "attributed", "why_random", "words_of"]
+__all__ = ["FEW", "MANY", "SOME", "Probe", "Read", "StreamReader", "attributed", "spread", "why_random", "words_of"]
 
 FEW = 4
 """Samples on which set-up, a look or a comparison relies where each costs a read and nothing is in doubt."""
@@ -37,6 +37,17 @@ _PACKAGE = __name__.partition(".")[0]
 _LIBRARIES = frozenset({"torch", "numpy", *sys.stdlib_module_names})  # whose code raises for this package and for users
 # Functions of this package that call the code of users.
 _CALLERS = ("sample", "load", "__getitem__", "__call__", "_called", "read", "decode", "_read", "_look_once")
+
+
+def spread(among: Any, count: int) -> tuple[int, ...]:
+    """Up to `count` of some indices, spread evenly from the first to the last.
+
+    Example:
+        >>> spread(range(100), 4), spread([7, 8], 4)
+        ((0, 33, 66, 99), (7, 8))
+    """
+    count = min(count, len(among))
+    return tuple(int(among[k * (len(among) - 1) // max(count - 1, 1)]) for k in range(count))
 
 
 @dataclass(frozen=True)
@@ -131,7 +142,7 @@ def why_random(first: Read, second: Read) -> str | None:
     for read in (first, second):
         if read.moved:
             return f"reading index {read.index} moves the generator of {' and '.join(read.moved)}"
-    where = difference(first.bits, second.bits)
+    where = where_different(first.bits, second.bits)
     return None if where is None else f"two reads of index {first.index} differ in sample{where}"
 
 

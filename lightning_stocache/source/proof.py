@@ -35,8 +35,9 @@ from lightning_stocache.source.access import load_one
 from lightning_stocache.source.generators import are_draws_evidence
 from lightning_stocache.source.opaque import LookedAtError, depends_on_none, read_blindly
 from lightning_stocache.source.probe import MANY, SOME, Probe, Read, why_random
-from lightning_stocache.source.samples import Bits, bits, part_at, walk
-from lightning_stocache.source.transform_split import Tail, UncuttableError, reading, reads_as_library
+from lightning_stocache.source.samples import Bits, bits, node_at, walk
+from lightning_stocache.source.transform_split import Tail, reads_as_library
+from lightning_stocache.source.transforms import UncuttableError, reading
 from lightning_stocache.source.walk import reachable
 
 __all__ = ["PROVING_SECONDS", "Proof"]
@@ -58,22 +59,18 @@ _UNEQUAL = (
 
 
 class Proof:
-    """Proves a cut at set-up, and while samples are served. Each process has a proof of its own.
-
-    Args:
-        source: the user's dataset.
-        head: its copy with the first steps of the transforms.
-        tail: the other steps.
-    """
+    """Proves the cut of a source into head and tail, at set-up and while samples are served, in each process."""
 
     def __init__(self, source: Any, head: Any, tail: Tail) -> None:
-        self._source, self._head, self._tail = source, head, tail
+        self._source = source
+        self._head = head
+        self._tail = tail
         self._unproved: int | None = None  # until the first samples are loaded
         self._looked_at = 0  # samples at whose results code has looked
 
     # ---- at set-up ----
 
-    def of(self, original: Read, probe: Probe) -> Read:
+    def prove_read(self, original: Read, probe: Probe) -> Read:
         """Prove the cut for a sample that was read, and that the head draws nothing. Returns a read of the head.
 
         Raises:
@@ -86,13 +83,8 @@ class Proof:
         self._compare(once.sample, original, probe)
         return again
 
-    def of_others(self, indices: Sequence[int], least: int, probe: Probe) -> int:
-        """Prove the cut for more samples. Returns how many are left for epoch one.
-
-        Args:
-            indices: their indices.
-            least: how many of them are compared in any case.
-            probe: reads them.
+    def prove_others(self, indices: Sequence[int], least: int, probe: Probe) -> int:
+        """Prove the cut for more samples, of which `least` are compared in any case. Returns how many are left.
 
         Raises:
             UncuttableError: head and tail do not make one of them.
@@ -160,11 +152,7 @@ class Proof:
         return sample
 
     def read(self, read: Callable[[], Sequence[Any]], indices: Sequence[int]) -> tuple[list[Any], str | None]:
-        """Samples of the head, and why the tail cannot finish one of them.
-
-        Args:
-            read: reads the samples of the head.
-            indices: their indices.
+        """Samples of the head, which `read` reads, and why the tail cannot finish one of them.
 
         Raises:
             UncuttableError: head and tail do not make the samples of the source.
@@ -182,7 +170,8 @@ class Proof:
                     self._looked_at += 1
         before = self._calls
         samples = list(read())
-        calls, expected = self._calls - before, sum(len(self._tail.calls(index)) for index in indices)
+        calls = self._calls - before
+        expected = sum(len(self._tail.calls(index)) for index in indices)
         return samples, None if calls == expected else f"the transform is called {calls} times instead of {expected}"
 
     def go_on(self, indices: Sequence[int]) -> None:
@@ -220,7 +209,7 @@ class Proof:
 
     @property
     def _calls(self) -> int:
-        return sum(head.calls.count for head in self._tail.heads)
+        return sum(head.thread.calls for head in self._tail.heads)
 
     def _prove_served(self, index: int, times: int, doubt: LookedAtError | None = None) -> None:
         if not are_draws_evidence():  # another thread may draw: nothing can be compared
@@ -244,7 +233,7 @@ class Proof:
     def _compare(self, sample: Any, original: Read, probe: Probe) -> None:
         """Compare a sample of the head, finished from here on, with that of the source."""
         index, tail = original.index, self._tail
-        whole = tail.of_batch(sample, index) if isinstance(index, list) else tail(sample, index)
+        whole = tail.finish_batch(sample, index) if isinstance(index, list) else tail(sample, index)
         if probe.generators.moved(original.after) or bits(whole) != original.bits:
             nodes = (node for step in tail.steps for _, node in reachable(step))
             holds_dataset = any(issubclass(type(node), Dataset) for node in nodes)
@@ -283,9 +272,8 @@ class Proof:
         return list(dict.fromkeys((*chosen, *results)))[:count]
 
     def _results(self, whole: Any, index: int) -> list[_Leaf]:
-        """What the tail has made, leaf by leaf."""
         paths = [path for call in self._tail.calls(index) for _, path in call.parts]
-        parts = [part_at(whole, path) for path in dict.fromkeys(paths)] if paths else [whole]
+        parts = [node_at(whole, path) for path in dict.fromkeys(paths)] if paths else [whole]
         return [_leaf_of(node) for part in parts for _, node in walk(part)]
 
 

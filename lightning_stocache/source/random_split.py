@@ -42,33 +42,28 @@ from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.source.access import batch_reader
 from lightning_stocache.source.generators import ASKED, Generators, watch_entropy
 from lightning_stocache.source.opaque import LookedAtError, parts_held
-from lightning_stocache.source.probe import FEW, MANY, SOME, Probe, Read, attributed, why_random, words_of
+from lightning_stocache.source.probe import FEW, MANY, SOME, Probe, Read, attributed, spread, why_random, words_of
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.result_form import LEVELS, ResultForm, form_of
 from lightning_stocache.source.samples import Path, bits, walk
-from lightning_stocache.source.transform_split import (
+from lightning_stocache.source.transform_split import OTHER_FORM, Cut, CutCall, ResultPaths, Tail, format_of
+from lightning_stocache.source.transforms import (
     NOT_HELD,
-    OTHER_FORM,
-    Cut,
-    CutCall,
     Head,
-    Parts,
     Site,
-    Tail,
     UncuttableError,
     Values,
+    as_result,
+    as_values,
     draws_by_itself,
-    format_of,
     has_names,
-    packed,
-    part_of,
     sites_of,
     steps_of,
-    unpacked,
+    transform_at,
     with_transforms,
 )
 
-__all__ = ["Split", "split", "spread"]
+__all__ = ["Split", "split"]
 
 QUICK_SECONDS = 0.2
 _MOST_BYTES = 64 << 20  # of samples of further indices
@@ -148,8 +143,9 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None, passes: 
         >>> str(parts.tail)
         'Dropout'
     """
-    indices = spread(len(source), FEW, domain)
-    more = spread(len(source), quick + 2, domain)[1:-1] if quick else ()
+    among = range(len(source)) if domain is None else domain
+    indices = spread(among, FEW)
+    more = spread(among, quick + 2)[1:-1] if quick else ()
     with Probe(source) as probe, watch_entropy():
         pairs = list(_pairs(source, probe, indices, more))
         originals, again = zip(*pairs, strict=True)
@@ -160,7 +156,7 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None, passes: 
         elif moved is None and probe.always:  # another thread may draw now and then, but not during each read
             reason = f"it is random (each read moves the generator of {' and '.join(sorted(probe.always))})"
         if reason is None and moved is not None:
-            reason = _why_not_worth(again, len(source) if domain is None else len(domain), passes)
+            reason = _why_not_worth(again, len(among), passes)
         if reason is not None or moved is None:
             return Split(source, again, probe.reads, reason=reason)
         reasons = []
@@ -171,15 +167,15 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None, passes: 
                     return Split(source, again, probe.reads)
                 head, tail = cut.apply(source)
                 proof = Proof(source, head, tail)
-                heads = tuple(proof.of(original, probe) for original in originals)
+                heads = tuple(proof.prove_read(original, probe) for original in originals)
                 if batch_reader(source) is not None:
-                    proof.of(probe.read(source, [read.index for read in again[:2]], 0), probe)
+                    proof.prove_read(probe.read(source, [read.index for read in again[:2]], 0), probe)
                 if proof.is_blind(heads, probe):
                     cut = replace(cut, is_blind=True)
                 elif tail.takes_apart:
                     raise UncuttableError(NOT_HELD)
                 else:
-                    unproved = proof.of_others(_others(len(source), domain), SOME - len(originals), probe)
+                    unproved = proof.prove_others(_others(len(source), domain), SOME - len(originals), probe)
                     cut = replace(cut, unproved=unproved)
                 head, tail = cut.apply(source)
                 return Split(head, heads, probe.reads, tail, cut)
@@ -206,13 +202,6 @@ def _why_not_worth(reads: Sequence[Read], samples: int, passes: float) -> str | 
     return f"it is random, and {words}, more than {passes:.0f} epochs of {samples} samples save"
 
 
-def spread(length: int, count: int, domain: Domain | None = None) -> tuple[int, ...]:
-    """`count` indices of a dataset, or of its domain, spread evenly from the first to the last."""
-    among: Any = range(length) if domain is None else domain
-    count = min(count, len(among))
-    return tuple(int(among[k * (len(among) - 1) // max(count - 1, 1)]) for k in range(count))
-
-
 def _others(length: int, domain: Domain | None) -> list[int]:
     """Indices for further proofs, in no regular order; some come twice if there are only a few."""
     among = range(length) if domain is None else domain.indices
@@ -229,7 +218,10 @@ def _pairs(
 
     An index that raises is skipped, unless all raise: no sampler may ever ask for it.
     """
-    begin, seen, nbytes, failure = time.perf_counter(), 0, 0, None
+    begin = time.perf_counter()
+    seen = 0
+    nbytes = 0
+    failure = None
     for index in dict.fromkeys((*indices, *more)):
         first = index in indices
         if not (first or seen):
@@ -260,11 +252,8 @@ _Pair: TypeAlias = tuple[Read, Read]
 def _cut(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut | None:
     """The cut before the first random step; None if all steps are deterministic.
 
-    Args:
-        source: the dataset, or one inside it.
-        pairs: two reads of each probed index. Only the first of two has the index in `source`.
-        probe: reads the source.
-        named: whether only attributes named `transform` or `transforms` are transforms.
+    Of two reads in `pairs` the first has the index in `source`, which may be a dataset inside the probed one. If
+    `named`, only attributes named `transform` or `transforms` are transforms.
 
     Raises:
         UncuttableError: the cut would not be sound.
@@ -280,7 +269,7 @@ def _cut(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut 
         inside = [pair for pair in shifted if 0 <= pair[0].index < len(part)] or [probe.read_twice(part, 0)]
         cut = _cut(part, inside, probe, named) if any(why_random(*pair) for pair in inside) else None
         if cut is not None:
-            Proof(part, *cut.apply(part)).of(inside[0][0], probe)
+            Proof(part, *cut.apply(part)).prove_read(inside[0][0], probe)
         cuts.append(cut)
     return Cut(parts=tuple(cuts)) if any(cuts) else None
 
@@ -295,19 +284,19 @@ def _cut_transforms(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bo
     if len(chains) > 1:
         raise UncuttableError(_NOT_ALIKE)
     [chain] = chains
-    length = {site: len(steps_of(part_of(source, site))) for site, _ in chain}
+    length = {site: len(steps_of(transform_at(source, site))) for site, _ in chain}
     ends = length | {site: 0 for site, follows in chain if follows}
     for call in (call for calls in samples for call in calls if call.site in ends):
         ends[call.site] = min([ends[call.site], *(step for step, moved in enumerate(call.moved) if moved)])
     if not ends:
         raise UncuttableError(_NOT_RANDOM)
-    if any(ends[site] == length[site] and not draws_by_itself(part_of(source, site)) for site in ends):
+    if any(ends[site] == length[site] and not draws_by_itself(transform_at(source, site)) for site in ends):
         raise UncuttableError("no step of its transform is random by itself")
     cuts = set[Cut]()
     for first, again in pairs:
         try:
             for call in (call for calls in samples for call in calls if call.site in ends):
-                packed(call.result, call.values)
+                as_values(call.result, call.values)
             once, calls = _recorded(source, ends, first, probe)
             if ends != length:
                 cuts.add(Cut(tuple(_placed(chain, ends, calls, once.sample))))
@@ -335,14 +324,8 @@ def _cut_apart(
 ) -> Cut:
     """The cut of transforms whose results are taken apart, at as few levels of containers as the code behind needs.
 
-    Args:
-        source: the dataset.
-        chain: the sites of the calls of cut transforms, and whether they follow others.
-        ends: how many steps of each transform stay in the source.
-        samples: the calls of whole transforms for the probed indices.
-        pairs: two reads of each of these indices.
-        probe: reads the source.
-        error: the reason why the results are not whole in the samples.
+    `ends` says how many steps of each transform stay in the source, `samples` has the calls of whole transforms for the
+    probed indices, and `error` is the reason why the results are not whole in the samples.
 
     Raises:
         UncuttableError: there is none.
@@ -409,7 +392,9 @@ class _Recorder(Head):
         end = ends[site]
         super().__init__(function, len(steps_of(function)) if end is None else end)
         self._is_single = end is None and self.end == 1  # it may be no transform, and return anything
-        self._site, self._noted, self._generators = site, calls, generators
+        self._site = site
+        self._noted = calls
+        self._generators = generators
         self._reading = threading.get_ident()
         self.is_of_a_thread = False
 
@@ -429,7 +414,7 @@ class _Recorder(Head):
                 with self._generators.watch() as names:
                     stepped = self.run(stepped, position, position + 1)
                 moved.append(bool(names))
-            result = unpacked(stepped, has_names(given))
+            result = as_result(stepped, has_names(given))
         form = form_of(result) if any(moved) or draws_by_itself(self.transform) else None
         self._noted.append(_Call(self._site, self.transform, given, result, moved, before, form))
         return result
@@ -469,45 +454,53 @@ def _random(calls: list[_Call]) -> Iterator[Site]:
 
 
 def _chain(calls: list[_Call], random: set[Site], named: bool) -> Iterator[tuple[Site, bool]]:
-    """The sites of random calls, and of calls that follow: these work only on results of earlier ones."""
-    last, made = -1, list[Any]()
+    """The sites of the calls that are cut, in their order, and whether a call only follows others.
+
+    A random call is cut, and so is each call that works only on its results. Of `crop` (random), `pad(crop(image))` and
+    `scale(boxes)` the chain is `crop`, and `pad`, which follows.
+    """
+    last = -1
+    results = list[Any]()
     for number, call in enumerate(calls):
         # A method, or a callable that gets other values too, may make the sample.
-        follows = bool(made and call.values) and not (named or isinstance(call.function, MethodType))
-        follows = follows and all(any(value is node for node in made) for value in call.values.values())
+        follows = bool(results and call.values) and not (named or isinstance(call.function, MethodType))
+        follows = follows and all(any(value is node for node in results) for value in call.values.values())
         if call.site in random or (follows and last < call.before):
             last = number
-            made += [node for _, node in walk(call.result) if _has_data([node])]
+            results += [node for _, node in walk(call.result) if _has_data([node])]
             yield call.site, follows
 
 
 def _placed(
     chain: Sequence[tuple[Site, bool]], ends: Mapping[Site, int], calls: Sequence[_Call], sample: Any
 ) -> Iterator[CutCall]:
-    """The calls of a cut, whose results are found in the sample by identity. Two may return the same object."""
+    """The calls of a cut, whose results are found in the sample by identity. Two may return the same object.
+
+    A call that follows has its results where an earlier call had its own; any other call has places of its own.
+    """
     if [site for site, _ in chain] != [call.site for call in calls]:
         raise UncuttableError(_NOT_ALIKE)
-    free, used = list(walk(sample)), list[tuple[Path, Any]]()
+    free = dict(walk(sample))
+    used = dict[Path, Any]()
     for (site, follows), call in zip(chain, calls, strict=True):
-        places: list[tuple[int | str, Path]] = []
-        for key, value in packed(call.result, call.values).items():
-            among = used if follows else free
-            number = next((k for k, (_, node) in enumerate(among) if node is value), None)
-            if number is not None:
-                used.append(among[number] if follows else among.pop(number))
-                places.append((key, used[-1][0]))
+        paths: list[tuple[int | str, Path]] = []
+        for key, value in as_values(call.result, call.values).items():
+            path = next((path for path, node in (used if follows else free).items() if node is value), None)
+            if path is not None:
+                used[path] = free.pop(path, value)
+                paths.append((key, path))
             elif isinstance(key, int):
                 raise UncuttableError(NOT_HELD)
-        if not places:
+        if not paths:
             raise UncuttableError(NOT_HELD)
-        yield CutCall(site, ends[site], tuple(places), tuple(places))
+        yield CutCall(site, ends[site], tuple(paths), tuple(paths))
 
 
 def _placed_parts(
     sites: Sequence[Site],
     ends: Mapping[Site, int],
     forms: Mapping[Site, ResultForm],
-    calls: Sequence[tuple[tuple[int | str, ...], Parts]],
+    calls: Sequence[tuple[tuple[int | str, ...], ResultPaths]],
 ) -> Iterator[CutCall]:
     """The calls of a cut, given the keys of their values and the places of their results' parts."""
     held = [{key for key, _ in parts} for _, parts in calls]

@@ -34,8 +34,8 @@ from lightning_stocache.source.places import (
     SMALL,
     Around,
     Array,
+    ArrowColumn,
     Attributes,
-    Column,
     Content,
     Handle,
     Items,
@@ -68,6 +68,7 @@ from lightning_stocache.source.walk import (
     node_dict,
     package_of,
     read_code,
+    same_object,
     scopes_of,
     variables_of,
 )
@@ -96,16 +97,9 @@ Node: TypeAlias = tuple[str, Any, Around]
 
 
 class Reach:
-    """The places that the code of a read can reach.
+    """The places that the code of a read of a source can reach, without those in the `tail`."""
 
-    Args:
-        source: the user's dataset.
-        length: number of its samples.
-        tail: objects that are not entered.
-        transforms: functions beside the source whose results are stored, too.
-    """
-
-    def __init__(self, source: Any, length: int, tail: Collection[Any] = (), transforms: Collection[Any] = ()) -> None:
+    def __init__(self, source: Any, length: int, tail: Collection[Any] = ()) -> None:
         self.places: dict[str, Place] = {}
         self.watched: list[str] = []
         """Paths of the datasets and transforms, and of the lists that hold them."""
@@ -120,7 +114,7 @@ class Reach:
         self._machines: list[Node] = []  # objects of Lightning, until all names are known
         self._texts: set[str] = set()
         around = Around(length, list)
-        self.walk([("", source, around), *((f"transform {k}", node, around) for k, node in enumerate(transforms))])
+        self.walk([("", source, around)])
         if not self.names.isdisjoint(("environ", "getenv")):
             texts = sorted(filter(str.isidentifier, self._texts))
             self.add("environ", Attributes(partial(_environment, texts), around, prefix="environ"))
@@ -194,7 +188,7 @@ class Reach:
             for number in range(len(tensor_parts(node))):  # it is sparse, nested, jagged or quantised
                 self._add_array(inside(path, f"part {number}"), partial(_part_of_tensor, node, number), around)
         elif issubclass(kind, np.ndarray):  # in a file
-            self.add(path, Mapped(partial(_same_object, node), around, len(node) if node.ndim else None))
+            self.add(path, Mapped(partial(same_object, node), around, len(node) if node.ndim else None))
             self.add(inside(path, "file"), Handle(partial(_file_of_map, node), around))
         elif kind.__name__ in ("DataFrame", "Series") and package in ("pandas", "polars"):
             yield from self._of_frame(path, node, around)
@@ -202,11 +196,11 @@ class Reach:
             # As a column, not by its attributes: in `_cache` an Index keeps results of its methods.
             self._add_column(path, partial(_index, node), around, len(node))
         elif package == "pyarrow" and hasattr(kind, "slice"):
-            self.add(path, Column(partial(_same_object, node), around, len(node)))
+            self.add(path, ArrowColumn(partial(same_object, node), around, len(node)))
         elif package == "h5py":
             self.add(path, Handle(partial(_name_in_file, node), around))
         elif issubclass(kind, CONTAINERS):
-            yield from self._of_container(path, partial(_same_object, node), around)
+            yield from self._of_container(path, partial(same_object, node), around)
             if is_user_class:
                 yield from self._of_object(f"{path}.__dict__", node, around)
         elif is_machine and is_user_class and not _is_machine(kind):
@@ -241,7 +235,7 @@ class Reach:
                 continue
             inner = around if is_known else around.inside(name)
             if kind is ConcatDataset and name == "datasets":
-                self.add(inside(path, name), Items(partial(_same_object, child), around, len(child), False))
+                self.add(inside(path, name), Items(partial(same_object, child), around, len(child), False))
                 yield from _parts_of(path, node, inner)
             else:
                 yield inside(path, name), child, _around_child(node, name, child, inner)
@@ -258,7 +252,7 @@ class Reach:
         modules = vars(module)["_modules"]
         if modules:
             self._watch(inside(path, "modules"), module)
-            place = Attributes(partial(_same_object, modules), around, prefix=path, is_known=True)
+            place = Attributes(partial(same_object, modules), around, prefix=path, is_known=True)
             self.add(inside(path, "modules"), place)
         yield from ((inside(path, name), child, around) for name, child in modules.items() if child is not None)
 
@@ -331,7 +325,7 @@ class Reach:
                     place = Tree(read, around, COPIED_BYTES - self._bytes)
             self.add(path, place, place.nbytes or content.__sizeof__())
         else:
-            self.add(path, Column(read, around, length))
+            self.add(path, ArrowColumn(read, around, length))
 
     def _of_frame(self, path: str, frame: Any, around: Around) -> Iterator[Node]:
         """Of a frame of pandas or polars: its columns, which are read anew because a frame replaces them; its index."""
@@ -388,11 +382,11 @@ class Reach:
         yield from ((f"{path} default {k}", value, around) for k, value in enumerate(defaults))
 
     def _of_scope(self, scope: Variables, around: Around) -> Iterator[Node]:
-        """Of the variables that a function reaches by name."""
         if scope.path not in self.places:
             self.add(scope.path, Attributes(scope.read, around, prefix=scope.prefix))
         for name, value in scope.read().items():
-            path, is_class = inside(scope.prefix, name), isinstance(value, type)
+            path = inside(scope.prefix, name)
+            is_class = isinstance(value, type)
             if is_class and is_of_library(value):
                 continue
             if is_class:  # the function may make an object of it
@@ -428,10 +422,6 @@ def _has_state(node: Any) -> bool:
     return decides and node_dict(node) is not None
 
 
-def _same_object(node: Any) -> Any:
-    return node
-
-
 def _around_child(node: Any, name: str, child: Any, around: Around) -> Around:
     """What is around an attribute: if it is a dataset with other samples, that dataset."""
     if not issubclass(type(child), Dataset):
@@ -455,15 +445,11 @@ def _outside_subset(subset: Any, around: Around, indices: Iterable[int]) -> list
 
 
 def _parts_of(path: str, node: Any, around: Around) -> Iterator[Node]:
-    """The datasets of a ConcatDataset."""
     begin = 0
     for number, (part, end) in enumerate(zip(node.datasets, node.cumulative_sizes, strict=True)):
         outer = partial(_outside_part, begin, around)
-        yield (
-            inside(f"{path}.datasets" if path else "datasets", number, is_item=True),
-            part,
-            replace(around, length=end - begin, outer=outer),
-        )
+        where = inside(inside(path, "datasets"), number, is_item=True)
+        yield where, part, replace(around, length=end - begin, outer=outer)
         begin = end
 
 
@@ -494,7 +480,6 @@ def _name_in_file(node: Any) -> tuple[str, ...]:
 
 
 def _index(index: Any) -> Any:
-    """An index of pandas, as a column."""
     if type(index).__name__ == "RangeIndex":
         return [index.start, index.stop, index.step]
     return _column(index, None)

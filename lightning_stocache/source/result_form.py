@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_stocache.source.samples import Path, is_namedtuple, part_at
+from lightning_stocache.source.samples import Path, is_namedtuple, node_at
 
 __all__ = ["LEVELS", "ResultForm", "form_of"]
 
@@ -73,7 +73,7 @@ class ResultForm:
     def fits(self, result: Any) -> bool:
         """Whether a result has this form."""
         for path, kind, keys in self.containers:
-            node = part_at(result, path)
+            node = node_at(result, path)
             if type(node) is not kind or _keys_of(node) != keys:
                 return False
         return True

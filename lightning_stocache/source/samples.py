@@ -3,7 +3,7 @@
 `walk` gives every container and leaf with its path; `rebuilt` makes the same containers around other leaves. Samples
 are compared in three ways:
 
-- `bits`: values by path that `==` compares bit for bit, of large leaves a digest; `difference` says where two differ.
+- `bits`: values by path that `==` compares bit for bit, of large leaves a digest; `where_different` compares two.
 - `same_sample`: by value, for another job: sets and dicts have no order, and floating-point numbers may differ in
   their last bits.
 - `digest_of`: all bits in one text, for another process of the job.
@@ -33,20 +33,20 @@ __all__ = [
     "Bits",
     "Path",
     "bits",
-    "difference",
+    "where_different",
     "digest_of",
     "is_masked",
     "is_namedtuple",
     "is_plain",
     "mark_of",
-    "part_at",
+    "node_at",
     "parts_of_tensor",
     "rebuilt",
     "refilled",
     "same_sample",
     "stacked",
     "walk",
-    "with_part",
+    "with_node",
 ]
 
 Path: TypeAlias = tuple[Any, ...]
@@ -80,16 +80,16 @@ def walk(node: Any, path: Path = (), above: tuple[int, ...] = ()) -> Iterator[tu
             yield from walk(node[key], (*path, key), inside)
 
 
-def part_at(sample: Any, path: Path) -> Any:
+def node_at(sample: Any, path: Path) -> Any:
     """The object at a path."""
     return reduce(getitem, path, sample)
 
 
-def with_part(node: Any, path: Path, part: Any) -> Any:
+def with_node(node: Any, path: Path, part: Any) -> Any:
     """The sample with another object at a path; containers on the way are copied."""
     if not path:
         return part
-    key, part = path[0], with_part(node[path[0]], path[1:], part)
+    key, part = path[0], with_node(node[path[0]], path[1:], part)
     if isinstance(node, tuple):
         return refilled(node, (*node[:key], part, *node[key + 1 :]))
     node = copy.copy(node)
@@ -191,7 +191,8 @@ def _leaf_bits(node: Any) -> Any:
         return kind, tuple(node)
     if isinstance(node, list | tuple):
         return kind, len(node)
-    if isinstance(node, torch.Tensor) and (parts := parts_of_tensor(node)) is not None:
+    parts = parts_of_tensor(node)
+    if parts is not None:
         form, tensors = parts
         return kind, form, tuple(map(_leaf_bits, tensors)), _attribute_bits(node) if node.layout in _SPARSE else None
     if is_masked(kind):
@@ -253,9 +254,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
-def parts_of_tensor(tensor: torch.Tensor) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
-    """A sparse, nested, jagged or quantised tensor as its form and dense tensors; None for any other."""
-    if tensor.is_meta or _is_dense(tensor):
+def parts_of_tensor(tensor: Any) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
+    """A sparse, nested, jagged or quantised tensor as its form and dense tensors; None for any other object."""
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or _is_dense(tensor):
         return None
     form: tuple[Any, ...] = tensor.dtype, tensor.layout
     if tensor.is_nested:
@@ -285,7 +286,7 @@ def _attribute_bits(tensor: torch.Tensor) -> Bits:
     }
 
 
-def difference(left: Bits, right: Bits) -> str | None:
+def where_different(left: Bits, right: Bits) -> str | None:
     """Where the bits of two samples differ, written as in Python; None if they are equal."""
     for path in {**left, **right}:
         if path not in left or path not in right or left[path] != right[path]:
@@ -309,7 +310,7 @@ def same_sample(left: Any, right: Any) -> bool:
     if ours.keys() != theirs.keys():
         return False
     differing = (path for path in ours if ours[path] != theirs[path])
-    return all(_is_near(part_at(left, path), part_at(right, path)) for path in differing)
+    return all(_is_near(node_at(left, path), node_at(right, path)) for path in differing)
 
 
 def _is_near(left: Any, right: Any) -> bool:
@@ -318,7 +319,8 @@ def _is_near(left: Any, right: Any) -> bool:
         return False
     if isinstance(left, _DICTS):  # they have the same keys, because there are the same paths
         return True
-    if isinstance(left, torch.Tensor) and (parts := parts_of_tensor(left)) is not None:
+    parts = parts_of_tensor(left)
+    if parts is not None:
         others = parts_of_tensor(right)
         if others is None or parts[0] != others[0] or len(parts[1]) != len(others[1]):
             return False
@@ -386,7 +388,7 @@ def _feed(digest: Any, node: Any, deep: int) -> None:
     elif isinstance(node, bytes | bytearray | str):
         text = node.encode(errors="replace") if isinstance(node, str) else node
         digest.update(_digested(np.frombuffer(text, dtype=np.uint8)))
-    elif isinstance(node, torch.Tensor) and (parts := parts_of_tensor(node)) is not None:
+    elif (parts := parts_of_tensor(node)) is not None:
         digest.update(repr(parts[0]).encode())
         for part in parts[1]:
             _feed(digest, part, deep)

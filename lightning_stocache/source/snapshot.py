@@ -3,10 +3,10 @@
 `Snapshot` notes it before a read, and puts it back afterwards. Not seen are memory that processes share, and the state
 of libraries in C, but for the positions of files.
 
-`Contents` holds the copies: of containers, of arrays, and of single values. They are shallow, because each container
+`Copies` holds the copies: of containers, of arrays, and of single values. They are shallow, because each container
 that can be reached is noted by itself.
 
-`Counters` finds the numbers that each read moves (`self.calls += 1`), and sets them far ahead.
+`MovedNumbers` finds the numbers that each read moves (`self.calls += 1`), and sets them far ahead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import stat
 import sys
 from ast import literal_eval
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ from lightning_stocache.source.walk import (
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Contents", "Counters", "Snapshot", "live_content"]
+__all__ = ["Copies", "MovedNumbers", "Snapshot", "live_content"]
 
 _MOST_BYTES = 64 << 20  # of copies of arrays
 _MOST_ITEMS = 100_000  # of a container in which counters are looked for
@@ -57,7 +57,7 @@ _CTYPE: Any = ctypes.c_int.__base__  # the number of a `multiprocessing.Value`
 _UNSEEKABLE = (AttributeError, OSError, ValueError)  # a pipe, a closed file, a text file in the middle of an iteration
 
 
-class Contents:
+class Copies:
     """Copies of variables, of containers and of arrays.
 
     Args:
@@ -98,9 +98,6 @@ class Contents:
 class Snapshot:
     """The state of a source at one moment.
 
-    Args:
-        source: the user's dataset or stream.
-
     Example:
         >>> class Counted:
         ...     def __init__(self):
@@ -121,27 +118,26 @@ class Snapshot:
         held = [(path, value) for path, node in containers for _, value in items_of(node)]
         held += [(found.path, value) for found in variables for value in list(found.read().values())]
         arrays = {id(value): (path, value) for path, value in held if _own_array(value) is not None}
-        self._contents = Contents([*containers, *arrays.values()], variables)
+        self._contents = Copies([*containers, *arrays.values()], variables)
         files = [(where, node) for where, node in nodes if issubclass(type(node), io.IOBase)]
         outer = tuple(f"{where}." for where, _ in files)
         # A compressed file moves the file inside it, which must stay where the decompressor expects it.
-        self._files = [(where, file, _position(file)) for where, file in files if not where.startswith(outer)]
-        self._descriptors = {_descriptor(file) for _, file in files}
+        self._files = [(where, file, _answer(file.tell)) for where, file in files if not where.startswith(outer)]
+        self._descriptors = {_answer(file.fileno) for _, file in files}
         self._offsets = _offsets()
 
     def put_back(self) -> str | None:
         """Put all back. Returns where a state differs that cannot be put back; None if there is none."""
         self._contents.put_back()
         for _, file, position in self._files:
-            if position is not None and _position(file) != position:
+            if position is not None and _answer(file.tell) != position:
                 with suppress(*_UNSEEKABLE):
                     file.seek(position)
         return self._moved_file()
 
     def _moved_file(self) -> str | None:
-        """The file whose position differs."""
         for where, file, position in self._files:
-            if _position(file) != position:
+            if _answer(file.tell) != position:
                 return f"the position of {where}"
         now = _offsets()
         for descriptor, before in self._offsets.items():
@@ -151,21 +147,18 @@ class Snapshot:
         return None
 
 
-class Counters:
+class MovedNumbers:
     """The numbers of a source that each read moves by the same step: counts of reads, of samples, of epochs.
 
     Numbers are plain ones, those in arrays and in memory that processes share, the next number of `itertools.count`,
     and the length of a list that reads append numbers or texts to.
-
-    Args:
-        source: the user's dataset.
 
     Example:
         >>> class Counted:
         ...     def __init__(self):
         ...         self.calls = self.epoch = 3
         >>> source = Counted()
-        >>> counters = Counters(source)
+        >>> counters = MovedNumbers(source)
         >>> source.calls += 1
         >>> counters.look()
         ['Counted.calls']
@@ -379,20 +372,14 @@ def _refill(live: Any, before: Any) -> None:
 
 
 def _is_of_file(node: Any) -> bool:
-    """Whether the state of an object is that of a file."""
     kind = type(node)
     return issubclass(kind, io.IOBase) or package_of(kind) in _OF_FILES
 
 
-def _position(file: io.IOBase) -> int | None:
+def _answer(question: Callable[[], int]) -> int | None:
+    """The answer of a file; None if the file has none."""
     with suppress(*_UNSEEKABLE):
-        return file.tell()
-    return None
-
-
-def _descriptor(file: io.IOBase) -> int | None:
-    with suppress(*_UNSEEKABLE):
-        return file.fileno()
+        return question()
     return None
 
 

@@ -2,13 +2,10 @@
 
 A source is cut, through any depth of Subset,
 
-- by its transforms: whatever its `__getitem__` calls that it holds in an attribute, in a list or dict, as a method of
-  its own, or in a dataset inside it;
+- by its transforms (`transforms`), of which the first steps stay in it;
 - by parts, if it is a ConcatDataset: each part has a cut of its own;
 - by its format, if it is a dataset of Hugging Face with a transform.
 
-Nested Composes and Sequentials of torchvision are one flat list of steps; a Compose of albumentations or MONAI has the
-steps that it holds itself. Steps are called as the whole transform is: with one value, with several, or by keywords.
 A result may be taken apart by the code behind the transform (`result_form`).
 
 A `Cut` holds nothing but numbers and keys, so a process that has read nothing cuts its own source in the same way. The
@@ -20,69 +17,38 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
-from inspect import getattr_static
-from typing import Any, NamedTuple, TypeAlias, cast
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
-from torch import nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
-from lightning_stocache.node.errors import description
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.result_form import ResultForm
-from lightning_stocache.source.samples import Path, part_at, with_part
+from lightning_stocache.source.samples import Path, node_at, with_node
+from lightning_stocache.source.transforms import (
+    Head,
+    Site,
+    UncuttableError,
+    Values,
+    as_values,
+    reading,
+    transform_at,
+    with_transforms,
+)
+from lightning_stocache.source.walk import same_object
 
-__all__ = [
-    "Cut",
-    "CutCall",
-    "Head",
-    "NOT_HELD",
-    "OTHER_FORM",
-    "Parts",
-    "Places",
-    "Site",
-    "Tail",
-    "TailCall",
-    "UncuttableError",
-    "Values",
-    "draws_by_itself",
-    "format_of",
-    "has_names",
-    "packed",
-    "part_of",
-    "reading",
-    "reads_as_library",
-    "sites_of",
-    "steps_of",
-    "unpacked",
-    "with_transforms",
-]
+__all__ = ["OTHER_FORM", "Cut", "CutCall", "ResultPaths", "Tail", "TailCall", "format_of", "reads_as_library"]
 
-Values: TypeAlias = dict[int | str, Any]
-"""The arguments of a transform, or its results: by position, or by keyword."""
-
-Places: TypeAlias = tuple[tuple[int | str, Path], ...]
+ValuePaths: TypeAlias = tuple[tuple[int | str, Path], ...]
 """Where the values of one call lie in a sample."""
 
-Parts: TypeAlias = tuple[tuple[Any, Path], ...]
-"""Where the results of one call lie in a sample: `Places`, or of one that is taken apart its parts, by path."""
+ResultPaths: TypeAlias = tuple[tuple[Any, Path], ...]
+"""Where the results of one call lie in a sample: `ValuePaths`, or of one that is taken apart its parts, by path."""
 
-Site: TypeAlias = tuple[Any, ...]
-"""Where a dataset holds a transform: attributes, and keys of lists and dicts."""
-
-_MOST_ITEMS = 64  # of a list that may hold transforms: a longer one holds data
-_DEEP = 6  # attributes and keys that lead to a transform
-NOT_HELD = "the sample does not hold what its transform returns, but something made of it"
 OTHER_FORM = "the result of its transform, which the code behind takes apart, has another form from sample to sample"
-
-
-class UncuttableError(ValueError):
-    """The source cannot be split; the message says why."""
 
 
 class MisfitError(UncuttableError):
@@ -110,8 +76,8 @@ class CutCall(NamedTuple):
 
     site: Site
     end: int
-    values: Places
-    parts: Parts
+    values: ValuePaths
+    parts: ResultPaths
     form: ResultForm | None = None
 
 
@@ -159,13 +125,15 @@ class Cut:
             tail = Tail(parts=tails, ends=source.cumulative_sizes)
         elif (transform := format_of(source)) is not None:
             clone = copy.copy(source)
-            clone.set_transform(_as_it_is, source.format["columns"], source.format["output_all_columns"])
+            clone.set_transform(same_object, source.format["columns"], source.format["output_all_columns"])
             tail = _FormatTail(transform, source.format["columns"])
         else:
-            first = {call.site: Head(part_of(source, call.site), call.end, call.form) for call in self.calls}
+            first = {call.site: Head(transform_at(source, call.site), call.end, call.form) for call in self.calls}
             clone = with_transforms(source, first, lambda site, _: first[site])
             tail = Tail([TailCall(first[call.site], call.values, call.parts) for call in self.calls])
-        tail.head, tail.is_blind, tail.unproved = clone, self.is_blind, self.unproved
+        tail.head = clone
+        tail.is_blind = self.is_blind
+        tail.unproved = self.unproved
         return clone, tail
 
 
@@ -173,8 +141,8 @@ class TailCall(NamedTuple):
     """A call of a head for a sample: `CutCall.values` and `CutCall.parts`."""
 
     head: Head
-    values: Places
-    parts: Parts
+    values: ValuePaths
+    parts: ResultPaths
 
 
 class Tail:
@@ -207,7 +175,9 @@ class Tail:
         parts: Sequence[Tail | None] = (),
         ends: Sequence[int] = (),
     ) -> None:
-        self._calls, self._parts, self._ends = calls, parts, ends
+        self._calls = calls
+        self._parts = parts
+        self._ends = ends
         self.heads = list(dict.fromkeys(call.head for call in calls))
         self.steps = [step for head in self.heads for step in head.steps[head.end :]]
         self.subsets = list[Sequence[int]]()
@@ -217,7 +187,7 @@ class Tail:
                 self.steps += part.steps
 
     def __str__(self) -> str:
-        return ", ".join(map(_step_name, self.steps))
+        return ", ".join(str(getattr(step, "__name__", type(step).__name__)) for step in self.steps)
 
     @property
     def takes_apart(self) -> bool:
@@ -242,17 +212,17 @@ class Tail:
             return sample if part is None else part.finish(sample, inner)
         results = list[Any]()
         for head, values, parts in self._calls:
-            given = {key: part_at(sample, path) for key, path in values}
+            given = {key: node_at(sample, path) for key, path in values}
             results.append(head.result(given))
             if head.form is None:
-                named = packed(results[-1], given)
+                named = as_values(results[-1], given)
                 found = [(path, named[key]) for key, path in parts]
             elif head.form.fits(results[-1]):
-                found = [(path, part_at(results[-1], key)) for key, path in parts]
+                found = [(path, node_at(results[-1], key)) for key, path in parts]
             else:
                 raise MisfitError(partial(self._replayed, results, index))
             for path, part in found:
-                sample = with_part(sample, path, part)
+                sample = with_node(sample, path, part)
         return sample
 
     def _replayed(self, results: list[Any], index: int) -> Any:
@@ -264,7 +234,7 @@ class Tail:
         with reading(self.heads, show):
             return self.head[index]
 
-    def of_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    def finish_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Finish samples that the source loads in one call."""
         return list(map(self, samples, indices))
 
@@ -284,134 +254,6 @@ class Tail:
         return self._parts[part], index - (self._ends[part - 1] if part else 0)
 
 
-# ---- by transforms ----
-
-
-class Calls(threading.local):
-    """The calls of a head in this thread, and how this thread reads the source now. A copy begins anew."""
-
-    count = 0
-    is_reading = False
-    show: Callable[[Any, Values, bool], Any] | None = None
-    """What a head returns instead of its result: given the head, the result, and if it has names."""
-
-    def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
-        return Calls, ()
-
-
-class Head:
-    """The first `end` steps of a transform, called as the transform is.
-
-    Args:
-        transform: the transform.
-        end: the number of its steps.
-        form: the form of the transform's result if it is taken apart: then the head returns one of this form.
-
-    Attributes:
-        steps: all steps of the transform.
-        calls: the calls in each thread.
-        is_strayed: whether another thread has called it than one that reads: nobody can tell for which sample.
-    """
-
-    def __init__(self, transform: Callable[..., Any], end: int, form: ResultForm | None = None) -> None:
-        self.transform: Any = transform
-        self.end, self.steps, self.form = end, steps_of(transform), form
-        self.calls = Calls()
-        self.is_strayed = False
-
-    def __call__(self, *values: Any, **named: Any) -> Any:
-        """Run the steps. Several values come back as a tuple, named ones as a dict."""
-        self.calls.count += 1
-        self.is_strayed |= not self.calls.is_reading
-        given = self.given(values, named)
-        result, is_named = self.run(given, 0, self.end), has_names(given)
-        if self.calls.show is not None:
-            return self.calls.show(self, result, is_named)
-        return unpacked(result, is_named) if self.form is None else self.form.filled(self.leaves(result))
-
-    def given(self, values: Sequence[Any], named: Mapping[str, Any]) -> Values:
-        """The arguments of a call. A keyword may be that of a whole list of steps, which know none."""
-        is_list = not _is_compose(self.transform) and all(step is not self.transform for step in self.steps)
-        given: Values = dict(enumerate((*values, *named.values()) if is_list else values))
-        if not is_list:
-            given.update(named)
-        return given
-
-    def leaves(self, values: Values) -> dict[Path, Any]:
-        """What the head returns for these values of a call, of a result that is taken apart: its leaves by path."""
-        form = cast(ResultForm, self.form)
-        return {path: unpacked(values, has_names(values)) if path == form.place else None for path in form.leaves}
-
-    def run(self, values: Values, begin: int, end: int | None = None) -> Values:
-        """Run some consecutive steps of the transform on the values of a call; to the last one if there is no `end`."""
-        if begin == end:
-            return values
-        for step in self._sections(begin, end):
-            values = packed(_called(step, values), values)
-        return values
-
-    def result(self, values: Values) -> Any:
-        """The result of the transform, as its caller gets it, for values that the head's steps have returned."""
-        result = unpacked(values, has_names(values))
-        for number, step in enumerate(self._sections(self.end, None)):
-            if number:
-                values = packed(result, values)
-            result = _called(step, values)
-        return result
-
-    def _sections(self, begin: int, end: int | None) -> Sequence[Callable[..., Any]]:
-        """Some consecutive steps; of a Compose that calls its steps in a way of its own, one Compose of these."""
-        # A copy for each call: new generators of the whole transform reach the copy.
-        if _is_compose(self.transform) and not (draws_by_itself(self.transform) and end is not None):
-            section: Any = copy.copy(self.transform)
-            section.transforms = self.transform.transforms[begin:end]
-            return [section]
-        return self.steps[begin:end]
-
-
-def unpacked(result: Values, is_named: bool) -> Any:
-    """The result of a call as its caller gets it: several values as a tuple, named ones as a dict."""
-    if is_named:
-        return result
-    return tuple(result.values()) if len(result) > 1 else result[0]
-
-
-@contextmanager
-def reading(heads: Sequence[Head], show: Callable[[Any, Values, bool], Any] | None = None) -> Iterator[None]:
-    """Read the source of these heads in this thread. `show` gives what they return in place of their results."""
-    before = [(head.calls.is_reading, head.calls.show) for head in heads]
-    for head in heads:
-        head.calls.is_reading, head.calls.show = True, show
-    try:
-        yield
-    finally:
-        for head, (is_reading, outer) in zip(heads, before, strict=True):
-            head.calls.is_reading, head.calls.show = is_reading, outer
-
-
-def _called(step: Callable[..., Any], values: Values) -> Any:
-    named: Any = values
-    return step(**named) if has_names(values) else step(*values.values())
-
-
-def packed(result: Any, values: Values) -> Values:
-    """The result of a transform for these values, by position or keyword.
-
-    Raises:
-        UncuttableError: it was called by keywords, and has returned no dict.
-    """
-    if not has_names(values):
-        return dict(enumerate(result if len(values) > 1 else (result,)))
-    if isinstance(result, dict):
-        return result
-    raise UncuttableError(NOT_HELD)
-
-
-def has_names(values: Values) -> bool:
-    """Whether some values of a call have keywords: then its results have them, too."""
-    return any(isinstance(key, str) for key in values)
-
-
 # ---- by a format of Hugging Face ----
 
 
@@ -422,7 +264,7 @@ class _FormatTail(Tail):
         super().__init__()
         self.steps, self._columns = [transform], frozenset(columns)
 
-    def of_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    def finish_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Finish the rows of a batch."""
         batch = {name: [row[name] for row in samples] for name in samples[0]}
         others = {name: batch.pop(name) for name in samples[0] if name not in self._columns}
@@ -434,11 +276,7 @@ class _FormatTail(Tail):
 
     def finish(self, sample: Any, index: int) -> Any:
         """Finish a row."""
-        return self.of_batch([sample], [index])[0]
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
+        return self.finish_batch([sample], [index])[0]
 
 
 def format_of(source: Any) -> Any:
@@ -454,124 +292,3 @@ def reads_as_library(source: Any) -> bool:
     kind, library = type(unwrap(source)), sys.modules.get("datasets")
     names = ("__getitem__", "__getitems__")
     return library is not None and all(getattr(kind, name, 0) is getattr(library.Dataset, name, 1) for name in names)
-
-
-# ---- the transforms of a dataset ----
-
-
-def sites_of(node: Any, site: Site = ()) -> Iterator[Site]:
-    """Where a dataset, and datasets inside it, hold callables: attributes, methods, items of containers."""
-    for key, value in _entries(node).items():
-        # A StandardTransform is torchvision's, and holds the transforms of image and target.
-        if isinstance(value, Dataset) or type(value).__name__ == "StandardTransform" or _holds_transforms(value):
-            if len(site) < _DEEP:
-                yield from sites_of(value, (*site, key))
-        elif callable(value) and not isinstance(value, type):
-            yield *site, key
-
-
-def _holds_transforms(value: Any) -> bool:
-    if not isinstance(value, dict | list | tuple) or len(value) > _MOST_ITEMS:
-        return False
-    return any(callable(item) or isinstance(item, Dataset) for item in _entries(value).values())
-
-
-def _entries(node: Any) -> dict[Any, Any]:
-    if isinstance(node, dict | list | tuple):
-        return node if isinstance(node, dict) else dict(enumerate(node[:_MOST_ITEMS]))
-    names = (name for name in dir(type(node)) if not name.startswith("__"))
-    methods = {name: getattr(node, name) for name in names if callable(getattr_static(type(node), name))}
-    return methods | getattr(node, "__dict__", {})
-
-
-def part_of(source: Any, site: Site) -> Any:
-    """The transform that a source holds at a site.
-
-    Raises:
-        UncuttableError: there is none.
-    """
-    with suppress(AttributeError, LookupError, TypeError):
-        if callable(transform := reduce(_held, site, source)):
-            return transform
-    raise UncuttableError(f"{type(source).__name__} has no transform at {'.'.join(map(str, site))}")
-
-
-def with_transforms(source: Any, sites: Iterable[Site], make: Callable[[Site, Any], Any]) -> Any:
-    """A shallow copy of a source, and of the objects on the way to its transforms, with other transforms.
-
-    Args:
-        source: the dataset.
-        sites: which transforms are replaced.
-        make: called with a site and the transform there; returns its replacement.
-    """
-    copies: dict[Site, Any] = {(): _copied(source)}
-    for site in sites:
-        for depth, key in enumerate(site, start=1):
-            path, parent = site[:depth], copies[site[: depth - 1]]
-            if path in copies:
-                continue
-            value = _held(parent, key)
-            if path == site:
-                copies[path] = make(site, value)
-            else:
-                copies[path] = list(value) if isinstance(value, tuple) else _copied(value)
-            if isinstance(parent, dict | list):
-                parent[key] = copies[path]
-            else:
-                setattr(parent, key, copies[path])
-    return copies[()]
-
-
-def _copied(node: Any) -> Any:
-    try:
-        return copy.copy(node)
-    except Exception as error:  # a `__getattr__` that asks for an attribute before there is one, for instance
-        raise UncuttableError(
-            f"a {type(node).__name__} cannot be copied: copy.copy raises {description(error)}"
-        ) from error
-
-
-def _held(node: Any, key: Any) -> Any:
-    return node[key] if isinstance(node, dict | list | tuple) else getattr(node, key)
-
-
-# ---- their steps ----
-
-
-def steps_of(transform: Any, *, inside: bool = False) -> list[Callable[..., Any]]:
-    """The steps of a transform. A subclass that runs its steps in its own way is one step.
-
-    Args:
-        transform: any callable.
-        inside: whether it is a step itself: a Compose of albumentations or MONAI then stays whole.
-    """
-    if _is_compose(transform):
-        prepares = getattr(transform, "processors", None)  # boxes and key points, before albumentations' first step
-        return [transform] if inside or prepares else list(transform.transforms)
-    modules = (sys.modules.get(name) for name in ("torchvision.transforms", "torchvision.transforms.v2"))
-    for kind in (nn.Sequential, *(module.Compose for module in modules if module is not None)):
-        same = (getattr(type(transform), way, 0) is getattr(kind, way, 0) for way in ("__call__", "forward"))
-        if isinstance(transform, kind) and all(same):
-            steps = transform if isinstance(transform, nn.Sequential) else transform.transforms
-            return [inner for step in steps for inner in steps_of(step, inside=True)]
-    return [transform]
-
-
-def _step_name(step: Any) -> str:
-    """A step as its user knows it, for messages."""
-    return str(getattr(step, "__name__", type(step).__name__))
-
-
-def draws_by_itself(transform: Any) -> bool:
-    """Whether it is a Compose of albumentations that always runs: it draws whether to run at all, even then."""
-    return _is_of(transform, "albumentations") and transform.p >= 1
-
-
-def _is_compose(transform: Any) -> bool:
-    """Whether it is a Compose of albumentations that always runs, or one of MONAI that is not lazy."""
-    return draws_by_itself(transform) or (_is_of(transform, "monai.transforms") and not transform.lazy)
-
-
-def _is_of(transform: Any, module: str) -> bool:
-    library = sys.modules.get(module)  # not imported: then nobody made one
-    return library is not None and type(transform) is getattr(library, "Compose", None)

@@ -53,6 +53,7 @@ __all__ = [
     "node_dict",
     "reachable",
     "read_code",
+    "same_object",
     "scopes_of",
     "variables_of",
 ]
@@ -94,7 +95,8 @@ _LOADS = {
     for name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
     if name in dis.opmap
 }
-_STORE_ATTR, _EXTENDED_ARG = dis.opmap["STORE_ATTR"], dis.opmap["EXTENDED_ARG"]
+_STORE_ATTR = dis.opmap["STORE_ATTR"]
+_EXTENDED_ARG = dis.opmap["EXTENDED_ARG"]
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 # Packages whose functions draw from the process-wide generators, or from one that an object or a class of theirs has:
 # their code is not followed, which would take a quarter of a second in albumentations alone.
@@ -135,7 +137,6 @@ def reachable(source: Any, *, skip: Iterable[Any] = (), arrays: bool = False) ->
 
 
 def _children(path: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """The objects that an object leads to, with their paths."""
     kind = type(node)  # never isinstance: a proxy may load what it stands for to answer
     if issubclass(kind, _NOT_ENTERED):
         return
@@ -181,7 +182,7 @@ class Variables:
     def __setitem__(self, name: str, value: Any) -> None:
         self.write(name, value)
 
-    def of(self, names: Collection[str]) -> Variables:
+    def only(self, names: Collection[str]) -> Variables:
         """Those with some names alone."""
         return replace(self, read=lambda: {name: value for name, value in self.read().items() if name in names})
 
@@ -202,7 +203,7 @@ def variables_of(path: str, node: Any) -> Iterator[Variables]:
     if has_slots(kind):
         yield Variables(path, path, partial(attributes_of, node), partial(_set_attribute, node))
     elif attributes is not None:
-        yield Variables(path, path, partial(_same_object, attributes), partial(_set_item, attributes))
+        yield Variables(path, path, partial(same_object, attributes), partial(_set_item, attributes))
     if kind is types.FunctionType:
         yield from scopes_of(path, node)
 
@@ -215,7 +216,8 @@ def scopes_of(path: str, function: types.FunctionType) -> Iterator[Variables]:
     if is_of_library(function):
         return
     code, namespace = read_code(function.__code__), function.__globals__
-    where, module = f"the globals of {function.__qualname__} at {path}", module_name(function.__module__)
+    where = f"the globals of {function.__qualname__} at {path}"
+    module = module_name(function.__module__)
     home = _installed_package(function)
     loaded = partial(_picked, namespace, code.globals, home)
     yield Variables(where, module, loaded, partial(_set_item, namespace))
@@ -270,7 +272,6 @@ def is_method(value: Any) -> bool:
 
 
 def _contents_of(cells: dict[str, types.CellType]) -> dict[str, Any]:
-    """The variables in the closure of a function, by name."""
     contents = {}
     for name, cell in cells.items():
         with suppress(ValueError):  # not filled yet
@@ -301,7 +302,8 @@ def _is_elsewhere(owner: Any, home: str) -> bool:
     return str(name).partition(".")[0] != home
 
 
-def _same_object(node: Any) -> Any:
+def same_object(node: Any) -> Any:
+    """The object itself."""
     return node
 
 
@@ -368,7 +370,8 @@ def _arguments(raw: bytes, operation: int) -> Iterator[int]:
     operations = raw[::2]
     place = operations.find(operation)
     while place >= 0:
-        argument, before = raw[2 * place + 1], place - 1
+        argument = raw[2 * place + 1]
+        before = place - 1
         while before >= 0 and operations[before] == _EXTENDED_ARG:
             argument |= raw[2 * before + 1] << 8 * (place - before)
             before -= 1

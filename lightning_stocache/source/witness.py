@@ -101,7 +101,7 @@ class Witness:
     the copies that it has inherited. In a loader's worker a new name is no change: `worker_init_fn` tells the worker's
     copy who it is.
 
-    Every read of this process stands in a `with`, which learns the attributes that reads move; `reading` learns all
+    Every read of this process stands in a `with`, which learns the attributes that reads move; `learning` learns all
     places. A place that was empty before a read (None, or no attribute), or a dict or set that got other keys in it, is
     filled, not moved: it may be filled again, and its content is compared from then on.
 
@@ -112,7 +112,6 @@ class Witness:
     Args:
         source: the user's dataset.
         tail: transforms that run after the cache, where changes inside them take effect at once.
-        transforms: functions beside the source whose results are cached, too.
 
     Example:
         >>> from torch.utils.data import Dataset
@@ -132,10 +131,9 @@ class Witness:
         [('labels', 'data', (7,))]
     """
 
-    def __init__(
-        self, source: Any, tail: Collection[Callable[..., Any]] = (), transforms: Collection[Any] = ()
-    ) -> None:
-        self._source, self._tail, self._transforms = source, tail, transforms
+    def __init__(self, source: Any, tail: Collection[Callable[..., Any]] = ()) -> None:
+        self._source = source
+        self._tail = tail
         self._length = len(source)
         self._lengths = {self._length}  # a source may grow
         self._machinery = set[str]()
@@ -150,7 +148,7 @@ class Witness:
         self._remember()
 
     def _remember(self) -> None:
-        self._reach = Reach(self._source, self._length, self._tail, self._transforms)
+        self._reach = Reach(self._source, self._length, self._tail)
         places = self._reach.places
         # With copies of their own: what is compared before each batch is compared in an epoch, too.
         self._watched = {path: copy(places[path]) for path in self._reach.watched if path in places}
@@ -212,7 +210,6 @@ class Witness:
         self._learn(moved)
 
     def _learn(self, moved: Collection[str]) -> None:
-        """Note what has moved during a read."""
         if not moved:
             return
         is_evidence = are_draws_evidence()
@@ -221,11 +218,9 @@ class Witness:
         (self._machinery if is_evidence else self.doubtful).update(set(moved) - filled - self._machinery)
 
     def _is_written(self, path: str) -> bool:
-        """Whether the code of a read sets the attribute at a path."""
         return path.rpartition(".")[2] in self._reach.written
 
     def _is_read_elsewhere(self) -> bool:
-        """Whether another thread is in a read."""
         thread = threading.get_ident()
         return any(reading != thread for reading in list(self._reading))
 
@@ -267,7 +262,6 @@ class Witness:
         self._reach.places.clear()
 
     def _is_change(self, old: Any, new: Any) -> bool:
-        """Whether a new value of an attribute changes the source."""
         if same_value(old, new) or _is_same_handle(old, new):
             return False
         if old is MISSING and get_worker_info() is not None:
@@ -284,7 +278,7 @@ class Witness:
     # ---- in an epoch ----
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def learning(self) -> Iterator[None]:
         """Around reads of this process: learn every place that they move."""
         self._pending += self._compare()
         try:
@@ -324,7 +318,6 @@ class Witness:
         return found
 
     def _compared(self, path: str, place: Place) -> Iterator[Difference]:
-        """What differs in one place."""
         content, earlier = place.read(), place.earlier
         with suppress(TypeError, ValueError):  # arrays inside have no such answer
             if place.is_same(content):
@@ -483,7 +476,7 @@ class Witness:
                 if place.is_of_samples and place.around.length == self._length and length is not None:
                     shown = most = length
                 digest = hashlib.blake2b(f"{type(place).__name__} {shown}".encode(), digest_size=16)
-                for part in place.parts(content, most):
+                for part in place.chunks(content, most):
                     digest.update(part)
                 sums[f"{path}[content]"] = "data" if self._is_data(place) else "setting", digest.digest()
         return sums
@@ -508,7 +501,6 @@ class Witness:
         return is_long and not isinstance(place, Tensors) and self._is_named(place.around)
 
     def _is_named(self, around: Around) -> bool:
-        """Whether the code of a read names a place."""
         return self._reach.is_blind or self._reach.names.issuperset(around.names)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -548,7 +540,6 @@ def _is_of_user(place: Place) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a value stands for none yet."""
     return value is None or value is MISSING or type(value) is cached_property
 
 

@@ -240,7 +240,7 @@ def _position(leaf: TrainerLoader, ahead: int, *, ended: bool) -> dict[str, Any]
     return (
         None
         if not ended and _comes_in_any_order(leaf)
-        else leaf.position.of(leaf, max(leaf.position.batches - ahead, 0), ended=ended)
+        else leaf.position.as_dict(leaf, max(leaf.position.batches - ahead, 0), ended=ended)
     )
 
 

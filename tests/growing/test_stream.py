@@ -24,7 +24,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from lightning_stocache import CachedLoader, CachedStream
 from lightning_stocache.cache.stream import StreamLedger
-from lightning_stocache.sampling.residents import batches_of, permutation
+from lightning_stocache.sampling.residents import batches_of_rank, permutation
 from lightning_stocache.setup import find, reader
 from tests.loading.twins import same
 from tests.processes import run_ranks, wait_until
@@ -535,7 +535,7 @@ def test_every_sample_comes_once_over_all_ranks() -> None:
 def test_batches_are_dealt_evenly(samples: int, ranks: int, size: int, drop_last: bool) -> None:
     """All ranks get equally many batches, none too large, and every sample once, unless there are too few samples."""
     order = permutation(samples, 0)
-    dealt = [batches_of(order, rank, ranks, size, drop_last=drop_last) for rank in range(ranks)]
+    dealt = [batches_of_rank(order, rank, ranks, size, drop_last=drop_last) for rank in range(ranks)]
     assert len({len(batches) for batches in dealt}) == 1
     sizes = [len(batch) for batches in dealt for batch in batches]
     assert all(0 < count <= size for count in sizes)

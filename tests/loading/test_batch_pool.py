@@ -50,7 +50,7 @@ def test_memory_that_somebody_holds_a_view_of_is_not_given_out_again(hold: Calla
     assert memory is not None
     assert memory.lease(0) == 0
     assert Slot(memory, 0).room(SIZE) is not None
-    held = hold(memory.lend(0, SIZE).tensor(0, SIZE))
+    held = hold(torch.frombuffer(memory.lend(0, SIZE), dtype=torch.uint8))
     gc.collect()
     assert memory.free_slots == 0
     del held
@@ -114,7 +114,7 @@ def test_memory_that_one_large_batch_has_taken_is_given_back():
         offset, room = slot.room(size)
         assert (offset, room.numel(), room.data_ptr() % 64) == (0, size, 0)
         room.fill_(number)
-        batch = memory.lend(number, slot.end).tensor(offset, size)
+        batch = torch.frombuffer(memory.lend(number, slot.end), dtype=torch.uint8, count=size, offset=offset)
         assert set(batch.tolist()) == {number}
         kept = batch if number == 3 else None
         del batch, room

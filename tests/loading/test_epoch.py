@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from lightning_stocache.loading import arena, draws, epoch
+from lightning_stocache.loading import arena, draws, plans
 from lightning_stocache.loading.arena import Arena
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -203,7 +203,7 @@ def test_iterators_of_persistent_workers_are_one(transform):
 )
 def test_a_cache_may_end_in_the_middle_of_an_epoch(monkeypatch, arguments, budget, transform, event):
     """Closed or shared anew, warm or while it fills, the right batches come, and a new cache is filled."""
-    monkeypatch.setattr(epoch, "BLOCK_BYTES", 2 * 4 * SAMPLE_BYTES)
+    monkeypatch.setattr(plans, "BLOCK_BYTES", 2 * 4 * SAMPLE_BYTES)
     monkeypatch.setattr(draws, "DRAWN", 24)
 
     def epochs(kind: Any, data: Any, happens: Any) -> tuple[Any, list[Any]]:
@@ -515,7 +515,7 @@ CASES = pairwise(
 def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
     """Bit for bit, wherever blocks and drawn stretches end; hits count when a batch is handed out."""
     order, block, size, drop_last = (case[name] for name in ("order", "block", "size", "drop_last"))
-    monkeypatch.setattr(epoch, "BLOCK_BYTES", block * SAMPLE_BYTES)
+    monkeypatch.setattr(plans, "BLOCK_BYTES", block * SAMPLE_BYTES)
     monkeypatch.setattr(draws, "DRAWN", 60)
     made: list[list[Any]] = []
     for kind, source in ((DataLoader, dataset.source), (CachedLoader, dataset)):
@@ -524,7 +524,7 @@ def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: 
         sampler = dealt if order == "locality" else None
         loader = kind(source, size, order == "shuffled", sampler, drop_last=drop_last)
         if isinstance(loader, CachedLoader):  # by blocks, not batch by batch
-            monkeypatch.setattr(draws.Draws, "draw", None)
+            monkeypatch.setattr(draws.EpochDraws, "draw", None)
         before, served = totals(dataset), 0
         made.append([])
         for batch in (batch for _ in range(2) for batch in loader):

@@ -28,8 +28,9 @@ from torch.utils.data import DataLoader
 
 from lightning_stocache.loading.arena import Arena
 from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.interrupt import held_back
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.prefetch import Job, Prefetcher, held_back
+from lightning_stocache.loading.prefetch import Job, Prefetcher
 from tests.cache.leaves import same
 from tests.jobs import job_environment
 from tests.loading.twins import (
@@ -242,6 +243,40 @@ def test_a_forked_process_has_no_batches_of_workers() -> None:
     assert ends_alive(go_on)
     assert same([*got, *batches], plain_batches(Numbers(LENGTH)))
     loader.close()
+
+
+@pytest.mark.processes
+def test_a_forked_process_goes_on_while_the_thread_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gathers for itself what the thread of its parent was gathering at the fork, and has all batches."""
+    numbers = Numbers(24, (3, 256, 256))  # two batches take as much memory as are gathered together
+    expected, begun, go_on = plain_batches(numbers), threading.Event(), threading.Event()
+    with closing(CachedDataset(numbers)) as dataset:
+        loader = CachedLoader(dataset, 4)
+        assert same([copied(batch) for batch in loader], expected)
+        cache: Any = dataset.cache
+        gather = cache.gather
+
+        def held(*arguments: Any) -> None:
+            if threading.current_thread().name == "stocache-prefetch":
+                begun.set()
+                go_on.wait(120)
+            gather(*arguments)
+
+        monkeypatch.setattr(cache, "gather", held)
+        batches, got = iter(loader), list[Any]()
+        while not begun.is_set():
+            got.append(copied(next(batches)))
+            begun.wait(0.1)  # the consumer is away, and a thread gathers meanwhile
+
+        def go_on_here() -> None:
+            signal.alarm(60)
+            assert same([*got, *map(copied, batches)], expected)
+
+        try:
+            assert ends_alive(go_on_here)
+        finally:
+            go_on.set()
+        assert same([*got, *map(copied, batches)], expected)
 
 
 @pytest.mark.epoch_one_reads_all

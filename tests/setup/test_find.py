@@ -278,12 +278,12 @@ def test_a_stream_is_read_again_and_nothing_is_left_behind(monkeypatch: pytest.M
 class Batched(Made):
     """Its batches are made by a function of the list of samples."""
 
-    def __init__(self, make: Any, of_batch: Any) -> None:
+    def __init__(self, make: Any, finish_batch: Any) -> None:
         super().__init__(make)
-        self.of_batch = of_batch
+        self.finish_batch = finish_batch
 
     def __getitems__(self, indices: list[int]) -> Any:
-        return self.of_batch([self.make(index) for index in indices])
+        return self.finish_batch([self.make(index) for index in indices])
 
 
 def _padded(samples: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -295,7 +295,7 @@ def _ranked(samples: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
 
 
 @pytest.mark.parametrize(
-    "of_batch",
+    "finish_batch",
     [
         lambda samples: [sample - torch.cat(samples).mean() for sample in samples],
         lambda samples: [torch.cat([sample, *samples[:1]])[: len(sample) + 1] for sample in samples],
@@ -303,9 +303,9 @@ def _ranked(samples: list[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
         _ranked,
     ],
 )
-def test_samples_that_depend_on_their_batch_pass_through(of_batch: Any) -> None:
+def test_samples_that_depend_on_their_batch_pass_through(finish_batch: Any) -> None:
     """One that is normalised, padded, mixed or numbered by its batch has no content of its own."""
-    source = Batched(lambda index: torch.full((1 + index % 3,), 1.0 + index), of_batch)
+    source = Batched(lambda index: torch.full((1 + index % 3,), 1.0 + index), finish_batch)
     assert "gives another sample" in str(look(source).reason)
 
 

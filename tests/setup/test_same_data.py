@@ -17,7 +17,7 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.setup import find
 from lightning_stocache.setup.same_data import FingerprintError
-from lightning_stocache.source.random_split import spread
+from lightning_stocache.source.probe import spread
 from lightning_stocache.source.samples import same_sample
 from tests.jobs import warnings
 from tests.loading.twins import looked
@@ -27,9 +27,9 @@ from tests.sources import CountedFiles, CountedSource, Made, TransformedSource
 pytestmark = [pytest.mark.named, pytest.mark.usefixtures("unhurried")]
 
 LENGTH = 60  # a process reads some samples again once it has loaded 64, to see whether they are random
-FIRST = frozenset(spread(LENGTH, 4))  # the indices that set-up reads of any source, from the first to the last
-SEEN = FIRST.union(spread(LENGTH, 30)[1:-1])  # those of a quick one: 28 more
-SEEN_RANDOM = FIRST.union(spread(LENGTH, 30)[1:2])  # those of a random one: one more
+FIRST = frozenset(spread(range(LENGTH), 4))  # the indices that set-up reads of any source, from the first to the last
+SEEN = FIRST.union(spread(range(LENGTH), 30)[1:-1])  # those of a quick one: 28 more
+SEEN_RANDOM = FIRST.union(spread(range(LENGTH), 30)[1:2])  # those of a random one: one more
 
 
 def row(index: int, gain: float = 1.0) -> Any:

@@ -166,9 +166,9 @@ def test_what_is_written_into_common_state_is_found_and_put_back(counts: Any) ->
         assert state
         before = state.content()
         source.reads[0] += 1
-        assert state.written(before) is None
+        assert before.put_back() is None
         source.counts[1] += 1
-        assert state.written(before) == "Visits.counts"
+        assert before.put_back() == "Visits.counts"
         assert int(source.counts[1]) == 0
     assert not CommonState(source, [Visits([0, 0])])
 

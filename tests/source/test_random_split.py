@@ -200,7 +200,7 @@ def test_a_dataset_of_hugging_face_is_cut_at_its_format(options: Any) -> None:
     seed(7)
     whole, after = source.__getitems__([2, 0, 1]), states()
     seed(7)
-    assert same(parts.tail.of_batch(parts.source.__getitems__([2, 0, 1]), [2, 0, 1]), whole)
+    assert same(parts.tail.finish_batch(parts.source.__getitems__([2, 0, 1]), [2, 0, 1]), whole)
     assert states() == after
     assert isinstance(parts.source[0]["image"], list)
 
@@ -481,10 +481,10 @@ def test_calls_of_a_head_are_counted_by_thread() -> None:
     parts = split(CUT["nested"][0])
     assert isinstance(parts.tail, Tail)
     [head] = parts.tail.heads
-    before = head.calls.count
+    before = head.thread.calls
     with ThreadPoolExecutor(1) as executor:
         executor.submit(parts.source.__getitem__, 0).result()
-        assert head.calls.count == before
-        assert executor.submit(lambda: head.calls.count).result() == 1
+        assert head.thread.calls == before
+        assert executor.submit(lambda: head.thread.calls).result() == 1
     parts.source[0]
-    assert head.calls.count == before + 1
+    assert head.thread.calls == before + 1

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_stocache.source.samples import bits, digest_of, mark_of, part_at, same_sample, with_part
+from lightning_stocache.source.samples import bits, digest_of, mark_of, node_at, same_sample, with_node
 from tests.cache import leaves
 
 
@@ -107,9 +107,9 @@ class Point(tuple[Any, ...]):
 )
 def test_a_part_is_replaced_in_containers_of_any_constructor(sample: Any, path: Any) -> None:
     """The containers around a part keep their class, their other items and their attributes."""
-    other = with_part(sample, path, 7)
-    assert part_at(other, path) == 7
-    assert leaves.same(with_part(other, path, part_at(sample, path)), sample)
+    other = with_node(sample, path, 7)
+    assert node_at(other, path) == 7
+    assert leaves.same(with_node(other, path, node_at(sample, path)), sample)
 
 
 @pytest.mark.parametrize("column", [lambda t: t[:1, 3], lambda t: t.bfloat16()[2:3, 1:2], lambda t: t.t()[:0, 1]])

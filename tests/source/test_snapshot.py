@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.source.snapshot import Counters, Snapshot
+from lightning_stocache.source.snapshot import MovedNumbers, Snapshot
 
 _total = 0
 _log = [0]
@@ -179,7 +179,7 @@ def test_memory_that_processes_share_is_left_alone(tmp_path: Path) -> None:
     source.counts = np.frombuffer(mmap.mmap(-1, 24), dtype=np.int64)  # as of `multiprocessing.Array`
     source.weights = torch.zeros(3, dtype=torch.int64).share_memory_()
     source.mapped = np.memmap(tmp_path / "file", np.int64, "w+", shape=3)
-    counters, snapshot = Counters(source), Snapshot(source)
+    counters, snapshot = MovedNumbers(source), Snapshot(source)
     for memory in (source.counts, source.weights, source.mapped):
         memory[1] += 1
     assert counters.look() == []
@@ -191,7 +191,7 @@ def test_only_numbers_that_grow_with_each_read_are_counts() -> None:
     """Not a position, a clock, or a number that has grown once; steps are equal."""
     source: Any = Source()
     source.position, source.clock, source.once, source.list, source.array = 0, 0, 0, [5, 5], array.array("i", [1])
-    counters = Counters(source)
+    counters = MovedNumbers(source)
     for read in range(3):
         source.calls += 1
         source.list[1] += 2

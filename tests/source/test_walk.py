@@ -67,8 +67,8 @@ def test_values_by_name_are_read_written_and_removed(node: Any, name: str) -> No
         variables[name] = MISSING
         assert variables[name] is MISSING
         variables[name] = before
-        assert variables.of({name}).read() == {name: before}
-        assert variables.of(()).read() == {}
+        assert variables.only({name}).read() == {name: before}
+        assert variables.only(()).read() == {}
 
 
 def test_code_tells_its_names() -> None:

@@ -538,7 +538,7 @@ def test_harmless_sources_have_no_other_data(name: str) -> None:
     make, settings = HARMLESS[name]
     source, use = make()
     witness = Witness(source)
-    with witness.reading():
+    with witness.learning():
         read_all(source)
     for _ in range(3):
         use()
@@ -872,7 +872,7 @@ def test_what_a_read_moves_hides_nothing_beside_it() -> None:
     """A counter in a dict is learned by its key, and can be told to the witness of another process."""
     source = Source({"calls": 0, "epoch": 0, "history": [0] * 99})
     witness, other = Witness(source), Witness(source)
-    with witness.reading():
+    with witness.learning():
         source.state["calls"] += 1
     assert witness.machinery == {"state['calls']"}
     other.learn(witness.machinery)
@@ -942,7 +942,7 @@ def test_what_reads_fill_is_compared_from_then_on(name: str) -> None:
     fill, change, indices = FILLS[name]
     source = Lazy(fill)
     witness = Witness(source)
-    with witness.reading():
+    with witness.learning():
         source[0]
     there = Lazy(fill)
     other = Witness(there)
@@ -980,7 +980,7 @@ def test_a_counter_hides_no_data_in_the_same_container(make: Any, move: Any, cha
     """What reads move is learned by item, or by column of a table with a row for each sample."""
     source = Source(make())
     witness = Witness(source)
-    with witness.reading():
+    with witness.learning():
         for index in range(4):
             move(source.state, index)
     move(source.state, 9)
@@ -1084,7 +1084,7 @@ def test_what_moves_beside_other_threads_is_doubtful(monkeypatch: pytest.MonkeyP
     source = Source({"calls": 0}, count=0)
     witness = Witness(source)
     monkeypatch.setattr("lightning_stocache.source.witness.are_draws_evidence", lambda: False)
-    with witness.reading(), witness:
+    with witness.learning(), witness:
         source.state["calls"] += 1
         source.count += 1
     assert witness.machinery == set()
@@ -1128,7 +1128,7 @@ def test_a_change_before_a_read_is_not_taken_for_its_trace() -> None:
     source = Source([0] * LENGTH)
     witness = Witness(source)
     source.state[5] = 1
-    with witness.reading():
+    with witness.learning():
         source.reads = 1
     assert witness.differences() == [Difference("state", "data", (5,))]
 
