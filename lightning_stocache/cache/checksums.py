@@ -58,7 +58,7 @@ class Checksums:
         self._disk, self._memory, self._layout, self._identity = disk, memory, layout, identity
         self.verified = np.frombuffer(memory.memory(0, layout.count), dtype=np.uint8)
         self._begins = layout.columns.get("begin")
-        self._seats = Seats(disk, layout.states, layout.lives)
+        self._seats = Seats(disk, layout.states, layout.lives, layout.changes)
         self._xxh3 = checksum()
         self._rest_until = 0.0
 

@@ -4,7 +4,8 @@
     ...          what the policy of the store needs per slot: a checksum, a mark, a time
     begin        records: where the record begins in the segment, int64
     nbytes       records: its size, int64
-    words        a few int64 for all slots; word 0 of records: where the free part of the run begins; the lives of seats
+    words        a few int64 for all slots: where the free part of the run of records begins; the number of changes, odd
+                 while a change is under way; whether emptied slots have left room; the lives of seats
     rows         one array per field, `[slots, nbytes]`; or
     records      one run of bytes
 
@@ -15,8 +16,9 @@ Memory for columns and words (the head) is reserved when the store is made, or b
 through the file (`Segment.store`), where a lack of memory is an error. A killed writer leaves state 0.
 
 Records lie one behind the other. A writer moves the free offset behind its records in its turn, and writes without
-the turn, so records never overlap. The room of a killed writer stays unused. If a write fails, and no process has taken
-room since, the offset goes back. A record begins at a multiple of 8, and of 64 if it has several parts.
+the turn, so records never overlap. An emptied slot keeps its room, for a record that is no larger. The room of a killed
+writer stays unused. If a write fails, and no process has taken room since, the offset goes back. A record begins at a
+multiple of 8, and of 64 if it has several parts.
 
 These classes only move bytes. The store decides who may write a slot, and when it is ready (`store`).
 """
@@ -137,6 +139,7 @@ class Head:
 
 
 _OWN_WORDS = 8
+_FREE, _CHANGES, _LEFT = range(3)
 ONCE = Head({"state": np.uint32}, _OWN_WORDS + SEATS // 2)
 """The head of a store whose slots are written once. Behind its first words lie the lives of seats."""
 
@@ -178,6 +181,12 @@ class _Slots:
         """The life of each seat, uint32 `[SEATS]`."""
         return self.words[_OWN_WORDS:].view(np.uint32)
 
+    @property
+    def changes(self) -> memoryview:
+        """The number of changes (`seats`), int64 `[1]`."""
+        view: memoryview = self.words[_CHANGES : _CHANGES + 1].data
+        return view
+
     def mend(self, is_sound: Callable[[int], bool]) -> None:
         """Empty the slots whose state a crash has damaged, while no other process has the store open."""
         self.state[self.state != READY] = EMPTY
@@ -185,8 +194,14 @@ class _Slots:
     def clear(self) -> None:
         """Empty all slots, and return the memory of the samples. The head keeps its memory."""
         self.state[:] = EMPTY
-        self.words[:_OWN_WORDS] = 0
+        self.words[0] = 0
         self._segment.discard(self.begin)
+
+    def note_left(self) -> None:
+        """Let emptied slots be filled again: each has its row."""
+
+    def begin_anew(self) -> None:
+        """Use all room again: all slots are empty, and nobody fills one."""
 
     def close(self) -> None:
         """Drop all views. Before that the segment cannot be unmapped."""
@@ -332,7 +347,7 @@ class Records(_Slots):
     @property
     def free(self) -> int:
         """The offset of the free part of the run."""
-        return max(int(self._numbers[0]), self.begin)
+        return max(int(self._numbers[_FREE]), self.begin)
 
     def size(self, contents: Sequence[memoryview]) -> int:
         """Bytes of a record, given its parts."""
@@ -340,7 +355,7 @@ class Records(_Slots):
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a record may find room."""
-        return bool(nbytes <= self.end - self.free)
+        return bool(nbytes <= self.end - self.free or self._numbers[_LEFT])
 
     def write(self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool]:
         """Write records one behind the other, all at once, and their places.
@@ -351,6 +366,28 @@ class Records(_Slots):
         sizes = [self.size(contents) for contents in samples]
         if not any(map(self.has_room, sizes)):
             return [False] * len(slots)
+        if self._numbers[_LEFT]:
+            return [self._write_again(slot, contents) for slot, contents in zip(slots, samples, strict=True)]
+        return self._append(slots, samples, sizes)
+
+    def note_left(self) -> None:
+        """Let records be written into the room that emptied slots have left."""
+        self._numbers[_LEFT] = 1
+
+    def _write_again(self, slot: int, contents: Sequence[memoryview]) -> bool:
+        """Write one record into the room that its slot had before, or else behind the others."""
+        nbytes = self.size(contents)
+        begin = self._begins[slot]
+        alignment = _SMALL if len(contents) == 1 else aligned(1)
+        if nbytes > self._sizes[slot] or begin % alignment:
+            return self._append([slot], [contents], [nbytes])[0]
+        self._segment.store(begin, *contents)
+        self._sizes[slot] = nbytes
+        return True
+
+    def _append(
+        self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]], sizes: Sequence[int]
+    ) -> list[bool]:
         alignments = [_SMALL if len(contents) == 1 else aligned(1) for contents in samples]
         taken = self._segment.in_turn(self._take_room, sizes, alignments)
         if taken is None:
@@ -369,8 +406,16 @@ class Records(_Slots):
             raise
         for slot, begin, nbytes in zip(slots, begins, sizes, strict=True):
             if begin:
-                self._begins[slot], self._sizes[slot] = begin, nbytes
+                self._sizes[slot] = 0  # first: a writer that is killed here must not leave an old size with a new begin
+                self._begins[slot] = begin
+                self._sizes[slot] = nbytes
         return [begin > 0 for begin in begins]
+
+    def begin_anew(self) -> None:
+        """Use all room again: all slots are empty, and nobody fills one."""
+        self._numbers[_FREE] = self.begin
+        self._numbers[_LEFT] = 0
+        self.columns["nbytes"][:] = 0
 
     def record(self, slot: int) -> memoryview:
         """The record of a ready slot, as a live, read-only view."""
@@ -394,11 +439,11 @@ class Records(_Slots):
         begin, nbytes = self.columns["begin"], self.columns["nbytes"]
         inside = (begin >= self.begin) & (begin < self.end) & (nbytes > 0) & (nbytes <= self.end - begin)
         self.state[~inside] = EMPTY
-        self._numbers[0] = self.begin
+        self._numbers[_FREE] = self.begin
         slots = np.flatnonzero(self.state)
         for slot in slots[np.argsort(begin[slots])[::-1]].tolist():
             if is_sound(slot):
-                self._numbers[0] = self._begins[slot] + self._sizes[slot]
+                self._numbers[_FREE] = self._begins[slot] + self._sizes[slot]
                 break
             self.state[slot] = EMPTY
 
@@ -419,13 +464,13 @@ class Records(_Slots):
                 continue
             begins.append(begin)
             end = begin + nbytes
-        self._numbers[0] = end
+        self._numbers[_FREE] = end
         return before, end, begins
 
     def _return_room(self, before: int, end: int) -> None:
         """Move the free offset back, unless another process has moved it since."""
         if self.free == end:
-            self._numbers[0] = before
+            self._numbers[_FREE] = before
 
 
 Layout: TypeAlias = Rows | Records

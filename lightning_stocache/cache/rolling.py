@@ -377,6 +377,11 @@ class RollingStore(Store):
 
     # ---- reading ----
 
+    @property
+    def changes(self) -> int:
+        """Always 0: no sample is ever invalidated."""
+        return 0
+
     def has_place(self, index: int) -> bool:
         """Whether there is a slot with this number."""
         return 0 <= index < self.count

@@ -10,8 +10,12 @@ process takes the seat. The word of a slot (uint32) says all that is known of it
 A claim is void if its seat has another life by now, or if the lock of its seat is free: its process has ended. So a
 claim costs no lock, and a killed process leaves nothing behind. Claims are taken for a whole call in one turn
 (`Segment.in_turn`): which slots are free is found before it, and in it they are only compared and written. Without the
-turn samples are served unstored. Whoever has claimed a slot sets it stored (in memory), or empty, without the turn,
-because nobody else writes the word of a living claim.
+turn samples are served unstored. Slots are set stored in a turn, too.
+
+A user may say that samples have changed (`change`): their slots are emptied in one turn. The number of changes is odd
+meanwhile; a process that gets the turn and finds it odd makes it even, because its maker has died. A reader that finds
+the same number before its look-up and after its copy has samples from before or from after the change, whole; else it
+looks up again. A sample that was looked up before a change is not stored after it.
 
 All threads of a process write the same claim; a dict says which thread has a slot. A forked child empties the dict, and
 takes a seat of its own when it stores. KeyboardInterrupt may leave a slot claimed: the thread's next use of it ends
@@ -30,7 +34,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, fence
 
 __all__ = ["EMPTY", "READY", "SEATS", "Seats"]
 
@@ -79,34 +83,42 @@ class Seats:
         segment: has the locks of the seats, and the turn.
         words: the words of the slots, uint32.
         lives: the life of each seat, uint32 `[SEATS]`; zeroes at first.
+        changes: the number of changes, int64 `[1]`.
 
     Example:
-        >>> words, lives = np.zeros(4, np.uint32), np.zeros(SEATS, np.uint32)
-        >>> seats = Seats(Segment.create(64), words.data, lives)
+        >>> words, lives, changes = np.zeros(4, np.uint32), np.zeros(SEATS, np.uint32), np.zeros(1, np.int64)
+        >>> seats = Seats(Segment.create(64), words.data, lives, changes.data)
         >>> seats.take([1, 3]), seats.take([3]), seats.is_mine(3)
         ([1, 3], [], True)
-        >>> words[3] = READY
+        >>> seats.publish([3])
+        [3]
         >>> seats.release([1, 3]), words.tolist()
         (None, [0, 0, 0, 2])
     """
 
-    def __init__(self, segment: Segment, words: memoryview, lives: npt.NDArray[np.uint32]) -> None:
-        self._segment, self._words, self._lives = segment, words, lives
+    def __init__(self, segment: Segment, words: memoryview, lives: npt.NDArray[np.uint32], changes: memoryview) -> None:
+        self._segment, self._words, self._lives, self._changes = segment, words, lives, changes
         self._process = _processes.setdefault(segment, _Process())
 
-    def take(self, slots: Sequence[int], word: int = EMPTY) -> list[int]:
+    @property
+    def changes(self) -> int:
+        """The number of changes so far."""
+        return int(self._changes[0])
+
+    def take(self, slots: Sequence[int], word: int = EMPTY, seen: int | None = None) -> list[int]:
         """Claim those of the slots that are free, for this thread. Returns them.
 
         Args:
             slots: each at most once.
             word: READY claims slots that are stored, which are empty then.
+            seen: the number of changes when their samples were looked up; None if they are loaded after this call.
         """
         process, words = self._process, self._words
-        seen = {slot: words[slot] for slot in slots}
-        free = [slot for slot, now in seen.items() if now == word or self._is_void(now)]
+        found = {slot: words[slot] for slot in slots}
+        free = [slot for slot, now in found.items() if now == word or self._is_void(now)]
         if not free or process.is_full or not self._segment.has_locks:
             return []
-        return self._segment.in_turn(self._take, free, seen) or []
+        return self._segment.in_turn(self._take, free, found, seen) or []
 
     def is_mine(self, slot: int) -> bool:
         """Whether this thread has claimed a slot."""
@@ -122,19 +134,42 @@ class Seats:
                     words[slot] = EMPTY
                 process.owners.pop(slot, None)
 
-    def publish(self, slots: Sequence[int], verified: npt.NDArray[np.uint8]) -> bool:
-        """Set claimed slots on a disk stored, and verified. Returns False if the turn was not to be had.
+    def publish(
+        self, slots: Sequence[int], verified: npt.NDArray[np.uint8] | None = None, seen: int | None = None
+    ) -> list[int]:
+        """Set slots that this thread has claimed stored, on a disk also verified. Returns those that are stored now.
 
-        `empty` must not come between: a slot that is verified and empty would be read while it is filled again.
+        None is if the turn was not to be had, or if there was a change since their samples were looked up (`seen`).
         """
 
-        def change() -> bool:
+        def set_stored() -> list[int]:
+            if seen is not None and self._changes[0] != seen:
+                return []
             for slot in slots:
                 self._words[slot] = READY
-                verified[slot] = READY
+                if verified is not None:
+                    verified[slot] = READY
+            return list(slots)
+
+        return self._segment.in_turn(set_stored) or []
+
+    def change(self, work: Callable[[], None]) -> bool:
+        """Change what is stored, by `work`, in one turn. Returns False if the turn was not to be had."""
+
+        def change() -> bool:
+            self._end_change()
+            self._changes[0] += 1
+            fence()
+            work()
+            fence()
+            self._changes[0] += 1
             return True
 
         return self._segment.in_turn(change) is True
+
+    def _end_change(self) -> None:
+        """In a turn: end the change of a process that has died in it."""
+        self._changes[0] += self._changes[0] & 1
 
     def empty(self, slot: int, unless: Callable[[], bool]) -> None:
         """Empty a stored slot, which nobody reads, unless something holds by then."""
@@ -148,14 +183,18 @@ class Seats:
     def close(self) -> None:
         """Drop the views. The claims of this process go with its descriptors."""
         self._words, self._lives = memoryview(b""), np.empty(0, dtype=np.uint32)
+        self._changes = memoryview(bytes(8)).cast("q")
 
-    def _take(self, free: Collection[int], seen: dict[int, int]) -> list[int]:
+    def _take(self, free: Collection[int], found: dict[int, int], seen: int | None) -> list[int]:
         process, words, thread = self._process, self._words, threading.get_ident()
+        self._end_change()
+        if seen is not None and self._changes[0] != seen:
+            return []
         if not process.claim:
             self._take_seat()
         claim, taken = process.claim, []
         for slot in free if claim else ():
-            if words[slot] == seen[slot]:
+            if words[slot] == found[slot]:
                 process.owners[slot] = thread  # before the word: KeyboardInterrupt must not leave a claim to nobody
                 words[slot] = claim
                 taken.append(slot)

@@ -131,7 +131,7 @@ class Store:
         self.segment, self.codec, self.arc, self._companion = segment, codec, arc, companion
         self.layout: Layout = layout_of(codec)(segment, codec, arc.slots, self._head(segment.on_disk))
         self._claims = Claims(segment)
-        self._seats = Seats(segment, self.layout.states, self.layout.lives)
+        self._seats = Seats(segment, self.layout.states, self.layout.lives, self.layout.changes)
         self._checksums: Checksums | None = None
         if segment.on_disk:
             identity = partial(self._identity, self.layout, arc)
@@ -351,7 +351,7 @@ class Store:
 
     def divide(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
         """Divide indices into those that this process loads, then puts or releases, and those that others load."""
-        if not self._waits:
+        if not self._waits or not self.segment.has_locks:
             return list(indices), []
         taken = self._take_turns(indices)
         try:
@@ -394,6 +394,34 @@ class Store:
         free.update(seats.take(list({slot for slot in slots.values() if slot not in free})))
         return [index for index in indices if slots[index] in free]
 
+    # ---- changes ----
+
+    @property
+    def changes(self) -> int:
+        """The number of changes so far. The samples of a look-up are right if it is the same after their copy."""
+        return self._seats.changes
+
+    def invalidate(self, indices: Integers | None = None) -> bool:
+        """Empty the slots of indices (int64 `[samples]`), by default all. Returns False if that was not to be had.
+
+        No call that begins from then on returns what was stored, in any process. What other processes are loading or
+        storing meanwhile is not stored. The room of records is free again if all slots are emptied while nobody stores.
+        """
+        state = self.layout.state
+        slots = np.arange(len(state)) if indices is None else self.arc.slots_of(indices)
+
+        def empty() -> None:
+            stored = slots[(slots != NO_SLOT) & (state.take(slots, mode="clip") == READY)] if len(state) else slots
+            if self._checksums is not None:
+                self._checksums.verified[stored] = EMPTY
+            state[stored] = EMPTY
+            if indices is None and not state.any():
+                self.layout.begin_anew()
+            else:
+                self.layout.note_left()
+
+        return self._seats.change(empty)
+
     # ---- storing ----
 
     def has_room(self, sample: Any) -> bool:
@@ -408,12 +436,15 @@ class Store:
         """
         return any(self.put([index], [self.codec.contents(self.codec.encode(sample, index))]))
 
-    def put(self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool | None]:
+    def put(
+        self, indices: Sequence[int], samples: Sequence[Sequence[memoryview]], seen: int | None = None
+    ) -> list[bool | None]:
         """Store each sample whose slot is empty and is filled by no other process.
 
         Args:
             indices: the index of each sample.
             samples: the parts of each sample, as bytes. They are written together, so a call should have few megabytes.
+            seen: the number of `changes` before they were looked up and loaded; after another change nothing is stored.
 
         Returns:
             Whether this call has stored each sample. None if its index has no place, or the records have no room left.
@@ -429,10 +460,10 @@ class Store:
                 numbers.setdefault(slot, number)
         try:
             mine = {slot for slot in numbers if seats.is_mine(slot)}  # `divide` has claimed them
-            claimed = [*mine, *seats.take([slot for slot in numbers if slot not in mine])]
+            claimed = [*mine, *seats.take([slot for slot in numbers if slot not in mine], seen=seen)]
             contents = [samples[numbers[slot]] for slot in claimed]
             if claimed and self._has_memory(sum(map(self.layout.size, contents))):
-                for slot, stored in zip(claimed, self._write(claimed, contents), strict=False):
+                for slot, stored in zip(claimed, self._write(claimed, contents, seen), strict=False):
                     outcomes[numbers[slot]] = stored or None
         finally:
             seats.release(numbers)
@@ -502,9 +533,11 @@ class Store:
             self._stop(short)
         return short is None
 
-    def _write(self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool]:
-        """Write samples into claimed slots and set them ready. Returns which found room; [] without memory."""
-        checksums, states = self._checksums, self.layout.states
+    def _write(
+        self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]], seen: int | None = None
+    ) -> list[bool]:
+        """Write samples into claimed slots and set them ready. Returns which found room; [] if none is stored."""
+        checksums = self._checksums
         try:
             written = self.layout.write(slots, samples)
             ready = slots if all(written) else list(compress(slots, written))
@@ -515,11 +548,8 @@ class Store:
             self._stop(refused(error, on_disk=checksums is not None))
             return []
         fence()
-        if checksums is not None:
-            return written if self._seats.publish(ready, checksums.verified) else []
-        for slot in ready:
-            states[slot] = READY
-        return written
+        verified = None if checksums is None else checksums.verified
+        return written if not ready or self._seats.publish(ready, verified, seen) else []
 
     def _stop(self, short: str) -> None:
         """Store nothing for a while, and warn once per node."""

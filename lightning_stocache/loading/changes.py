@@ -23,11 +23,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
+import numpy as np
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_stocache.cache.store import Store
@@ -56,6 +58,18 @@ _T = TypeVar("_T")
 _MANY_KEYS = 32  # keys that are no indices, after which a cache that was asked for no index is given up
 
 
+_all: weakref.WeakSet[Changes] = weakref.WeakSet()
+
+
+def _note_copies() -> None:
+    for changes in list(_all):
+        changes.note_copy()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_note_copies)
+
+
 class Changes:
     """Tells whether the stored samples of a source may be served.
 
@@ -74,8 +88,11 @@ class Changes:
     def __init__(self, opened: OpenCache, *, is_copy: bool = False) -> None:
         self._is_copy = is_copy
         self._home = os.getpid()  # the process that opened the cache
+        self._original = os.getpid()  # a process whose source the user changes before `invalidate`
+        self._copied = 0  # the number of changes of samples, before this process got a copy of the source
         self._epoch = 0  # of the CachedLoaders in this process
         self._begin(opened)
+        _all.add(self)
 
     def _begin(self, opened: OpenCache) -> None:
         """Serve from a cache from which nothing was served yet."""
@@ -176,11 +193,46 @@ class Changes:
         opened.tell()
 
     def make_current(self, make: Callable[[], _T]) -> _T:
-        """What `make` makes of served samples; made anew if the source is said to have changed meanwhile."""
+        """What `make` makes of served samples; made anew after a change of the source, or of samples, meanwhile."""
         self.refresh()
-        was_cached = self.opened.live_cache is not None
-        result = make()
-        return make() if was_cached and self.are_heard and self.opened.live_cache is not None else result
+        while (cache := self.opened.live_cache) is not None:
+            seen = cache.changes
+            result = make()
+            if cache.changes == seen and not self.are_heard:
+                return result
+            self.refresh()
+        return make()
+
+    @property
+    def seen(self) -> int:
+        """The number of changes of samples that this process's source has seen: after others its samples may be old."""
+        if self._original != os.getpid():
+            return self._copied
+        cache = self.opened.live_cache
+        return 0 if cache is None else cache.changes
+
+    def note_copy(self) -> None:
+        """Note the number of changes for a process that gets a copy of the source now."""
+        self._copied = self.seen
+
+    def invalidate(self, indices: Sequence[int] | None) -> None:
+        """Forget stored samples that the user has changed (`CachedDataset.invalidate`)."""
+        cache, request = self.opened.live_cache, self.opened.request
+        if cache is None:
+            return
+        if request.name is not None:
+            raise ValueError(
+                f"the cache {request.name!r} outlives this job, which cannot say that its samples have changed: leave "
+                "name= away, or give another name to the changed data"
+            )
+        if not cache.stores_misses:
+            raise TypeError("samples of a stream or a rolling cache cannot be invalidated: they have no index")
+        if not cache.invalidate(None if indices is None else np.asarray(indices, dtype=np.int64)):
+            raise TimeoutError("stored samples are still served: another process has stopped while it stored some")
+        self._original = os.getpid()
+        self.witness = Witness(request.source, getattr(self.opened.tail, "steps", ()))
+        self.witness.learn(self.opened.machinery)
+        self._lent = []
 
     def give_up(self, cause: _Cause, what: str = "") -> None:
         """Say to every process that no stored sample may be served, and warn, once on the node."""
@@ -398,11 +450,13 @@ class Changes:
 
     def __getstate__(self) -> dict[str, Any]:
         # Also for a copy.
+        self.note_copy()
         return vars(self) | {"lends": False, "_lent": [], "_copied_in": os.getpid()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_copy = state.pop("_copied_in") == os.getpid()
-        vars(self).update({**state, "_is_copy": is_copy or state["_is_copy"]})
+        vars(self).update({**state, "_is_copy": is_copy or state["_is_copy"], "_original": 0})
+        _all.add(self)
 
 
 def _unread(due: Due) -> Look:

@@ -287,6 +287,36 @@ class CachedDataset(Cached):
         self.__look(len(indices))
         return self.__serving__.changes.make_current(lambda: self.__finished(indices))
 
+    def invalidate(self, indices: Sequence[int] | None = None) -> None:
+        """Say that samples have changed: pseudo labels, refined annotations, mined negatives.
+
+        They are loaded and stored again when they are asked for next. No call that begins after this one returns a
+        sample from before out of the cache, in any process of the node. Workers have a copy of the dataset that is as
+        old as they are, as in a DataLoader: what they load from then on is not stored, and batches that they have made
+        already come as they are. Call it on every rank, after that rank's dataset has changed.
+
+        Args:
+            indices: which samples; by default all.
+
+        Raises:
+            ValueError: the cache has a name, and so outlives this job.
+            TimeoutError: another process was stopped while it stored samples; nothing has changed.
+
+        Example:
+            >>> import torch
+            >>> from torch.utils.data import TensorDataset
+            >>> labels = torch.zeros(3)
+            >>> dataset = CachedDataset(TensorDataset(torch.arange(3), labels))
+            >>> dataset[1]
+            (tensor(1), tensor(0.))
+            >>> labels[1] = 5
+            >>> dataset.invalidate([1])
+            >>> dataset[1]
+            (tensor(1), tensor(5.))
+            >>> dataset.close()
+        """
+        self.__serving__.changes.invalidate(indices)
+
     def __look(self, samples: int) -> None:
         self.__serving__.changes.look_by_itself(samples, finds_lent=not self.__serving__.transforms)
 

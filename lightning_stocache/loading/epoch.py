@@ -80,6 +80,7 @@ class Epoch(Iterator[Any]):
         self.served: Served = (0, 0, 0)
         """Where the samples of the last batch came from."""
         self._draws = EpochDraws(loader, state)
+        self._changes = 0 if gatherer is None else gatherer.cache.changes
         self._plans = Plans(cached, self._draws, gatherer, len(cast(Any, loader.dataset)))
         self._gatherer = gatherer
         self._maker = Maker(loader.collate_fn, pinned=gatherer is not None and gatherer.pins)
@@ -143,6 +144,9 @@ class Epoch(Iterator[Any]):
             if plan.places is None:
                 return self._make(plan)
             self._gather(plan)
+            if self._cached.cache is not None and self._cached.cache.changes != self._changes:
+                self._gather_no_more()
+                return self._make(self._next_plan())
         return self._next_of_block()
 
     def close(self, *, ends_workers: bool = False) -> None:
@@ -305,7 +309,7 @@ class Epoch(Iterator[Any]):
     def _look_for_change(self) -> bool:
         """Whether nothing more may be gathered. Workers compare the state of the source that they have."""
         changes = self._cached.changes
-        if changes.are_heard:
+        if changes.are_heard or cast(Gatherer, self._gatherer).cache.changes != self._changes:
             return True
         queue = self._plans.queue
         is_gathered = bool(self._batches) or (bool(queue) and queue[0].places is not None)

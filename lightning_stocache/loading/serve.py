@@ -112,7 +112,7 @@ class CachedSource:
                 samples = list(self._serve(cache, cast("list[int]", listed)))
                 sample = None if any(type(each) is Odd for each in samples) else stacked(samples)
             else:
-                sample = self._serve_one(cache, position, key)
+                sample = self.changes.make_current(partial(self._serve_one, cache, position, key))
             if self.changes.are_heard or sample is None:
                 self.changes.refresh()
                 return self._uncached(self.source, [key], is_whole=True)[0]
@@ -373,6 +373,7 @@ class CachedSource:
             into: the rows of a batch into which the samples are copied, except odd ones.
             served: whether the samples were asked for; else they count as fills alone.
         """
+        seen = self.changes.seen
         asked = [keys.get(index, index) for index in indices] if keys else indices
         samples: list[Any] = []
         placed = np.flatnonzero(cache.have_places(indices)).tolist()
@@ -396,7 +397,7 @@ class CachedSource:
                 # Without a slot there is nothing to encode, unless for a batch, or to see if the tail can finish it.
                 if self.changes.proof is not None or into is not None or self.opened.request.strict:
                     placed = list(range(len(samples)))
-                self._store(cache, indices, asked, samples, placed, into, source_ns, served=served)
+                self._store(cache, indices, asked, samples, placed, into, source_ns, seen, served=served)
             finally:
                 cache.release(indices)
         return samples
@@ -463,6 +464,7 @@ class CachedSource:
         numbers: list[int],
         into: _Rows | None,
         source_ns: int,
+        seen: int,
         *,
         served: bool,
     ) -> None:
@@ -492,7 +494,7 @@ class CachedSource:
             if pauses:
                 misses += sum(map(cache.has_place, stored))
             else:
-                outcomes = cache.put(stored, contents)
+                outcomes = cache.put(stored, contents, seen)
                 misses += len(outcomes) - outcomes.count(None)
                 fills += outcomes.count(True)
             store_ns += time.perf_counter_ns() - begin

@@ -44,7 +44,7 @@ from lightning_stocache.node.files import (
     unlink,
     write_header,
 )
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, warn_without_locks
 
 __all__ = [
     "Mend",
@@ -129,6 +129,7 @@ def join_named(name: str, directory: str | None = None, mend: Mend | None = None
             if not _leads_to(path, file):  # where the lock is a `flock`, it was free for a moment
                 return None
         locks.end_opening(file)
+        warn_without_locks()
         undo.pop_all()
         return segment, manifest
 

@@ -22,7 +22,6 @@ import contextlib
 import errno
 import logging
 import mmap
-import multiprocessing
 import os
 import platform
 import sys
@@ -54,7 +53,7 @@ from lightning_stocache.node.files import (
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Segment", "SegmentHandle", "fence", "fence_of", "open_descriptors"]
+__all__ = ["Segment", "SegmentHandle", "fence", "fence_of", "open_descriptors", "warn_without_locks"]
 
 _T = TypeVar("_T")
 
@@ -136,8 +135,8 @@ class Segment:
         self._finalizer = weakref.finalize(self, _release, file, self._own_paths, os.getpid())
         try:
             self.has_locks = self._has_turns or made_here
-            if not self._has_turns:
-                _warn_without_locks()
+            if made_here:
+                warn_without_locks()
             self.token = token_of(file)
             if not alone:
                 locks.share_use(file)
@@ -417,8 +416,9 @@ fence = fence_of(platform.machine(), threading.Lock())
 
 
 @cache
-def _warn_without_locks() -> None:
-    if multiprocessing.parent_process() is None:
+def warn_without_locks() -> None:
+    """Warn where processes have no locks, once in each that makes or joins a segment."""
+    if not locks.are_exclusive():
         log.warning(
             "this system has no locks between processes (open file descriptions): only the process that makes a cache "
             "stores samples in it. Load without workers (num_workers=0) to fill it"

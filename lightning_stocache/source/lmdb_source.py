@@ -131,7 +131,8 @@ def _renew_lock() -> None:
     _opening = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class LMDBSource(Dataset[Any]):

@@ -35,7 +35,7 @@ def layout() -> Iterator[Rows]:
 
 
 def seats_of(layout: Any) -> Seats:
-    return Seats(layout.segment, layout.states, layout.lives)
+    return Seats(layout.segment, layout.states, layout.lives, layout.changes)
 
 
 def wait_until_taken(layout: Any, slots: list[int]) -> list[int]:
@@ -150,7 +150,7 @@ def test_nobody_waits_for_ever_for_who_is_stopped_with_the_turn(layout: Any, sto
 
             __setitem__ = lives.__setitem__
 
-        return Seats(layout.segment, layout.states, Stopping()).take([1])  # type: ignore[arg-type]
+        return Seats(layout.segment, layout.states, Stopping(), layout.changes).take([1])  # type: ignore[arg-type]
 
     holder = stopped(claim)
     pauses: list[float] = []
