@@ -23,7 +23,7 @@ Differences:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -351,6 +351,12 @@ class CachedLoader(DataLoader[Any]):
     def _cached(self) -> CachedSource | None:
         dataset = cached_in(self.dataset)
         return None if dataset is None else cached_source(dataset)
+
+    def invalidate(self, indices: Sequence[int] | None = None) -> None:
+        """Say that samples of its dataset have changed; see `CachedDataset.invalidate`."""
+        dataset = cached_in(self.dataset)
+        if dataset is not None:
+            dataset.invalidate(indices)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch in the sampler, so that each epoch has its own order."""

@@ -112,6 +112,42 @@ def test_it_holds_in_all_processes(dataset: CachedDataset, caplog: Any) -> None:
     assert warnings(caplog) == []
 
 
+@pytest.mark.parametrize("ask", ["one", "several", "loader"])
+def test_what_changes_while_it_is_read_is_read_again(dataset: CachedDataset, ask: str, monkeypatch: Any) -> None:
+    """Whether one sample is asked for, several, or a batch that is gathered: none comes as it was before."""
+    indices = list(range(SIZE))
+    loader = CachedLoader(dataset, SIZE, sampler=indices)
+    for _ in range(2):
+        list(loader)
+    cache = dataset.cache
+    moments = iter([True])
+    assert cache is not None
+
+    def late(function: Any) -> Any:
+        def call_late(*args: Any) -> Any:
+            result = function(*args)
+            if next(moments, False):
+                relabel(dataset, 6)
+            return result
+
+        return call_late
+
+    for name in ("read", "gather"):
+        monkeypatch.setattr(cache, name, late(getattr(cache, name)))
+    expected = type(dataset.source)()
+    expected.labels[CHANGED] += 7
+    if ask == "one":
+        assert repr(dataset[3]) == repr(expected[3])
+    elif ask == "several":
+        assert list(map(repr, dataset.__getitems__(indices))) == [repr(expected[index]) for index in indices]
+    else:
+        assert list(map(repr, loader)) == list(map(repr, DataLoader(expected, SIZE, sampler=indices)))
+    assert next(moments, None) is None, "nothing was read"
+    filled = cache.filled
+    loader.invalidate([3])
+    assert cache.filled == filled - 1
+
+
 @pytest.mark.processes
 def test_a_copy_stores_nothing_old(dataset: CachedDataset) -> None:
     """A copy of the dataset, here or in another process, has the labels of its time: what it loads is not stored."""
