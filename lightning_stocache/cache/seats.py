@@ -105,20 +105,19 @@ class Seats:
         """The number of changes so far."""
         return int(self._changes[0])
 
-    def take(self, slots: Sequence[int], word: int = EMPTY, seen: int | None = None) -> list[int]:
+    def take(self, slots: Sequence[int], word: int = EMPTY) -> list[int]:
         """Claim those of the slots that are free, for this thread. Returns them.
 
         Args:
             slots: each at most once.
             word: READY claims slots that are stored, which are empty then.
-            seen: the number of changes when their samples were looked up; None if they are loaded after this call.
         """
         process, words = self._process, self._words
         found = {slot: words[slot] for slot in slots}
         free = [slot for slot, now in found.items() if now == word or self._is_void(now)]
         if not free or process.is_full or not self._segment.has_locks:
             return []
-        return self._segment.in_turn(self._take, free, found, seen) or []
+        return self._segment.in_turn(self._take, free, found) or []
 
     def is_mine(self, slot: int) -> bool:
         """Whether this thread has claimed a slot."""
@@ -185,11 +184,9 @@ class Seats:
         self._words, self._lives = memoryview(b""), np.empty(0, dtype=np.uint32)
         self._changes = memoryview(bytes(8)).cast("q")
 
-    def _take(self, free: Collection[int], found: dict[int, int], seen: int | None) -> list[int]:
+    def _take(self, free: Collection[int], found: dict[int, int]) -> list[int]:
         process, words, thread = self._process, self._words, threading.get_ident()
         self._end_change()
-        if seen is not None and self._changes[0] != seen:
-            return []
         if not process.claim:
             self._take_seat()
         claim, taken = process.claim, []

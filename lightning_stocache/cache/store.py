@@ -460,7 +460,7 @@ class Store:
                 numbers.setdefault(slot, number)
         try:
             mine = {slot for slot in numbers if seats.is_mine(slot)}  # `divide` has claimed them
-            claimed = [*mine, *seats.take([slot for slot in numbers if slot not in mine], seen=seen)]
+            claimed = [*mine, *seats.take([slot for slot in numbers if slot not in mine])]
             contents = [samples[numbers[slot]] for slot in claimed]
             if claimed and self._has_memory(sum(map(self.layout.size, contents))):
                 for slot, stored in zip(claimed, self._write(claimed, contents, seen), strict=False):

@@ -52,8 +52,8 @@ def relabel(dataset: Any, epoch: int) -> None:
         dataset.invalidate(CHANGED)
 
 
-def epochs(make: Callable[[], Any], dataset: Any, *, within: bool) -> list[list[Any]]:
-    """Four epochs, with new labels between them or within them."""
+def epochs(make: Callable[[], Any], dataset: Any, within: int | None) -> list[list[Any]]:
+    """Four epochs, with new labels between them, or after a batch."""
     torch.manual_seed(0)
     loader = make()
     seen = []
@@ -61,20 +61,20 @@ def epochs(make: Callable[[], Any], dataset: Any, *, within: bool) -> list[list[
         batches = []
         for number, batch in enumerate(loader):
             batches.append(copy.deepcopy(batch))
-            if within and number == 2:
+            if number == within:
                 relabel(dataset, epoch)
-        if not within:
+        if within is None:
             relabel(dataset, epoch)
         seen.append(batches)
     return seen
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("within", [None, 2, 3])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_batches_are_those_of_a_plain_loader(
-    dataset: CachedDataset, within: bool, workers: int, persistent: bool
+    dataset: CachedDataset, within: int | None, workers: int, persistent: bool
 ) -> None:
     """With workers, which have a copy of the dataset that is as old as they are, too."""
     if persistent and not workers:
@@ -83,11 +83,11 @@ def test_batches_are_those_of_a_plain_loader(
     if workers:
         options["prefetch_factor"] = 1
     plain = type(dataset.source)()
-    expected = epochs(lambda: DataLoader(plain, SIZE, **options), plain, within=within)
+    expected = epochs(lambda: DataLoader(plain, SIZE, **options), plain, within)
     for loader in (CachedLoader, DataLoader):
         dataset.source.labels.zero_()  # type: ignore[attr-defined]
         dataset.invalidate()
-        found = epochs(lambda loader=loader: loader(dataset, SIZE, **options), dataset, within=within)
+        found = epochs(lambda loader=loader: loader(dataset, SIZE, **options), dataset, within)
         assert [list(map(repr, batches)) for batches in found] == [list(map(repr, batches)) for batches in expected]
     assert dataset.cache is not None
 
