@@ -70,7 +70,7 @@ def epochs(make: Callable[[], Any], dataset: Any, within: int | None) -> list[li
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("within", [None, 2, 3])
+@pytest.mark.parametrize("within", [None, 2, 4])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_batches_are_those_of_a_plain_loader(
