@@ -59,7 +59,8 @@ class BatchPool:
         return [self._sample_memory(nbytes) for nbytes in sizes]
 
     def _sample_memory(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        size = _size_class(nbytes)
+        step = 1 << max(nbytes.bit_length() - 4, 0)
+        size = -(-nbytes // step) * step
         most = _PER_SIZE if size <= _MOST_BYTES else 0
         return self._take(-size, size, most)[:nbytes]
 
@@ -112,8 +113,3 @@ def _give_back(loan: _Loan) -> None:
     buffers = loan.buffers
     if len(buffers.free) < buffers.most and loan.memory.shape[0] >= buffers.size:
         buffers.free.append(loan.memory)
-
-
-def _size_class(nbytes: int) -> int:
-    step = 1 << max(nbytes.bit_length() - 4, 0)
-    return -(-nbytes // step) * step

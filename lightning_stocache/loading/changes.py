@@ -370,7 +370,7 @@ class Changes:
     def look_by_itself(self, samples: int, *, finds_lent: bool) -> None:
         """Where no CachedLoader iterates: look at the first call of a process, and after each pass over the dataset.
 
-        With `finds_lent`, somebody may change the samples that are asked for in place.
+        With `finds_lent`, a look also finds out whether the source hands out its own memory, which its user may change.
         """
         self._take_back()
         if not samples or not self._can_look:

@@ -438,7 +438,8 @@ def array_of(node: Any) -> npt.NDArray[Any] | None:
         except TypeError:
             return plain.view(_INTEGERS[plain.element_size()]).numpy()
     if issubclass(kind, np.ndarray):
-        return None if _is_mapped(node) or node.dtype.hasobject else np.asarray(node)
+        is_in_file = issubclass(kind, np.memmap) or issubclass(type(node.base), np.memmap)
+        return None if is_in_file or node.dtype.hasobject else np.asarray(node)
     if kind.__module__ == "multiprocessing.sharedctypes" and hasattr(kind, "get_obj"):
         node = node.get_obj()  # without its lock
     elif kind.__module__ == "multiprocessing.shared_memory" and kind.__name__ == "SharedMemory":
@@ -474,10 +475,6 @@ def tensor_parts(tensor: torch.Tensor) -> list[Content]:
     contents = filter(None, map(array_in, tensors))
     words = "".join(repr(form).split())
     return [content._replace(form=content.form.replace(" ", f"{words} ", 1)) for content in contents]
-
-
-def _is_mapped(array: Any) -> bool:
-    return issubclass(type(array), np.memmap) or issubclass(type(array.base), np.memmap)
 
 
 def is_loaded(image: Any) -> bool:

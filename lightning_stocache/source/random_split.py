@@ -512,9 +512,9 @@ def _placed_parts(
         if site not in forms:
             yield CutCall(site, ends[site], parts, parts)
             continue
-        place, path = found
+        carrier, path = found
         values = tuple((key, path if keys == (0,) else (*path, key)) for key in keys)
-        yield CutCall(site, ends[site], values, parts, replace(forms[site], place=cast(Path, place)))
+        yield CutCall(site, ends[site], values, parts, replace(forms[site], carrier=cast(Path, carrier)))
 
 
 def _has_data(values: Iterable[Any]) -> bool:

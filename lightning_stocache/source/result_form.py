@@ -30,7 +30,7 @@ class ResultForm:
 
     Args:
         containers: the containers. Whatever else lies in them is a leaf.
-        place: the leaf that stands for the arguments, which is a part of every sample.
+        carrier: the leaf that stands for the arguments, which is a part of every sample.
 
     Example:
         >>> form = form_of([{"image": 1, "box": (2, 3)}])
@@ -46,7 +46,7 @@ class ResultForm:
     """
 
     containers: tuple[tuple[Path, Any, tuple[Any, ...]], ...]
-    place: Path = ()
+    carrier: Path = ()
 
     @property
     def leaves(self) -> tuple[Path, ...]:

@@ -113,7 +113,7 @@ class Head:
     def leaves(self, values: Values) -> dict[Path, Any]:
         """What the head returns for these values of a call, of a result that is taken apart: its leaves by path."""
         form = cast(ResultForm, self.form)
-        return {path: as_result(values, has_names(values)) if path == form.place else None for path in form.leaves}
+        return {path: as_result(values, has_names(values)) if path == form.carrier else None for path in form.leaves}
 
     def run(self, values: Values, begin: int, end: int | None = None) -> Values:
         """Run some consecutive steps of the transform on the values of a call; to the last one if there is no `end`."""

@@ -213,12 +213,10 @@ class Witness:
         if not moved:
             return
         is_evidence = are_draws_evidence()
-        filled = {path for path in moved if path in self._fills and (is_evidence or self._is_written(path))}
+        written = self._reach.written  # names of attributes that the code of a read sets
+        filled = {path for path in self._fills.intersection(moved) if is_evidence or path.rpartition(".")[2] in written}
         self._filled |= filled
         (self._machinery if is_evidence else self.doubtful).update(set(moved) - filled - self._machinery)
-
-    def _is_written(self, path: str) -> bool:
-        return path.rpartition(".")[2] in self._reach.written
 
     def _is_read_elsewhere(self) -> bool:
         thread = threading.get_ident()
