@@ -41,10 +41,10 @@ from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import drawn_by_any, open_caches, united
+from lightning_stocache.setup.options import CacheOptions
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.same_data import is_continued, take_over
 from lightning_stocache.training.lightning_internals import say
-from lightning_stocache.training.options import CacheOptions
 
 __all__ = ["CallCaches"]
 
@@ -366,7 +366,7 @@ class CallCaches:
         hit = any(self._group.exchange(counts.hits > counts.setup_fills))  # epoch one hits what set-up stored
         self._fruitless[stage] += not hit
         if not hit and self._fruitless[stage] == _MOST_FRUITLESS:
-            self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
+            self.options = self.options.without(stage)
             advice = "Make the dataset once" if what == "was replaced" else "Change it after the cache, in a transform"
             self._warn_once(
                 f"the {stage} loader is not cached any more: its {type(before.source).__name__} {what} twice before a "
@@ -384,7 +384,7 @@ class CallCaches:
         for number, request in enumerate(requests):
             waiting, budget = len(requests) - number, self._left(request)
             if budget.unit == "bytes":
-                budget = Budget.parse(int(budget.amount) // waiting)
+                budget = budget.limited(int(budget.amount) // waiting)
             back = self._kept_back([request.pot])
             back += max(_free_bytes() - back, 0) * (waiting - 1) // waiting
             stream = stream_for(
@@ -408,10 +408,10 @@ class CallCaches:
         if self._train_to_come and pot == self.options.pot("train"):
             left = min(left, int(budget.amount) // 2)
         if not left:
-            advice = f"Keep a share for it: stage_budgets={{{stage!r}: ...}}"
-            reason = f"the caches that are open use all of budget={str(budget)!r}. {advice}"
+            advice = f"Keep a share for it: budget={{{stage!r}: ...}}"
+            reason = f"the caches that are open use all of budget={budget.written!r}. {advice}"
             self.pass_by(stage, type(request.source).__name__, reason)
-        return Budget.parse(left)
+        return budget.limited(left)
 
     def _kept_back(self, pots: Collection[str]) -> int:
         """Free bytes that new datasets may not take: what open caches have yet to fill, and half before train."""

@@ -6,7 +6,7 @@ Lightning alone decides when a loader hook runs, and how often. So the budget is
   budget by the size of their datasets.
 - Lightning calls the hook of val first, for its sanity check. Val takes what it needs, but at most half. Train takes
   the rest.
-- Without a sanity check train takes what it needs, and val takes the rest. `stage_budgets` reserves a share for val.
+- Without a sanity check train takes what it needs, and val takes the rest. A budget for val reserves a share.
 
 A loader that cannot be cached stays the user's own object, with one warning; the other loaders are cached. The ranks
 agree on each loader.
@@ -30,6 +30,7 @@ from lightning_stocache.loading.dataset import StandIn, cached_source, dataset_o
 from lightning_stocache.loading.loader_copy import reason_of, settings_of
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.setup.options import STAGES
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.lightning_internals import say
 from lightning_stocache.training.loaders import (
@@ -42,7 +43,6 @@ from lightning_stocache.training.loaders import (
     title,
     with_dataset,
 )
-from lightning_stocache.training.options import STAGES
 from lightning_stocache.training.reads import Reads
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import follow_pools, free_pools, loader_domain, locality_for

@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_stocache.setup.request import Form
+from lightning_stocache.setup.options import Budgets, CacheOptions, known_options
+from lightning_stocache.setup.request import Form, check_flag
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.lightning_internals import data_sources, warn
 from lightning_stocache.training.monitor import CacheMonitor
-from lightning_stocache.training.options import CacheOptions, with_options
 from lightning_stocache.training.resume import ResumePoint
 
 __all__ = ["StochasticCache"]
@@ -44,7 +44,6 @@ class _Call:
     is_brought: bool = False
 
 
-@with_options
 class StochasticCache(Callback):
     """Caches every loader of a Trainer call, logs what the cache did, and shows it in the progress bar.
 
@@ -57,12 +56,11 @@ class StochasticCache(Callback):
 
     Datasets of loaders that are given to `fit` share the budget by their size. If loaders come from hooks, Lightning's
     sanity check asks for the val set first, which takes at most half. Without a sanity check the val set gets what the
-    training set leaves. `stage_budgets` changes that.
+    training set leaves. A budget for each stage changes that.
+
+    The arguments are the options of `CacheOptions`, and
 
     Args:
-        options: those of `CacheOptions`, each an argument.
-        live: log live values. This and the next two are options of the monitor that this callback brings.
-        hyperparameters: log the granted memory and the decisions as hyperparameters.
         verbose: print a line per epoch, one when the cache is full, and a verdict on the caches at the end of training.
 
     Raises:
@@ -82,9 +80,8 @@ class StochasticCache(Callback):
 
     def __init__(
         self,
-        budget: int | float | str = "auto",
+        budget: Budgets = "auto",
         *,
-        stage_budgets: Mapping[str, int | float | str | None] | None = None,
         freeze_random: bool = False,
         keep_cache: bool = False,
         name: str | None = None,
@@ -94,14 +91,35 @@ class StochasticCache(Callback):
         prefill: bool = False,
         dir: str | None = None,
         streams: bool = False,
-        live: bool = True,
-        hyperparameters: bool = True,
         verbose: bool = True,
     ) -> None:
-        self.caches = CallCaches(CacheOptions.among(locals()))
-        self.live, self.hyperparameters, self.verbose = live, hyperparameters, verbose
-        self._new_monitor()  # checks the options
+        check_flag("verbose", verbose)
+        options = CacheOptions(
+            budget,
+            freeze_random=freeze_random,
+            keep_cache=keep_cache,
+            name=name,
+            fingerprint=fingerprint,
+            strict=strict,
+            store=store,
+            prefill=prefill,
+            dir=dir,
+            streams=streams,
+        )
+        self.caches = CallCaches(options)
+        self.verbose = verbose
         self._calls: dict[int, _Call] = {}  # by the Trainer's id: a fit may validate by another Trainer
+
+    __init__.__doc__ = CacheOptions.__doc__  # for `help`, and the `--help` of LightningCLI
+
+    @classmethod
+    def from_options(cls, cache: Mapping[str, Any] | None = None, **arguments: Any) -> Self:
+        """Create one from the `cache` node of a Hydra config.
+
+        Raises:
+            ValueError: a key of the node is no option.
+        """
+        return cls(**known_options(cache), **arguments)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace Lightning's data sources, so that the loaders of the call are cached, and see to a monitor."""
@@ -147,7 +165,7 @@ class StochasticCache(Callback):
         ]
 
     def _new_monitor(self) -> CacheMonitor:
-        monitor = self.monitor_class(live=self.live, hyperparameters=self.hyperparameters, verbose=self.verbose)
+        monitor = self.monitor_class(hyperparameters=not self.is_guest, verbose=self.verbose)
         monitor.caches = self.caches
         return monitor
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,12 +23,13 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.loader_copy import check_loader, copy_over, length_of
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, wrapped_loader
 from lightning_stocache.loading.position import LoaderState
+from lightning_stocache.setup.options import CacheOptions
 from lightning_stocache.setup.request import check_budget
 from lightning_stocache.source.access import check_stream
 from lightning_stocache.torch_internals import unwrapped_pipe
-from lightning_stocache.training.options import CacheOptions
 
 __all__ = [
+    "Source",
     "TrainerLoader",
     "TransformedSet",
     "TransformedStream",
@@ -40,6 +41,13 @@ __all__ = [
     "title",
     "with_dataset",
 ]
+
+if TYPE_CHECKING:
+    Source: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
+else:
+    # With Dataset[Any], jsonargparse makes a bare Dataset of --data.train=my.Photos. This alias is not in the
+    # module of StocacheDataModule, because jsonargparse reads the TYPE_CHECKING block of that module.
+    Source = Dataset | Callable[[], Dataset]
 
 # The batches in a list that is given as a loader.
 _IN_MEMORY = (torch.Tensor, np.ndarray, str, bytes, range, set, frozenset)

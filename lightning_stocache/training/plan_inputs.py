@@ -21,8 +21,8 @@ from lightning_stocache.insight.measurement import Data, PlanError, Spread
 from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.loader_copy import settings_of
 from lightning_stocache.loading.loader_tree import loaders_in
+from lightning_stocache.setup.options import CacheOptions
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import loader_domain
 
 __all__ = ["ARGUMENTS", "datamodule_of", "measure_step", "source_in", "training_data", "world"]
@@ -63,7 +63,7 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     caches, options = getattr(datamodule, "caches", None), CacheOptions()
     if isinstance(caches, CallCaches):
         options = caches.options
-        caches.options = replace(options, budget=0, stage_budgets=None, keep_cache=False, name=None)
+        caches.options = replace(options, budget=0, keep_cache=False, name=None)
     datamodule.prepare_data()
     datamodule.setup("fit")
     try:

@@ -216,7 +216,7 @@ def test_what_was_granted_goes_to_the_logger(tmp_path, door):
     training |= {"budget_bytes": SAMPLES // 2 * SLOT, "slots": SAMPLES // 2, "coverage": 0.5, "layout": "rows"}
     training |= {"store": "decoded", "nodes": 1, "ranks": 1, "name": None, "dir": None}
     validation = {"samples": 8, "drawn": 8, "budget_bytes": 4 * SLOT, "slots": 4}
-    options: dict[str, Any] = {"budget": "50%", "stage_budgets": {} if door == "ours" else {"val": "50%"}}
+    options: dict[str, Any] = {"budget": "50%" if door == "ours" else {"train": "50%", "val": "50%"}}
     callbacks, dm = behind(door, Photos(str(tmp_path)), **options)
     trainer = make_trainer(tmp_path, callbacks)
     users = {"batch_size": 7} if door == "ours" else {"batch_size": 4, "folder": str(tmp_path)}
@@ -247,7 +247,7 @@ def test_tensorboard_has_them(tmp_path, monkeypatch):
 def test_a_checkpoint_carries_the_plain_options(tmp_path):
     """A checkpoint keeps the plain options of a DataModule; datasets and functions are given again."""
     train, loader = source(tmp_path), {"drop_last": True, "collate_fn": default_collate}
-    options = {"budget": "50%", "stage_budgets": {"val": 0}, "freeze_random": True}
+    options = {"budget": {"train": "50%", "val": 0}, "freeze_random": True}
     dm = StocacheDataModule(train, batch_size=4, loader=loader, transform=tuple, **options)
     trainer = make_trainer(tmp_path, [CacheMonitor()])
     trainer.fit(Model(), dm)

@@ -1,56 +1,48 @@
-"""The options of the caches that every door of Lightning takes.
+"""The options of caches: the default, the check and the description of each stand here once.
 
-`CacheOptions` describes them. A door's docstring has one line for them, which `with_options` replaces by the
-descriptions, for `help` and for LightningCLI's `--help`. The signatures repeat them: with `**options: Unpack[...]`
-LightningCLI's `--print_config` would show neither the options nor their defaults.
+The constructors that take options repeat their names and defaults, because type checkers, editors and LightningCLI read
+signatures; a test compares them. No constructor inherits the fields: Hydra turns every object of a dataclass into a
+config, so a Trainer would get a config in place of a callback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from inspect import cleandoc
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
+import copy
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any, Self, TypeAlias, cast
 
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.node.budget import Budget
-from lightning_stocache.setup.request import (
-    CacheRequest,
-    Form,
-    LoaderSettings,
-    check_flag,
-)
+from lightning_stocache.setup.request import CacheRequest, Form, LoaderSettings, check_flag
 
-__all__ = ["STAGES", "CacheOptions", "Source", "with_options"]
-
-Door = TypeVar("Door")
-
-if TYPE_CHECKING:
-    Source: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
-else:
-    # With Dataset[Any], jsonargparse makes a bare Dataset of --data.train=my.Photos. This alias is not in the
-    # module of StocacheDataModule, because jsonargparse reads the TYPE_CHECKING block of that module.
-    Source = Dataset | Callable[[], Dataset]
+__all__ = ["STAGES", "Budgets", "CacheOptions", "known_options"]
 
 STAGES = ("train", "val", "test", "predict")
 
-_OF_REQUEST = ("freeze_random", "fingerprint", "strict", "store", "prefill", "dir")
+Budgets: TypeAlias = int | float | str | Mapping[str, int | float | str]
+"""One budget, or a budget for each stage."""
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """The checked options of all doors: those of `CachedDataset` that make sense with a Trainer, and some more.
+    """The options of `StochasticCache`, `StocacheDataModule` and `cache_datamodule`.
+
+    Each is an argument of these three, and a key of the config group `cache`.
 
     Args:
         budget: memory per node: "8GiB", "500MB", "60%" (of the datasets' cached size), "60% of free" (memory), "auto"
             (enough for all samples), bytes, or 0 (off). The datasets of a Trainer call share it by their size. Samples
-            that do not fit are loaded every time.
-        stage_budgets: separate budgets for some stages, for instance {"val": "1GiB"} or {"test": 0}.
+            that do not fit are loaded every time. A mapping gives stages budgets of their own, for instance
+            {"train": "30GiB", "val": "2GiB", "test": 0}; a stage that it does not name has "auto".
         freeze_random: cache a random source as it is, with its first draw frozen.
-        keep_cache: keep the caches when the Trainer call ends, for the next call with the same door and datasets, until
-            `close` of the door or `datamodule.caches.close()`. Their slots are for all samples, drawn now or later.
+        keep_cache: keep the caches when the Trainer call ends, for the next call with the same callback or DataModule
+            and the same datasets, until `close` of the callback or `datamodule.caches.close()`. Their slots are for all
+            samples, drawn now or later.
         name: caches with a name stay in memory when the job ends, so that the next job starts warm. Jobs that run at
             the same time share them. The n-th dataset of a stage is cached under `<name>-<stage><n>`. The caches lie in
             /dev/shm until `python -m lightning_stocache clean NAME`.
@@ -71,10 +63,14 @@ class CacheOptions:
     Raises:
         ValueError: an option cannot have this value.
         TypeError: it cannot have a value of this type.
+
+    Example:
+        >>> options = CacheOptions({"train": "60%", "val": 0})
+        >>> options.is_off("val"), options.is_off("test")
+        (True, False)
     """
 
-    budget: int | float | str = "auto"
-    stage_budgets: Mapping[str, int | float | str | None] | None = None
+    budget: Budgets = "auto"
     freeze_random: bool = False
     keep_cache: bool = False
     name: str | None = None
@@ -84,31 +80,34 @@ class CacheOptions:
     prefill: bool = False
     dir: str | None = None
     streams: bool = False
-    budgets: dict[str, Budget] = field(init=False)
-    """The budget of each pot. Stages without a separate budget share the pot ""."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.stage_budgets, Mapping | None):
-            raise TypeError(f"stage_budgets must be a mapping from stages to budgets, got {self.stage_budgets!r}")
-        given = {stage: budget for stage, budget in (self.stage_budgets or {}).items() if budget is not None}
-        if unknown := set(given) - set(STAGES):
-            raise ValueError(f"stage_budgets may name {', '.join(STAGES)}; got {', '.join(map(str, sorted(unknown)))}")
+        if isinstance(self.budget, Mapping):
+            object.__setattr__(self, "budget", dict(self.budget))  # of a config
         check_flag("keep_cache", self.keep_cache)
         check_flag("streams", self.streams)
-        budgets = {stage: Budget.parse(budget) for stage, budget in given.items()}
-        object.__setattr__(self, "budgets", budgets | {"": Budget.parse(self.budget)})
         self.request(cast(Any, None), LoaderSettings(1, 0), self.name or "", None)  # checks the other options
 
-    @classmethod
-    def among(cls, arguments: Mapping[str, Any]) -> Self:
-        """The options among all arguments of a door."""
-        names = [option.name for option in fields(cls) if option.init]
-        return cls(**{name: arguments[name] for name in names})
+    @cached_property
+    def budgets(self) -> dict[str, Budget]:
+        """The budget of each pot. Stages without a budget of their own share the pot ""."""
+        if not isinstance(self.budget, Mapping):
+            return {"": Budget.parse(self.budget)}
+        if unknown := set(self.budget) - set(STAGES):
+            got = ", ".join(map(str, sorted(unknown)))
+            raise ValueError(f"budget may name the stages {', '.join(STAGES)}; got {got}")
+        given = {stage: Budget.parse(budget) for stage, budget in self.budget.items() if budget is not None}
+        return {**given, "": Budget.parse("auto")}
 
     def plain(self) -> dict[str, Any]:
-        """The given options by name, as plain values."""
-        given = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
-        return given | {"stage_budgets": None if self.stage_budgets is None else dict(self.stage_budgets)}
+        """The options by name, as plain values."""
+        return asdict(self)
+
+    def without(self, stage: str) -> Self:
+        """The same options with a budget of 0 for a stage."""
+        other = copy.copy(self)
+        vars(other)["budgets"] = {**self.budgets, stage: Budget.parse(0)}
+        return other
 
     def pot(self, stage: str) -> str:
         """The pot that a stage's datasets draw on."""
@@ -130,16 +129,32 @@ class CacheOptions:
             source,
             pot,
             self.budgets[pot],
+            freeze_random=self.freeze_random,
             reader=reader,
             name=None if self.name is None else name,
+            fingerprint=self.fingerprint,
+            strict=self.strict,
+            store=self.store,
+            prefill=self.prefill,
+            dir=self.dir,
             domain=domain,
-            **{option: getattr(self, option) for option in _OF_REQUEST},
         )
 
 
-def with_options(door: Door) -> Door:
-    """Put the descriptions of all options into the docstring of a door, in place of its line for `options`."""
-    described = cleandoc(CacheOptions.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
-    line = "    options: those of `CacheOptions`, each an argument."
-    door.__doc__ = cleandoc(door.__doc__ or "").replace(line, described)
-    return door
+def known_options(cache: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options in the `cache` node of a Hydra config.
+
+    Raises:
+        ValueError: a key is no option.
+
+    Example:
+        >>> known_options({"budgt": "50%"})
+        Traceback (most recent call last):
+        ValueError: cache.budgt is no option. Did you mean cache.budget?
+    """
+    known = [option.name for option in fields(CacheOptions)]
+    for key in cache or {}:
+        if key not in known:
+            [nearest] = get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise ValueError(f"cache.{key} is no option. Did you mean cache.{nearest}?")
+    return dict(cache or {})
