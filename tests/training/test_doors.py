@@ -265,6 +265,20 @@ def test_a_copy_in_another_process_has_nothing_open(tmp_path, door):
     dm.teardown("fit")
 
 
+@pytest.mark.named
+@pytest.mark.parametrize("difference", ["length", "fingerprint"])
+def test_a_named_cache_of_other_data_ends_no_training(tmp_path, caplog, name, difference):
+    """A dataset that has grown since the last job, or has another fingerprint, passes through with one warning."""
+    for job in range(2):
+        data = source(tmp_path, samples=SAMPLES + job * (difference == "length"))
+        version = str(job) if difference == "fingerprint" else ""
+        trainer = make_trainer(tmp_path, [StochasticCache(name=name, fingerprint=version)])
+        trainer.fit(Model(), plain_loader(data))
+        assert trainer.current_epoch == 2
+    [warning] = said(caplog, "passes through uncached: the cache")
+    assert f"({difference}: " in warning
+
+
 # ---- memory ----
 
 MIB = 2**20
