@@ -81,40 +81,43 @@ class _Open:
         has_changed = cached.changes.are_heard or cached.changes.witness.look() is not None
         return store.codec if cached.opened.source is self.source and not has_changed else None
 
-    def has_changed(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
-        """Whether the dataset has changed, and its loaders in these requests can begin with a new cache.
+    def is_being_read(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
+        """Whether a loader goes on with this cache while the loaders of these requests and stages are made.
 
-        A training epoch passes through to its end, and a loader goes on as long as its persistent workers.
+        Training reads it to the end of the epoch. Persistent workers read it as long as they live: new workers would
+        draw a second base seed.
         """
+        is_training = "train" in self.stages and "train" not in stages and not self.idle
+        return is_training or any(request.reader is not None and request.reader.is_running for request in requests)
+
+    def has_changed(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
+        """Whether the dataset has changed, and its loaders in these requests can begin with a new cache."""
         served = [request for request in requests if self.serves(request)]
         if not served or isinstance(self.dataset, CachedStream) or not cached_source(self.dataset).changes.are_heard:
             return False
-        is_running = any(request.reader is not None and request.reader.is_running for request in served)
-        return not is_running and ("train" not in self.stages or "train" in stages or self.idle)
+        return not self.is_being_read(served, stages)
 
     def may_grow(self, request: CacheRequest, stages: Collection[str]) -> bool:
-        """Whether the dataset has grown, and a larger cache may take the place of this one.
-
-        A training epoch reads this cache to its end: until the training loaders are made again, the cache stays. It
-        stays, too, for a loader with persistent workers: new workers would draw a second base seed.
-        """
-        store, fixed = self.dataset.cache, (request.name, request.dir, request.domain, self.domain)
+        """Whether the dataset has grown, and a larger cache may take the place of this one."""
+        store = self.dataset.cache
         if self.is_largest or store is None or isinstance(self.dataset, CachedStream):
             return False
-        is_running = request.reader is not None and request.reader.is_running
-        if is_running or ("train" in self.stages and "train" not in stages and not self.idle):
+        if request.name is not None or request.dir is not None or request.store == "auto":
             return False
-        return fixed == (None,) * 4 and request.store != "auto" and request.length > store.length
+        if request.domain is not None or self.domain is not None:
+            return False
+        return request.length > store.length and not self.is_being_read([request], stages)
 
     def replaced_by(self, larger: _Open, group: NodeGroup) -> _Open:
         """The larger cache with the samples of this one; this one, if not all samples have room there. Collective."""
 
         def copy() -> bool:
-            before, after = (cached_source(cast(CachedDataset, opened.dataset)).opened for opened in (self, larger))
+            cached = cached_source(cast(CachedDataset, self.dataset))
+            before = cached.opened
+            after = cached_source(cast(CachedDataset, larger.dataset)).opened
             if before.counters is not None and after.counters is not None:
                 after.counters.take_matters(before.counters)
-            moved = cached_source(cast(CachedDataset, self.dataset)).changes.witness.machinery
-            return take_over(after, before, moved)
+            return take_over(after, before, cached.changes.witness.machinery)
 
         if not group.lead(copy):
             larger.dataset.close()
@@ -127,7 +130,7 @@ class _Open:
     def state(self) -> dict[str, Any]:
         """The content of this cache on this node, as plain values."""
         cache = self.dataset.cache
-        known: dict[str, Any] = {
+        state: dict[str, Any] = {
             "dataset": type(self.source).__name__,
             "stages": sorted(self.stages),
             "slots": 0 if cache is None else len(cache),
@@ -138,8 +141,8 @@ class _Open:
         }
         if isinstance(self.dataset, CachedDataset):
             request = cached_source(self.dataset).opened.request
-            known |= {"samples": request.samples, "name": request.name, "dir": request.dir}
-        return known
+            state |= {"samples": request.samples, "name": request.name, "dir": request.dir}
+        return state
 
 
 class CallCaches:
@@ -158,7 +161,7 @@ class CallCaches:
         self._lines = set[str]()  # that were printed once
         self._fruitless = Counter[str]()  # datasets of a stage that were replaced before a sample was hit
 
-    def of(self, stage: str, source: Dataset[Any]) -> Any:
+    def dataset_for(self, stage: str, source: Dataset[Any]) -> Any:
         """The cached dataset, or stream, around a source that is open for a stage."""
         found = [opened for opened in self._open if opened.source is source]
         return max(found, key=lambda opened: stage in opened.stages).dataset
@@ -211,7 +214,8 @@ class CallCaches:
             self.close()
             self._group = group
         self._train_to_come = train_to_come
-        requests, stages = list(requests), set(stages)
+        requests = list(requests)
+        stages = set(stages)
         known = [None if self.options.for_all else request.domain for request in requests]
         drawn = drawn_by_any(known, group)
         requests = [replace(request, domain=domain) for request, domain in zip(requests, drawn, strict=True)]
@@ -224,10 +228,10 @@ class CallCaches:
             if self._serving(request) is None and id(request.source) not in new:
                 pot = self.options.pot(_stage(request))  # as it is now: `_close_unread` may have given a stage up
                 domain = united([other.domain for other in requests if other.source is request.source])
-                asked = replace(request, pot=pot, budget=self.options.budgets[pot], domain=domain)
-                if (smaller := grown.get(id(request.source))) is not None:
-                    asked = replace(asked, spec=smaller.codec)  # with a codec, set-up need not examine the source
-                new[id(request.source)] = asked
+                smaller = grown.get(id(request.source))
+                codec = None if smaller is None else smaller.codec  # with it set-up need not examine the source
+                budget = self.options.budgets[pot]
+                new[id(request.source)] = replace(request, pot=pot, budget=budget, domain=domain, spec=codec)
         datasets = [request for request in new.values() if not isinstance(request.source, IterableDataset)]
         left = {request.pot: self._left(request) for request in datasets}
         for cache in open_caches(
@@ -237,9 +241,10 @@ class CallCaches:
             later_bytes=later_bytes,
             kept_back=self._kept_back(left),
         ):
-            request, dataset = cache.request, dataset_over(CachedSource(cache))
-            opened = _Open(request.source, dataset, request.pot, request.domain)
-            if (smaller := grown.get(id(request.source))) is not None:
+            request = cache.request
+            opened = _Open(request.source, dataset_over(CachedSource(cache)), request.pot, request.domain)
+            smaller = grown.get(id(request.source))
+            if smaller is not None:
                 opened = smaller.replaced_by(opened, group)
             self._open.append(opened)
             if opened is not smaller:
@@ -302,7 +307,8 @@ class CallCaches:
             before = cached.opened
             if all(self._group.exchange(is_continued(before, new.source, cached.changes.witness.machinery))):
                 cache = replace(before, request=replace(before.request, source=new.source), source=new.source)
-                opened.source, opened.dataset = new.source, dataset_over(CachedSource(cache))
+                opened.source = new.source
+                opened.dataset = dataset_over(CachedSource(cache))
 
     def _close_changed(self, requests: Sequence[CacheRequest], stages: Collection[str]) -> None:
         """Close the caches of datasets that have changed; new ones open. Collective."""
@@ -382,7 +388,8 @@ class CallCaches:
     def _open_streams(self, requests: Sequence[CacheRequest]) -> None:
         """Open the memory of streams, which divide the rest of their pot evenly."""
         for number, request in enumerate(requests):
-            waiting, budget = len(requests) - number, self._left(request)
+            waiting = len(requests) - number
+            budget = self._left(request)
             if budget.unit == "bytes":
                 budget = budget.limited(int(budget.amount) // waiting)
             back = self._kept_back([request.pot])
@@ -400,14 +407,15 @@ class CallCaches:
 
     def _left(self, request: CacheRequest) -> Budget:
         """The part of its pot that a new dataset may take: what open caches leave, at most half before train."""
-        stage, pot, budget = _stage(request), request.pot, request.budget
+        budget = request.budget
         if budget.unit != "bytes" or budget.off:
             return budget
-        used = sum(opened.dataset.budget_bytes for opened in self._open if opened.pot == pot)
+        used = sum(opened.dataset.budget_bytes for opened in self._open if opened.pot == request.pot)
         left = max(int(budget.amount) - used, 0)
-        if self._train_to_come and pot == self.options.pot("train"):
+        if self._train_to_come and request.pot == self.options.pot("train"):
             left = min(left, int(budget.amount) // 2)
         if not left:
+            stage = _stage(request)
             advice = f"Keep a share for it: budget={{{stage!r}: ...}}"
             reason = f"the caches that are open use all of budget={budget.written!r}. {advice}"
             self.pass_by(stage, type(request.source).__name__, reason)

@@ -1,4 +1,4 @@
-"""The first door: `StochasticCache` caches the loaders of any Trainer call.
+"""`StochasticCache` caches the loaders of any Trainer call.
 
 They may be those of a DataModule, of a module's hooks, or given to `fit`. It brings the callbacks that monitor them and
 keep their position.
@@ -123,7 +123,7 @@ class StochasticCache(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace Lightning's data sources, so that the loaders of the call are cached, and see to a monitor."""
-        self.resume_point.of(trainer)  # before a checkpoint is loaded
+        self.resume_point.for_trainer(trainer)  # before a checkpoint is loaded
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         caches = [callback for callback in callbacks if isinstance(callback, StochasticCache)]
         used = min(caches, key=lambda cache: cache.is_guest, default=self)
@@ -139,7 +139,8 @@ class StochasticCache(Callback):
             if hasattr(source.instance, "loaders_at_hand"):  # a StocacheDataModule
                 at_hand |= source.instance.loaders_at_hand(name)
         call = self._call_of(trainer)
-        call.loaders, call.sources = CallLoaders(self.caches, getters, trainer, at_hand), list(sources.values())
+        call.loaders = CallLoaders(self.caches, getters, trainer, at_hand)
+        call.sources = list(sources.values())
         for name, source in sources.items():
             source.dataloader = partial(call.loaders, name)
         self._move_to_front(trainer)  # a callback that raises in `on_exception` ends those behind it

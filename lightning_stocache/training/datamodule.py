@@ -1,4 +1,4 @@
-"""The second door: a DataModule around datasets, or the user's own DataModule.
+"""A DataModule around datasets, or the user's own DataModule, whose loaders are cached.
 
 Under a Trainer both are plain DataModules whose `setup` adds a `StochasticCache` to the callbacks of the Trainer call.
 That caches the loaders, and takes itself out when the call ends. Between two calls no cache is open, unless
@@ -378,7 +378,8 @@ class _Setup:
     """
 
     def __init__(self, datamodule: Any, cache: StochasticCache) -> None:
-        self._datamodule, self._cache = datamodule, cache
+        self._datamodule = datamodule
+        self._cache = cache
         # `from_datasets` sets hooks on the object. A bound method would be pickled by a name that is now this one's.
         self._setup = vars(datamodule).get("setup", partial(type(datamodule).setup, datamodule))
 

@@ -54,7 +54,7 @@ _IN_MEMORY = (torch.Tensor, np.ndarray, str, bytes, range, set, frozenset)
 
 
 class TrainerLoader(CachedLoader):
-    """A CachedLoader of a door. `resume` keeps its position; a loader that Lightning re-creates gets the same position.
+    """The CachedLoader of a Trainer. `resume` keeps its position, also if Lightning creates the loader again.
 
     It has no `state_dict` for Lightning, which would store it in the checkpoint, and refuse to load it into another
     number of loaders.
@@ -72,7 +72,8 @@ class TransformedSet(Dataset[Any]):
     """A map-style dataset with a transform per sample. The cache holds samples of `source`, before `transform`."""
 
     def __init__(self, source: Any, transform: Callable[[Any], Any]) -> None:
-        self.source, self.transform = source, transform
+        self.source = source
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.source)
@@ -85,7 +86,8 @@ class TransformedStream(IterableDataset[Any]):
     """An iterable-style dataset with a transform per sample; see `TransformedSet`."""
 
     def __init__(self, source: Any, transform: Callable[[Any], Any]) -> None:
-        self.source, self.transform = source, transform
+        self.source = source
+        self.transform = transform
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.transform, self.source)
@@ -101,7 +103,8 @@ def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> 
     """The same nesting of loaders, with every DataLoader replaced by `wrap(loader)`."""
     if isinstance(loaders, DataLoader):
         return wrap(loaders)
-    if (inner := wrapped_loader(loaders)) is not None:
+    inner = wrapped_loader(loaders)
+    if inner is not None:
         renewed = copy.copy(loaders)
         renewed.loader = wrap(inner)
         return renewed

@@ -29,9 +29,18 @@ __all__ = ["ARGUMENTS", "datamodule_of", "measure_step", "source_in", "training_
 
 # The Trainer's arguments for `measure_step`, in place of the user's; a third of the batches warm up.
 ARGUMENTS: dict[str, Any] = {
-    **{"max_epochs": 1, "limit_train_batches": 48, "limit_val_batches": 0, "num_sanity_val_steps": 0},
-    **{"devices": 1, "num_nodes": 1, "strategy": "auto", "callbacks": None, "logger": False},
-    **{"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
+    "max_epochs": 1,
+    "limit_train_batches": 48,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
+    "callbacks": None,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
 }
 _ROUNDS = 4  # stretches of steps, whose means differ by the noise of the machine
 _PATIENCE = 10.0  # seconds, after which six batches are enough
@@ -41,7 +50,8 @@ def datamodule_of(given: Any) -> Any:
     """The given DataModule, or a DataModule around the given training loader; a cache of that loader is closed."""
     if not isinstance(given, DataLoader):
         return given
-    if (cached := cached_in(given.dataset)) is not None:
+    cached = cached_in(given.dataset)
+    if cached is not None:
         cached.close()
     datamodule: Any = LightningDataModule()
     datamodule.train_dataloader = lambda: given
@@ -60,7 +70,8 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     if not hasattr(datamodule, "train_dataloader"):
         kind = type(datamodule).__name__
         raise PlanError(f"data must be a LightningDataModule with a training loader, or that DataLoader, got {kind}")
-    caches, options = getattr(datamodule, "caches", None), CacheOptions()
+    caches = getattr(datamodule, "caches", None)
+    options = CacheOptions()
     if isinstance(caches, CallCaches):
         options = caches.options
         caches.options = replace(options, budget=0, keep_cache=False, name=None)
@@ -80,8 +91,8 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     names = ["collate_fn", "pin_memory", "timeout", "worker_init_fn"]
     names += ["multiprocessing_context", "prefetch_factor"] if loader.num_workers else []
     settings = {name: getattr(loader, name) for name in names}
-    size, workers = settings_of(loader).batch_size, loader.num_workers
-    return Data(source, size, workers, transform, settings, options.freeze_random)
+    batch_size = settings_of(loader).batch_size
+    return Data(source, batch_size, loader.num_workers, transform, settings, options.freeze_random)
 
 
 def source_in(given: Any) -> Any:
@@ -107,7 +118,8 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Sprea
         PlanError: the model ended training too early.
         Exception: an error of the model.
     """
-    dataset, asked = CachedDataset(data.source, 0, transform=data.transform), list[float]()
+    asked: list[float] = []  # the moments at which a batch was asked for
+    dataset = CachedDataset(data.source, 0, transform=data.transform)
     batch = next(iter(DataLoader(dataset, data.batch_size, collate_fn=data.settings.get("collate_fn"))))
     dataset.close()
 

@@ -34,4 +34,4 @@ class SwitchedCache(StochasticCache):
         """Cache the loaders of the call, without a state in checkpoints between epochs."""
         super().setup(trainer, pl_module, stage)
         if self.caches_loaders(trainer):
-            self.resume_point.of(trainer).leaves_ends = True
+            self.resume_point.for_trainer(trainer).leaves_ends = True
