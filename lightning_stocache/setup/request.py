@@ -121,15 +121,9 @@ class CacheRequest:
         budget: budget of a request that opens alone.
         spec: an example of a sample, or the codec of the samples, which an example is turned into. If it is given,
             set-up reads no sample and does not look for randomness.
-        freeze_random: whether to cache the first draw of a random source.
+        freeze_random, name, fingerprint, strict, store, prefill, dir: see `CacheOptions`.
         reader: the loader that will read the source; None: unknown.
-        name: name of a cache that outlives the job.
-        fingerprint: the user's description of the contents, compared with the fingerprint of an existing cache.
-        strict: whether a source that cannot be cached, or a lack of memory, is an error instead of a warning.
         layout: rows or records; "auto": rows if the samples allow it.
-        store: samples as the source decodes them, or as the files that it reads; "auto": the faster form.
-        prefill: whether idle workers load samples that no batch has asked for yet.
-        dir: directory of a cache on a disk; None: in memory.
         domain: the indices that are drawn; None: all.
         as_stream: whether the source is a stream, or a function that makes an iterator.
         writers: of a rolling cache, the number of processes that append at the same time; 0: it is no rolling cache.

@@ -1,19 +1,18 @@
 """The caches of one Trainer call: opened together, once, and closed at the end of the call.
 
 The datasets of a call share the budget as they become known (`call_loaders`). A dataset is recognised by its object,
-and has one cache for the call. A later stage that draws indices without a slot gets a cache of its own.
+and has one cache for the call; a later stage that draws indices without a slot gets a cache of its own. When loaders
+are made again, three things may have happened to their dataset:
 
-A hook may return another object in place of a dataset. If its state and the compared samples are equal (`same_data`),
-the new object uses the cache of the old one. If they differ, the old cache is closed, and the new cache starts empty.
-When that has happened twice without a hit, the stage is not cached any more.
+- A hook has returned another object. If its state and the compared samples are equal (`same_data`), it uses the cache
+  of the old one. Else the old cache is closed, and a new one starts empty. After the second time without a hit the
+  stage is not cached any more.
+- It has grown, in place or as another object. A larger cache opens, and takes over the samples of the smaller one; both
+  take memory meanwhile. New samples pass through, with one warning, if not all samples have room; on several nodes;
+  with store="auto"; and if the cache has a name, a directory or a domain.
+- It has changed, and passed through since then. A new cache opens.
 
-The new object may be longer, and a dataset may grow in place. When its loaders are made again, a larger cache opens,
-and takes over the samples of the smaller one, if the compared ones are equal; both take memory meanwhile. There is no
-larger cache, and new samples pass through with one warning, if not all samples have room; on several nodes; with
-store="auto"; if the cache has a name, a directory or a domain; or if the loader's persistent workers go on.
-
-A dataset that has changed passes through, until its loaders are made again, or the next call begins: then a new cache
-opens. Not so if persistent workers go on.
+The last two wait until nothing reads the old cache (`_Open.is_being_read`).
 
 Caches that were opened for other ranks (by hand, before the Trainer started its processes) are closed, and opened again
 for all ranks. A copy in another process (pickled for ddp_spawn) has the options and no open caches.
@@ -157,8 +156,7 @@ class CallCaches:
         self._open: list[_Open] = []
         self._group = NodeGroup()
         self._train_to_come = False
-        self._warnings = set[str]()
-        self._lines = set[str]()  # that were printed once
+        self._told = set[str]()  # warnings and lines that were given once
         self._fruitless = Counter[str]()  # datasets of a stage that were replaced before a sample was hit
 
     def dataset_for(self, stage: str, source: Dataset[Any]) -> Any:
@@ -184,8 +182,8 @@ class CallCaches:
             f"{' and '.join(stages)}: read once in this call, so not cached. With keep_cache=True, a name or a dir the "
             "cache is there for the next call"
         )
-        if stages and text not in self._lines:
-            self._lines.add(text)
+        if stages and text not in self._told:
+            self._told.add(text)
             say(text)
 
     def open(
@@ -223,33 +221,9 @@ class CallCaches:
         self._close_changed(requests, stages)
         grown = self._take_grown(requests, stages)
         self._close_unread(requests, stages)
-        new: dict[int, CacheRequest] = {}
-        for request in requests:  # a source of several stages has pot and name of the first, and slots for all
-            if self._serving(request) is None and id(request.source) not in new:
-                pot = self.options.pot(_stage(request))  # as it is now: `_close_unread` may have given a stage up
-                domain = united([other.domain for other in requests if other.source is request.source])
-                smaller = grown.get(id(request.source))
-                codec = None if smaller is None else smaller.codec  # with it set-up need not examine the source
-                budget = self.options.budgets[pot]
-                new[id(request.source)] = replace(request, pot=pot, budget=budget, domain=domain, spec=codec)
-        datasets = [request for request in new.values() if not isinstance(request.source, IterableDataset)]
-        left = {request.pot: self._left(request) for request in datasets}
-        for cache in open_caches(
-            datasets,
-            {pot: left[pot] for pot in self.options.budgets if pot in left},
-            group,
-            later_bytes=later_bytes,
-            kept_back=self._kept_back(left),
-        ):
-            request = cache.request
-            opened = _Open(request.source, dataset_over(CachedSource(cache)), request.pot, request.domain)
-            smaller = grown.get(id(request.source))
-            if smaller is not None:
-                opened = smaller.replaced_by(opened, group)
-            self._open.append(opened)
-            if opened is not smaller:
-                cache.tell()
-        self._open_streams([request for request in new.values() if isinstance(request.source, IterableDataset)])
+        new = self._unserved(requests)
+        self._open_datasets([each for each in new if not isinstance(each.source, IterableDataset)], grown, later_bytes)
+        self._open_streams([each for each in new if isinstance(each.source, IterableDataset)])
         for request in requests:
             serving = self._serving(request)
             assert serving is not None
@@ -286,6 +260,37 @@ class CallCaches:
         """The open cache for a loader; of several, the cache of its stage."""
         serving = [opened for opened in self._open if opened.serves(request)]
         return max(serving, key=lambda opened: _stage(request) in opened.stages, default=None)
+
+    def _unserved(self, requests: Sequence[CacheRequest]) -> list[CacheRequest]:
+        """The requests for which a cache opens: of several for one source the first, with slots for all."""
+        new: dict[int, CacheRequest] = {}
+        for request in requests:
+            if self._serving(request) is None and id(request.source) not in new:
+                pot = self.options.pot(_stage(request))  # as it is now: `_close_unread` may have given a stage up
+                domain = united([other.domain for other in requests if other.source is request.source])
+                new[id(request.source)] = replace(request, pot=pot, budget=self.options.budgets[pot], domain=domain)
+        return list(new.values())
+
+    def _open_datasets(self, requests: Sequence[CacheRequest], grown: dict[int, _Open], later_bytes: int) -> None:
+        """Open caches, which divide what is left of their pots. Those of grown datasets take over stored samples."""
+        left = {request.pot: self._left(request) for request in requests}
+        # With the codec set-up need not examine a grown source.
+        codecs = {source: smaller.codec for source, smaller in grown.items()}
+        for cache in open_caches(
+            [replace(request, spec=codecs.get(id(request.source))) for request in requests],
+            {pot: left[pot] for pot in self.options.budgets if pot in left},
+            self._group,
+            later_bytes=later_bytes,
+            kept_back=self._kept_back(left),
+        ):
+            request = cache.request
+            opened = _Open(request.source, dataset_over(CachedSource(cache)), request.pot, request.domain)
+            smaller = grown.get(id(request.source))
+            if smaller is not None:
+                opened = smaller.replaced_by(opened, self._group)
+            self._open.append(opened)
+            if opened is not smaller:
+                cache.tell()
 
     def _replace_sources(self, requests: Sequence[CacheRequest]) -> None:
         """Let an open cache serve the object that replaces its dataset, if both have the same samples."""
@@ -381,9 +386,9 @@ class CallCaches:
 
     def _warn_once(self, message: str) -> None:
         """Give a warning, once and on one rank."""
-        if message not in self._warnings and NodeGroup.discover().rank == 0:
+        if message not in self._told and NodeGroup.discover().rank == 0:
             log.warning(message)
-        self._warnings.add(message)
+        self._told.add(message)
 
     def _open_streams(self, requests: Sequence[CacheRequest]) -> None:
         """Open the memory of streams, which divide the rest of their pot evenly."""

@@ -1,12 +1,7 @@
 """Replaces the loaders of one Trainer call by copies that read the cache.
 
-Lightning alone decides when a loader hook runs, and how often. So the budget is divided as loaders become known:
-
-- Loaders that were given to the Trainer, and those of a StocacheDataModule, are known from the start. They share the
-  budget by the size of their datasets.
-- Lightning calls the hook of val first, for its sanity check. Val takes what it needs, but at most half. Train takes
-  the rest.
-- Without a sanity check train takes what it needs, and val takes the rest. A budget for val reserves a share.
+Lightning alone decides when a loader hook runs, and how often. So the budget is divided as loaders become known (see
+`CacheOptions`). Loaders that were given to the Trainer, and those of a StocacheDataModule, are known from the start.
 
 A loader that cannot be cached stays the user's own object, with one warning; the other loaders are cached. The ranks
 agree on each loader.

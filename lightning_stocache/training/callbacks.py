@@ -54,10 +54,6 @@ class StochasticCache(Callback):
     A loader that cannot be cached is used as it is, with one warning. Make each dataset once: a new dataset in each run
     of a loader hook is compared each time, and starts with an empty cache if its samples differ or are random.
 
-    Datasets of loaders that are given to `fit` share the budget by their size. If loaders come from hooks, Lightning's
-    sanity check asks for the val set first, which takes at most half. Without a sanity check the val set gets what the
-    training set leaves. A budget for each stage changes that.
-
     The arguments are the options of `CacheOptions`, and
 
     Args:

@@ -301,7 +301,7 @@ class StocacheDataModule(LightningDataModule):
                 dataset.close()
 
 
-def cache_datamodule(  # noqa: D417  the options are described by CacheOptions
+def cache_datamodule(
     datamodule: M,
     budget: Budgets = "auto",
     *,
@@ -315,20 +315,14 @@ def cache_datamodule(  # noqa: D417  the options are described by CacheOptions
     dir: str | None = None,
     streams: bool = False,
 ) -> M:
-    """Cache the loaders of a DataModule, and return the same object.
+    """Cache the loaders of a LightningDataModule, and return the same object.
 
     Under a Trainer its loaders are cached: `setup` adds a `StochasticCache` to the callbacks of each call. Without a
     Trainer they are plain. Class, hyperparameters, checkpoints and all other hooks do not change. A loader that cannot
     be cached is used as it is, with one warning. Make each dataset once, in `setup` or `__init__`: a new dataset in
     each run of a loader hook is compared each time, and starts with an empty cache if its samples differ or are random.
 
-    Lightning's sanity check asks for the val set first, which takes at most half of the budget. Without a sanity check
-    the val set gets what the training set leaves. A budget for each stage changes that.
-
-    The arguments are the options of `CacheOptions`, and
-
-    Args:
-        datamodule: the user's DataModule.
+    The arguments after `datamodule` are the options of `CacheOptions`.
 
     Raises:
         TypeError: the argument is no LightningDataModule, or is cached already.
