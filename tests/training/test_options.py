@@ -1,6 +1,7 @@
 """The options of the doors: described in `help`, refused if wrong, in effect, and on a command line."""
 
 import contextlib
+import pydoc
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler
@@ -180,6 +183,38 @@ def test_setup_twice_opens_once(tmp_path, caplog):
     assert dataset.cache is trainer.val_dataloaders is None
     with pytest.raises(MisconfigurationException, match="test_dataloader"):
         trainer.test(Model(), dm)
+
+
+@pytest.mark.parametrize(
+    ("data", "words", "key"),
+    [
+        (StocacheDataModule, [], "data"),
+        (cache_datamodule, ["--data.datamodule=tests.training.tiny.Photos", "--data.datamodule.folder=f"], "data"),
+        (Photos, ["--data.folder=f", "--trainer.callbacks+=lightning_stocache.StochasticCache"], "trainer"),
+    ],
+    ids=["ours", "cache_datamodule", "callback"],
+)
+def test_a_printed_config_has_every_default(monkeypatch, capsys, data, words, key):
+    """So that a config file can be written from it."""
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    with pytest.raises(SystemExit):
+        LightningCLI(Model, data, args=["fit", *words, "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)[key]
+    if key == "trainer":
+        [callback] = printed["callbacks"]
+        printed = callback["init_args"]
+    assert printed == printed | CacheOptions().plain()
+
+
+@pytest.mark.parametrize("takes_options", [StochasticCache, StocacheDataModule])
+def test_every_option_is_described_where_it_is_asked_for(takes_options):
+    """In `help`, and by jsonargparse for the `--help` of LightningCLI."""
+    parser = ArgumentParser()
+    parser.add_class_arguments(takes_options, "x")
+    described = " ".join(parser.format_help().split())
+    for first_words in ("memory per node:", "cache a random source as it is", "caches with a name", "a version of the"):
+        assert first_words in described
+        assert first_words in pydoc.render_doc(takes_options)
 
 
 SOURCE, CALLBACKS = "tests.sources.CountedSource", "--trainer.callbacks+=lightning_stocache."
