@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from logging import getLogger
 from typing import Any
 
@@ -30,49 +31,42 @@ def callbacks() -> list[Any]:
     Raises:
         ValueError: a variable has a value that its option cannot have, or belongs to no option.
     """
-    return _callbacks(is_other_package=False)
+    return _callbacks("switched", "SwitchedCache")
 
 
 def callbacks_of_pytorch_lightning() -> list[Any]:
-    """The same for a Trainer of the package `pytorch_lightning`, whose callbacks have a base class of their own.
+    """The callbacks that the environment asks for, for a Trainer of `pytorch_lightning`, which has its own base class.
 
     Raises:
         ValueError: a variable has a value that its option cannot have, or belongs to no option.
     """
-    return _callbacks(is_other_package=True)
+    return _callbacks("other_package", "SwitchedCacheOfOther")
 
 
-def _callbacks(*, is_other_package: bool) -> list[Any]:
-    variables = {name: value for name, value in os.environ.items() if name == _SWITCH or name.startswith(f"{_SWITCH}_")}
-    variables = {name: text for name, text in variables.items() if name == _SWITCH or text.strip()}
+def _callbacks(module: str, kind: str) -> list[Any]:
+    """The callback of a class, which is imported only if the switch is on."""
+    variables = {
+        name: text
+        for name, text in os.environ.items()
+        if name == _SWITCH or (name.startswith(f"{_SWITCH}_") and text.strip())
+    }
     if not variables or variables.get(_SWITCH, "on").strip().lower() in _OFF:
         return []
     try:
-        kind = _kind(is_other_package)
+        callback = getattr(import_module(f"lightning_stocache.training.{module}"), kind)
     except Exception as error:  # of another library, or of another version of one: the application trains without
         _warn_once("STOCACHE is set, and nothing is cached: %s", f"{type(error).__name__}: {error}")
         return []
-    options = options_in(variables, kind)
+    options = options_in(variables, callback)
     if _SWITCH not in variables:
         others = ", ".join(sorted(variables))
         _warn_once("%s is set, and STOCACHE is not: nothing is cached. Set STOCACHE=1, or a budget", others)
         return []
     try:
-        return [kind(**options)]
+        return [callback(**options)]
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{variable}={text!r}" for variable, text in sorted(variables.items()))
         raise ValueError(f"{error}. The variables are {given}") from None
-
-
-def _kind(is_other_package: bool) -> Any:
-    """The class of the callback, for a Trainer of one of the packages."""
-    if is_other_package:
-        from lightning_stocache.training.other_package import SwitchedCacheOfOther
-
-        return SwitchedCacheOfOther
-    from lightning_stocache.training.switched import SwitchedCache
-
-    return SwitchedCache
 
 
 def options_in(variables: Mapping[str, str], kind: Any) -> dict[str, Any]:

@@ -187,15 +187,22 @@ class CallLoaders:
     def _cacheable(self, asked: Mapping[str, Any], group: NodeGroup) -> list[tuple[str, DataLoader[Any]]]:
         """The loaders that can be cached on every rank, each with its stage; a message for each of the others."""
         leaves = [(stage, leaf) for stage in self._getters if stage in asked for leaf in leaves_in(asked[stage])]
-        findings = group.exchange(group.together(lambda: [self._finding(stage, leaf) for stage, leaf in leaves]))
-        single = group.exchange([self._is_single(number, leaves, asked) for number in range(len(leaves))])
+
+        def examine() -> list[tuple[int | str | None, bool]]:
+            return [
+                (self._finding(stage, leaf), self._is_single(number, leaves, asked))
+                for number, (stage, leaf) in enumerate(leaves)
+            ]
+
+        by_rank = group.exchange(group.together(examine))
         cacheable: list[tuple[str, DataLoader[Any]]] = []
         single_stages = set[str]()
         self._single.clear()
         for number, (stage, leaf) in enumerate(leaves):
-            found = [finding[number] if len(finding) == len(leaves) else None for finding in findings]
+            findings = [of_rank[number] if len(of_rank) == len(leaves) else (None, False) for of_rank in by_rank]
+            found = [finding for finding, _ in findings]
             reason = reason_of(found)
-            if all(len(ranks) == len(leaves) and ranks[number] for ranks in single):
+            if all(is_single for _, is_single in findings):
                 if reason is None:
                     single_stages.add(stage)
                     self._single.add(id(leaf))
