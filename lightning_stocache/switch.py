@@ -2,7 +2,7 @@
 
 Lightning asks the entry points `lightning.pytorch.callbacks_factory` and `pytorch_lightning.callbacks_factory` for
 callbacks in every `Trainer()`. The two functions here are such factories. They only read variables: where the switch is
-off, a Trainer imports nothing else. The callback itself is in `training.switched`.
+off, a Trainer imports nothing else. The callback itself is in `training.callbacks`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def callbacks() -> list[Any]:
     Raises:
         ValueError: a variable has a value that its option cannot have, or belongs to no option.
     """
-    return _callbacks("switched", "SwitchedCache")
+    return _callbacks("callbacks", "SwitchedCache")
 
 
 def callbacks_of_pytorch_lightning() -> list[Any]:

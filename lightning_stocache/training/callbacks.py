@@ -24,7 +24,7 @@ from lightning_stocache.training.lightning_internals import data_sources, warn
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.resume import ResumePoint
 
-__all__ = ["StochasticCache"]
+__all__ = ["StochasticCache", "SwitchedCache"]
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class StochasticCache(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace Lightning's data sources, so that the loaders of the call are cached, and see to a monitor."""
-        self.resume_point.for_trainer(trainer)  # before a checkpoint is loaded
+        point = self.resume_point.for_trainer(trainer)  # before a checkpoint is loaded
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         caches = [callback for callback in callbacks if isinstance(callback, StochasticCache)]
         used = min(caches, key=lambda cache: cache.is_guest, default=self)
@@ -128,6 +128,7 @@ class StochasticCache(Callback):
                 where = "of the DataModule" if used.is_brought_to(trainer) else "before this one in the list"
                 warn(f"there is a StochasticCache {where}: this one does nothing")
             return
+        point.leaves_ends = self.is_guest
         sources = data_sources(trainer, stage)
         getters = {name: source.dataloader for name, source in sources.items()}
         at_hand = {name: source.instance for name, source in sources.items() if not source.is_module()}
@@ -163,6 +164,7 @@ class StochasticCache(Callback):
 
     def _new_monitor(self) -> CacheMonitor:
         monitor = self.monitor_class(hyperparameters=not self.is_guest, verbose=self.verbose)
+        monitor.is_guest = self.is_guest
         monitor.caches = self.caches
         return monitor
 
@@ -185,10 +187,6 @@ class StochasticCache(Callback):
         """End the call: Lightning skips `teardown` after an exception."""
         self.teardown(trainer, pl_module, "")
 
-    def caches_loaders(self, trainer: Any) -> bool:
-        """Whether this callback caches loaders of a Trainer's call: no other one does."""
-        return bool(self._calls.get(id(trainer), _Call()).sources)
-
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_calls": {}}
 
@@ -199,3 +197,15 @@ class StochasticCache(Callback):
     def close(self) -> None:
         """Close all caches, also kept ones."""
         self.caches.close()
+
+
+class SwitchedCache(StochasticCache):
+    """The StochasticCache that `STOCACHE=...` adds to every Trainer of an application (`lightning_stocache.switch`).
+
+    The application does not know of it. So it does nothing where the application has a cache of its own, and it leaves
+    alone what the application reads or ships: its values go to TensorBoard, W&B and MLflow, not into
+    `trainer.callback_metrics` or other loggers; no hyperparameters are logged; a checkpoint that is saved between two
+    epochs has no state of it.
+    """
+
+    is_guest: ClassVar[bool] = True

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -106,7 +106,7 @@ class CacheMonitor(Callback):
         >>> trainer = Trainer(callbacks=[CacheMonitor()], logger=False, enable_checkpointing=False)
     """
 
-    is_guest: ClassVar[bool] = False
+    is_guest = False
     """Whether the application does not know of this callback: its values go to dashboards alone (`log_epoch`)."""
 
     caches: CallCaches | None = None

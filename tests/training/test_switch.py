@@ -159,7 +159,7 @@ def test_options_without_the_switch_are_pointed_out(tmp_path, switch, caplog):
 def test_any_other_failure_is_one_warning(tmp_path, switch, caplog, monkeypatch):
     """The application trains without a cache."""
     switch("1")
-    monkeypatch.setitem(sys.modules, "lightning_stocache.training.switched", None)  # it cannot be imported
+    monkeypatch.setitem(sys.modules, "lightning_stocache.training.callbacks", None)  # it cannot be imported
     for _ in range(2):
         make_trainer(tmp_path).fit(Model(), plain_loader(source(tmp_path)))
     [line] = said(caplog, "STOCACHE is set, and nothing is cached")
