@@ -32,16 +32,14 @@ class _Call:
     """What a StochasticCache has changed for one call of a Trainer.
 
     Args:
-        monitor: the monitor that it has brought.
         loaders: the loaders of the call.
         sources: Lightning's data sources, whose loaders are replaced.
-        is_brought: whether a DataModule has brought the StochasticCache itself.
+        callbacks: callbacks that leave when the call ends: its monitor, and itself if a DataModule has brought it.
     """
 
-    monitor: CacheMonitor | None = None
     loaders: CallLoaders | None = None
     sources: list[Any] = field(default_factory=list)
-    is_brought: bool = False
+    callbacks: list[Any] = field(default_factory=list)
 
 
 class StochasticCache(Callback):
@@ -142,9 +140,12 @@ class StochasticCache(Callback):
             source.dataloader = partial(call.loaders, name)
         self._move_to_front(trainer)  # a callback that raises in `on_exception` ends those behind it
         if not any(isinstance(callback, CacheMonitor) for callback in callbacks):
-            call.monitor = self._new_monitor()
-            trainer.callbacks = [call.monitor, *trainer.callbacks]  # type: ignore[attr-defined]
-            call.monitor.setup(trainer, pl_module, stage)
+            monitor = self.monitor_class(hyperparameters=not self.is_guest, verbose=self.verbose)
+            monitor.is_guest = self.is_guest
+            monitor.caches = self.caches
+            call.callbacks.append(monitor)
+            trainer.callbacks = [monitor, *trainer.callbacks]  # type: ignore[attr-defined]
+            monitor.setup(trainer, pl_module, stage)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the caches of the call, unless they are kept, and take the monitor out."""
@@ -155,27 +156,18 @@ class StochasticCache(Callback):
             call.loaders.end()
         if not self._calls:
             self.caches.end_call()
-        brought = [call.monitor, self if call.is_brought else None]
-        trainer.callbacks = [  # type: ignore[attr-defined]
-            each
-            for each in trainer.callbacks  # type: ignore[attr-defined]
-            if not any(each is one for one in brought)
-        ]
-
-    def _new_monitor(self) -> CacheMonitor:
-        monitor = self.monitor_class(hyperparameters=not self.is_guest, verbose=self.verbose)
-        monitor.is_guest = self.is_guest
-        monitor.caches = self.caches
-        return monitor
+        leaving = set(map(id, call.callbacks))
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        trainer.callbacks = [callback for callback in callbacks if id(callback) not in leaving]  # type: ignore[attr-defined]
 
     def bring(self, trainer: Any) -> None:
         """Join the callbacks of a Trainer for one call, in front. A DataModule that is to be cached calls it."""
         self._move_to_front(trainer)
-        self._call_of(trainer).is_brought = True
+        self._call_of(trainer).callbacks.append(self)
 
     def is_brought_to(self, trainer: Any) -> bool:
         """Whether a DataModule has brought this callback to a Trainer."""
-        return self._calls.get(id(trainer), _Call()).is_brought
+        return self in self._calls.get(id(trainer), _Call()).callbacks
 
     def _move_to_front(self, trainer: Any) -> None:
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
