@@ -142,10 +142,10 @@ class StochasticCache(Callback):
         if not any(isinstance(callback, CacheMonitor) for callback in callbacks):
             monitor = self.monitor_class(hyperparameters=not self.is_guest, verbose=self.verbose)
             monitor.is_guest = self.is_guest
-            monitor.caches = self.caches
             call.callbacks.append(monitor)
             trainer.callbacks = [monitor, *trainer.callbacks]  # type: ignore[attr-defined]
             monitor.setup(trainer, pl_module, stage)
+        self._tell_monitors(trainer, self.caches)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the caches of the call, unless they are kept, and take the monitor out."""
@@ -156,6 +156,8 @@ class StochasticCache(Callback):
             call.loaders.end()
         if not self._calls:
             self.caches.end_call()
+        if call.loaders is not None:
+            self._tell_monitors(trainer, None)
         leaving = set(map(id, call.callbacks))
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         trainer.callbacks = [callback for callback in callbacks if id(callback) not in leaving]  # type: ignore[attr-defined]
@@ -171,6 +173,11 @@ class StochasticCache(Callback):
 
     def _move_to_front(self, trainer: Any) -> None:
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+
+    def _tell_monitors(self, trainer: Any, caches: CallCaches | None) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, CacheMonitor):
+                callback.caches = caches
 
     def _call_of(self, trainer: Any) -> _Call:
         return self._calls.setdefault(id(trainer), _Call())

@@ -488,6 +488,11 @@ def test_a_monitor_over_loaders_without_a_cache_says_so(tmp_path, caplog):
     """Once for a fit; a StochasticCache that finds nothing to cache has said why."""
     make_trainer(tmp_path, [CacheMonitor()], epochs=2).fit(Model(), Data(source(tmp_path)))
     [line] = said(caplog, "no loader of this fit is cached")
+    caplog.clear()
+    for callbacks in ([StochasticCache()], [CacheMonitor(), StochasticCache()]):
+        make_trainer(tmp_path, callbacks, epochs=1).fit(Model(), Data(source(tmp_path)))
+    assert not said(caplog, "no loader of this fit is cached")
+    assert said(caplog, "read once in this call, so not cached")
     assert "StochasticCache()" in line
 
 
