@@ -182,13 +182,9 @@ class CachedDataset(Forwarding):
 
     @classmethod
     def from_options(cls, source: Dataset[Any], cache: Mapping[str, Any] | None = None, **arguments: Any) -> Self:
-        """Create one from the `cache` node of a Hydra config, whose `keep_cache` and `streams` are about a Trainer.
-
-        Raises:
-            ValueError: a key of the node is no option.
-        """
+        """Create one from the `cache` node of a Hydra config. A key that is no option is a ValueError."""
         options = known_options(cache)
-        options.pop("keep_cache", None)
+        options.pop("keep_cache", None)  # a Trainer's, as the next
         options.pop("streams", None)
         return cls(source, **options, **arguments)
 

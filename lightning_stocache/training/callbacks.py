@@ -108,11 +108,7 @@ class StochasticCache(Callback):
 
     @classmethod
     def from_options(cls, cache: Mapping[str, Any] | None = None, **arguments: Any) -> Self:
-        """Create one from the `cache` node of a Hydra config.
-
-        Raises:
-            ValueError: a key of the node is no option.
-        """
+        """Create one from the `cache` node of a Hydra config. A key that is no option is a ValueError."""
         return cls(**known_options(cache), **arguments)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

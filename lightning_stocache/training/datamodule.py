@@ -160,11 +160,7 @@ class StocacheDataModule(LightningDataModule):
 
     @classmethod
     def from_options(cls, cache: Mapping[str, Any] | None = None, **arguments: Any) -> Self:
-        """Create one from the `cache` node of a Hydra config.
-
-        Raises:
-            ValueError: a key of the node is no option.
-        """
+        """Create one from the `cache` node of a Hydra config. A key that is no option is a ValueError."""
         return cls(**known_options(cache), **arguments)
 
     def prepare_data(self) -> None:
@@ -380,7 +376,7 @@ class _Setup:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if is_under_trainer(self._datamodule):
             self._cache.bring(self._datamodule.trainer)
-        elif not all(budget.off for budget in self._cache.caches.options.budgets.values()):
+        elif not all(map(self._cache.caches.options.is_off, STAGES)):
             say(f"{type(self._datamodule).__name__}: its loaders are cached under a Trainer, and are plain without one")
         self._setup(*args, **kwargs)
 
@@ -395,14 +391,12 @@ def is_under_trainer(datamodule: Any) -> bool:
 cache_datamodule.__annotations__.update({"datamodule": LightningDataModule, "return": LightningDataModule})
 
 
-def _cached_from_options(
-    datamodule: LightningDataModule, cache: Mapping[str, Any] | None = None
-) -> LightningDataModule:
+def _from_options(datamodule: M, cache: Mapping[str, Any] | None = None) -> M:
     """Cache the loaders of a DataModule with the options in the `cache` node of a Hydra config."""
     return cache_datamodule(datamodule, **known_options(cache))
 
 
-vars(cache_datamodule)["from_options"] = _cached_from_options  # as the classes have it
+vars(cache_datamodule)["from_options"] = _from_options  # as the classes have it
 
 
 def _check_function(name: str, value: Any, others: str = "") -> None:

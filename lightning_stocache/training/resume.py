@@ -144,7 +144,9 @@ class ResumePoint(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the last call, however it ended, before Lightning restores a checkpoint."""
-        self._forget()
+        self._saved = None
+        self._resumed = []
+        self._begun_at = None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let Lightning continue an epoch that was cut short, which it counts as over."""
@@ -207,20 +209,6 @@ class ResumePoint(Callback):
             self._saved = state_dict
         else:
             _warn_of_unknown(state_dict)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the position: the next fit starts from the beginning, unless it gets a checkpoint."""
-        self._forget()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Forget the position. A checkpoint that a later callback saves still needs the count of batches."""
-        self._saved = None
-        self._resumed = []
-
-    def _forget(self) -> None:
-        self._saved = None
-        self._resumed = []
-        self._begun_at = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_trainer": None, "_resumed": []}
