@@ -8,7 +8,7 @@ Lightning's work around it. It needs its own process, because it replaces the Da
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -84,7 +84,9 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     if len(loaders) != 1:
         raise PlanError(f"the training data must be one DataLoader, got {len(loaders)} of them")
     [loader] = loaders
-    source, transform = _without_cache(loader.dataset)
+    cached = cached_in(loader.dataset)
+    source: Dataset[Any] = loader.dataset if cached is None else cached.source
+    transform = None if cached is None else cached_source(cached).transform
     drawn = None if whole else loader_domain(None, "train", loader)
     if drawn is not None:  # a cache has slots for these alone
         source = Subset(source, drawn.indices.tolist())
@@ -158,8 +160,3 @@ def world(trainer: Mapping[str, Any]) -> tuple[int, int]:
     else:
         ranks = devices if isinstance(devices, int) else len(devices)
     return int(trainer.get("num_nodes") or 1), max(ranks, 1)
-
-
-def _without_cache(dataset: Dataset[Any]) -> tuple[Dataset[Any], Callable[[Any], Any] | None]:
-    cached = cached_in(dataset)
-    return (dataset, None) if cached is None else (cached.source, cached_source(cached).transform)
