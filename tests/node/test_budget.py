@@ -250,7 +250,8 @@ def test_grant():
 
 @given(
     budget=st.one_of(
-        st.integers(101, 2**45), st.sampled_from(["auto", "60%", "60% of free", "100% of free", "8GiB", "0"])
+        st.integers(0, 2**45).map("{}B".format),
+        st.sampled_from(["auto", "60%", "60% of free", "100% of free", "8GiB", "0"]),
     ).map(Budget.parse),
     dataset=st.integers(0, 2**45),
     limits=st.tuples(*[st.none() | st.integers(0, 2**45)] * 3),
