@@ -57,7 +57,7 @@ def loads_in_style(text: str) -> list[str]:
 
 def _problems(site: Path) -> Iterator[str]:
     import lightning_stocache
-    from lightning_stocache.training.options import CacheOptions
+    from lightning_stocache import CacheOptions
 
     pages = sorted(site.rglob("*.html"))
     for page in pages:
@@ -70,12 +70,10 @@ def _problems(site: Path) -> Iterator[str]:
         parts = re.split(r'<h2 id="lightning_stocache\.(\w+)"', page.read_text())
         described.update(zip(parts[1::2], parts[2::2], strict=True))
     yield from (f"the reference lacks {name}" for name in sorted(set(lightning_stocache.__all__) - set(described)))
-    options = [option.name for option in dataclasses.fields(CacheOptions) if option.init]
-    for door in ("StochasticCache", "StocacheDataModule", "cache_datamodule"):
-        parameters = described.get(door, "").partition("Parameters:")[2]
-        for option in options:
-            if not re.search(rf"<(?:code|b|strong)>{option}</", parameters):
-                yield f"the reference does not describe {option} of {door}"
+    parameters = described.get("CacheOptions", "").partition("Parameters:")[2]
+    for option in dataclasses.fields(CacheOptions):
+        if not re.search(rf"<(?:code|b|strong)>{option.name}</", parameters):
+            yield f"the reference does not describe the option {option.name}"
 
     index = json.loads((site / "search/search_index.json").read_text())
     found = {html.unescape(entry["location"]).partition("#")[0] for entry in index["docs"]}

@@ -29,5 +29,5 @@ from hydra import compose, initialize_config_module  # noqa: E402
 from hydra.utils import instantiate  # noqa: E402
 
 with initialize_config_module("lightning_stocache.configs", version_base="1.3"):
-    callbacks = instantiate(compose("callbacks/stocache").callbacks)
+    callbacks = instantiate(compose("callbacks/stochastic_cache").callbacks)
 print(f"lightning-stocache {lightning_stocache.__version__}: {len(shipped)} YAML files, {', '.join(callbacks)}")

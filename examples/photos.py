@@ -32,7 +32,7 @@ TRAIN_SHARE = 2 / 3  # of each picture's width, from the left; val has the rest
 
 def datamodule(root: str | None = None, **knobs: Any) -> StocacheDataModule:
     """A StocacheDataModule; `root` is here so that one override, `data.root`, reaches all parts of its config."""
-    return StocacheDataModule(**knobs)
+    return StocacheDataModule.from_options(**knobs)
 
 
 def images(split: str, root: str | None = None, size: int = 96) -> ImageFolder:

@@ -32,7 +32,7 @@ ConfigStore.instance().store(
             {"cache": "stocache"},
             {"data": "photos"},
             {"model": "conv"},
-            {"callbacks": "stocache"},
+            {"callbacks": None},
             {"logger": "csv"},
             {"trainer": "stocache"},
             "_self_",
@@ -65,7 +65,7 @@ def main(config: DictConfig) -> None:
 
 
 def build_each(config: DictConfig, group: str) -> list[Any]:
-    """The entries of a group that may hold several (`callbacks=[stocache,mine]`) or none (`~logger`)."""
+    """The entries of a group that may hold several (`callbacks=[step_timer,mine]`) or none (`~logger`)."""
     return [build(entry) for entry in (config.get(group) or {}).values() if entry and "_target_" in entry]
 
 

@@ -11,7 +11,6 @@ from lightning_stocache.console import Console
 
 if TYPE_CHECKING:  # the aliases tell type checkers that the names are public
     from lightning_stocache.cache.compat import SharedCache as SharedCache
-    from lightning_stocache.cache.rows import SampleSpec as SampleSpec
     from lightning_stocache.growing.rolling_cache import RollingCache as RollingCache
     from lightning_stocache.growing.rolling_writer import RollingWriter as RollingWriter
     from lightning_stocache.growing.stream import CachedStream as CachedStream
@@ -20,7 +19,7 @@ if TYPE_CHECKING:  # the aliases tell type checkers that the names are public
     from lightning_stocache.loading.loader import CachedLoader as CachedLoader
     from lightning_stocache.loading.loader_copy import cache_loader as cache_loader
     from lightning_stocache.node.files import get_shm_size as get_shm_size
-    from lightning_stocache.sampling.locality_sampler import LocalitySampler as LocalitySampler
+    from lightning_stocache.setup.options import CacheOptions as CacheOptions
     from lightning_stocache.source.lmdb_source import LMDBSource as LMDBSource
     from lightning_stocache.training.callbacks import StochasticCache as StochasticCache
     from lightning_stocache.training.datamodule import StocacheDataModule as StocacheDataModule
@@ -35,14 +34,13 @@ getLogger(__name__).addHandler(Console())
 _HOMES = {
     "CacheMeter": "insight.meter",
     "CacheMonitor": "training.monitor",
+    "CacheOptions": "setup.options",
     "CachedDataset": "loading.dataset",
     "CachedLoader": "loading.loader",
     "CachedStream": "growing.stream",
     "LMDBSource": "source.lmdb_source",
-    "LocalitySampler": "sampling.locality_sampler",
     "RollingCache": "growing.rolling_cache",
     "RollingWriter": "growing.rolling_writer",
-    "SampleSpec": "cache.rows",
     "SharedCache": "cache.compat",
     "StepTimer": "training.step_timer",
     "StocacheDataModule": "training.datamodule",

@@ -2,7 +2,7 @@
 
 Lightning asks the entry points `lightning.pytorch.callbacks_factory` and `pytorch_lightning.callbacks_factory` for
 callbacks in every `Trainer()`. The two functions here are such factories. They only read variables: where the switch is
-off, a Trainer imports nothing else. The callback itself is in `training.switched`.
+off, a Trainer imports nothing else. The callback itself is in `training.callbacks`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from logging import getLogger
 from typing import Any
 
@@ -20,7 +21,6 @@ log = getLogger(__name__)
 _SWITCH = "STOCACHE"
 _OFF = ("", "0", "false", "off", "no")
 _ON = ("1", "true", "on", "yes", "auto")
-_FLAGS = {"0": False, "1": True}  # other words for a flag are YAML's
 _LEAST = 1 << 20  # bytes that may be meant by a number without a unit
 _TEXTS = ("name", "fingerprint", "dir", "store")  # options that are taken as they are typed
 
@@ -31,57 +31,50 @@ def callbacks() -> list[Any]:
     Raises:
         ValueError: a variable has a value that its option cannot have, or belongs to no option.
     """
-    return _callbacks(is_other_package=False)
+    return _callbacks("callbacks", "SwitchedCache")
 
 
 def callbacks_of_pytorch_lightning() -> list[Any]:
-    """The same for a Trainer of the package `pytorch_lightning`, whose callbacks have a base class of their own.
+    """The callbacks that the environment asks for, for a Trainer of `pytorch_lightning`, which has its own base class.
 
     Raises:
         ValueError: a variable has a value that its option cannot have, or belongs to no option.
     """
-    return _callbacks(is_other_package=True)
+    return _callbacks("other_package", "SwitchedCacheOfOther")
 
 
-def _callbacks(*, is_other_package: bool) -> list[Any]:
-    variables = {name: value for name, value in os.environ.items() if name == _SWITCH or name.startswith(f"{_SWITCH}_")}
-    variables = {name: text for name, text in variables.items() if name == _SWITCH or text.strip()}
+def _callbacks(module: str, kind: str) -> list[Any]:
+    """The callback of a class, which is imported only if the switch is on."""
+    variables = {
+        name: text
+        for name, text in os.environ.items()
+        if name == _SWITCH or (name.startswith(f"{_SWITCH}_") and text.strip())
+    }
     if not variables or variables.get(_SWITCH, "on").strip().lower() in _OFF:
         return []
     try:
-        kind = _kind(is_other_package)
+        callback = getattr(import_module(f"lightning_stocache.training.{module}"), kind)
     except Exception as error:  # of another library, or of another version of one: the application trains without
         _warn_once("STOCACHE is set, and nothing is cached: %s", f"{type(error).__name__}: {error}")
         return []
-    options = options_in(variables, kind)
+    options = options_in(variables, callback)
     if _SWITCH not in variables:
         others = ", ".join(sorted(variables))
         _warn_once("%s is set, and STOCACHE is not: nothing is cached. Set STOCACHE=1, or a budget", others)
         return []
     try:
-        return [kind(**{"hyperparameters": False} | options)]  # by default they would be in the application's files
+        return [callback(**options)]
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{variable}={text!r}" for variable, text in sorted(variables.items()))
         raise ValueError(f"{error}. The variables are {given}") from None
-
-
-def _kind(is_other_package: bool) -> Any:
-    """The class of the callback, for a Trainer of one of the packages."""
-    if is_other_package:
-        from lightning_stocache.training.other_package import SwitchedCacheOfOther
-
-        return SwitchedCacheOfOther
-    from lightning_stocache.training.switched import SwitchedCache
-
-    return SwitchedCache
 
 
 def options_in(variables: Mapping[str, str], kind: Any) -> dict[str, Any]:
     """The arguments of a class of callbacks in variables of the environment.
 
     Args:
-        variables: `STOCACHE`, the budget, and `STOCACHE_<OPTION>`. Names and paths are taken as they are, other values
-            are read as YAML. An empty one counts as unset.
+        variables: `STOCACHE`, the budget or a mapping from stages to budgets, and `STOCACHE_<OPTION>`. Names and paths
+            are taken as they are, other values are read as YAML. An empty one counts as unset.
         kind: the class.
 
     Raises:
@@ -98,33 +91,37 @@ def options_in(variables: Mapping[str, str], kind: Any) -> dict[str, Any]:
     import yaml
 
     parameters = signature(kind).parameters
-    known = {f"{_SWITCH}_{name.upper()}": name for name in parameters if name != "budget"}
+    known = {_SWITCH: "budget"} | {f"{_SWITCH}_{name.upper()}": name for name in parameters if name != "budget"}
     options: dict[str, Any] = {}
     for variable, text in variables.items():
-        if variable == _SWITCH:
-            options["budget"] = "auto" if text.strip().lower() in _ON else _budget(text.strip())
-        elif variable == f"{_SWITCH}_SAMPLING":  # of version 0.2
+        if variable == f"{_SWITCH}_SAMPLING":  # of version 0.2
             raise ValueError(f"{variable} must be unset: on several nodes each sample goes to a node that has it")
-        elif variable not in known:
-            names = {_SWITCH: _SWITCH, f"{_SWITCH}_BUDGET": _SWITCH} | {name: name for name in known}
-            [near] = (names[name] for name in get_close_matches(variable.upper(), names, n=1, cutoff=0.0))
-            raise ValueError(f"{variable} is no variable of lightning_stocache. Did you mean {near}?")
-        elif text.strip():
-            name = known[variable]
-            if parameters[name].annotation in (bool, "bool") and text.strip() in _FLAGS:
-                options[name] = _FLAGS[text.strip()]
-                continue
+        if variable not in known:
+            names = {f"{_SWITCH}_BUDGET": _SWITCH} | {name: name for name in known}
+            [nearest] = get_close_matches(variable.upper(), names, n=1, cutoff=0.0)
+            raise ValueError(f"{variable} is no variable of lightning_stocache. Did you mean {names[nearest]}?")
+        name = known[variable]
+        if not text.strip():
+            continue
+        if name in _TEXTS:
+            options[name] = text
+        elif name == "budget" and not text.strip().startswith("{"):
+            options[name] = _budget(text.strip())
+        else:
             try:
-                options[name] = text if name in _TEXTS else yaml.safe_load(text)
+                value = yaml.safe_load(text)
             except yaml.YAMLError as error:
                 raise ValueError(f"{variable}={text!r} is no YAML: {error}") from None
+            is_flag = parameters[name].annotation in (bool, "bool")
+            options[name] = bool(value) if is_flag and value in (0, 1) else value
     return options
 
 
 def _budget(text: str) -> str:
-    if text.isdecimal() and int(text) < _LEAST:
-        meant = f"{_SWITCH}={text}% or {_SWITCH}={text}GB" if int(text) <= 100 else f"{_SWITCH}={text}MB"
-        raise ValueError(f"{_SWITCH}={text} would be {text} bytes. Did you mean {meant}?")
+    if text.lower() in _ON:
+        return "auto"
+    if text.isdecimal() and 100 < int(text) < _LEAST:
+        raise ValueError(f"{_SWITCH}={text} would be {text} bytes. Did you mean {_SWITCH}={text}MB?")
     return text
 
 

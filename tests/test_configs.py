@@ -18,7 +18,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import lightning_stocache
-from lightning_stocache.training.options import CacheOptions
+from lightning_stocache.setup.options import CacheOptions
 from tests.jobs import write_files
 from tests.training.tiny import Watcher, make_trainer
 
@@ -65,15 +65,18 @@ def targets(node: Any) -> Iterator[dict[str, Any]]:
 
 def test_keys_are_the_constructors():
     """Every argument has a key, and there is no other; the example names only the arguments that matter."""
+    options = set(CacheOptions().plain())
     for path in [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "examples" / "configs").rglob("*.yaml")]:
         for node in targets(OmegaConf.to_container(OmegaConf.load(path))):
             keys = {key for key in node if not (key.startswith("_") and key.endswith("_"))}
-            module, _, name = node["_target_"].rpartition(".")
-            parameters = inspect.signature(get_object(node["_target_"])).parameters
+            target = node["_target_"].removesuffix(".from_options")
+            module, _, name = target.rpartition(".")
+            parameters = inspect.signature(get_object(target)).parameters
             if "examples" not in path.relative_to(ROOT).parts:
                 assert module == "lightning_stocache"
                 assert name in lightning_stocache.__all__
-                assert keys == set(parameters), path
+                takes_options = target != node["_target_"]
+                assert keys == (set(parameters) - options | {"cache"} if takes_options else set(parameters)), path
             elif module.startswith("lightning.pytorch"):
                 assert keys <= set(parameters), path
             elif any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -98,30 +101,62 @@ def test_defaults_are_the_constructors(plain, with_cache_group):
         group = path.parent.name
         values = OmegaConf.to_container(OmegaConf.create({**parts, group: OmegaConf.load(path)}), resolve=True)[group]
         for node in targets(values):
-            for key, parameter in inspect.signature(get_object(node["_target_"])).parameters.items():
+            assert CacheOptions(**node.pop("cache", {})) == CacheOptions()
+            parameters = inspect.signature(get_object(node["_target_"].removesuffix(".from_options"))).parameters
+            for key in node.keys() - {"_target_", "_convert_"}:
+                parameter = parameters[key]
                 if parameter.default is not parameter.empty:
-                    assert given(node[key]) == parameter.default, (path.name, key)
+                    assert without_nulls(node[key]) == parameter.default, (path.name, key)
 
 
-def given(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """A value without the keys that are there to be overridden: they are null."""
     return None if isinstance(value, dict) and not any(each is not None for each in value.values()) else value
 
 
 def test_knobs_are_overridden_as_they_are_typed(plain):
-    """Plain values reach every door, a stage's budget and an argument of DataLoader too."""
+    """Plain values reach the callback and the DataModule, a stage's budget and an argument of DataLoader too."""
     cache = OmegaConf.to_container(plain.cache)
     assert set(cache) == set(CacheOptions().plain())
-    assert all(given(value) is None or isinstance(value, str | bool) for value in cache.values())
-    source = f"data.train={{{RANDOM}}}"
-    overrides = ("model=boring", source, "cache.stage_budgets.val=1GiB", "data.loader.pin_memory=true")
-    for text, value in (("60% of free", "60% of free"), ("8_000_000", 8_000_000)):
-        config = composed("train", *overrides, "callbacks=stochastic_cache", f"cache.budget={text}")
-        assert config.data.budget == config.callbacks.stochastic_cache.budget == value
-    dm = instantiate(config.data)
+    assert all(value is None or isinstance(value, str | bool) for value in cache.values())
+    overrides = (
+        "model=boring",
+        f"data.train={{{RANDOM}}}",
+        "data.loader.pin_memory=true",
+        "callbacks=stochastic_cache",
+    )
+    for text, budgets in (
+        ("60% of free", {"": "60% of free"}),
+        ("8_000_000", {"": "8 MB"}),
+        ("{train:8e6,val:1GiB}", {"train": "8 MB", "val": "1 GiB", "": "auto"}),
+    ):
+        config = composed("train", *overrides, f"cache.budget={text}")
+        dm, callback = instantiate(config.data), instantiate(config.callbacks.stochastic_cache)
+        for options in (dm.caches.options, callback.caches.options):
+            assert {name: str(budget) for name, budget in options.budgets.items()} == budgets
     assert dm.loader == {"pin_memory": True}
-    assert {name: str(budget) for name, budget in dm.caches.options.budgets.items()} == {"": "8 MB", "val": "1 GiB"}
-    assert type(instantiate({**config.data, "_target_": "builtins.dict"})["stage_budgets"]) is dict
+
+
+@pytest.mark.parametrize(
+    ("node", "overrides"),
+    [
+        ("data", (f"data.train={{{RANDOM}}}",)),
+        ("data", ("data=stocache_wrapped", f"data.datamodule={BORING}")),
+        ("data", ("data=stocache_dataset", f"data.source={{{RANDOM}}}")),
+        ("callbacks.stochastic_cache", ("callbacks=stochastic_cache",)),
+    ],
+    ids=["stocache", "wrapped", "dataset", "callback"],
+)
+@pytest.mark.parametrize("sign", ["+", "++"])
+def test_an_unknown_key_is_refused(node, overrides, sign):
+    """A typo that is added to the group `cache` would else change nothing, without a word."""
+    known = composed("train", "model=boring", *overrides, "cache.budget=1MiB")
+    instantiate(OmegaConf.select(known, node))
+    config = composed("train", "model=boring", *overrides, f"{sign}cache.budgt=auto")
+    with pytest.raises(
+        hydra.errors.InstantiationException, match=r"cache.budgt is no option. Did you mean cache.budget\?"
+    ):
+        instantiate(OmegaConf.select(config, node))
 
 
 def test_an_app_with_callbacks_of_its_own_needs_one_group(tmp_path):
@@ -150,7 +185,7 @@ def test_the_model_is_asked_for_and_experiments_compose(plain):
 
 def test_shipped_groups_instantiate(tmp_path):
     """Loggers, callbacks and Trainer write into the run's own folder; a dataset is made around a source of YAML."""
-    groups = ("logger=[csv,tensorboard]", "callbacks=[stocache,step_timer]")
+    groups = ("logger=[csv,tensorboard]", "callbacks=[stochastic_cache,step_timer]")
     config = composed("train", "model=boring", *groups, output=tmp_path)
     loggers, made = (list(map(instantiate, group.values())) for group in (config.logger, config.callbacks))
     trainer = instantiate(config.trainer, callbacks=made, logger=loggers)

@@ -27,7 +27,7 @@ import torch
 from measure import Report, Spread, cell, fresh, listed, parser
 from sources import Late, Pool
 
-from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
+from lightning_stocache import CachedDataset, CachedLoader
 from lightning_stocache.node.named import clean
 
 SHAPE = (3, 224, 224)
@@ -43,7 +43,7 @@ def images(samples: int) -> Pool:
 
 def cached(source: Any, folder: str | None, name: str | None) -> CachedDataset:
     """A cache on a disk, or in memory, that reads no sample at set-up."""
-    spec = SampleSpec.infer((torch.zeros(SHAPE, dtype=torch.uint8), 0))
+    spec = torch.zeros(SHAPE, dtype=torch.uint8), 0
     return CachedDataset(source, dir=folder, name=name, spec=spec, freeze_random=True, fingerprint="noise")
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from measure import Report, cell, fresh, listed, parser
 
-from lightning_stocache import CachedLoader, RollingCache, RollingWriter, SampleSpec
+from lightning_stocache import CachedLoader, RollingCache, RollingWriter
 
 POOL_BYTES = 512 * 2**20
 WRITERS = 2
@@ -56,7 +56,7 @@ def read(nbytes: int, writers: int, seconds: float, folder: str | None) -> dict[
     """MB/s into this process and out of each writer, and what was torn."""
     words = nbytes // 8
     place = {} if folder is None else {"dir": tempfile.mkdtemp(dir=folder), "name": "rolling"}
-    pool = RollingCache(budget=POOL_BYTES, spec=SampleSpec.infer(sample(words, 0)), minimum=1, **place)
+    pool = RollingCache(budget=POOL_BYTES, spec=sample(words, 0), minimum=1, **place)
     with RollingWriter.attach(pool.handle) as writer:
         for number in range(pool.stats().capacity):
             writer.append(sample(words, number % 900))

@@ -89,7 +89,7 @@ class RollingStore(Store):
         RuntimeError: (when reading) no sample is resident, or writers overtake every copy.
 
     Example:
-        >>> from lightning_stocache import SampleSpec
+        >>> from lightning_stocache.cache.rows import SampleSpec
         >>> store = RollingStore.empty(SampleSpec.infer(0), 3)
         >>> [store.append(number) for number in range(5)]
         [True, True, True, True, True]

@@ -110,7 +110,7 @@ class Store:
         ImportError: xxhash, which makes the checksums of a store on a disk, is not installed.
 
     Example:
-        >>> from lightning_stocache import SampleSpec
+        >>> from lightning_stocache.cache.rows import SampleSpec
         >>> store = Store.create(SampleSpec.infer(1), Arc(size=10, slots=5))
         >>> store.fill(4, 16), store.get(4), store.fill(7, 49), store.filled
         (True, 16, False, 1)

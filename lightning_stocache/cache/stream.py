@@ -260,7 +260,7 @@ class StreamStore(Store):
         companion: the memory of the ledger.
 
     Example:
-        >>> from lightning_stocache import SampleSpec
+        >>> from lightning_stocache.cache.rows import SampleSpec
         >>> store, shard = StreamStore.empty(SampleSpec.infer(1), 2**20), Shard()
         >>> epoch = store.ledger.begin(shard)
         >>> [store.append(shard, epoch, number * number, mark=number) for number in range(3)]

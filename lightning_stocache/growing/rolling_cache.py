@@ -25,7 +25,6 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Arc, Integers, Ring
 from lightning_stocache.cache.rolling import RollingStore
-from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.growing.fillers import Fillers
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
@@ -96,7 +95,7 @@ class RollingCache(Dataset[Any]):
         minimum: samples for which an epoch waits; fewer if the source or the budget has fewer.
         indices: a stream of indices that the fillers load, in place of permutations.
         transform: applied to each sample after the cache, whenever the sample is served.
-        spec: what a sample looks like, from `SampleSpec.infer(sample)`. With it, set-up reads no sample.
+        spec: an example of a sample. With it, set-up reads no sample.
         layout: "rows" (samples of one shape, only numbers: a batch is one copy per field; other samples are left out),
             "records" (anything that can be pickled), or "auto": rows if the first two samples allow it.
         epoch_samples: samples per epoch and rank, however many are resident. None: each resident sample once. A Trainer
@@ -123,8 +122,8 @@ class RollingCache(Dataset[Any]):
 
     Example:
         >>> import torch
-        >>> from lightning_stocache import CachedLoader, RollingWriter, SampleSpec
-        >>> pool = RollingCache(budget="1MiB", spec=SampleSpec.infer(torch.zeros(2)), minimum=2)
+        >>> from lightning_stocache import CachedLoader, RollingWriter
+        >>> pool = RollingCache(budget="1MiB", spec=torch.zeros(2), minimum=2)
         >>> with RollingWriter.attach(pool.handle) as writer:
         ...     for number in range(5):
         ...         writer.append(torch.full((2,), float(number)))
@@ -143,7 +142,7 @@ class RollingCache(Dataset[Any]):
         minimum: int = 256,
         indices: Iterable[int] | None = None,
         transform: Callable[[Any], Any] | None = None,
-        spec: SampleSpec | None = None,
+        spec: Any = None,
         layout: Layout = "auto",
         epoch_samples: int | None = None,
         shuffle: bool = True,
@@ -178,7 +177,7 @@ class RollingCache(Dataset[Any]):
             draws=Draws(source, indices, seed, shuffle),
         )
         if source is None and spec is None:
-            raise ValueError("without a source a rolling cache needs spec=SampleSpec.infer(sample), of one to come")
+            raise ValueError("without a source a rolling cache needs spec=, an example of a sample to come")
         if indices is not None and (source is None or is_iterable_style(source)):
             raise ValueError("indices needs a map-style source to load them from")
         self.source, self.budget = source, self._request.budget

@@ -27,8 +27,8 @@ class RollingWriter:
 
     Example:
         >>> import torch
-        >>> from lightning_stocache import RollingCache, SampleSpec
-        >>> pool = RollingCache(budget="1MiB", spec=SampleSpec.infer(torch.zeros(3)), minimum=1)
+        >>> from lightning_stocache import RollingCache
+        >>> pool = RollingCache(budget="1MiB", spec=torch.zeros(3), minimum=1)
         >>> with RollingWriter.attach(pool.handle) as writer:  # in any process that was sent the handle
         ...     writer.append(torch.tensor([1.0, 2.0, 3.0]))
         >>> pool[0]

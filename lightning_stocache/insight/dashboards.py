@@ -86,12 +86,17 @@ def _of_dataset(dataset: Cached, pool: RollingCache | None) -> dict[str, Any]:
     if isinstance(dataset, CachedDataset):
         opened = cached_source(dataset).opened
         request, cache = opened.request, opened.live_cache
-        row |= {"samples": request.length, "budget": str(request.budget), "name": request.name, "dir": request.dir}
+        row |= {
+            "samples": request.length,
+            "budget": str(request.budget.written),
+            "name": request.name,
+            "dir": request.dir,
+        }
         row["layout"] = "none" if cache is None else "rows" if gathers(cache) else "records"
         row["backend"] = row["backend"] if request.dir is None else "disk"
         row["store"] = "encoded" if isinstance(opened.source, EncodedSource) else "decoded"
     if pool is not None:
-        row |= {"dataset": type(pool.source).__name__, "budget": str(pool.budget)}
+        row |= {"dataset": type(pool.source).__name__, "budget": str(pool.budget.written)}
     return row
 
 

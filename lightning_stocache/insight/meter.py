@@ -35,8 +35,8 @@ class CacheMeter:
         TypeError: there is no cached dataset behind the loader, or several loaders are given.
 
     Example:
-        >>> from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
-        >>> dataset = CachedDataset([1.0, 2.0, 3.0, 4.0], spec=SampleSpec.infer(1.0))  # set-up reads and stores none
+        >>> from lightning_stocache import CachedDataset, CachedLoader
+        >>> dataset = CachedDataset([1.0, 2.0, 3.0, 4.0], spec=1.0)  # set-up reads and stores none
         >>> loader = CachedLoader(dataset, batch_size=2)
         >>> meter = CacheMeter(loader)
         >>> for epoch in range(2):

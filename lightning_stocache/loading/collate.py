@@ -41,7 +41,7 @@ class Collator:
         TypeError: `default_collate` makes something else of such samples than one plain tensor per field.
 
     Example:
-        >>> from lightning_stocache import SampleSpec
+        >>> from lightning_stocache.cache.rows import SampleSpec
         >>> spec = SampleSpec.infer((torch.zeros(2, dtype=torch.uint8), 7))
         >>> rows = [np.array([1, 2, 3, 4], dtype=np.uint8), np.array([5, 6]).view(np.uint8)]
         >>> Collator(spec).batch(rows, 2)

@@ -12,21 +12,21 @@ has no name of its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import GeneratorType
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from torch.utils.data import Dataset, MapDataPipe
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Domain, Ring
-from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.store import Store
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
+from lightning_stocache.setup.options import known_options
 from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, check_choice
 from lightning_stocache.source.access import check_source
 
@@ -110,7 +110,8 @@ class CachedDataset(Cached):
 
     Opening reads a few samples, in another process, and takes no memory for slots until they are filled.
 
-    Its names are `source`, `cache`, `counters`, `ring`, `group`, `budget_bytes`, `share`, `close` and `describe`.
+    Its names are `source`, `cache`, `counters`, `ring`, `group`, `budget_bytes`, `share`, `close`, `describe` and
+    `from_options`.
     `transform` is the argument, or the source's `transform` if none was given. All other names, private ones too, are
     the source's, to read, write and delete. Names of the source that are hidden by these are reached through `source`.
     If the source changes, its samples are served uncached, as changed, with a warning. If it changes before its first
@@ -122,8 +123,7 @@ class CachedDataset(Cached):
         budget: memory per node: "8GiB", "500MB", "60%" (of the dataset's cached size), "60% of free" (memory), "auto"
             (the whole dataset), bytes, or 0 (off). What does not fit is loaded every time.
         transform: applied to each sample after the cache, on the CPU.
-        spec: what a sample looks like, from `SampleSpec.infer(sample)`. With it, set-up reads no sample, or a few
-            if the cache has a name.
+        spec: an example of a sample. With it, set-up reads no sample, or a few if the cache has a name.
         freeze_random: cache a random source as it is, with its first draw frozen.
         backend: where the memory lies: "tmpfile" (/dev/shm), "memfd", "file", or "auto".
         defer: open nothing yet; samples pass through until `share` is called.
@@ -178,7 +178,7 @@ class CachedDataset(Cached):
         budget: int | float | str = "auto",
         *,
         transform: Callable[[Any], Any] | None = None,
-        spec: SampleCodec | None = None,
+        spec: Any = None,
         freeze_random: bool = False,
         backend: BackendChoice = "auto",
         defer: bool = False,
@@ -216,6 +216,14 @@ class CachedDataset(Cached):
         self.__backend: BackendChoice = backend
         if not defer:
             self.share(NodeGroup())
+
+    @classmethod
+    def from_options(cls, source: Dataset[Any], cache: Mapping[str, Any] | None = None, **arguments: Any) -> Self:
+        """Create one from the `cache` node of a Hydra config. A key that is no option is a ValueError."""
+        options = known_options(cache)
+        options.pop("keep_cache", None)  # a Trainer's, as the next
+        options.pop("streams", None)
+        return cls(source, **options, **arguments)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 __all__ = ["Budget", "format_bytes"]
 
@@ -30,6 +30,7 @@ class Budget:
     Args:
         amount: Bytes, or a percentage from 0 to 100.
         unit: What `amount` counts: bytes, percent of the dataset's cached size, or percent of the free memory.
+        written: The budget as the user wrote it, for messages.
 
     Raises:
         ValueError: `amount` is negative, not whole (bytes), or above 100 (percent).
@@ -41,6 +42,7 @@ class Budget:
 
     amount: Fraction
     unit: Literal["bytes", "% of dataset", "% of free"] = "bytes"
+    written: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.amount < 0:
@@ -55,7 +57,8 @@ class Budget:
         """Read a budget as people write it in Python, YAML and on the command line.
 
         Units may be written in any case, with or without a space. An integral float above 1 is bytes (Hydra reads
-        `8e9` as a float). A float in (0, 1] could mean a share or bytes, and is refused.
+        `8e9` as a float). A float in (0, 1] could mean a share, and a whole number from 1 to 100 a percentage: both are
+        refused.
 
         Raises:
             ValueError: The value has none of the accepted forms; the message names the value and lists the forms.
@@ -70,16 +73,23 @@ class Budget:
         if isinstance(value, Budget):
             return value
         try:
-            if isinstance(value, str):
-                return cls._of_text(value.strip())
-            if type(value).__name__ in ("bool", "bool_") or not isinstance(value, (float, SupportsIndex)):
-                raise TypeError("budget must be a number or a string")
-            if isinstance(value, float):
-                return cls._of_decimal(Fraction(value))
-            return cls(Fraction(value.__index__()))  # NumPy's integers, too
+            budget = cls._of_text(value.strip()) if isinstance(value, str) else cls._of_number(value)
         except (TypeError, ValueError, OverflowError) as error:  # infinity and NaN have no fraction
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"{error}; got {value!r}. Accepted are {_FORMS}.") from None
+        has_unit = budget.unit != "bytes" or str(value).strip().upper().endswith("B")
+        if 1 <= budget.amount <= 100 and not has_unit:
+            count = int(budget.amount)
+            raise ValueError(f'budget={value!r} means {count} bytes; write "{count}%" or "{count}B"')
+        return replace(budget, written=value)
+
+    @classmethod
+    def _of_number(cls, number: Any) -> Budget:
+        if type(number).__name__ in ("bool", "bool_") or not isinstance(number, (float, SupportsIndex)):
+            raise TypeError("budget must be a number or a string")
+        if isinstance(number, float):
+            return cls._of_decimal(Fraction(number))
+        return cls(Fraction(number.__index__()))  # NumPy's integers, too
 
     @classmethod
     def _of_text(cls, text: str) -> Budget:
@@ -106,6 +116,10 @@ class Budget:
             share = f'"{float(number * 100):.12g}%"'
             raise ValueError(f"budget is ambiguous: it could mean a share or bytes (write {share} for the share)")
         return cls(number)
+
+    def limited(self, amount: int) -> Budget:
+        """So many bytes: what is left of this budget."""
+        return replace(self, amount=Fraction(amount), unit="bytes")
 
     @property
     def off(self) -> bool:

@@ -177,7 +177,7 @@ def _of_pool(allocation: Allocation, request: CacheRequest, codec: SampleCodec, 
         slots = granted // each if isinstance(codec, RecordCodec) else fitting
     least = 1 if holds_all(request, codec, granted) else request.writers + 2
     if slots < least:
-        gives = " ".join(allocation.warnings) or f"budget={str(budget)!r} gives {format_bytes(granted)}"
+        gives = " ".join(allocation.warnings) or f"budget={budget.written!r} gives {format_bytes(granted)}"
         raise ValueError(
             f"a rolling cache needs room for {least} samples of {format_bytes(each)} at least, so that one can be read "
             f"while others are written; {gives}"
@@ -220,7 +220,7 @@ def _divide(
             room = f"room for {got:,} of {samples:,} samples, " if samples < ENDLESS else ""
             warnings.append(
                 f"the cache{whose} has {room}{format_bytes(given.bytes)} of the "
-                f"{format_bytes(min(given.wanted, size))} that budget={str(budget)!r} asks for: {limit}"
+                f"{format_bytes(min(given.wanted, size))} that budget={budget.written!r} asks for: {limit}"
             )
     # Half of the margin: while slots are filled, the training has taken a part of the memory that was kept back. Each
     # cache is filled by its own loader; the other loaders may start later.

@@ -47,7 +47,7 @@ def fingerprint(request: CacheRequest, codec: SampleCodec) -> dict[str, str | in
     """The facts that must be equal in two jobs that share a named cache, as plain values.
 
     Example:
-        >>> from lightning_stocache import SampleSpec
+        >>> from lightning_stocache.cache.rows import SampleSpec
         >>> numbers = CacheRequest([1, 2, 3], name="numbers", fingerprint="v2")
         >>> fingerprint(numbers, SampleSpec.infer(1))
         {'dataset': 'builtins.list', 'length': 3, 'spec': 'sample: int', 'fingerprint': 'v2'}
@@ -171,7 +171,7 @@ def _check_budget(request: CacheRequest, cache: Store, made: str) -> None:
         return
     words = (
         f"the cache {request.name!r} was made with budget={made!r} and keeps its {cache.capacity:,} slots; "
-        f"budget={str(request.budget)!r} is ignored"
+        f"budget={request.budget.written!r} is ignored"
     )
     ways = way_out(str(request.name), request.dir)
     if request.strict:

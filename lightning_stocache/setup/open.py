@@ -147,7 +147,8 @@ def open_caches(
         UnsupportedSampleError: (`strict`) a sample cannot be stored as bytes.
         SampleMismatchError: (`strict`) the samples read at set-up differ in shape, dtype or structure.
         ValueError: the ranks have sources of different lengths; (`strict`) a source is random and cannot be split.
-        CacheMemoryError: (`strict`) a segment could not be made or reached, not even by name; on all ranks alike.
+        CacheMemoryError: (`strict`) memory is missing, or a segment could not be made or reached, not even by name; on
+            all ranks alike.
         FingerprintError: (`strict`) a named cache has another fingerprint or other data; a RuntimeError on other ranks.
         ManifestError: (`strict`) a named cache is damaged, or of another version; likewise.
         Exception: (`strict`) an error of a source; on the other ranks a RuntimeError that names it.
@@ -345,6 +346,8 @@ def _plan(
         if opening.request.by_index and opening.found.codec is not None and opening.joined is None:
             _choose_form(opening)
     if any(opening.slots < opening.request.samples for opening in openings):
+        if division.warnings and any(request.strict for request in requests):
+            raise CacheMemoryError(" ".join(division.warnings))
         for warning in division.warnings:
             log.warning(warning)
     plan = [(opening.found, opening.granted, opening.request.name, opening.request.dir) for opening in openings]

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast, get_args
 
 from torch.utils.data import Dataset
 
+from lightning_stocache.cache.codec import UnsupportedSampleError
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.rows import SampleSpec
@@ -77,7 +78,7 @@ def check_budget(budget: Budget) -> None:
     if budget.unit == "% of dataset" and budget.amount < 100:
         raise ValueError(
             f"budget of a stream must be in bytes, '% of free', 'auto' (as much as is safely free) or 0, got "
-            f"{str(budget)!r}: nobody knows the size of a stream"
+            f"{budget.written!r}: nobody knows the size of a stream"
         )
 
 
@@ -118,30 +119,25 @@ class CacheRequest:
         source: the map-style dataset, or a stream.
         pot: name of the budget that several requests share.
         budget: budget of a request that opens alone.
-        spec: the codec of the samples. If it is given, set-up reads no sample and does not look for randomness.
-        freeze_random: whether to cache the first draw of a random source.
+        spec: an example of a sample, or the codec of the samples, which an example is turned into. If it is given,
+            set-up reads no sample and does not look for randomness.
+        freeze_random, name, fingerprint, strict, store, prefill, dir: see `CacheOptions`.
         reader: the loader that will read the source; None: unknown.
-        name: name of a cache that outlives the job.
-        fingerprint: the user's description of the contents, compared with the fingerprint of an existing cache.
-        strict: whether a source that cannot be cached, or a lack of memory, is an error instead of a warning.
         layout: rows or records; "auto": rows if the samples allow it.
-        store: samples as the source decodes them, or as the files that it reads; "auto": the faster form.
-        prefill: whether idle workers load samples that no batch has asked for yet.
-        dir: directory of a cache on a disk; None: in memory.
         domain: the indices that are drawn; None: all.
         as_stream: whether the source is a stream, or a function that makes an iterator.
         writers: of a rolling cache, the number of processes that append at the same time; 0: it is no rolling cache.
         draws: of a rolling cache, the samples that its fillers draw.
 
     Raises:
-        TypeError: the type of spec, fingerprint or dir is wrong.
+        TypeError: the type of fingerprint or dir is wrong, or spec holds what cannot be stored.
         ValueError: the name, or the value of another option, is not valid.
     """
 
     source: Dataset[object]
     pot: str = "train"
     budget: Budget = _AUTO
-    spec: SampleCodec | None = None
+    spec: SampleCodec | Any = None
     freeze_random: bool = False
     reader: LoaderSettings | None = None
     name: str | None = None
@@ -168,7 +164,7 @@ class CacheRequest:
         if self.store == "encoded" and self.layout == "rows":
             raise ValueError("store='encoded' keeps records, so layout='rows' is not possible")
         if self.spec is not None and not isinstance(self.spec, SampleSpec | RecordCodec):
-            raise TypeError(f"spec must be a SampleSpec, as SampleSpec.infer(sample) makes it; got {self.spec!r}")
+            object.__setattr__(self, "spec", _codec_of(self.spec, self.layout))
         if not isinstance(self.fingerprint, str):
             raise TypeError(f"fingerprint must be a string, got {self.fingerprint!r}")
         if self.name is not None:
@@ -212,3 +208,14 @@ class CacheRequest:
         whose = self.reader.stage if self.reader is not None and self.reader.stage else self.pot
         samples = f"{self.length:,}" if self.domain is None else f"{self.samples:,} of {self.length:,}"
         return f"{type(self.source).__name__} ({samples} samples{f', {whose}' if whose else ''})"
+
+
+def _codec_of(sample: Any, layout: Layout) -> SampleCodec:
+    """The codec of samples like this one: of rows if the layout and the sample allow it, else of records."""
+    if layout != "records":
+        try:
+            return SampleSpec.infer(sample)
+        except UnsupportedSampleError:
+            if layout == "rows":
+                raise
+    return RecordCodec.infer([sample])

@@ -1,19 +1,18 @@
 """The caches of one Trainer call: opened together, once, and closed at the end of the call.
 
 The datasets of a call share the budget as they become known (`call_loaders`). A dataset is recognised by its object,
-and has one cache for the call. A later stage that draws indices without a slot gets a cache of its own.
+and has one cache for the call; a later stage that draws indices without a slot gets a cache of its own. When loaders
+are made again, three things may have happened to their dataset:
 
-A hook may return another object in place of a dataset. If its state and the compared samples are equal (`same_data`),
-the new object uses the cache of the old one. If they differ, the old cache is closed, and the new cache starts empty.
-When that has happened twice without a hit, the stage is not cached any more.
+- A hook has returned another object. If its state and the compared samples are equal (`same_data`), it uses the cache
+  of the old one. Else the old cache is closed, and a new one starts empty. After the second time without a hit the
+  stage is not cached any more.
+- It has grown, in place or as another object. A larger cache opens, and takes over the samples of the smaller one; both
+  take memory meanwhile. New samples pass through, with one warning, if not all samples have room; on several nodes;
+  with store="auto"; and if the cache has a name, a directory or a domain.
+- It has changed, and passed through since then. A new cache opens.
 
-The new object may be longer, and a dataset may grow in place. When its loaders are made again, a larger cache opens,
-and takes over the samples of the smaller one, if the compared ones are equal; both take memory meanwhile. There is no
-larger cache, and new samples pass through with one warning, if not all samples have room; on several nodes; with
-store="auto"; if the cache has a name, a directory or a domain; or if the loader's persistent workers go on.
-
-A dataset that has changed passes through, until its loaders are made again, or the next call begins: then a new cache
-opens. Not so if persistent workers go on.
+The last two wait until nothing reads the old cache (`_Open.is_being_read`).
 
 Caches that were opened for other ranks (by hand, before the Trainer started its processes) are closed, and opened again
 for all ranks. A copy in another process (pickled for ddp_spawn) has the options and no open caches.
@@ -41,10 +40,10 @@ from lightning_stocache.node.files import memory_directory
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import drawn_by_any, open_caches, united
+from lightning_stocache.setup.options import CacheOptions
 from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.setup.same_data import is_continued, take_over
 from lightning_stocache.training.lightning_internals import say
-from lightning_stocache.training.options import CacheOptions
 
 __all__ = ["CallCaches"]
 
@@ -81,40 +80,43 @@ class _Open:
         has_changed = cached.changes.are_heard or cached.changes.witness.look() is not None
         return store.codec if cached.opened.source is self.source and not has_changed else None
 
-    def has_changed(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
-        """Whether the dataset has changed, and its loaders in these requests can begin with a new cache.
+    def is_being_read(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
+        """Whether a loader goes on with this cache while the loaders of these requests and stages are made.
 
-        A training epoch passes through to its end, and a loader goes on as long as its persistent workers.
+        Training reads it to the end of the epoch. Persistent workers read it as long as they live: new workers would
+        draw a second base seed.
         """
+        is_training = "train" in self.stages and "train" not in stages and not self.idle
+        return is_training or any(request.reader is not None and request.reader.is_running for request in requests)
+
+    def has_changed(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
+        """Whether the dataset has changed, and its loaders in these requests can begin with a new cache."""
         served = [request for request in requests if self.serves(request)]
         if not served or isinstance(self.dataset, CachedStream) or not cached_source(self.dataset).changes.are_heard:
             return False
-        is_running = any(request.reader is not None and request.reader.is_running for request in served)
-        return not is_running and ("train" not in self.stages or "train" in stages or self.idle)
+        return not self.is_being_read(served, stages)
 
     def may_grow(self, request: CacheRequest, stages: Collection[str]) -> bool:
-        """Whether the dataset has grown, and a larger cache may take the place of this one.
-
-        A training epoch reads this cache to its end: until the training loaders are made again, the cache stays. It
-        stays, too, for a loader with persistent workers: new workers would draw a second base seed.
-        """
-        store, fixed = self.dataset.cache, (request.name, request.dir, request.domain, self.domain)
+        """Whether the dataset has grown, and a larger cache may take the place of this one."""
+        store = self.dataset.cache
         if self.is_largest or store is None or isinstance(self.dataset, CachedStream):
             return False
-        is_running = request.reader is not None and request.reader.is_running
-        if is_running or ("train" in self.stages and "train" not in stages and not self.idle):
+        if request.name is not None or request.dir is not None or request.store == "auto":
             return False
-        return fixed == (None,) * 4 and request.store != "auto" and request.length > store.length
+        if request.domain is not None or self.domain is not None:
+            return False
+        return request.length > store.length and not self.is_being_read([request], stages)
 
     def replaced_by(self, larger: _Open, group: NodeGroup) -> _Open:
         """The larger cache with the samples of this one; this one, if not all samples have room there. Collective."""
 
         def copy() -> bool:
-            before, after = (cached_source(cast(CachedDataset, opened.dataset)).opened for opened in (self, larger))
+            cached = cached_source(cast(CachedDataset, self.dataset))
+            before = cached.opened
+            after = cached_source(cast(CachedDataset, larger.dataset)).opened
             if before.counters is not None and after.counters is not None:
                 after.counters.take_matters(before.counters)
-            moved = cached_source(cast(CachedDataset, self.dataset)).changes.witness.machinery
-            return take_over(after, before, moved)
+            return take_over(after, before, cached.changes.witness.machinery)
 
         if not group.lead(copy):
             larger.dataset.close()
@@ -127,7 +129,7 @@ class _Open:
     def state(self) -> dict[str, Any]:
         """The content of this cache on this node, as plain values."""
         cache = self.dataset.cache
-        known: dict[str, Any] = {
+        state: dict[str, Any] = {
             "dataset": type(self.source).__name__,
             "stages": sorted(self.stages),
             "slots": 0 if cache is None else len(cache),
@@ -138,8 +140,8 @@ class _Open:
         }
         if isinstance(self.dataset, CachedDataset):
             request = cached_source(self.dataset).opened.request
-            known |= {"samples": request.samples, "name": request.name, "dir": request.dir}
-        return known
+            state |= {"samples": request.samples, "name": request.name, "dir": request.dir}
+        return state
 
 
 class CallCaches:
@@ -154,14 +156,18 @@ class CallCaches:
         self._open: list[_Open] = []
         self._group = NodeGroup()
         self._train_to_come = False
-        self._warnings = set[str]()
-        self._lines = set[str]()  # that were printed once
+        self._told = set[str]()  # warnings and lines that were given once
         self._fruitless = Counter[str]()  # datasets of a stage that were replaced before a sample was hit
 
-    def of(self, stage: str, source: Dataset[Any]) -> Any:
+    def dataset_for(self, stage: str, source: Dataset[Any]) -> Any:
         """The cached dataset, or stream, around a source that is open for a stage."""
         found = [opened for opened in self._open if opened.source is source]
         return max(found, key=lambda opened: stage in opened.stages).dataset
+
+    def datasets_of(self, stage: str) -> list[CachedDataset]:
+        """The cached datasets of a stage, without streams."""
+        among = [opened.dataset for opened in self._open if stage in opened.stages]
+        return [dataset for dataset in among if isinstance(dataset, CachedDataset)]
 
     @property
     def has_slots(self) -> bool:
@@ -181,8 +187,8 @@ class CallCaches:
             f"{' and '.join(stages)}: read once in this call, so not cached. With keep_cache=True, a name or a dir the "
             "cache is there for the next call"
         )
-        if stages and text not in self._lines:
-            self._lines.add(text)
+        if stages and text not in self._told:
+            self._told.add(text)
             say(text)
 
     def open(
@@ -211,7 +217,8 @@ class CallCaches:
             self.close()
             self._group = group
         self._train_to_come = train_to_come
-        requests, stages = list(requests), set(stages)
+        requests = list(requests)
+        stages = set(stages)
         known = [None if self.options.for_all else request.domain for request in requests]
         drawn = drawn_by_any(known, group)
         requests = [replace(request, domain=domain) for request, domain in zip(requests, drawn, strict=True)]
@@ -219,32 +226,9 @@ class CallCaches:
         self._close_changed(requests, stages)
         grown = self._take_grown(requests, stages)
         self._close_unread(requests, stages)
-        new: dict[int, CacheRequest] = {}
-        for request in requests:  # a source of several stages has pot and name of the first, and slots for all
-            if self._serving(request) is None and id(request.source) not in new:
-                pot = self.options.pot(_stage(request))  # as it is now: `_close_unread` may have given a stage up
-                domain = united([other.domain for other in requests if other.source is request.source])
-                asked = replace(request, pot=pot, budget=self.options.budgets[pot], domain=domain)
-                if (smaller := grown.get(id(request.source))) is not None:
-                    asked = replace(asked, spec=smaller.codec)  # with a codec, set-up need not examine the source
-                new[id(request.source)] = asked
-        datasets = [request for request in new.values() if not isinstance(request.source, IterableDataset)]
-        left = {request.pot: self._left(request) for request in datasets}
-        for cache in open_caches(
-            datasets,
-            {pot: left[pot] for pot in self.options.budgets if pot in left},
-            group,
-            later_bytes=later_bytes,
-            kept_back=self._kept_back(left),
-        ):
-            request, dataset = cache.request, dataset_over(CachedSource(cache))
-            opened = _Open(request.source, dataset, request.pot, request.domain)
-            if (smaller := grown.get(id(request.source))) is not None:
-                opened = smaller.replaced_by(opened, group)
-            self._open.append(opened)
-            if opened is not smaller:
-                cache.tell()
-        self._open_streams([request for request in new.values() if isinstance(request.source, IterableDataset)])
+        new = self._unserved(requests)
+        self._open_datasets([each for each in new if not isinstance(each.source, IterableDataset)], grown, later_bytes)
+        self._open_streams([each for each in new if isinstance(each.source, IterableDataset)])
         for request in requests:
             serving = self._serving(request)
             assert serving is not None
@@ -282,6 +266,37 @@ class CallCaches:
         serving = [opened for opened in self._open if opened.serves(request)]
         return max(serving, key=lambda opened: _stage(request) in opened.stages, default=None)
 
+    def _unserved(self, requests: Sequence[CacheRequest]) -> list[CacheRequest]:
+        """The requests for which a cache opens: of several for one source the first, with slots for all."""
+        new: dict[int, CacheRequest] = {}
+        for request in requests:
+            if self._serving(request) is None and id(request.source) not in new:
+                pot = self.options.pot(_stage(request))  # as it is now: `_close_unread` may have given a stage up
+                domain = united([other.domain for other in requests if other.source is request.source])
+                new[id(request.source)] = replace(request, pot=pot, budget=self.options.budgets[pot], domain=domain)
+        return list(new.values())
+
+    def _open_datasets(self, requests: Sequence[CacheRequest], grown: dict[int, _Open], later_bytes: int) -> None:
+        """Open caches, which divide what is left of their pots. Those of grown datasets take over stored samples."""
+        left = {request.pot: self._left(request) for request in requests}
+        # With the codec set-up need not examine a grown source.
+        codecs = {source: smaller.codec for source, smaller in grown.items()}
+        for cache in open_caches(
+            [replace(request, spec=codecs.get(id(request.source))) for request in requests],
+            {pot: left[pot] for pot in self.options.budgets if pot in left},
+            self._group,
+            later_bytes=later_bytes,
+            kept_back=self._kept_back(left),
+        ):
+            request = cache.request
+            opened = _Open(request.source, dataset_over(CachedSource(cache)), request.pot, request.domain)
+            smaller = grown.get(id(request.source))
+            if smaller is not None:
+                opened = smaller.replaced_by(opened, self._group)
+            self._open.append(opened)
+            if opened is not smaller:
+                cache.tell()
+
     def _replace_sources(self, requests: Sequence[CacheRequest]) -> None:
         """Let an open cache serve the object that replaces its dataset, if both have the same samples."""
         asked = {id(request.source) for request in requests}
@@ -302,7 +317,8 @@ class CallCaches:
             before = cached.opened
             if all(self._group.exchange(is_continued(before, new.source, cached.changes.witness.machinery))):
                 cache = replace(before, request=replace(before.request, source=new.source), source=new.source)
-                opened.source, opened.dataset = new.source, dataset_over(CachedSource(cache))
+                opened.source = new.source
+                opened.dataset = dataset_over(CachedSource(cache))
 
     def _close_changed(self, requests: Sequence[CacheRequest], stages: Collection[str]) -> None:
         """Close the caches of datasets that have changed; new ones open. Collective."""
@@ -366,7 +382,7 @@ class CallCaches:
         hit = any(self._group.exchange(counts.hits > counts.setup_fills))  # epoch one hits what set-up stored
         self._fruitless[stage] += not hit
         if not hit and self._fruitless[stage] == _MOST_FRUITLESS:
-            self.options = replace(self.options, stage_budgets={**(self.options.stage_budgets or {}), stage: 0})
+            self.options = self.options.without(stage)
             advice = "Make the dataset once" if what == "was replaced" else "Change it after the cache, in a transform"
             self._warn_once(
                 f"the {stage} loader is not cached any more: its {type(before.source).__name__} {what} twice before a "
@@ -375,16 +391,17 @@ class CallCaches:
 
     def _warn_once(self, message: str) -> None:
         """Give a warning, once and on one rank."""
-        if message not in self._warnings and NodeGroup.discover().rank == 0:
+        if message not in self._told and NodeGroup.discover().rank == 0:
             log.warning(message)
-        self._warnings.add(message)
+        self._told.add(message)
 
     def _open_streams(self, requests: Sequence[CacheRequest]) -> None:
         """Open the memory of streams, which divide the rest of their pot evenly."""
         for number, request in enumerate(requests):
-            waiting, budget = len(requests) - number, self._left(request)
+            waiting = len(requests) - number
+            budget = self._left(request)
             if budget.unit == "bytes":
-                budget = Budget.parse(int(budget.amount) // waiting)
+                budget = budget.limited(int(budget.amount) // waiting)
             back = self._kept_back([request.pot])
             back += max(_free_bytes() - back, 0) * (waiting - 1) // waiting
             stream = stream_for(
@@ -400,18 +417,19 @@ class CallCaches:
 
     def _left(self, request: CacheRequest) -> Budget:
         """The part of its pot that a new dataset may take: what open caches leave, at most half before train."""
-        stage, pot, budget = _stage(request), request.pot, request.budget
+        budget = request.budget
         if budget.unit != "bytes" or budget.off:
             return budget
-        used = sum(opened.dataset.budget_bytes for opened in self._open if opened.pot == pot)
+        used = sum(opened.dataset.budget_bytes for opened in self._open if opened.pot == request.pot)
         left = max(int(budget.amount) - used, 0)
-        if self._train_to_come and pot == self.options.pot("train"):
+        if self._train_to_come and request.pot == self.options.pot("train"):
             left = min(left, int(budget.amount) // 2)
         if not left:
-            advice = f"Keep a share for it: stage_budgets={{{stage!r}: ...}}"
-            reason = f"the caches that are open use all of budget={str(budget)!r}. {advice}"
+            stage = _stage(request)
+            advice = f"Keep a share for it: budget={{{stage!r}: ...}}"
+            reason = f"the caches that are open use all of budget={budget.written!r}. {advice}"
             self.pass_by(stage, type(request.source).__name__, reason)
-        return Budget.parse(left)
+        return budget.limited(left)
 
     def _kept_back(self, pots: Collection[str]) -> int:
         """Free bytes that new datasets may not take: what open caches have yet to fill, and half before train."""

@@ -1,12 +1,7 @@
 """Replaces the loaders of one Trainer call by copies that read the cache.
 
-Lightning alone decides when a loader hook runs, and how often. So the budget is divided as loaders become known:
-
-- Loaders that were given to the Trainer, and those of a StocacheDataModule, are known from the start. They share the
-  budget by the size of their datasets.
-- Lightning calls the hook of val first, for its sanity check. Val takes what it needs, but at most half. Train takes
-  the rest.
-- Without a sanity check train takes what it needs, and val takes the rest. `stage_budgets` reserves a share for val.
+Lightning alone decides when a loader hook runs, and how often. So the budget is divided as loaders become known (see
+`CacheOptions`). Loaders that were given to the Trainer, and those of a StocacheDataModule, are known from the start.
 
 A loader that cannot be cached stays the user's own object, with one warning; the other loaders are cached. The ranks
 agree on each loader.
@@ -30,6 +25,8 @@ from lightning_stocache.loading.dataset import StandIn, cached_source, dataset_o
 from lightning_stocache.loading.loader_copy import reason_of, settings_of
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, leaves_in
 from lightning_stocache.node.group import NodeGroup
+from lightning_stocache.setup.options import STAGES
+from lightning_stocache.setup.request import CacheRequest
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.lightning_internals import say
 from lightning_stocache.training.loaders import (
@@ -42,7 +39,6 @@ from lightning_stocache.training.loaders import (
     title,
     with_dataset,
 )
-from lightning_stocache.training.options import STAGES
 from lightning_stocache.training.reads import Reads
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import follow_pools, free_pools, loader_domain, locality_for
@@ -98,7 +94,9 @@ class CallLoaders:
         trainer: Any = None,
         at_hand: Mapping[str, Any] | None = None,
     ) -> None:
-        self._caches, self._getters, self._trainer = caches, dict(getters), trainer
+        self._caches = caches
+        self._getters = dict(getters)
+        self._trainer = trainer
         self._reads = Reads(trainer)
         self._fits = trainer is not None and trainer.state.fn == "fit"
         self._train_to_come = "train" in getters and self._fits
@@ -124,12 +122,13 @@ class CallLoaders:
             if follow_pools(self._followed, fix=self._fits):
                 self._reload_each_epoch()
         chosen = self.open({**self._at_hand, stage: loaders})
-        before, self._copies[stage] = self._copies.get(stage, {}), {}
+        before = self._copies.get(stage, {})
+        self._copies[stage] = {}
         if stage == "train" and self._fits:  # a copy of what is read once has a position, too
             chosen |= {id(leaf) for leaf in leaves_in(loaders) if id(leaf) in self._single and type(leaf) is DataLoader}
         copies = rewrap(loaders, lambda loader: self._copy(stage, loader, before) if id(loader) in chosen else loader)
         if stage == "train" and self._fits:
-            ResumePoint.of(self._trainer).set_positions(copies)
+            ResumePoint.for_trainer(self._trainer).set_positions(copies)
         return copies
 
     def open(self, loaders: Mapping[str, Any]) -> set[int]:
@@ -144,16 +143,21 @@ class CallLoaders:
         self._at_hand = {}
         if "train" in loaders:
             self._train_to_come = False
-        group, options = NodeGroup.discover(), self._caches.options
-        cacheable, requests, number = self._cacheable(loaders, group), [], Counter[str]()
+        group = NodeGroup.discover()
+        options = self._caches.options
+        cacheable = self._cacheable(loaders, group)
+        requests: list[CacheRequest] = []
+        number = Counter[str]()  # of the datasets of each stage
         for stage, loader in cacheable:
-            source, name = source_of(loader), f"{options.name or ''}-{stage}{number[stage]}"
+            source = source_of(loader)
+            name = f"{options.name or ''}-{stage}{number[stage]}"
             domain = loader_domain(self._trainer, stage, loader)
             is_running = loader.persistent_workers and id(loader) in self._copies.get(stage, {})
             passes = math.inf if options.for_all else self._reads.passes(stage)
             settings = replace(settings_of(loader, stage), is_running=is_running, passes=passes)
             requests.append(options.request(source, settings, name, domain))
-            number[stage] += not isinstance(source, IterableDataset)
+            if not isinstance(source, IterableDataset):
+                number[stage] += 1
         later = training_bytes(self._trainer)
         self._caches.open(requests, loaders, group, later_bytes=later, train_to_come=self._train_to_come)
         for dataset in cached_in_leaves(list(loaders.values())):
@@ -173,7 +177,8 @@ class CallLoaders:
         """Make the Trainer ask for its loaders before each epoch, because it reads a loader's length only then."""
         if self._trainer is None or self._trainer.reload_dataloaders_every_n_epochs:
             return
-        self._trainer.reload_dataloaders_every_n_epochs, self._sets_reload = 1, True
+        self._trainer.reload_dataloaders_every_n_epochs = 1
+        self._sets_reload = True
         say(
             "a rolling cache grows, so the Trainer asks for its loaders before each epoch: "
             "reload_dataloaders_every_n_epochs=1 was set. RollingCache(epoch_samples=...) gives all epochs one length"
@@ -182,15 +187,22 @@ class CallLoaders:
     def _cacheable(self, asked: Mapping[str, Any], group: NodeGroup) -> list[tuple[str, DataLoader[Any]]]:
         """The loaders that can be cached on every rank, each with its stage; a message for each of the others."""
         leaves = [(stage, leaf) for stage in self._getters if stage in asked for leaf in leaves_in(asked[stage])]
-        findings = group.exchange(group.together(lambda: [self._finding(stage, leaf) for stage, leaf in leaves]))
-        single = group.exchange([self._is_single(number, leaves, asked) for number in range(len(leaves))])
+
+        def examine() -> list[tuple[int | str | None, bool]]:
+            return [
+                (self._finding(stage, leaf), self._is_single(number, leaves, asked))
+                for number, (stage, leaf) in enumerate(leaves)
+            ]
+
+        by_rank = group.exchange(group.together(examine))
         cacheable: list[tuple[str, DataLoader[Any]]] = []
         single_stages = set[str]()
         self._single.clear()
         for number, (stage, leaf) in enumerate(leaves):
-            found = [finding[number] if len(finding) == len(leaves) else None for finding in findings]
+            findings = [of_rank[number] if len(of_rank) == len(leaves) else (None, False) for of_rank in by_rank]
+            found = [finding for finding, _ in findings]
             reason = reason_of(found)
-            if all(len(ranks) == len(leaves) and ranks[number] for ranks in single):
+            if all(is_single for _, is_single in findings):
                 if reason is None:
                     single_stages.add(stage)
                     self._single.add(id(leaf))
@@ -204,7 +216,8 @@ class CallLoaders:
 
     def _is_single(self, number: int, leaves: Sequence[tuple[str, Any]], asked: Mapping[str, Any]) -> bool:
         """Whether a leaf is not cached because the call reads it once."""
-        options, (stage, leaf) = self._caches.options, leaves[number]
+        options = self._caches.options
+        stage, leaf = leaves[number]
         if options.for_all or options.dir is not None or options.is_off(stage) or cached_in_leaves(leaf):
             return False
         if isinstance(leaf, DataLoader) and source_of(leaf) in self._caches:  # another stage reads it, too
@@ -229,7 +242,7 @@ class CallLoaders:
     def _copy(self, stage: str, loader: DataLoader[Any], before: Mapping[int, _Copy]) -> DataLoader[Any]:
         """A copy of a loader that reads the cached dataset. The same loader gets the same copy: its workers persist."""
         is_single = id(loader) in self._single
-        dataset: Any = loader.dataset if is_single else self._caches.of(stage, source_of(loader))
+        dataset: Any = loader.dataset if is_single else self._caches.dataset_for(stage, source_of(loader))
         if not is_single and dataset.counters is None:  # its cache could not be opened
             return loader
         copy = self._copies[stage].get(id(loader), before.get(id(loader)))
@@ -248,7 +261,7 @@ class CallLoaders:
         sampler = None
         if stage == "train" and self._trainer is not None:
             # One rank that resumes a fit of several ranks keeps their order.
-            dealt = ResumePoint.of(self._trainer).dealt
+            dealt = ResumePoint.for_trainer(self._trainer).dealt
             sampler = locality_for(self._trainer, dataset, loader.sampler, loader.batch_size, dealt=dealt)
         if isinstance(loader.dataset, TransformedSet):
             dataset = dataset_over(cached_source(dataset).view(loader.dataset.transform))

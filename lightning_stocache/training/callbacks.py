@@ -1,4 +1,4 @@
-"""The first door: `StochasticCache` caches the loaders of any Trainer call.
+"""`StochasticCache` caches the loaders of any Trainer call.
 
 They may be those of a DataModule, of a module's hooks, or given to `fit`. It brings the callbacks that monitor them and
 keep their position.
@@ -9,22 +9,22 @@ Lightning runs the hook of each callback in the list as it was when the hook beg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_stocache.setup.request import Form
+from lightning_stocache.setup.options import STAGES, Budgets, CacheOptions, known_options
+from lightning_stocache.setup.request import Form, check_flag
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.lightning_internals import data_sources, warn
 from lightning_stocache.training.monitor import CacheMonitor
-from lightning_stocache.training.options import CacheOptions, with_options
 from lightning_stocache.training.resume import ResumePoint
 
-__all__ = ["StochasticCache"]
+__all__ = ["StochasticCache", "SwitchedCache"]
 
 
 @dataclass(eq=False)
@@ -32,19 +32,16 @@ class _Call:
     """What a StochasticCache has changed for one call of a Trainer.
 
     Args:
-        monitor: the monitor that it has brought.
         loaders: the loaders of the call.
         sources: Lightning's data sources, whose loaders are replaced.
-        is_brought: whether a DataModule has brought the StochasticCache itself.
+        callbacks: callbacks that leave when the call ends: its monitor, and itself if a DataModule has brought it.
     """
 
-    monitor: CacheMonitor | None = None
     loaders: CallLoaders | None = None
     sources: list[Any] = field(default_factory=list)
-    is_brought: bool = False
+    callbacks: list[Any] = field(default_factory=list)
 
 
-@with_options
 class StochasticCache(Callback):
     """Caches every loader of a Trainer call, logs what the cache did, and shows it in the progress bar.
 
@@ -55,14 +52,9 @@ class StochasticCache(Callback):
     A loader that cannot be cached is used as it is, with one warning. Make each dataset once: a new dataset in each run
     of a loader hook is compared each time, and starts with an empty cache if its samples differ or are random.
 
-    Datasets of loaders that are given to `fit` share the budget by their size. If loaders come from hooks, Lightning's
-    sanity check asks for the val set first, which takes at most half. Without a sanity check the val set gets what the
-    training set leaves. `stage_budgets` changes that.
+    The arguments are the options of `CacheOptions`, and
 
     Args:
-        options: those of `CacheOptions`, each an argument.
-        live: log live values. This and the next two are options of the monitor that this callback brings.
-        hyperparameters: log the granted memory and the decisions as hyperparameters.
         verbose: print a line per epoch, one when the cache is full, and a verdict on the caches at the end of training.
 
     Raises:
@@ -82,9 +74,8 @@ class StochasticCache(Callback):
 
     def __init__(
         self,
-        budget: int | float | str = "auto",
+        budget: Budgets = "auto",
         *,
-        stage_budgets: Mapping[str, int | float | str | None] | None = None,
         freeze_random: bool = False,
         keep_cache: bool = False,
         name: str | None = None,
@@ -94,18 +85,35 @@ class StochasticCache(Callback):
         prefill: bool = False,
         dir: str | None = None,
         streams: bool = False,
-        live: bool = True,
-        hyperparameters: bool = True,
         verbose: bool = True,
     ) -> None:
-        self.caches = CallCaches(CacheOptions.among(locals()))
-        self.live, self.hyperparameters, self.verbose = live, hyperparameters, verbose
-        self._new_monitor()  # checks the options
+        check_flag("verbose", verbose)
+        options = CacheOptions(
+            budget,
+            freeze_random=freeze_random,
+            keep_cache=keep_cache,
+            name=name,
+            fingerprint=fingerprint,
+            strict=strict,
+            store=store,
+            prefill=prefill,
+            dir=dir,
+            streams=streams,
+        )
+        self.caches = CallCaches(options)
+        self.verbose = verbose
         self._calls: dict[int, _Call] = {}  # by the Trainer's id: a fit may validate by another Trainer
+
+    __init__.__doc__ = CacheOptions.__doc__  # for `help`, and the `--help` of LightningCLI
+
+    @classmethod
+    def from_options(cls, cache: Mapping[str, Any] | None = None, **arguments: Any) -> Self:
+        """Create one from the `cache` node of a Hydra config. A key that is no option is a ValueError."""
+        return cls(**known_options(cache), **arguments)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace Lightning's data sources, so that the loaders of the call are cached, and see to a monitor."""
-        self.resume_point.of(trainer)  # before a checkpoint is loaded
+        point = self.resume_point.for_trainer(trainer)  # before a checkpoint is loaded
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         caches = [callback for callback in callbacks if isinstance(callback, StochasticCache)]
         used = min(caches, key=lambda cache: cache.is_guest, default=self)
@@ -114,6 +122,7 @@ class StochasticCache(Callback):
                 where = "of the DataModule" if used.is_brought_to(trainer) else "before this one in the list"
                 warn(f"there is a StochasticCache {where}: this one does nothing")
             return
+        point.leaves_ends = self.is_guest
         sources = data_sources(trainer, stage)
         getters = {name: source.dataloader for name, source in sources.items()}
         at_hand = {name: source.instance for name, source in sources.items() if not source.is_module()}
@@ -121,14 +130,18 @@ class StochasticCache(Callback):
             if hasattr(source.instance, "loaders_at_hand"):  # a StocacheDataModule
                 at_hand |= source.instance.loaders_at_hand(name)
         call = self._call_of(trainer)
-        call.loaders, call.sources = CallLoaders(self.caches, getters, trainer, at_hand), list(sources.values())
+        call.loaders = CallLoaders(self.caches, getters, trainer, at_hand)
+        call.sources = list(sources.values())
         for name, source in sources.items():
             source.dataloader = partial(call.loaders, name)
         self._move_to_front(trainer)  # a callback that raises in `on_exception` ends those behind it
         if not any(isinstance(callback, CacheMonitor) for callback in callbacks):
-            call.monitor = self._new_monitor()
-            trainer.callbacks = [call.monitor, *trainer.callbacks]  # type: ignore[attr-defined]
-            call.monitor.setup(trainer, pl_module, stage)
+            monitor = self.monitor_class(hyperparameters=not self.is_guest, verbose=self.verbose)
+            monitor.is_guest = self.is_guest
+            call.callbacks.append(monitor)
+            trainer.callbacks = [monitor, *trainer.callbacks]  # type: ignore[attr-defined]
+            monitor.setup(trainer, pl_module, stage)
+        self._tell_monitors(trainer, self.caches)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the caches of the call, unless they are kept, and take the monitor out."""
@@ -139,29 +152,28 @@ class StochasticCache(Callback):
             call.loaders.end()
         if not self._calls:
             self.caches.end_call()
-        brought = [call.monitor, self if call.is_brought else None]
-        trainer.callbacks = [  # type: ignore[attr-defined]
-            each
-            for each in trainer.callbacks  # type: ignore[attr-defined]
-            if not any(each is one for one in brought)
-        ]
-
-    def _new_monitor(self) -> CacheMonitor:
-        monitor = self.monitor_class(live=self.live, hyperparameters=self.hyperparameters, verbose=self.verbose)
-        monitor.caches = self.caches
-        return monitor
+        if call.loaders is not None:
+            self._tell_monitors(trainer, None)
+        leaving = set(map(id, call.callbacks))
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        trainer.callbacks = [callback for callback in callbacks if id(callback) not in leaving]  # type: ignore[attr-defined]
 
     def bring(self, trainer: Any) -> None:
         """Join the callbacks of a Trainer for one call, in front. A DataModule that is to be cached calls it."""
         self._move_to_front(trainer)
-        self._call_of(trainer).is_brought = True
+        self._call_of(trainer).callbacks.append(self)
 
     def is_brought_to(self, trainer: Any) -> bool:
         """Whether a DataModule has brought this callback to a Trainer."""
-        return self._calls.get(id(trainer), _Call()).is_brought
+        return self in self._calls.get(id(trainer), _Call()).callbacks
 
     def _move_to_front(self, trainer: Any) -> None:
         trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+
+    def _tell_monitors(self, trainer: Any, caches: CallCaches | None) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, CacheMonitor):
+                callback.caches = caches
 
     def _call_of(self, trainer: Any) -> _Call:
         return self._calls.setdefault(id(trainer), _Call())
@@ -170,12 +182,20 @@ class StochasticCache(Callback):
         """End the call: Lightning skips `teardown` after an exception."""
         self.teardown(trainer, pl_module, "")
 
-    def caches_loaders(self, trainer: Any) -> bool:
-        """Whether this callback caches loaders of a Trainer's call: no other one does."""
-        return bool(self._calls.get(id(trainer), _Call()).sources)
-
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_calls": {}}
+
+    def invalidate(self, indices: Sequence[int] | None = None, *, stage: str = "train") -> None:
+        """Say that samples of a stage's datasets have changed; see `CachedDataset.invalidate`.
+
+        Args:
+            indices: which samples; by default all.
+            stage: `train`, `val`, `test` or `predict`.
+        """
+        if stage not in STAGES:
+            raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
+        for dataset in self.caches.datasets_of(stage):
+            dataset.invalidate(indices)
 
     def cache_state(self) -> list[dict[str, Any]]:
         """The open caches on this node, one entry for each dataset, as plain values; see `CallCaches.state`."""
@@ -184,3 +204,15 @@ class StochasticCache(Callback):
     def close(self) -> None:
         """Close all caches, also kept ones."""
         self.caches.close()
+
+
+class SwitchedCache(StochasticCache):
+    """The StochasticCache that `STOCACHE=...` adds to every Trainer of an application (`lightning_stocache.switch`).
+
+    The application does not know of it. So it does nothing where the application has a cache of its own, and it leaves
+    alone what the application reads or ships: its values go to TensorBoard, W&B and MLflow, not into
+    `trainer.callback_metrics` or other loggers; no hyperparameters are logged; a checkpoint that is saved between two
+    epochs has no state of it.
+    """
+
+    is_guest: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""The second door: a DataModule around datasets, or the user's own DataModule.
+"""A DataModule around datasets, or the user's own DataModule, whose loaders are cached.
 
 Under a Trainer both are plain DataModules whose `setup` adds a `StochasticCache` to the callbacks of the Trainer call.
 That caches the loaders, and takes itself out when the call ends. Between two calls no cache is open, unless
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stocache.growing.rolling_cache import RollingCache, share_pools
 from lightning_stocache.loading.loader_sampler import locality_sampler
+from lightning_stocache.setup.options import STAGES, Budgets, CacheOptions, known_options
 from lightning_stocache.setup.request import Form, check_count
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.lightning_internals import say
-from lightning_stocache.training.loaders import TrainerLoader, TransformedSet, TransformedStream
-from lightning_stocache.training.options import STAGES, CacheOptions, Source, with_options
+from lightning_stocache.training.loaders import Source, TrainerLoader, TransformedSet, TransformedStream
 from lightning_stocache.training.sampling import replicas
 
 __all__ = ["StocacheDataModule", "cache_datamodule"]
@@ -36,12 +36,13 @@ _SET_BY_BATCH_SAMPLER = ("batch_size", "shuffle", "drop_last", "sampler")
 _STAGES_OF_CALL = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict",)}
 
 
-@with_options
 class StocacheDataModule(LightningDataModule):
     """A LightningDataModule around map-style datasets, whose samples are cached once per node.
 
     Its plain options are in `hparams` and in checkpoints: `StocacheDataModule.load_from_checkpoint(path, train=...)`
     creates it again, with new datasets and functions. A subclass saves its own arguments, by `save_hyperparameters`.
+
+    The arguments are the options of `CacheOptions`, and
 
     Args:
         train: the training set, or a function without arguments that makes it (called in `setup`, after `prepare`). A
@@ -59,7 +60,6 @@ class StocacheDataModule(LightningDataModule):
         batch_transform: per batch on the device, after transfer. A `torch.nn.Module` is moved to the device.
         eval_batch_transform: for val, test and predict: "same", None for no transform, or another function.
         prepare: a function without arguments that is called once per node before anything else (download, unpack).
-        options: those of `CacheOptions`, each an argument.
 
     Raises:
         ValueError: no dataset is given, or an option cannot be read; (`setup`, `strict=True`) a set is empty, or is
@@ -87,13 +87,12 @@ class StocacheDataModule(LightningDataModule):
         batch_size: int = 32,
         num_workers: int = 0,
         loader: Mapping[str, Any] | None = None,
-        budget: int | float | str = "auto",
-        stage_budgets: Mapping[str, int | float | str | None] | None = None,
         transform: Transform | None = None,
         eval_transform: Transform | Literal["same"] | None = "same",
         batch_transform: Transform | None = None,
         eval_batch_transform: Transform | Literal["same"] | None = "same",
         prepare: Callable[[], None] | None = None,
+        budget: Budgets = "auto",
         freeze_random: bool = False,
         keep_cache: bool = False,
         name: str | None = None,
@@ -105,20 +104,39 @@ class StocacheDataModule(LightningDataModule):
         streams: bool = False,
     ) -> None:
         super().__init__()
-        for argument, given in (("eval_transform", eval_transform), ("eval_batch_transform", eval_batch_transform)):
-            if isinstance(given, str) and given != "same":
-                raise ValueError(f"{argument} must be 'same', None or a function, got {given!r}")
         check_count("batch_size", batch_size, 1)
-        self.train, self.val, self.test, self.predict = train, val, test, predict
+        check_count("num_workers", num_workers, 0)
+        if loader is not None and not isinstance(loader, Mapping):
+            raise TypeError(f"loader must be a mapping from arguments of DataLoader to values, got {loader!r}")
+        _check_function("transform", transform)
+        _check_function("batch_transform", batch_transform)
+        _check_function("eval_transform", eval_transform, "'same', ")
+        _check_function("eval_batch_transform", eval_batch_transform, "'same', ")
+        _check_function("prepare", prepare)
+        self.train = train
+        self.val = val
+        self.test = test
+        self.predict = predict
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.loader = {name: value for name, value in (loader or {}).items() if value is not None}
-        self.transform, self.batch_transform = transform, batch_transform
+        self.transform = transform
+        self.batch_transform = batch_transform
         self.eval_transform = transform if isinstance(eval_transform, str) else eval_transform
         self.eval_batch_transform = batch_transform if isinstance(eval_batch_transform, str) else eval_batch_transform
         self.prepare = prepare
-        options = CacheOptions.among(locals())
-        self._cache = StochasticCache(**options.plain())
+        self._cache = StochasticCache(
+            budget,
+            freeze_random=freeze_random,
+            keep_cache=keep_cache,
+            name=name,
+            fingerprint=fingerprint,
+            strict=strict,
+            store=store,
+            prefill=prefill,
+            dir=dir,
+            streams=streams,
+        )
         self.caches = self._cache.caches
         self._by_hand: CallLoaders | None = None  # the loaders of a call without a Trainer
         if train is val is test is predict is None and type(self) is StocacheDataModule:
@@ -126,16 +144,24 @@ class StocacheDataModule(LightningDataModule):
         if type(self) is StocacheDataModule:  # a subclass saves its own arguments
             # For checkpoints. Not by `save_hyperparameters`, which would save the datasets, too.
             plain = {name: value for name, value in self.loader.items() if isinstance(value, bool | int | float | str)}
-            self.hparams.update(batch_size=batch_size, num_workers=num_workers, loader=plain, **options.plain())
+            self.hparams.update(batch_size=batch_size, num_workers=num_workers, loader=plain)
+            self.hparams.update(self.caches.options.plain())
         self._datasets: dict[str, list[Dataset[Any]]] = {}
         self._ready: set[str] = set()  # stages that have been set up
         for hook in (f"{stage}_dataloader" for stage in STAGES if getattr(self, stage) is None):
-            # Lightning must see that the hook is undefined, unless a subclass defines it.
+            # Lightning's `is_overridden` must find the code of its own hook, unless a subclass defines the hook.
             if getattr(type(self), hook) is getattr(StocacheDataModule, hook):
                 setattr(self, hook, partial(getattr(LightningDataModule, hook), self))
         if self.batch_transform is not None or self.eval_batch_transform is not None:
             # Only with a batch transform: this hook of the DataModule hides the hook of the user's LightningModule.
             self.on_after_batch_transfer = self._transform_batch  # type: ignore[method-assign]
+
+    __init__.__doc__ = CacheOptions.__doc__  # for `help`, and the `--help` of LightningCLI
+
+    @classmethod
+    def from_options(cls, cache: Mapping[str, Any] | None = None, **arguments: Any) -> Self:
+        """Create one from the `cache` node of a Hydra config. A key that is no option is a ValueError."""
+        return cls(**known_options(cache), **arguments)
 
     def prepare_data(self) -> None:
         """Call `prepare`, once per node. Lightning keeps the other ranks waiting meanwhile."""
@@ -271,12 +297,10 @@ class StocacheDataModule(LightningDataModule):
                 dataset.close()
 
 
-@with_options
-def cache_datamodule(  # noqa: D417  `with_options` describes the options
+def cache_datamodule(
     datamodule: M,
-    budget: int | float | str = "auto",
+    budget: Budgets = "auto",
     *,
-    stage_budgets: Mapping[str, int | float | str | None] | None = None,
     freeze_random: bool = False,
     keep_cache: bool = False,
     name: str | None = None,
@@ -287,19 +311,14 @@ def cache_datamodule(  # noqa: D417  `with_options` describes the options
     dir: str | None = None,
     streams: bool = False,
 ) -> M:
-    """Cache the loaders of a DataModule, and return the same object.
+    """Cache the loaders of a LightningDataModule, and return the same object.
 
     Under a Trainer its loaders are cached: `setup` adds a `StochasticCache` to the callbacks of each call. Without a
     Trainer they are plain. Class, hyperparameters, checkpoints and all other hooks do not change. A loader that cannot
     be cached is used as it is, with one warning. Make each dataset once, in `setup` or `__init__`: a new dataset in
     each run of a loader hook is compared each time, and starts with an empty cache if its samples differ or are random.
 
-    Lightning's sanity check asks for the val set first, which takes at most half of the budget. Without a sanity check
-    the val set gets what the training set leaves. `stage_budgets` changes that.
-
-    Args:
-        datamodule: the user's DataModule.
-        options: those of `CacheOptions`, each an argument.
+    The arguments after `datamodule` are the options of `CacheOptions`.
 
     Raises:
         TypeError: the argument is no LightningDataModule, or is cached already.
@@ -321,13 +340,23 @@ def cache_datamodule(  # noqa: D417  `with_options` describes the options
         raise TypeError(f"datamodule must be a LightningDataModule, got {type(datamodule).__name__}")
     if isinstance(getattr(datamodule, "caches", None), CallCaches):
         raise TypeError(f"datamodule must not be cached yet, got a {type(datamodule).__name__} that is")
-    options: dict[str, Any] = CacheOptions.among(locals()).plain()
     kind: type[StochasticCache] = StochasticCache
     if not issubclass(type(datamodule), LightningDataModule):
         from lightning_stocache.training.other_package import StochasticCacheOfOther
 
         kind = StochasticCacheOfOther
-    cache = kind(**options)
+    cache = kind(
+        budget,
+        freeze_random=freeze_random,
+        keep_cache=keep_cache,
+        name=name,
+        fingerprint=fingerprint,
+        strict=strict,
+        store=store,
+        prefill=prefill,
+        dir=dir,
+        streams=streams,
+    )
     vars(datamodule).update(caches=cache.caches, setup=_Setup(datamodule, cache))
     return datamodule
 
@@ -339,14 +368,15 @@ class _Setup:
     """
 
     def __init__(self, datamodule: Any, cache: StochasticCache) -> None:
-        self._datamodule, self._cache = datamodule, cache
+        self._datamodule = datamodule
+        self._cache = cache
         # `from_datasets` sets hooks on the object. A bound method would be pickled by a name that is now this one's.
         self._setup = vars(datamodule).get("setup", partial(type(datamodule).setup, datamodule))
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if is_under_trainer(self._datamodule):
             self._cache.bring(self._datamodule.trainer)
-        elif not all(budget.off for budget in self._cache.caches.options.budgets.values()):
+        elif not all(map(self._cache.caches.options.is_off, STAGES)):
             say(f"{type(self._datamodule).__name__}: its loaders are cached under a Trainer, and are plain without one")
         self._setup(*args, **kwargs)
 
@@ -359,6 +389,20 @@ def is_under_trainer(datamodule: Any) -> bool:
 
 # LightningCLI accepts a function in place of a class if the annotations are classes, not type variables.
 cache_datamodule.__annotations__.update({"datamodule": LightningDataModule, "return": LightningDataModule})
+
+
+def _from_options(datamodule: M, cache: Mapping[str, Any] | None = None) -> M:
+    """Cache the loaders of a DataModule with the options in the `cache` node of a Hydra config."""
+    return cache_datamodule(datamodule, **known_options(cache))
+
+
+vars(cache_datamodule)["from_options"] = _from_options  # as the classes have it
+
+
+def _check_function(name: str, value: Any, others: str = "") -> None:
+    """Refuse an argument that is neither None, nor a function, nor among the other values."""
+    if not (value is None or callable(value) or (others and value == "same")):
+        raise ValueError(f"{name} must be {others}None or a function, got {value!r}")
 
 
 def _datasets_of(stage: str, sources: Source | Sequence[Source]) -> list[Dataset[Any]]:

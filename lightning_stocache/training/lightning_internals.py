@@ -53,8 +53,8 @@ def logged_step(trainer: Any) -> int:
     """The step number under which Lightning logs values at an epoch's end: in a fit the step of the last batch."""
     if trainer.state.fn != "fit":
         return int(trainer.global_step)
-    stepped = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
-    return int(stepped) - (not trainer.validating)  # a batch is counted after the validation that follows it
+    stepped = int(getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step))
+    return stepped if trainer.validating else stepped - 1  # a batch is counted after the validation that follows it
 
 
 def step_under_way(trainer: Any) -> int | None:
@@ -72,7 +72,8 @@ def step_calls(trainer: Any) -> list[tuple[Any, str, str, bool, bool]]:
     Returns:
         For each method its object, its name, the part of the step, and whether the call begins and ends that part.
     """
-    loop, strategy = trainer.fit_loop.epoch_loop, trainer.strategy
+    loop = trainer.fit_loop.epoch_loop
+    strategy = trainer.strategy
     if not (hasattr(loop, "_on_before_fetch") and hasattr(loop, "_on_after_fetch")):
         _warn_once("this version of Lightning hides when its loop waits for a batch: StepTimer times nothing")
         return []

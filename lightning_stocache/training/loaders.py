@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,12 +23,13 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.loader_copy import check_loader, copy_over, length_of
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, wrapped_loader
 from lightning_stocache.loading.position import LoaderState
+from lightning_stocache.setup.options import CacheOptions
 from lightning_stocache.setup.request import check_budget
 from lightning_stocache.source.access import check_stream
 from lightning_stocache.torch_internals import unwrapped_pipe
-from lightning_stocache.training.options import CacheOptions
 
 __all__ = [
+    "Source",
     "TrainerLoader",
     "TransformedSet",
     "TransformedStream",
@@ -41,12 +42,19 @@ __all__ = [
     "with_dataset",
 ]
 
+if TYPE_CHECKING:
+    Source: TypeAlias = Dataset[Any] | Callable[[], Dataset[Any]]
+else:
+    # With Dataset[Any], jsonargparse makes a bare Dataset of --data.train=my.Photos. This alias is not in the
+    # module of StocacheDataModule, because jsonargparse reads the TYPE_CHECKING block of that module.
+    Source = Dataset | Callable[[], Dataset]
+
 # The batches in a list that is given as a loader.
 _IN_MEMORY = (torch.Tensor, np.ndarray, str, bytes, range, set, frozenset)
 
 
 class TrainerLoader(CachedLoader):
-    """A CachedLoader of a door. `resume` keeps its position; a loader that Lightning re-creates gets the same position.
+    """The CachedLoader of a Trainer. `resume` keeps its position, also if Lightning creates the loader again.
 
     It has no `state_dict` for Lightning, which would store it in the checkpoint, and refuse to load it into another
     number of loaders.
@@ -64,7 +72,8 @@ class TransformedSet(Dataset[Any]):
     """A map-style dataset with a transform per sample. The cache holds samples of `source`, before `transform`."""
 
     def __init__(self, source: Any, transform: Callable[[Any], Any]) -> None:
-        self.source, self.transform = source, transform
+        self.source = source
+        self.transform = transform
 
     def __len__(self) -> int:
         return len(self.source)
@@ -77,7 +86,8 @@ class TransformedStream(IterableDataset[Any]):
     """An iterable-style dataset with a transform per sample; see `TransformedSet`."""
 
     def __init__(self, source: Any, transform: Callable[[Any], Any]) -> None:
-        self.source, self.transform = source, transform
+        self.source = source
+        self.transform = transform
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.transform, self.source)
@@ -93,7 +103,8 @@ def rewrap(loaders: Any, wrap: Callable[[DataLoader[Any]], DataLoader[Any]]) -> 
     """The same nesting of loaders, with every DataLoader replaced by `wrap(loader)`."""
     if isinstance(loaders, DataLoader):
         return wrap(loaders)
-    if (inner := wrapped_loader(loaders)) is not None:
+    inner = wrapped_loader(loaders)
+    if inner is not None:
         renewed = copy.copy(loaders)
         renewed.loader = wrap(inner)
         return renewed

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -106,11 +106,11 @@ class CacheMonitor(Callback):
         >>> trainer = Trainer(callbacks=[CacheMonitor()], logger=False, enable_checkpointing=False)
     """
 
-    is_guest: ClassVar[bool] = False
+    is_guest = False
     """Whether the application does not know of this callback: its values go to dashboards alone (`log_epoch`)."""
 
     caches: CallCaches | None = None
-    """The caches of the StochasticCache that has brought this monitor. A guest says nothing where they are none."""
+    """The caches of the call's StochasticCache, which says why a loader is not cached."""
 
     patience = 60.0
     """The most seconds that an epoch's end waits for the slowest rank's tally."""
@@ -157,7 +157,7 @@ class CacheMonitor(Callback):
             return
         self._progress.begin(trainer)
         cached = {"train": loaders, "val": trainer.val_dataloaders}
-        if not self.is_guest and not cached_in_leaves(list(cached.values())):
+        if self.caches is None and not cached_in_leaves(list(cached.values())):
             say("CacheMonitor: no loader of this fit is cached. Add StochasticCache() to the callbacks")
         loggers = self._loggers(trainer) if trainer.is_global_zero and self._has_news else []
         self._live_every = log_every(trainer) if self.live and loggers else 0

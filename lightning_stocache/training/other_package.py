@@ -12,17 +12,12 @@ import pytorch_lightning
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.resume import ResumePoint
-from lightning_stocache.training.switched import GuestMonitor, SwitchedCache
 
 __all__ = ["MonitorOfOther", "ResumePointOfOther", "StochasticCacheOfOther", "SwitchedCacheOfOther"]
 
 
 class MonitorOfOther(CacheMonitor, pytorch_lightning.Callback):
     """The CacheMonitor of such a Trainer."""
-
-
-class GuestMonitorOfOther(GuestMonitor, pytorch_lightning.Callback):
-    """The CacheMonitor of the switch in such a Trainer."""
 
 
 class ResumePointOfOther(ResumePoint, pytorch_lightning.Callback):
@@ -36,8 +31,7 @@ class StochasticCacheOfOther(StochasticCache, pytorch_lightning.Callback):
     resume_point: ClassVar[type[ResumePoint]] = ResumePointOfOther
 
 
-class SwitchedCacheOfOther(SwitchedCache, pytorch_lightning.Callback):
-    """The callback of the switch in such a Trainer."""
+class SwitchedCacheOfOther(StochasticCacheOfOther):
+    """The callback of the switch in such a Trainer; see `SwitchedCache`."""
 
-    monitor_class: ClassVar[type[CacheMonitor]] = GuestMonitorOfOther
-    resume_point: ClassVar[type[ResumePoint]] = ResumePointOfOther
+    is_guest: ClassVar[bool] = True

@@ -8,7 +8,7 @@ Lightning's work around it. It needs its own process, because it replaces the Da
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -21,17 +21,26 @@ from lightning_stocache.insight.measurement import Data, PlanError, Spread
 from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.loader_copy import settings_of
 from lightning_stocache.loading.loader_tree import loaders_in
+from lightning_stocache.setup.options import CacheOptions
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import loader_domain
 
 __all__ = ["ARGUMENTS", "datamodule_of", "measure_step", "source_in", "training_data", "world"]
 
 # The Trainer's arguments for `measure_step`, in place of the user's; a third of the batches warm up.
 ARGUMENTS: dict[str, Any] = {
-    **{"max_epochs": 1, "limit_train_batches": 48, "limit_val_batches": 0, "num_sanity_val_steps": 0},
-    **{"devices": 1, "num_nodes": 1, "strategy": "auto", "callbacks": None, "logger": False},
-    **{"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
+    "max_epochs": 1,
+    "limit_train_batches": 48,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
+    "callbacks": None,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
 }
 _ROUNDS = 4  # stretches of steps, whose means differ by the noise of the machine
 _PATIENCE = 10.0  # seconds, after which six batches are enough
@@ -41,7 +50,8 @@ def datamodule_of(given: Any) -> Any:
     """The given DataModule, or a DataModule around the given training loader; a cache of that loader is closed."""
     if not isinstance(given, DataLoader):
         return given
-    if (cached := cached_in(given.dataset)) is not None:
+    cached = cached_in(given.dataset)
+    if cached is not None:
         cached.close()
     datamodule: Any = LightningDataModule()
     datamodule.train_dataloader = lambda: given
@@ -60,10 +70,11 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     if not hasattr(datamodule, "train_dataloader"):
         kind = type(datamodule).__name__
         raise PlanError(f"data must be a LightningDataModule with a training loader, or that DataLoader, got {kind}")
-    caches, options = getattr(datamodule, "caches", None), CacheOptions()
+    caches = getattr(datamodule, "caches", None)
+    options = CacheOptions()
     if isinstance(caches, CallCaches):
         options = caches.options
-        caches.options = replace(options, budget=0, stage_budgets=None, keep_cache=False, name=None)
+        caches.options = replace(options, budget=0, keep_cache=False, name=None)
     datamodule.prepare_data()
     datamodule.setup("fit")
     try:
@@ -73,15 +84,17 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     if len(loaders) != 1:
         raise PlanError(f"the training data must be one DataLoader, got {len(loaders)} of them")
     [loader] = loaders
-    source, transform = _without_cache(loader.dataset)
+    cached = cached_in(loader.dataset)
+    source: Dataset[Any] = loader.dataset if cached is None else cached.source
+    transform = None if cached is None else cached_source(cached).transform
     drawn = None if whole else loader_domain(None, "train", loader)
     if drawn is not None:  # a cache has slots for these alone
         source = Subset(source, drawn.indices.tolist())
     names = ["collate_fn", "pin_memory", "timeout", "worker_init_fn"]
     names += ["multiprocessing_context", "prefetch_factor"] if loader.num_workers else []
     settings = {name: getattr(loader, name) for name in names}
-    size, workers = settings_of(loader).batch_size, loader.num_workers
-    return Data(source, size, workers, transform, settings, options.freeze_random)
+    batch_size = settings_of(loader).batch_size
+    return Data(source, batch_size, loader.num_workers, transform, settings, options.freeze_random)
 
 
 def source_in(given: Any) -> Any:
@@ -107,7 +120,8 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Sprea
         PlanError: the model ended training too early.
         Exception: an error of the model.
     """
-    dataset, asked = CachedDataset(data.source, 0, transform=data.transform), list[float]()
+    asked: list[float] = []  # the moments at which a batch was asked for
+    dataset = CachedDataset(data.source, 0, transform=data.transform)
     batch = next(iter(DataLoader(dataset, data.batch_size, collate_fn=data.settings.get("collate_fn"))))
     dataset.close()
 
@@ -146,8 +160,3 @@ def world(trainer: Mapping[str, Any]) -> tuple[int, int]:
     else:
         ranks = devices if isinstance(devices, int) else len(devices)
     return int(trainer.get("num_nodes") or 1), max(ranks, 1)
-
-
-def _without_cache(dataset: Dataset[Any]) -> tuple[Dataset[Any], Callable[[Any], Any] | None]:
-    cached = cached_in(dataset)
-    return (dataset, None) if cached is None else (cached.source, cached_source(cached).transform)

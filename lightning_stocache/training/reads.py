@@ -72,7 +72,7 @@ class Reads:
         if self._trainer.state.fn != "fit":
             return True
         if stage == "train":
-            return self._trains_once(leaf) and not ResumePoint.of(self._trainer).resumes
+            return self._trains_once(leaf) and not ResumePoint.for_trainer(self._trainer).resumes
         return self._validates_once() and not self._is_checked_whole(leaf)
 
     def passes(self, stage: str) -> float:
@@ -84,14 +84,15 @@ class Reads:
         """The start of the fit, as it is when loaders are first asked for: what is decided then holds for the call."""
         if self._start is None:
             trainer = self._trainer
-            most, epoch = trainer.fit_loop.max_epochs, trainer.current_epoch
-            epochs = math.inf if most is None or most < 0 else most - epoch
-            self._start = _Start(epoch, trainer.global_step, epochs)
+            most = trainer.fit_loop.max_epochs
+            epochs = math.inf if most is None or most < 0 else most - trainer.current_epoch
+            self._start = _Start(trainer.current_epoch, trainer.global_step, epochs)
         return self._start
 
     def _trains_once(self, loader: DataLoader[Any]) -> bool:
         """Whether the fit ends with its first epoch, or before."""
-        trainer, start = self._trainer, self._begin()
+        trainer = self._trainer
+        start = self._begin()
         if start.epochs <= 1:
             return True
         limit = trainer.limit_train_batches
@@ -109,7 +110,8 @@ class Reads:
 
     def _is_checked_whole(self, loader: DataLoader[Any]) -> bool:
         """Whether the sanity check reads all that the fit's validation reads."""
-        steps, limit = self._trainer.num_sanity_val_steps, self._trainer.limit_val_batches
+        steps = self._trainer.num_sanity_val_steps
+        limit = self._trainer.limit_val_batches
         if steps <= _USUAL_CHECK or isinstance(loader.dataset, IterableDataset):
             return False
         batches = len(loader)

@@ -1,8 +1,8 @@
-"""Resumes a fit in the middle of an epoch, in every door of Lightning.
+"""Resumes a fit in the middle of an epoch.
 
 Lightning stores how many batches of an epoch have run, and a resumed fit runs the others. The loader knows the samples
-of these batches. Each door puts one `ResumePoint` among the Trainer's callbacks. Its state in the checkpoint is the
-position of the training loaders (`loading.position`), without the batches that were handed out and not processed.
+of these batches. A `StochasticCache` adds a `ResumePoint` to the Trainer's callbacks. Its state in the checkpoint is
+the position of the training loaders (`loading.position`), without the batches that were handed out and not processed.
 Lightning resumes there, whether a checkpoint was saved after a batch, at an epoch's end, or on an exception in the
 middle of a batch. Lightning restores callbacks before anything asks for a loader, and loops after that (#20550).
 
@@ -12,7 +12,7 @@ draw the order of the first epoch again (Lightning #21938).
 A position counts samples. With another batch size or number of ranks the loaders continue after the same samples, and
 Lightning's count of batches is set accordingly.
 
-Two counts of Lightning are corrected here, too (seen in 2.5.0 and 2.6; none of these names is private):
+Two counts of Lightning are corrected here, too (seen in 2.5.0 and 2.6):
 
 - A checkpoint of an epoch's last batch (`on_train_batch_end`). Lightning regards the epoch as over, but resumes in the
   middle of the next epoch, and does not count it. So later checkpoints are one epoch behind, and a second resume runs
@@ -45,7 +45,7 @@ _COUNTS = ("ready", "started", "processed", "completed")
 
 
 class ResumePoint(Callback):
-    """The position of a fit's training loaders; the doors put it among the Trainer's callbacks."""
+    """The position of a fit's training loaders, among the Trainer's callbacks."""
 
     def __init__(self) -> None:
         self._trainer: Any = None
@@ -56,7 +56,7 @@ class ResumePoint(Callback):
         """Whether checkpoints between two epochs get no state. They resume as without a cache."""
 
     @classmethod
-    def of(cls, trainer: Any) -> ResumePoint:
+    def for_trainer(cls, trainer: Any) -> ResumePoint:
         """The ResumePoint of a Trainer; the first call adds it to the callbacks."""
         point = next((callback for callback in trainer.callbacks if isinstance(callback, ResumePoint)), None)
         if point is None:
@@ -83,16 +83,20 @@ class ResumePoint(Callback):
 
     def set_positions(self, loaders: Any) -> None:
         """Set the position of the training loaders, in any nesting, to the position of the training."""
-        leaves, epoch, saved = list(loaders_in(loaders)), epochs_done(self._trainer), self._saved
+        leaves = list(loaders_in(loaders))
+        epoch = epochs_done(self._trainer)
+        saved = self._saved
         states: list[Any] = [None] * len(leaves)
+        has_states = False
         if saved is not None and epoch <= saved["epoch"]:
             epoch = saved["epoch"]
-            if len(saved["loaders"]) == len(leaves):
+            has_states = len(saved["loaders"]) == len(leaves)
+            if has_states:
                 states = saved["loaders"]
             else:
                 _warn_of_unknown(saved)
-        self._resumed, put_back = [], False
-        has_states = saved is not None and states is saved["loaders"]
+        self._resumed = []
+        put_back = False
         for leaf, state in zip(leaves, states, strict=True):
             if epoch:
                 set_epoch(leaf, epoch)
@@ -140,7 +144,9 @@ class ResumePoint(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the last call, however it ended, before Lightning restores a checkpoint."""
-        self._forget()
+        self._saved = None
+        self._resumed = []
+        self._begun_at = None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Let Lightning continue an epoch that was cut short, which it counts as over."""
@@ -149,9 +155,10 @@ class ResumePoint(Callback):
             return
         if 0 <= trainer.max_steps <= checkpoint.get("global_step", 0):  # nothing follows
             return
-        epoch, loaders = state["epoch"], state["loaders"]
-        known = bool(loaders) and all(isinstance(each, dict) for each in loaders)
-        if known and reopen_epoch(checkpoint, epoch, max(each.get("batches", 0) for each in loaders)):
+        epoch = state["epoch"]
+        loaders = state["loaders"]
+        are_known = bool(loaders) and all(isinstance(loader, dict) for loader in loaders)
+        if are_known and reopen_epoch(checkpoint, epoch, max(loader.get("batches", 0) for loader in loaders)):
             say(f"epoch {epoch}, which was cut short, goes on with the batches that were left")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -188,7 +195,8 @@ class ResumePoint(Callback):
         handed = max(position.batches for position in known)
         epoch, done = _position_of(trainer, handed)
         if self._begun_at == _batches_begun(trainer) and all(position.ended for position in known):
-            epoch, done = epochs_done(trainer), None  # the epoch has begun, and no batch of it was read
+            epoch = epochs_done(trainer)  # it has begun, and no batch of it was read
+            done = None
         if done is None and self.leaves_ends:
             return {}
         ahead = 0 if done is None else handed - done
@@ -201,20 +209,6 @@ class ResumePoint(Callback):
             self._saved = state_dict
         else:
             _warn_of_unknown(state_dict)
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the position: the next fit starts from the beginning, unless it gets a checkpoint."""
-        self._forget()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Forget the position. A checkpoint that a later callback saves still needs the count of batches."""
-        self._saved = None
-        self._resumed = []
-
-    def _forget(self) -> None:
-        self._saved = None
-        self._resumed = []
-        self._begun_at = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_trainer": None, "_resumed": []}
@@ -237,11 +231,9 @@ def _is_resumable(leaf: DataLoader[Any]) -> TypeGuard[TrainerLoader]:
 
 def _position(leaf: TrainerLoader, ahead: int, *, ended: bool) -> dict[str, Any] | None:
     """The position of a loader, of whose batches some were fetched ahead; None if batches come in any order."""
-    return (
-        None
-        if not ended and _comes_in_any_order(leaf)
-        else leaf.position.as_dict(leaf, max(leaf.position.batches - ahead, 0), ended=ended)
-    )
+    if not ended and _comes_in_any_order(leaf):
+        return None
+    return leaf.position.as_dict(leaf, max(leaf.position.batches - ahead, 0), ended=ended)
 
 
 def _comes_in_any_order(leaf: DataLoader[Any]) -> bool:
@@ -258,13 +250,15 @@ def _position_of(trainer: Any, handed: int) -> tuple[int, int | None]:
 
     `handed` is the number of batches that the loaders have handed out.
     """
-    epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
-    epoch, done = int(epochs.processed), int(batches.current.processed)
+    epochs = trainer.fit_loop.epoch_progress.current
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    epoch = int(epochs.processed)
+    done = int(batches.current.processed)
     if epochs.started <= epochs.processed:
         # If a hook has ended the epoch (it returned -1), the last batch is not complete. That epoch is over.
-        complete = len({getattr(batches.current, name) for name in _COUNTS}) == 1 and epochs.ready == epoch
-        cut = 0 < done < trainer.num_training_batches and not batches.is_last_batch and complete
-        return (epoch - 1, done) if cut else (epoch, None)
+        is_complete = len({getattr(batches.current, name) for name in _COUNTS}) == 1 and epochs.ready == epoch
+        is_within = 0 < done < trainer.num_training_batches and not batches.is_last_batch
+        return (epoch - 1, done) if is_complete and is_within else (epoch, None)
     if batches.is_last_batch and handed <= done == batches.current.ready:  # else the last batch is about to run
         return epoch + 1, None
     return epoch, done
@@ -280,23 +274,32 @@ def _put_batches(trainer: Any, batches: int) -> None:
 
 def _begin_epoch(trainer: Any, epoch: int) -> None:
     """Begin and count an epoch with its first batch, if a restored fit resumes between two epochs."""
-    fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
-    epochs, total = fit.epoch_progress.current, fit.epoch_progress.total
+    fit = trainer.fit_loop
+    batches = fit.epoch_loop.batch_progress
+    epochs = fit.epoch_progress.current
+    total = fit.epoch_progress.total
     _put_total(trainer)
-    if epochs.ready == epochs.started == epoch + 1 == epochs.processed + 1 and batches.is_last_batch:
-        _put_batches(trainer, 0)  # saved just before Lightning resets the batches of the last epoch
-    if epochs.ready == epochs.started == epoch == epochs.processed + 1 and not _validates(trainer, epoch):
-        for count in epochs, total:
-            count.processed += 1  # saved just before Lightning counts the epoch
-    if epochs.ready == epochs.started == epochs.processed == epoch:
-        for count in epochs, total:
-            count.ready = count.started = count.completed = count.processed
-        fit.reset_restart_stage()
-        if not fit.epoch_loop.restarted_on_train_batch_end:
-            batches.reset_on_run()
-        elif 0 < (more := trainer.num_training_batches - batches.current.processed) < math.inf:
-            # Lightning starts an epoch if all batches of the last one have run, by the present number of batches.
-            _add(batches.current, more)
+    has_begun = epochs.ready == epochs.started == epochs.processed + 1
+    saved_before_reset = has_begun and epochs.ready == epoch + 1 and batches.is_last_batch
+    saved_before_count = has_begun and epochs.ready == epoch and not _validates(trainer, epoch)
+    if saved_before_reset:  # of the last epoch's batches
+        _put_batches(trainer, 0)
+    if saved_before_count:  # of the epoch
+        epochs.processed += 1
+        total.processed += 1
+    saved_between_epochs = epochs.ready == epochs.started == epochs.processed == epoch
+    if not saved_between_epochs:
+        return
+    for count in epochs, total:
+        count.ready = count.started = count.completed = count.processed
+    fit.reset_restart_stage()
+    if not fit.epoch_loop.restarted_on_train_batch_end:
+        batches.reset_on_run()
+        return
+    more = trainer.num_training_batches - batches.current.processed
+    if 0 < more < math.inf:
+        # Lightning starts an epoch if all batches of the last one have run, by the present number of batches.
+        _add(batches.current, more)
 
 
 def _put_total(trainer: Any) -> None:
@@ -307,7 +310,8 @@ def _put_total(trainer: Any) -> None:
 
 def _validates(trainer: Any, epochs: int) -> bool:
     """Whether a validation follows the last batch of that epoch, as Lightning decides it."""
-    every, interval = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    every = trainer.check_val_every_n_epoch
+    interval = trainer.val_check_batch
     if not trainer.enable_validation or epochs % (every or 1) != 0 or interval is None:
         return False  # None: validation is due by time, and the time has just begun
     progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -324,7 +328,8 @@ def reopen_epoch(checkpoint: MutableMapping[str, Any], epoch: int, batches: int)
         False, without a change, unless the checkpoint says that this epoch ended after so many batches.
     """
     loops = checkpoint.get("loops", {}).get("fit_loop", {})
-    epochs, count = loops.get("epoch_progress"), loops.get("epoch_loop.batch_progress")
+    epochs = loops.get("epoch_progress")
+    count = loops.get("epoch_loop.batch_progress")
     if not epochs or not count or epochs["current"]["processed"] != epoch + 1:
         return False
     if count["is_last_batch"] or count["current"]["processed"] != batches:

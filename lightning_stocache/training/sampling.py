@@ -61,7 +61,8 @@ def follow_pools(loaders: Iterable[Any], *, fix: bool) -> bool:
     """
     grows = False
     for loader in loaders:
-        if isinstance(pool := getattr(loader, "dataset", None), RollingCache):
+        pool = getattr(loader, "dataset", None)
+        if isinstance(pool, RollingCache):
             grows |= pool.epoch_samples is None
             if isinstance(loader.sampler, RollingSampler):
                 loader.sampler.look_again()
@@ -74,7 +75,8 @@ def follow_pools(loaders: Iterable[Any], *, fix: bool) -> bool:
 def free_pools(loaders: Iterable[Any]) -> None:
     """Let each epoch of a rolling cache have its own length again."""
     for loader in loaders:
-        if isinstance(sampler := getattr(loader, "sampler", None), RollingSampler):
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, RollingSampler):
             sampler.fixed = None
 
 
@@ -106,7 +108,8 @@ def loader_domain(trainer: Any, stage: str, loader: DataLoader[Any]) -> Domain |
     """
     if isinstance(loader.dataset, IterableDataset) or getattr(trainer, "reload_dataloaders_every_n_epochs", False):
         return None
-    order, length = index_sampler(loader), len(loader.dataset)  # type: ignore[arg-type]
+    order = index_sampler(loader)
+    length = len(loader.dataset)  # type: ignore[arg-type]
     own_batches = order is loader.batch_sampler
     batch_size = getattr(loader.batch_sampler, "batch_size", None) or 1
     if stage in ("train", "val") and getattr(trainer, "overfit_batches", False) and trainer.state.fn == "fit":

@@ -121,10 +121,6 @@ class StepTimer(Callback):
                 self._end_epoch()
                 self._say()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the methods."""
-        self._stop()
-
     def _end_epoch(self) -> bool:
         """Note the means of an epoch. Returns whether the epoch had a step."""
         self._clock.pause()

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning_stocache import CachedLoader, RollingCache, RollingWriter, SampleSpec
+from lightning_stocache import CachedLoader, RollingCache, RollingWriter
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import StoreHandle
 from tests.processes import wait_until
 from tests.sources import Made

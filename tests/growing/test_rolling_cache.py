@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter, SampleSpec
+from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node import processes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.find import FirstSampleError

@@ -22,9 +22,9 @@ from lightning_stocache import (
     CacheMonitor,
     RollingCache,
     RollingWriter,
-    SampleSpec,
 )
 from lightning_stocache.cache.counters import Counts
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.insight.expectation import Expectation
 from lightning_stocache.insight.metrics import LIVE, LIVE_METRICS
 from lightning_stocache.insight.tallies import Tallies, coverage, samples_of

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 
-from lightning_stocache import CachedDataset, CachedLoader, LocalitySampler, SampleSpec
+from lightning_stocache import CachedDataset, CachedLoader
 from lightning_stocache.cache.placement import Ring
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.loader_sampler import global_seed, locality_sampler
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.sampling.assignment import Dealer
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.loading.twins import Numbers, logged_to
 from tests.processes import ChildError, run_ranks
 from tests.sources import CountedSource

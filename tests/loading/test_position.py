@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 from torch.utils.data.sampler import RandomSampler, SequentialSampler, SubsetRandomSampler
 
-from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
+from lightning_stocache import CachedDataset, CachedLoader
 from lightning_stocache.cache.placement import Domain, Ring
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.loader_sampler import locality_sampler
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.loading.twins import assert_as_plain, comparable, outcomes, pairwise, same, seed_all

@@ -318,7 +318,8 @@ import logging
 
 import torch
 
-from lightning_stocache import CachedDataset, CachedLoader, SampleSpec
+from lightning_stocache import CachedDataset, CachedLoader
+from lightning_stocache.cache.rows import SampleSpec
 
 logging.getLogger("lightning_stocache").addHandler(logging.NullHandler())  # else it says what is cached
 live, source = [], [torch.full((3,), number) for number in range(40)]

@@ -23,7 +23,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.datapipes.map import SequenceWrapper
 
-from lightning_stocache import CachedDataset, CachedLoader, CachedStream, SampleSpec
+from lightning_stocache import CachedDataset, CachedLoader, CachedStream
+from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.dataset import StandIn, cached_in
 from lightning_stocache.loading.loader_tree import cached_in_leaves, leaves_in, loaders_in, wrapped_loader
 from tests.loading.twins import logged_to, same, totals

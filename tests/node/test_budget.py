@@ -4,6 +4,7 @@ training and other jobs have come."""
 import itertools
 import math
 import os
+import re
 import shutil
 import signal
 from collections import namedtuple
@@ -41,7 +42,7 @@ def bytes_of(value):
 def test_amount_with_unit(number, unit, recase, gap):
     """A number and a unit are that many bytes, rounded down, in any spelling; numbers of any type are bytes."""
     assert bytes_of(f" {number}{gap}{recase(unit)} ") == math.floor(Fraction(number) * UNITS[unit])
-    n = int(number) + 2
+    n = int(number) + 101
     assert bytes_of(n) == bytes_of(str(n)) == bytes_of(np.int64(n)) == bytes_of(float(n)) == bytes_of(f"{n}.0") == n
     assert bytes_of("8e9") == bytes_of("8e+9") == bytes_of(8e9) == 8 * 10**9
 
@@ -109,6 +110,16 @@ def test_refused():
             Budget.parse(value)
         forms = ('"8GiB"', '"500MB"', '"60%"', '"60% of free"', '"auto"', "bytes", "0 (off)", repr(value))
         assert all(form in str(caught.value) for form in forms)
+
+
+def test_a_number_that_looks_like_a_percentage_is_refused():
+    """A whole number from 1 to 100, of any type; with a unit it is meant."""
+    for value in (1, 50, 100, 50.0, "50", " 50 ", np.int64(50)):
+        count = int(value)
+        words = f'budget={value!r} means {count} bytes; write "{count}%" or "{count}B"'
+        with pytest.raises(ValueError, match=re.escape(words)):
+            Budget.parse(value)
+    assert [bytes_of(value) for value in ("50B", "50 b", 101, "101", 0)] == [50, 50, 101, 101, 0]
 
 
 # --- what is free: what filesystem, machine and cgroups all allow
@@ -239,7 +250,8 @@ def test_grant():
 
 @given(
     budget=st.one_of(
-        st.integers(0, 2**45), st.sampled_from(["auto", "60%", "60% of free", "100% of free", "8GiB", "0"])
+        st.integers(0, 2**45).map("{}B".format),
+        st.sampled_from(["auto", "60%", "60% of free", "100% of free", "8GiB", "0"]),
     ).map(Budget.parse),
     dataset=st.integers(0, 2**45),
     limits=st.tuples(*[st.none() | st.integers(0, 2**45)] * 3),

@@ -51,10 +51,10 @@ def request(length: int, pot: str = "", reader: LoaderSettings | None = None) ->
 @settings(max_examples=40)
 @given(
     members=st.lists(st.tuples(st.integers(1, 10**6), st.integers(8, 2**14)), min_size=1, max_size=5),
-    budget=st.one_of(st.just("auto"), st.integers(1, 100).map(lambda n: f"{n}%"), st.integers(0, 2**40)),
+    budget=st.one_of(st.just("auto"), st.integers(1, 100).map("{}%".format), st.integers(0, 2**40).map("{}B".format)),
     free=st.integers(0, 2**36),
 )
-def test_a_division_stays_within_every_bound(members: list[tuple[int, int]], budget: int | str, free: int) -> None:
+def test_a_division_stays_within_every_bound(members: list[tuple[int, int]], budget: str, free: int) -> None:
     """No more than wish, datasets and free memory; slots cost what was granted; shares are alike."""
     lengths, sizes = zip(*members, strict=True)
     whole = sum(length * size for length, size in members)
@@ -78,7 +78,7 @@ def test_pots_are_served_in_order() -> None:
     pots = [request(100, "train"), request(100, "val")]
     got = divided(pots, [10, 10], {"train": "50% of free", "val": "50% of free"}, free=free)
     assert (got.slots, got.warnings) == ((50, 25), ())
-    got = divided([request(10), request(30)], [None, 100], {"": "1500B", "test": 10})
+    got = divided([request(10), request(30)], [None, 100], {"": "1500B", "test": "10B"})
     assert (got.slots, got.granted, got.warnings) == ((0, 15), (0, 1500), ())
 
 
@@ -101,11 +101,11 @@ def docker(directory: str | None) -> FreeMemory:
 
 def test_a_memfd_is_taken_where_dev_shm_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under "auto" only, and only if more samples fit; else the warning names what limits it."""
-    table: list[tuple[str, int | str, str | None, int, bool]] = [
+    table: list[tuple[str, str, str | None, int, bool]] = [
         ("auto", "40MiB", None, 40, False),  # /dev/shm is large enough
         ("auto", "100MiB", "memfd", 100, False),
         ("auto", "auto", "memfd", 960, True),  # memory is short, too: 64 MiB margin
-        ("auto", 10, None, 0, True),  # below one sample: a memfd gains nothing
+        ("auto", "10B", None, 0, True),  # below one sample: a memfd gains nothing
         ("file", "100MiB", "file", 48, True),
         ("memfd", "100MiB", "memfd", 100, False),
     ]
@@ -116,7 +116,7 @@ def test_a_memfd_is_taken_where_dev_shm_is_short(monkeypatch: pytest.MonkeyPatch
     got = divided([request(2000)], [MIB], {"": "100MiB"}, free=docker)
     assert (got.backend, got.slots) == (None, (48,))
     assert got.warnings == (
-        "the cache has room for 48 of 2,000 samples, 48 MiB of the 100 MiB that budget='100 MiB' asks for: limited by "
+        "the cache has room for 48 of 2,000 samples, 48 MiB of the 100 MiB that budget='100MiB' asks for: limited by "
         f"{memory_directory()} (64 MiB free)",
     )
     [warning] = divided([request(2000, "val")], [MIB], {"val": "1MB"}).warnings

@@ -22,6 +22,7 @@ from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.disk import DiskError
+from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.node.named import named_segments
 from lightning_stocache.node.segment import Segment, SegmentHandle
@@ -96,6 +97,20 @@ def test_where_no_cache_can_be_samples_pass_through(
     [warning] = warnings(caplog)
     assert words in warning
     assert name not in [segment.name for segment in named_segments()]
+
+
+def test_strict_refuses_a_part_of_what_was_asked(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Too little memory is an error that names the limit; a budget of a part is what was asked for."""
+    free = FreeMemory(filesystem=None, available=80 * 2**20, cgroup=None, directory=None)
+    monkeypatch.setattr(FreeMemory, "measure", lambda *_: free)
+    source = Made(lambda _: torch.zeros(2**20, dtype=torch.uint8), 40)
+    with pytest.raises(CacheMemoryError, match=r"room for .* of 40 samples, .*: limited by MemAv"):
+        CachedDataset(source, strict=True)
+    with closing(CachedDataset(source, "10MB", strict=True)) as dataset:
+        assert len(dataset.cache) == 9
+    assert not warnings(caplog)
+    with closing(CachedDataset(source)):
+        assert "limited by MemAvailable" in warnings(caplog)[0]
 
 
 def test_a_failure_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_a_name_outlives_the_training(door, on_disk, tmp_path, caplog):
 def test_all_calls_are_cached_and_counted(door, tmp_path, caplog):
     """fit, validate, test and predict, twice each, load a set once; only loggers get metrics outside of fit."""
     sets = {name: source(tmp_path, name, 8) for name in ("train", "val", "test", "predict")}
-    options: dict[str, Any] = {"keep_cache": True, "stage_budgets": {"test": 0}}
+    options: dict[str, Any] = {"keep_cache": True, "budget": {"test": 0}}
     if door == "ours":
         callbacks, data = [CacheMonitor()], StocacheDataModule(**sets, batch_size=4, **options)
     else:
@@ -265,6 +265,20 @@ def test_a_copy_in_another_process_has_nothing_open(tmp_path, door):
     dm.teardown("fit")
 
 
+@pytest.mark.named
+@pytest.mark.parametrize("difference", ["length", "fingerprint"])
+def test_a_named_cache_of_other_data_ends_no_training(tmp_path, caplog, name, difference):
+    """A dataset that has grown since the last job, or has another fingerprint, passes through with one warning."""
+    for job in range(2):
+        data = source(tmp_path, samples=SAMPLES + job * (difference == "length"))
+        version = str(job) if difference == "fingerprint" else ""
+        trainer = make_trainer(tmp_path, [StochasticCache(name=name, fingerprint=version)])
+        trainer.fit(Model(), plain_loader(data))
+        assert trainer.current_epoch == 2
+    [warning] = said(caplog, "passes through uncached: the cache")
+    assert f"({difference}: " in warning
+
+
 # ---- memory ----
 
 MIB = 2**20
@@ -290,7 +304,7 @@ def test_stages_divide_the_budget(tmp_path, caplog, door, budget, sanity, slots)
     trainer.fit(Model(), *given)
     assert [*looking.slots["train"], *looking.slots["val"]] == slots
     warnings = said(caplog, "val loader: CountedSource passes through uncached")
-    assert ["stage_budgets={'val': ...}" in warning for warning in warnings] == [True] * (slots == [24, 0])
+    assert ["budget={'val': ...}" in warning for warning in warnings] == [True] * (slots == [24, 0])
 
 
 @pytest.mark.epoch_one_reads_all

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDatas
 
 from lightning_stocache import CachedDataset, CachedLoader, StocacheDataModule, StochasticCache, cache_loader
 from lightning_stocache.loading.loader_tree import loaders_in
+from lightning_stocache.setup.options import CacheOptions
 from lightning_stocache.training import lightning_internals
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
 from lightning_stocache.training.loaders import rewrap, with_dataset
-from lightning_stocache.training.options import CacheOptions
 from lightning_stocache.training.sampling import replicas
 from tests.jobs import Log
 from tests.processes import run_ranks
@@ -213,7 +213,7 @@ def test_odd_loaders_pass_as_they_are(tmp_path, caplog):
     with pytest.raises(ValueError, match="val loader cannot be cached, list: it is empty"):
         fit("cache_datamodule", tmp_path, loaders, cache={"strict": True})
     loaders["train"] = lambda: plain_loader(train)
-    fit("cache_datamodule", tmp_path, loaders, cache={"strict": True, "stage_budgets": {"val": 0}})
+    fit("cache_datamodule", tmp_path, loaders, cache={"strict": True, "budget": {"val": 0}})
 
 
 def test_sets_of_ours_that_cannot_be_cached_pass(tmp_path, caplog):

@@ -216,7 +216,7 @@ def test_what_was_granted_goes_to_the_logger(tmp_path, door):
     training |= {"budget_bytes": SAMPLES // 2 * SLOT, "slots": SAMPLES // 2, "coverage": 0.5, "layout": "rows"}
     training |= {"store": "decoded", "nodes": 1, "ranks": 1, "name": None, "dir": None}
     validation = {"samples": 8, "drawn": 8, "budget_bytes": 4 * SLOT, "slots": 4}
-    options: dict[str, Any] = {"budget": "50%", "stage_budgets": {} if door == "ours" else {"val": "50%"}}
+    options: dict[str, Any] = {"budget": "50%" if door == "ours" else {"train": "50%", "val": "50%"}}
     callbacks, dm = behind(door, Photos(str(tmp_path)), **options)
     trainer = make_trainer(tmp_path, callbacks)
     users = {"batch_size": 7} if door == "ours" else {"batch_size": 4, "folder": str(tmp_path)}
@@ -247,7 +247,7 @@ def test_tensorboard_has_them(tmp_path, monkeypatch):
 def test_a_checkpoint_carries_the_plain_options(tmp_path):
     """A checkpoint keeps the plain options of a DataModule; datasets and functions are given again."""
     train, loader = source(tmp_path), {"drop_last": True, "collate_fn": default_collate}
-    options = {"budget": "50%", "stage_budgets": {"val": 0}, "freeze_random": True}
+    options = {"budget": {"train": "50%", "val": 0}, "freeze_random": True}
     dm = StocacheDataModule(train, batch_size=4, loader=loader, transform=tuple, **options)
     trainer = make_trainer(tmp_path, [CacheMonitor()])
     trainer.fit(Model(), dm)
@@ -488,6 +488,11 @@ def test_a_monitor_over_loaders_without_a_cache_says_so(tmp_path, caplog):
     """Once for a fit; a StochasticCache that finds nothing to cache has said why."""
     make_trainer(tmp_path, [CacheMonitor()], epochs=2).fit(Model(), Data(source(tmp_path)))
     [line] = said(caplog, "no loader of this fit is cached")
+    caplog.clear()
+    for callbacks in ([StochasticCache()], [CacheMonitor(), StochasticCache()]):
+        make_trainer(tmp_path, callbacks, epochs=1).fit(Model(), Data(source(tmp_path)))
+    assert not said(caplog, "no loader of this fit is cached")
+    assert said(caplog, "read once in this call, so not cached")
     assert "StochasticCache()" in line
 
 

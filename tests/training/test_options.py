@@ -1,6 +1,7 @@
 """The options of the doors: described in `help`, refused if wrong, in effect, and on a command line."""
 
 import contextlib
+import pydoc
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
@@ -8,11 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler
 
-from lightning_stocache import CacheMonitor, StocacheDataModule, StochasticCache, cache_datamodule
+from lightning_stocache import (
+    CachedDataset,
+    CachedStream,
+    CacheMonitor,
+    CacheOptions,
+    StocacheDataModule,
+    StochasticCache,
+    cache_datamodule,
+)
 from lightning_stocache.setup.request import LoaderSettings
 from tests.training.tiny import SAMPLES, Data, Model, Photos, cached_datasets, logged, make_trainer, read_again, source
 
@@ -31,18 +42,46 @@ def test_caches_have_the_options_of_their_door(door):
     assert not door().caches.options.request(source(""), LoaderSettings(1, 0), "", None).freeze_random
 
 
+@pytest.mark.parametrize("takes_options", [StochasticCache, StocacheDataModule, cache_datamodule])
+def test_constructors_repeat_the_options(takes_options):
+    """Type checkers and LightningCLI read signatures: each option is there with its default, and no `**kwargs`."""
+    parameters = signature(takes_options).parameters
+    for name, option in signature(CacheOptions).parameters.items():
+        assert (parameters[name].default, parameters[name].annotation) == (option.default, option.annotation), name
+    assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+@pytest.mark.parametrize("takes_some", [CachedDataset, CachedStream])
+def test_datasets_have_some_of_the_options(takes_some):
+    """With the same defaults. Their budget is no mapping, because they have no stages."""
+    parameters = signature(takes_some).parameters
+    shared = {name: option for name, option in signature(CacheOptions).parameters.items() if name in parameters}
+    assert {"budget", "freeze_random", "strict"} <= shared.keys()
+    for name, option in shared.items():
+        assert parameters[name].default == option.default, name
+        assert name == "budget" or parameters[name].annotation == option.annotation, name
+
+
 def set_up(train: Any) -> None:
     StocacheDataModule(train).setup("fit")
 
 
 REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (StochasticCache, {"keep_cache": "process"}, "keep_cache must be true or false, got 'process'"),
-    (StochasticCache, {"stage_budgets": {"valid": 0}}, "stage_budgets may name train, val, test, predict; got valid"),
+    (StochasticCache, {"budget": {"valid": 0}}, "budget may name the stages train, val, test, predict; got valid"),
     (StochasticCache, {"streams": "yes"}, "streams must be true or false"),
     (StochasticCache, {"budget": "lots"}, "'lots'"),
     (CacheMonitor, {"progress_bar": "no"}, "progress_bar must be true or false, got 'no'"),
     *((CacheMonitor, {flag: "yes"}, f"{flag} must be true or false") for flag in signature(CacheMonitor).parameters),
     *((ours, {"batch_size": size}, "batch_size must be a whole number of at least 1, got") for size in (None, 0, "4")),
+    (ours, {"num_workers": "2"}, "num_workers must be a whole number of at least 0, got '2'"),
+    (ours, {"loader": [1]}, r"loader must be a mapping from arguments of DataLoader to values, got \[1\]"),
+    (ours, {"transform": 3}, "transform must be None or a function, got 3"),
+    (ours, {"batch_transform": "same"}, "batch_transform must be None or a function, got 'same'"),
+    (ours, {"prepare": 3}, "prepare must be None or a function, got 3"),
+    (lambda: ours().setup("foo"), {}, "stage must be one of fit, validate, test, predict, got 'foo'"),
+    (StochasticCache, {"budget": 50}, 'budget=50 means 50 bytes; write "50%" or "50B"'),
+    (StochasticCache, {"budget": {"val": "8G"}}, "could mean GB or GiB"),
     (ours, {"eval_transform": "nope"}, "eval_transform must be 'same', None or a function, got 'nope'"),
     (ours, {"eval_batch_transform": "nope"}, "eval_batch_transform must be 'same', None or a function, got 'nope'"),
     (StocacheDataModule, {"batch_size": 4}, "give train, val, test or predict"),
@@ -104,7 +143,7 @@ def test_transforms_run_after_the_cache(tmp_path, option, factor):
     """Val has `eval_transform`, by default the same; one object as train and val has one cache."""
     both = source(tmp_path)
     image, doubled = both.expected(3)[0], {"transform": lambda sample: (sample[0] * 2, sample[1])}
-    with ready(both, both, stage_budgets={"val": 0}, **doubled | option) as dm:
+    with ready(both, both, budget={"val": 0}, **doubled | option) as dm:
         [train], [val] = cached_datasets(dm.train_dataloader()), cached_datasets(dm.val_dataloader())
         assert train.cache is val.cache is not None
         for _ in range(2):
@@ -146,15 +185,47 @@ def test_setup_twice_opens_once(tmp_path, caplog):
         trainer.test(Model(), dm)
 
 
+@pytest.mark.parametrize(
+    ("data", "words", "key"),
+    [
+        (StocacheDataModule, [], "data"),
+        (cache_datamodule, ["--data.datamodule=tests.training.tiny.Photos", "--data.datamodule.folder=f"], "data"),
+        (Photos, ["--data.folder=f", "--trainer.callbacks+=lightning_stocache.StochasticCache"], "trainer"),
+    ],
+    ids=["ours", "cache_datamodule", "callback"],
+)
+def test_a_printed_config_has_every_default(monkeypatch, capsys, data, words, key):
+    """So that a config file can be written from it."""
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    with pytest.raises(SystemExit):
+        LightningCLI(Model, data, args=["fit", *words, "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)[key]
+    if key == "trainer":
+        [callback] = printed["callbacks"]
+        printed = callback["init_args"]
+    assert printed == printed | CacheOptions().plain()
+
+
+@pytest.mark.parametrize("takes_options", [StochasticCache, StocacheDataModule])
+def test_every_option_is_described_where_it_is_asked_for(takes_options):
+    """In `help`, and by jsonargparse for the `--help` of LightningCLI."""
+    parser = ArgumentParser()
+    parser.add_class_arguments(takes_options, "x")
+    described = " ".join(parser.format_help().split())
+    for first_words in ("memory per node:", "cache a random source as it is", "caches with a name", "a version of the"):
+        assert first_words in described
+        assert first_words in pydoc.render_doc(takes_options)
+
+
 SOURCE, CALLBACKS = "tests.sources.CountedSource", "--trainer.callbacks+=lightning_stocache."
 MONITOR = f"{CALLBACKS}CacheMonitor"
 OURS = [f"--data.train={SOURCE}", f"--data.train.length={SAMPLES}", f"--data.val={SOURCE}", "--data.val.length=8"]
-OURS += ["--data.budget=50%", "--data.stage_budgets={{val: 0}}", "--data.loader={{drop_last: true}}"]
+OURS += ["--data.budget={{train: 50%, val: 0}}", "--data.loader={{drop_last: true}}"]
 OURS += ["--data.batch_size=4", "--data.keep_cache=false", MONITOR, "--trainer.callbacks.live=false"]
-CALLBACK = ["--data.folder={folder}", f"{CALLBACKS}StochasticCache", "--trainer.callbacks.budget=1MiB"]
-CALLBACK += ["--trainer.callbacks.stage_budgets={{val: 0}}", f"{CALLBACKS}CacheMonitor"]
-CACHED = ["--data.datamodule=tests.training.tiny.Photos", "--data.datamodule.folder={folder}", "--data.budget=50%"]
-CACHED += ["--data.stage_budgets={{val: 0}}", MONITOR, "--trainer.callbacks.live=false"]
+CALLBACK = ["--data.folder={folder}", f"{CALLBACKS}StochasticCache"]
+CALLBACK += ["--trainer.callbacks.budget={{train: 1MiB, val: 0}}", f"{CALLBACKS}CacheMonitor"]
+CACHED = ["--data.datamodule=tests.training.tiny.Photos", "--data.datamodule.folder={folder}"]
+CACHED += ["--data.budget={{train: 50%, val: 0}}", MONITOR, "--trainer.callbacks.live=false"]
 
 
 @pytest.mark.epoch_one_reads_all

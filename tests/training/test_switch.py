@@ -80,20 +80,19 @@ def test_it_is_switched_off(value, switch):
 def test_options_are_variables_too(tmp_path, switch):
     """They are read as YAML; a text stays as it is typed."""
     switch(
-        "8KB",
+        "{train: 8KB, val: 0}",
         NAME="123",
         FINGERPRINT="1.10",
         STORE="auto",
         PREFILL="yes",
-        STAGE_BUDGETS="{val: 0}",
         KEEP_CACHE="",
         DIR="",
     )
     [callback] = callbacks()
     options = callback.caches.options
-    assert (options.budget, options.name, options.fingerprint, options.store) == ("8KB", "123", "1.10", "auto")
+    assert (options.name, options.fingerprint, options.store) == ("123", "1.10", "auto")
     assert options.prefill
-    assert options.stage_budgets == {"val": 0}
+    assert options.budget == {"train": "8KB", "val": 0}
     assert not options.keep_cache
     assert options.dir is None
 
@@ -127,17 +126,17 @@ def test_a_flag_is_written_as_flags_are(text, value, switch):
         (None, {"BUDGET": "60%"}, "STOCACHE_BUDGET is no variable .* Did you mean STOCACHE"),
         ("60 percent", {}, "budget cannot be read; got '60 percent'"),
         ("ture", {}, "budget cannot be read; got 'ture'"),
-        ("60", {}, "STOCACHE=60 would be 60 bytes. Did you mean STOCACHE=60% or STOCACHE=60GB"),
+        ("60", {}, "budget='60' means 60 bytes; write \"60%\" or \"60B\". The variables are STOCACHE='60'"),
         ("8000", {}, "would be 8000 bytes. Did you mean STOCACHE=8000MB"),
-        (" 32 ", {}, "Did you mean STOCACHE=32% or STOCACHE=32GB"),
+        (" 32 ", {}, "budget='32' means 32 bytes; write \"32%\""),
         (
             "1",
             {"STORE": "encodd"},
             "store must be 'decoded', 'encoded' or 'auto', got 'encodd'.*STOCACHE_STORE='encodd'",
         ),
         ("1", {"STRICT": "maybe"}, "strict must be true or false, got 'maybe'"),
-        ("1", {"STAGE_BUDGETS": "{val: }: 3"}, "STOCACHE_STAGE_BUDGETS='{val: }: 3' is no YAML"),
-        ("1", {"STAGE_BUDGETS": "3"}, "stage_budgets"),
+        ("{val: }: 3", {}, "STOCACHE='{val: }: 3' is no YAML"),
+        ("{valid: 3GiB}", {}, "budget may name the stages train, val, test, predict; got valid"),
         ("1", {"NAME": "a/b"}, "name"),
     ],
 )
@@ -160,7 +159,7 @@ def test_options_without_the_switch_are_pointed_out(tmp_path, switch, caplog):
 def test_any_other_failure_is_one_warning(tmp_path, switch, caplog, monkeypatch):
     """The application trains without a cache."""
     switch("1")
-    monkeypatch.setitem(sys.modules, "lightning_stocache.training.switched", None)  # it cannot be imported
+    monkeypatch.setitem(sys.modules, "lightning_stocache.training.callbacks", None)  # it cannot be imported
     for _ in range(2):
         make_trainer(tmp_path).fit(Model(), plain_loader(source(tmp_path)))
     [line] = said(caplog, "STOCACHE is set, and nothing is cached")
