@@ -151,6 +151,7 @@ class CallCaches:
 
     def __init__(self, options: CacheOptions) -> None:
         self.options = options
+        self.verbose = True  # whether each cache that opens is described in a line
         self._open: list[_Open] = []
         self._group = NodeGroup()
         self._train_to_come = False
@@ -242,7 +243,7 @@ class CallCaches:
             if (smaller := grown.get(id(request.source))) is not None:
                 opened = smaller.replaced_by(opened, group)
             self._open.append(opened)
-            if opened is not smaller:
+            if opened is not smaller and self.verbose:
                 cache.tell()
         self._open_streams([request for request in new.values() if isinstance(request.source, IterableDataset)])
         for request in requests:

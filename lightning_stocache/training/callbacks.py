@@ -63,7 +63,7 @@ class StochasticCache(Callback):
         options: those of `CacheOptions`, each an argument.
         live: log live values. This and the next two are options of the monitor that this callback brings.
         hyperparameters: log the granted memory and the decisions as hyperparameters.
-        verbose: print a line per epoch, one when the cache is full, and a verdict on the caches at the end of training.
+        verbose: print a line per cache and per epoch, and at the end of training what the caches gave.
 
     Raises:
         ValueError: an option cannot be read.
@@ -100,6 +100,7 @@ class StochasticCache(Callback):
     ) -> None:
         self.caches = CallCaches(CacheOptions.among(locals()))
         self.live, self.hyperparameters, self.verbose = live, hyperparameters, verbose
+        self.caches.verbose = verbose
         self._new_monitor()  # checks the options
         self._calls: dict[int, _Call] = {}  # by the Trainer's id: a fit may validate by another Trainer
 
