@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 from lightning_stocache.growing.rolling_cache import RollingCache
+from lightning_stocache.insight.metrics import seconds
 from lightning_stocache.insight.tallies import coverage, samples_of
 from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.loader_tree import cached_in_leaves, leaves_in
@@ -23,7 +24,7 @@ from lightning_stocache.node.named import clean_command
 from lightning_stocache.setup.allocation import largest_grant
 from lightning_stocache.source.encoded import EncodedSource
 
-__all__ = ["Caches", "epoch_line", "seconds", "verdict"]
+__all__ = ["Caches", "epoch_line", "verdict"]
 
 Epoch = Mapping[str, float]
 
@@ -251,15 +252,3 @@ def _mean(epochs: Sequence[Epoch]) -> dict[str, float]:
 
 def _served(epoch: Epoch) -> float:
     return epoch["hits"] + epoch["misses"] + epoch["bypasses"]
-
-
-def seconds(value: float) -> str:
-    """Seconds for people.
-
-    Example:
-        >>> seconds(4021.3), seconds(12.34), seconds(0.0342), seconds(0)
-        ('4,021 s', '12.3 s', '34 ms', '0 ms')
-    """
-    if value < 0.9995:
-        return f"{1000 * value:.0f} ms"
-    return f"{value:.1f} s" if value < 99.95 else f"{value:,.0f} s"

@@ -169,6 +169,11 @@ class CallCaches:
         """Whether a sample has a slot, on any node."""
         return any(coverage([opened.dataset]) > 0 for opened in self._open)
 
+    @property
+    def datasets(self) -> list[Any]:
+        """The cached datasets and streams that are open."""
+        return [opened.dataset for opened in self._open]
+
     def __contains__(self, source: Dataset[Any]) -> bool:
         return any(opened.source is source for opened in self._open)
 

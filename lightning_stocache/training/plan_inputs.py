@@ -29,9 +29,18 @@ __all__ = ["ARGUMENTS", "datamodule_of", "measure_step", "source_in", "training_
 
 # The Trainer's arguments for `measure_step`, in place of the user's; a third of the batches warm up.
 ARGUMENTS: dict[str, Any] = {
-    **{"max_epochs": 1, "limit_train_batches": 48, "limit_val_batches": 0, "num_sanity_val_steps": 0},
-    **{"devices": 1, "num_nodes": 1, "strategy": "auto", "callbacks": None, "logger": False},
-    **{"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
+    "max_epochs": 1,
+    "limit_train_batches": 48,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
+    "callbacks": None,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
 }
 _ROUNDS = 4  # stretches of steps, whose means differ by the noise of the machine
 _PATIENCE = 10.0  # seconds, after which six batches are enough
@@ -128,7 +137,7 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Sprea
     if steps < 1:
         raise PlanError(f"the model ended training after {len(asked)} batches: its step cannot be measured")
     size = max(steps // _ROUNDS, 1)
-    return Spread.of([(end - begin) / size for begin, end in pairwise(counted[::size])])
+    return Spread.across([(end - begin) / size for begin, end in pairwise(counted[::size])])
 
 
 def world(trainer: Mapping[str, Any]) -> tuple[int, int]:
