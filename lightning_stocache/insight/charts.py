@@ -43,6 +43,7 @@ COLOURS = ("#0072b2", "#c2500a", "#00795c", "#a34677", "#8a6a00", "#2c86c7", "#5
 BLUE, ORANGE, GREY = COLOURS[0], "#d98200", COLOURS[6]
 
 _DIM, _INK, _RULE = "#667085", "#1b2330", "#e4e7ec"
+_MANY = 8  # bars: more than this have no share above each
 _WIDTH, _HEIGHT = 4.6, 2.4  # of a chart, in inches
 _BESIDE: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}  # of a legend: to the right of the axes
 _STYLE: dict[Any, Any] = {
@@ -99,12 +100,12 @@ class Bar(NamedTuple):
     parts: Sequence[float]
 
 
-def over(name: str, values: Sequence[str], lines: Sequence[Line]) -> Callable[[Axes], None]:
-    """A drawing of seconds over the given values, which stand side by side. The x of a point is a value's number."""
+def over(name: str, ticks: Mapping[float, str], lines: Sequence[Line]) -> Callable[[Axes], None]:
+    """A drawing of seconds over a quantity, with these ticks."""
 
     def draw(axes: Axes) -> None:
         draw_lines(axes, lines, "s", name)
-        axes.set_xticks(range(len(values)), values)
+        axes.set_xticks(list(ticks), list(ticks.values()))
 
     return draw
 
@@ -148,8 +149,8 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str], compa
         heights = [bar.parts[number] for bar in bars]
         drawn = axes.bar(places, heights, 0.8, tops, color=colour, label=name)
         tops += heights
-    shares = [f"{100 * bar.parts[0] / top:.0f} %" if top else "" for bar, top in zip(bars, tops, strict=True)]
-    if len(bars) <= 16:
+    shares = [f"{100 * bar.parts[0] / top:.0f}%" if top else "" for bar, top in zip(bars, tops, strict=True)]
+    if len(bars) <= _MANY:
         axes.bar_label(drawn, shares, padding=2, fontweight="bold", fontsize=7)
     if compared is not None:
         axes.axhline(compared[1], color=_DIM, linestyle="--", label=f"{write(compared[1], 's')} {compared[0]}")
@@ -158,7 +159,7 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str], compa
     if len(groups) > 1:
         middles = [np.mean([place for place, bar in zip(places, bars, strict=True) if bar.group == g]) for g in groups]
         below = axes.secondary_xaxis("bottom")
-        below.set_xticks(middles, groups, color=_INK)
+        below.set_xticks(middles, [group.replace("=", "=\n") for group in groups], color=_INK)
         below.tick_params(pad=16)
         below.spines[:].set_visible(False)
     axes.set_xlim(-0.6, max(places[-1] + 0.6, 3.4))

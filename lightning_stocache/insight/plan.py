@@ -226,26 +226,31 @@ def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
     from lightning_stocache.insight.charts import BLUE, GREY, ORANGE, Chart, Line, over
     from lightning_stocache.insight.charts import save as save_charts
 
-    def line(name: str, spreads: Sequence[Spread], colour: str, style: str = "o-") -> Line:
+    def line(name: str, points: Sequence[tuple[float, Spread]], colour: str, style: str = "o-") -> Line:
+        spreads = [spread for _, spread in points]
         reach = [[each.median - each.low for each in spreads], [each.high - each.median for each in spreads]]
-        return Line(name, [(number, each.median) for number, each in enumerate(spreads)], colour, style, reach)
+        return Line(name, [(x, spread.median) for x, spread in points], colour, style, reach)
 
-    first = line("first epoch", [row.first_epoch for row in plan.rows], GREY, "o--")
-    later = line("later", [row.later_epoch for row in plan.rows], BLUE)
-    budgets = [row.budget + "*" * (not row.safe) for row in plan.rows]
-    more = "" if all(row.safe for row in plan.rows) else "; * more than is safely free"
+    rows = [(float(row.budget.rstrip("%")), row) for row in plan.rows]
+    first = line("first epoch", [(percent, row.first_epoch) for percent, row in rows], GREY, "o--")
+    later = line("later", [(percent, row.later_epoch) for percent, row in rows], BLUE)
     of = "Of training" if plan.step else "Of the loader alone"
-    caption = f"{of}. The advice is budget={plan.budget}{more}."
-    charts = [Chart("Seconds per epoch", caption, over("budget, % of the dataset", budgets, [later, first]))]
+    safe = [percent for percent, row in rows if row.safe]
+    room = "" if len(safe) == len(rows) else f" This node has room for {max(safe):.0f} %."
+    ticks = {100 * share: f"{100 * share:.0f}" for share in _SHARES if 100 * share <= rows[-1][0]}
+    draw = over("budget, % of the dataset", ticks, [later, first])
+    charts = [Chart("Seconds per epoch", f"{of}. The advice is budget={plan.budget}.{room}", draw)]
     for name in _SENTENCES if curves is not None else ():
         found = {kind: curves.over(name, kind) for kind in _SOURCES}  # type: ignore[union-attr]
         if len(found["plain"]) > 1:
             lines = []
             for kind, points in found.items():  # seconds: beside a rate a hundred times as high the other would be flat
-                spreads = [Spread(*(1000 / rate for rate in rates[2::-1])) for _, rates in points]
-                lines.append(line(f"from the {_SOURCES[kind]}", spreads, BLUE if kind == "hit" else ORANGE))
+                seconds_of = [Spread(*(1000 / rate for rate in rates[2::-1])) for _, rates in points]
+                lines.append(
+                    line(f"from the {_SOURCES[kind]}", list(enumerate(seconds_of)), BLUE if kind == "hit" else ORANGE)
+                )
             caption = "Of loading; bars reach from the lowest to the highest of the rounds."
-            values = [str(value) for value, _ in found["plain"]]
+            values = {float(n): str(value) for n, (value, _) in enumerate(found["plain"])}
             charts.append(Chart(f"Seconds per 1,000 samples over {name}", caption, over(name, values, lines)))
     save_charts(charts, path)
 

@@ -141,13 +141,14 @@ def _sweeps(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _over_budget(runs: Sequence[Run]) -> Callable[[Axes], None]:
-    """Seconds of later epochs over the budgets, in their order of coverage, and a line at those without a cache."""
-    by_size = sorted(runs, key=lambda run: run.last("coverage") or 0)
-    budgets = [str(run.budget) for run in by_size]
-    lines = [Line("later", list(enumerate(run.later_seconds or 0.0 for run in by_size)), BLUE)]
-    if by_size[0].is_off:
-        lines.append(Line("without", [(n, by_size[0].later_seconds or 0.0) for n in range(len(budgets))], GREY, "--"))
-    return over("budget", budgets, lines)
+    """Seconds of later epochs over the share that fits, with ticks at the budgets, and a line without a cache."""
+    by_share = sorted(runs, key=lambda run: run.last("coverage") or 0.0)
+    points = [(run.last("coverage") or 0.0, run.later_seconds or 0.0) for run in by_share]
+    lines = [Line("later", points, BLUE)]
+    if by_share[0].is_off:
+        lines.append(Line("without", [(share, points[0][1]) for share, _ in points], GREY, "--"))
+    ticks = {share: str(run.budget) for (share, _), run in zip(points, by_share, strict=True)}
+    return over("budget", ticks, lines)
 
 
 def _hit_rate(runs: Runs, axes: Axes) -> None:

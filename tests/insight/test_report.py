@@ -200,7 +200,7 @@ def test_runs_of_a_multirun_stand_side_by_side(multirun):
     assert heights(axes) == pytest.approx([2, 2] * 2 + [2, 2, 1, 2] + [2, 2, 0, 2])  # the first epoch, then the later
     assert lines(axes) == [[(0, 4), (1, 4)]]
     axes = drawn(multirun, "Seconds over the budget")
-    assert lines(axes) == [[(0, 4), (1, 4), (2, 4)], [(0, 4), (1, 3), (2, 2)]]
+    assert lines(axes) == [[(0, 4), (0.5, 4), (1, 4)], [(0, 4), (0.5, 3), (1, 2)]]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0%", "50%", "100%"]
     write_hydra(multirun / "3", ["cache.budget=50%", "seed=1", "model=other"], rows_of_a_run(0.5))
     columns = table(find_runs([multirun])[0])
