@@ -133,7 +133,8 @@ class OpenCache:
         size = format_bytes(self.budget_bytes)
         if self.request.dir is not None:
             size += " on the disk" + (", until the job ends (name= keeps it)" if self.request.name is None else "")
-        ready = f", {cache.filled:,} stored already" if self.request.name is not None and cache.filled else ""
+        earlier = cache.filled - (0 if self.counters is None else self.counters.totals().setup_fills)
+        ready = f", {earlier:,} stored already" if self.request.name is not None and earlier > 0 else ""
         after = f"; after the cache: {self.tail}" if isinstance(self.tail, Tail) else ""
         return f"{name}{where}: room for {room} {samples} samples{arc}, {size}{ready}{after}"
 
