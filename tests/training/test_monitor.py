@@ -25,6 +25,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from omegaconf import OmegaConf
 from torch.utils.data import default_collate
 
+from lightning_stocache.training import monitor
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
@@ -396,8 +397,8 @@ def test_the_bar_shows_the_fill_and_later_the_hit_rate(tmp_path, caplog, make, b
 @pytest.mark.epoch_one_reads_all
 def test_a_monitor_of_the_users_decides_beside_a_stochastic_cache(tmp_path, caplog):
     """Nothing is in the bar, and no line is printed, if it says so; it stays in the list, and no other one comes."""
-    monitor = CacheMonitor(progress_bar=False, live=False, verbose=False)
-    for callbacks in ([StochasticCache(), monitor], [monitor, StochasticCache()]):
+    silent = CacheMonitor(progress_bar=False, live=False, verbose=False)
+    for callbacks in ([StochasticCache(), silent], [silent, StochasticCache()]):
         assert fit_with_bar(tmp_path, callbacks, Data(source(tmp_path))) == [{}] * 12
         assert said(caplog, "epoch 0") == said(caplog, "samples are cached") == []
 
@@ -521,3 +522,22 @@ def test_a_bar_that_formats_numbers_trains(tmp_path, form):
     trainer = make_trainer(tmp_path, [StochasticCache(), Formats()], epochs=2, enable_progress_bar=True)
     trainer.fit(Model(), plain_loader(source(tmp_path)))
     assert trainer.progress_bar_metrics["cache_hit"] == 1
+
+
+def test_a_cache_that_is_not_verbose_says_nothing(tmp_path, caplog):
+    """No line about a cache that opens, about an epoch, or at the end; warnings are still given."""
+    cache = StochasticCache(verbose=False)
+    make_trainer(tmp_path, [cache], epochs=2).fit(Model(), plain_loader(source(tmp_path)), plain_loader(Made(id, 0)))
+    assert said(caplog, "stocache: ") == []
+    assert said(caplog, "it is empty")
+
+
+def test_the_waiting_for_the_first_batch_is_told_from_the_rest(tmp_path, monkeypatch):
+    """Of each epoch, for the advice at the end; it is a part of all waiting, and goes to no logger."""
+    told = []
+    monkeypatch.setattr(monitor, "verdict", lambda epochs, caches: told.extend(epochs) or [])
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3)
+    trainer.fit(Model(), plain_loader(source(tmp_path), num_workers=1))
+    assert len(told) == 3
+    assert all(0 < epoch["start_seconds"] <= epoch["data_wait_seconds"] for epoch in told)
+    assert logged(trainer, "stocache/start_seconds") == []
