@@ -185,7 +185,15 @@ def clean(parser: argparse.ArgumentParser) -> Action:
     return run
 
 
-COMMANDS: tuple[Callable[[argparse.ArgumentParser], Action], ...] = (plan, fill, doctor, report, list_, clean, pack)
+COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Action]] = {
+    "plan": plan,
+    "fill": fill,
+    "doctor": doctor,
+    "report": report,
+    "list": list_,
+    "clean": clean,
+    "pack": pack,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -196,9 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="stocache", description=about)
     parser.add_argument("--version", action="version", version=f"lightning-stocache {lightning_stocache.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
+    for name, command in COMMANDS.items():
         text = command.__doc__ or ""
-        subparser = commands.add_parser(command.__name__.rstrip("_"), help=text, description=text)
+        subparser = commands.add_parser(name, help=text, description=text)
         subparser.set_defaults(run=command(subparser))
     chosen, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(chosen, "overrides") or any(argument.startswith("-") for argument in rest)):

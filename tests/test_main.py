@@ -44,7 +44,7 @@ def test_help_and_version_import_little(tmp_path):
         "print(sorted({'torch', 'lightning', 'hydra', 'numpy', 'matplotlib'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert all(command.__name__.rstrip("_") in done.stdout for command in COMMANDS)
+    assert all(name in done.stdout for name in COMMANDS)
     assert done.stdout.startswith(f"lightning-stocache {version('lightning-stocache')}\n")
     assert done.stdout.splitlines()[-1] == "[]"
 

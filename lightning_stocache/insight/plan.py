@@ -119,9 +119,10 @@ class _Law:
         # The least gain: what the cache loads is slow, and all else. A plain sample is equally slow in both.
         slowest = self.later(rate, self.plain, self.hit[::-1], self.step[::-1])
         faster = Spread(*(self.epoch(0.0, self.plain, self.hit, self.step[::-1]) / slowest).tolist())
+        (_, cold, _), (_, warm, _), (_, plain, _) = first, later, without
         pays_with = None
-        if share and faster.low > 1:
-            pays_with = max(math.floor((first[1] - later[1]) / (without[1] - later[1])) + 1, 2)
+        if share and faster.low > 1:  # with n epochs cold + (n - 1) * warm < n * plain
+            pays_with = max(math.floor((cold - warm) / (plain - warm)) + 1, 2)
         percent, budget_bytes = round(100 * share, 7), math.floor(share * self.dataset_bytes)
         return Row(
             budget=f"{percent:.0f}%" if percent == int(percent) else f"{percent:.1f}%",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -22,7 +23,8 @@ from lightning_stocache.loading.loader_tree import cached_in_leaves, leaves_in
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.named import clean_command
 from lightning_stocache.setup.allocation import largest_grant
-from lightning_stocache.source.encoded import EncodedSource
+from lightning_stocache.source.encoded import EncodedSource, access_to
+from lightning_stocache.source.transform_split import Tail
 
 __all__ = ["Caches", "epoch_line", "verdict"]
 
@@ -90,10 +92,10 @@ def _after_cache(leaf: Any) -> str:
         return ""
     cached = cached_source(dataset)
     decoding = "decoding of files" if isinstance(cached.opened.source, EncodedSource) else ""
-    tail = "" if cached.opened.tail is None else str(cached.opened.tail)
-    transform = cached.transform
+    tail, transform = cached.opened.tail, cached.transform
+    split = str(tail) if isinstance(tail, Tail) else ""
     own = "" if transform is None else getattr(transform, "__name__", type(transform).__name__)
-    return ", ".join(filter(None, (decoding, tail, own)))
+    return ", ".join(filter(None, (decoding, split, own)))
 
 
 def _way_out(dataset: CachedDataset, all_datasets: Sequence[Any]) -> str:
@@ -110,10 +112,12 @@ def _way_out(dataset: CachedDataset, all_datasets: Sequence[Any]) -> str:
         room = largest_grant(dataset.cache.codec, request.reader, len(group.members))[0]  # type: ignore[union-attr]
         limit, elsewhere = "memory", "dir= puts the cache on a disk"
     else:
-        room = int(0.99 * shutil.disk_usage(request.dir).free)
-        limit, elsewhere = "the disk", ""
+        limit, elsewhere, room = "the disk", "", 0
+        with suppress(OSError):  # the directory was removed
+            room = int(0.99 * shutil.disk_usage(request.dir).free)
     if enough > room + in_use:
-        files = "" if isinstance(opened.source, EncodedSource) else 'store="encoded" keeps files, which are smaller'
+        has_files = not isinstance(opened.source, EncodedSource) and access_to(request.source) is not None
+        files = 'store="encoded" keeps files, which are smaller' if has_files else ""
         return f"{limit} is the limit: {', '.join(filter(None, (elsewhere, files))) or 'nothing more fits'}"
     # Rounded up, as it is written.
     unit = 2 ** (10 * max((enough.bit_length() - 1) // 10, 1))

@@ -59,7 +59,7 @@ class CacheMonitor(Callback):
       known which indices are drawn, the share of those.
     - `hits`, `misses`, `bypasses`: samples of this epoch, over all ranks.
     - `fills`: samples stored meanwhile, by any process. Samples that set-up has stored (at most 32 samples, and 64 MiB,
-      of each dataset) are no fills of an epoch; epoch one hits them.
+      of each dataset) are no fills of an epoch; the first epoch hits them.
     - `bytes_from_cache`, `bytes_from_source`: bytes read meanwhile, also ahead of the trainer. Without a cache the
       latter is left out, because the size of a sample is unknown then.
     - `source_seconds`, `fill_seconds`, `gather_seconds`: the parts of loading: seconds in the source, seconds of
@@ -171,7 +171,7 @@ class CacheMonitor(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print what the caches gave."""
-        if self._epochs and self.verbose:
+        if self._epochs and self.verbose and trainer.is_global_zero:
             for sentence in verdict(self._epochs, Caches.behind(trainer.train_dataloader, trainer.val_dataloaders)):
                 say(sentence)
 

@@ -182,6 +182,9 @@ def opened(tmp_path):
     return train
 
 
+FILES = 'store="encoded" keeps files, which are smaller'
+
+
 def bytes_in(text: str) -> str:
     return text.partition("a budget of ")[2].partition(" would")[0]
 
@@ -198,20 +201,27 @@ def test_the_budget_that_is_advised_holds_every_sample(opened, val):
     assert (enough.way_out, slots) == ("", 100 + val)
 
 
-@pytest.mark.parametrize("budget", ["auto", "10TiB", "40KB"])
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_where_memory_is_the_limit_no_budget_is_advised(opened, monkeypatch, tmp_path, budget, on_disk):
-    """A directory on a disk is, or files in place of decoded samples; where the disk is full, files alone."""
+@pytest.mark.parametrize(
+    ("budget", "on_disk", "has_files", "words"),
+    [
+        ("auto", False, False, "memory is the limit: dir= puts the cache on a disk"),
+        ("10TiB", False, False, "memory is the limit: dir= puts the cache on a disk"),
+        ("40KB", False, True, f"memory is the limit: dir= puts the cache on a disk, {FILES}"),
+        ("auto", True, True, f"the disk is the limit: {FILES}"),
+        ("40KB", True, False, "the disk is the limit: nothing more fits"),
+    ],
+)
+def test_where_memory_is_the_limit(opened, monkeypatch, tmp_path, budget, on_disk, has_files, words):
+    """A directory on a disk is, or files in place of decoded samples, if the source has files."""
     pytest.importorskip("xxhash")
     monkeypatch.setattr(
         "lightning_stocache.setup.allocation.grant",
         lambda asked, *_: Grant(min(50_000, asked.wanted(100_400, 50_000)), 100_400, "MemAvailable (49 KiB free)"),
     )
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Mock(free=50_000))
+    monkeypatch.setattr(module, "access_to", lambda _: Mock() if has_files else None)
     found, _ = opened(budget, dir=str(tmp_path) if on_disk else None)
-    files = 'store="encoded" keeps files, which are smaller'
-    disk = f"the disk is the limit: {files}"
-    assert found.way_out == (disk if on_disk else f"memory is the limit: dir= puts the cache on a disk, {files}")
+    assert found.way_out == words
 
 
 def test_what_runs_after_the_cache_has_a_name():
