@@ -146,9 +146,10 @@ def list_(parser: argparse.ArgumentParser) -> Action:
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.inventory import named_lines
 
-        with _refusing(parser, OSError):
-            lines = [line for place in (None, *arguments.dir) for line in named_lines(arguments.names, place)]
-        _say("\n".join(lines))
+        _check_directories(parser, arguments.dir)
+        for directory in (None, *arguments.dir):
+            for line in named_lines(arguments.names, directory):
+                _say(line)
 
     return run
 
@@ -163,8 +164,8 @@ def clean(parser: argparse.ArgumentParser) -> Action:
         from lightning_stocache.insight.inventory import caches_in, count, describe, of_jobs, wrapped
         from lightning_stocache.node.named import clean
 
-        with _refusing(parser, OSError):
-            known = of_jobs(arguments.names, caches_in(arguments.dir))
+        _check_directories(parser, [] if arguments.dir is None else [arguments.dir])
+        known = of_jobs(arguments.names, caches_in(arguments.dir))
         dead = [cache for cache in known if not cache.in_use]
         for name in arguments.names:
             if not of_jobs([name], dead):
@@ -229,6 +230,15 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 def _add_directories(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument("--dir", metavar="DIR", action="append", default=[], help=purpose)
+
+
+def _check_directories(parser: argparse.ArgumentParser, directories: Sequence[str]) -> None:
+    """End with one sentence where there can be no named caches."""
+    if sys.platform == "win32":
+        parser.exit(2, f"{parser.prog}: Windows has no named caches\n")
+    for directory in directories:
+        if not os.path.isdir(directory):
+            parser.exit(2, f"{parser.prog}: --dir {directory!r} is not a directory\n")
 
 
 def _numbers_from(least: int) -> Callable[[str], list[int]]:

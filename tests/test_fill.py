@@ -1,5 +1,6 @@
 """`stocache fill`: the caches of a job are filled before it, by processes that may be killed."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -116,6 +117,7 @@ def test_a_sample_that_cannot_be_loaded_is_counted(tmp_path, command, capsys, mo
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SystemExit) as end:
         main([*command, "data=ours", "+data.train.broken=300"])
+    logging.disable(logging.NOTSET)
     assert end.value.code == 1
     out = capsys.readouterr().out
     assert "photos-train0: 399 of 400 samples" in out

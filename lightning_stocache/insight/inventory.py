@@ -5,9 +5,7 @@ A job with `name="photos"` has caches such as `photos-train0` and `photos-val1`.
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -18,7 +16,6 @@ from textwrap import shorten, wrap
 
 from lightning_stocache.cache.layout import Contents, contents_of
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.node.disk import DiskError
 from lightning_stocache.node.files import printable
 from lightning_stocache.node.named import NamedSegment, clean_command, named_segments
 from lightning_stocache.node.open_files import Process, open_files
@@ -35,15 +32,7 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
 
 
 def caches_in(directory: str | None = None) -> list[NamedSegment]:
-    """The named caches in this machine's memory, or in a directory on a disk.
-
-    Raises:
-        DiskError: there are none on this system, or the directory does not exist.
-    """
-    if sys.platform == "win32":
-        raise DiskError("Windows has no named caches")
-    if directory is not None and not os.path.isdir(directory):
-        raise DiskError(f"--dir {printable(directory)} is not a directory")
+    """The named caches in this machine's memory, or in a directory on a disk."""
     return named_segments(contents_of, directory)
 
 
@@ -59,11 +48,7 @@ def count(segments: Sequence[NamedSegment]) -> str:
 
 
 def named_lines(names: Sequence[str] = (), directory: str | None = None) -> Iterator[str]:
-    """Lines about the named caches in memory, or in a directory on a disk, job by job.
-
-    Raises:
-        DiskError: there are none on this system, or the directory does not exist.
-    """
+    """Lines about the named caches in memory, or in a directory on a disk, job by job."""
     segments = of_jobs(names, caches_in(directory))
     where = "this machine's memory" if directory is None else printable(directory)
     if directory is not None and segments:
