@@ -50,6 +50,9 @@ CONFIGS = {
         "val: {_target_: beside_fill.Logged, log: '${data.train.log}', length: 40}\n"
     ),
     "conf/data/plain.yaml": "_target_: beside_fill.Data\ntrain: {_target_: beside_fill.Logged, log: '???'}\n",
+    "conf/data/loader.yaml": (
+        "_target_: torch.utils.data.DataLoader\ndataset: {_target_: beside_fill.Logged, log: '${log}'}\nbatch_size: 8\n"
+    ),
     "conf/callbacks/cached.yaml": (
         "mine: {_target_: lightning_stocache.StochasticCache, name: '${cache.name}', dir: '${cache.dir}'}\n"
     ),
@@ -110,6 +113,16 @@ def test_what_was_filled_and_killed_is_continued_and_hit(tmp_path, command, data
     make_trainer(tmp_path, callbacks, epochs=2, logger=False).fit(Watcher(), dm)
     assert rates == [1, 1]
     assert (tmp_path / "log").stat().st_size - loaded <= 2 * AT_SETUP
+
+
+def test_a_loader_alone_is_filled_by_the_callback_of_the_config(tmp_path, command, capsys, monkeypatch):
+    """There need be no DataModule, and no validation."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    given = [word for word in command if not word.startswith("data.")]
+    main([*given, "data=loader", "callbacks=cached", f"+log={tmp_path}/log"])
+    logging.disable(logging.NOTSET)
+    assert "photos-train0: 400 of 400 samples" in capsys.readouterr().out
+    sys.modules.pop("beside_fill", None)
 
 
 def test_a_sample_that_cannot_be_loaded_is_counted(tmp_path, command, capsys, monkeypatch):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
@@ -48,7 +49,8 @@ def fill(datamodule: Any, caches: CallCaches, workers: int = 0) -> Iterator[tupl
     datamodule.setup("fit")
     try:
         if not isinstance(datamodule, StocacheDataModule):  # which has opened them in `setup`
-            getters = {stage: getattr(datamodule, f"{stage}_dataloader") for stage in ("train", "val")}
+            stages = [stage for stage in ("train", "val") if is_overridden(f"{stage}_dataloader", datamodule)]
+            getters = {stage: getattr(datamodule, f"{stage}_dataloader") for stage in stages}
             CallLoaders(caches, getters).open({stage: loader() for stage, loader in getters.items()})
         datasets = [each for each in caches.datasets if isinstance(each, CachedDataset) and each.cache is not None]
         if not datasets:
