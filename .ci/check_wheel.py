@@ -22,8 +22,11 @@ shipped = {str(path.relative_to(str(configs))) for path in Path(str(configs)).rg
 written = {str(path.relative_to(checkout / "configs")) for path in (checkout / "configs").rglob("*.yaml")}
 assert shipped == written, f"the wheel differs from configs/ in {sorted(shipped ^ written)}"
 
-tops = {path.parts[0] for path in files("lightning-stocache") or () if ".dist-info" not in path.parts[0]}
-assert tops == {"lightning_stocache"}, f"the wheel installs {sorted(tops)}"
+installed = list(files("lightning-stocache") or ())
+tops = {path.parts[0] for path in installed if ".dist-info" not in path.parts[0]}
+assert tops == {"lightning_stocache", ".."}, f"the wheel installs {sorted(tops)}"
+scripts = [path.name for path in installed if path.parts[0] == ".."]
+assert scripts == ["stocache"], f"the wheel installs the commands {scripts}"
 
 from hydra import compose, initialize_config_module  # noqa: E402
 from hydra.utils import instantiate  # noqa: E402

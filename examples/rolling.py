@@ -96,7 +96,8 @@ def draw(rolling: list[Moment], plain: list[Moment], capacity: int) -> None:
         axis.set(xlabel="seconds since the start")
         axis.legend()
         axis.spines[["top", "right"]].set_visible(False)
-    made.suptitle("Training on a slow remote store: it starts with the first samples", weight="bold")
+    times_as_many = rolling[-1].trained / max(plain[-1].trained, 1)
+    made.suptitle(f"{times_as_many:.0f} times the samples from the same slow store", weight="bold")
     made.savefig("rolling.png", dpi=140)
     print("rolling.png")
 

@@ -1,6 +1,6 @@
 """Text: strings that are tokenised to varying lengths, and padded by a collate_fn.
 
-    python examples/text.py                                # epoch one tokenises, later epochs read from memory
+    python examples/text.py                                # the first epoch tokenises, later epochs read from memory
     python examples/text.py --devices 2 --strategy ddp     # two ranks, one cache
     python examples/text.py --budget 0                     # without a cache
 

@@ -1,4 +1,4 @@
-"""Train a small network on JPEG files: from disk in epoch one, from memory afterwards.
+"""Train a small network on JPEG files: from disk in the first epoch, from memory afterwards.
 
     python examples/train.py                                         # makes the files first, once
     python examples/train.py cache.budget=25% trainer.max_epochs=6   # a quarter of the dataset in memory

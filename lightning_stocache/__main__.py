@@ -1,4 +1,4 @@
-"""The command line: `python -m lightning_stocache <command>`.
+"""The command line: `stocache <command>`, or `python -m lightning_stocache <command>`.
 
 Each command is one function in `COMMANDS`: it declares its arguments, and returns the function that runs with them. Its
 docstring is its help. It imports its modules when it runs, so that `--help` is fast. Wrong input gives one sentence on
@@ -18,19 +18,66 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-if TYPE_CHECKING:
-    from lightning_stocache.insight.measurement import Curves
-    from lightning_stocache.insight.plan import Plan
-    from lightning_stocache.node.named import NamedSegment
+from typing import Any, TypeAlias
 
 __all__ = ["COMMANDS", "main"]
 
 Action: TypeAlias = Callable[[argparse.Namespace], None]
 # The extra that installs a module.
 _EXTRAS = {"matplotlib": "report", "jinja2": "report", "tensorboard": "tensorboard", "lmdb": "lmdb"}
-_BESIDE = Path()  # the value of `report --png` without a path
+_STOPPED = "stopped; the same command continues from here"
+
+
+def plan(parser: argparse.ArgumentParser) -> Action:
+    """Measure your data and model, by your Hydra configs, and calculate the gain of each budget."""
+    _add_config(parser)
+    workers, sizes = "also measure these numbers of workers", "also measure these batch sizes"
+    parser.add_argument("--workers", type=_numbers_from(0), default=[], metavar="N,N,..", help=workers)
+    parser.add_argument("--batch-sizes", type=_numbers_from(1), default=[], metavar="N,N,..", help=sizes)
+    pinning = "also measure with and without pin_memory"
+    parser.add_argument("--pin-memory", action="store_const", const=[False, True], default=[], help=pinning)
+    threads = "the number that your app gives torch.set_num_threads (default: torch's own number)"
+    parser.add_argument("--threads", type=int, metavar="N", help=threads)
+    picture = "also draw the table and the curves (default: plan.png); needs matplotlib"
+    parser.add_argument("--png", type=Path, nargs="?", const=Path("plan.png"), help=picture)
+
+    def run(arguments: argparse.Namespace) -> None:
+        with _refusing(parser, Exception):  # configs, data and model belong to the user, and may raise any error
+            _plan(arguments)
+
+    return run
+
+
+def fill(parser: argparse.ArgumentParser) -> Action:
+    """Fill the caches of a name, by your Hydra configs, before a job. If you stop it, the same command goes on."""
+    _add_config(parser)
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that load (default: this one)")
+
+    def run(arguments: argparse.Namespace) -> None:
+        from hydra.utils import instantiate
+
+        from lightning_stocache.training.caches import CallCaches
+        from lightning_stocache.training.fill import fill
+        from lightning_stocache.training.plan_inputs import datamodule_of
+
+        logging.disable(logging.INFO)
+        is_complete = True
+        with _refusing(parser, Exception), TemporaryDirectory() as folder, _continuing(parser):
+            config = _composed(arguments, folder)
+            datamodule = datamodule_of(_instantiated(config, "data"))
+            caches = getattr(datamodule, "caches", None)
+            for callback in (config.get("callbacks") or {}).values():
+                if str((callback or {}).get("_target_", "")).endswith(".StochasticCache"):
+                    caches = instantiate(callback).caches
+            if not isinstance(caches, CallCaches):
+                raise ValueError("the config caches nothing: it has no StocacheDataModule and no StochasticCache")
+            for line, is_whole in fill(datamodule, caches, arguments.workers):
+                _say(line)
+                is_complete = is_complete and is_whole
+        if not is_complete:
+            parser.exit(1)
+
+    return run
 
 
 def report(parser: argparse.ArgumentParser) -> Action:
@@ -38,43 +85,15 @@ def report(parser: argparse.ArgumentParser) -> Action:
     folders = "folder of a run, or a folder above several runs"
     parser.add_argument("folders", metavar="RUN_DIR", nargs="+", type=Path, help=folders)
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="the page (default: %(default)s)")
-    _add_png(parser, _BESIDE, "also draw the charts and the table as a picture (default: beside the page)")
 
     def run(arguments: argparse.Namespace) -> None:
-        png = arguments.output.with_suffix(".png") if arguments.png == _BESIDE else arguments.png
         with _refusing(parser, ValueError, ModuleNotFoundError, OSError):
             from lightning_stocache.insight.report import report
 
-            left_out = report(arguments.folders, arguments.output, png)
+            left_out = report(arguments.folders, arguments.output)
         for sentence in left_out:
             sys.stderr.write(f"{parser.prog}: left out: {sentence}\n")
-        for path in (arguments.output, png):
-            if path is not None:
-                sys.stdout.write(f"{path}\n")
-
-    return run
-
-
-def plan(parser: argparse.ArgumentParser) -> Action:
-    """Measure your data and model, by your Hydra configs, and calculate the gain of each budget."""
-    _add_config(parser)
-    workers, sizes = "also measure these numbers of workers", "also measure these batch sizes"
-    parser.add_argument("--workers", type=whole_numbers, default=[], metavar="N,N,..", help=workers)
-    parser.add_argument("--batch-sizes", type=whole_numbers, default=[], metavar="N,N,..", help=sizes)
-    threads = "the number that your app gives torch.set_num_threads (default: torch's own number)"
-    parser.add_argument("--threads", type=int, metavar="N", help=threads)
-    _add_png(parser, Path("plan.png"), "also draw the table and the curves as a picture (default: plan.png)")
-
-    def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.plan import as_text, curves_as_text, save
-
-        with _refusing(parser, Exception):  # configs, data and model belong to the user, and may raise any error
-            with TemporaryDirectory() as folder:
-                plan, curves = _planned(arguments, folder)
-            _say(("" if curves is None else curves_as_text(curves) + "\n\n") + as_text(plan))
-            if arguments.png is not None:
-                save(plan, arguments.png, curves)
-                sys.stderr.write(f"{arguments.png}\n")
+        _say(str(arguments.output))
 
     return run
 
@@ -97,13 +116,9 @@ def pack(parser: argparse.ArgumentParser) -> Action:
         from lightning_stocache.training.plan_inputs import source_in
 
         chosen = {name: getattr(arguments, name) for name in ("encoded", "workers", "fingerprint", "freeze_random")}
-        try:
-            with _refusing(parser, Exception):  # configs and data belong to the user, and may raise any error
-                with TemporaryDirectory() as folder:
-                    source = source_in(_instantiated(_composed(arguments, folder), arguments.source))
-                written = pack(source, arguments.path, progress=True, **chosen)
-        except KeyboardInterrupt:
-            parser.exit(130, f"{parser.prog}: stopped; the same command continues from here\n")
+        with _refusing(parser, Exception), TemporaryDirectory() as folder, _continuing(parser):
+            source = source_in(_instantiated(_composed(arguments, folder), arguments.source))
+            written = pack(source, arguments.path, progress=True, **chosen)
         size = arguments.path.stat().st_size
         _say(f"{arguments.path}: {len(source):,} samples, {written:,} of them now, {size:,} bytes")
 
@@ -112,8 +127,7 @@ def pack(parser: argparse.ArgumentParser) -> Action:
 
 def doctor(parser: argparse.ArgumentParser) -> Action:
     """Report how much memory a cache may take here, which processes hold memory, and how to get more of it."""
-    directory = "also check a directory on a disk; may be repeated"
-    parser.add_argument("--dir", metavar="DIR", action="append", default=[], help=directory)
+    _add_directories(parser, "also check a directory on a disk; may be repeated")
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.doctor import as_text, examine
@@ -126,17 +140,15 @@ def doctor(parser: argparse.ArgumentParser) -> Action:
 
 def list_(parser: argparse.ArgumentParser) -> Action:
     """List the named caches of this user on this node, by job."""
-    directory = "also list the caches in a directory on a disk; may be repeated"
-    parser.add_argument("--dir", metavar="DIR", action="append", default=[], help=directory)
+    parser.add_argument("names", metavar="NAME", nargs="*", help="only the caches or jobs of these names")
+    _add_directories(parser, "also list the caches in a directory on a disk; may be repeated")
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.insight.inventory import named_lines
-        from lightning_stocache.node.files import printable
 
+        _check_directories(parser, arguments.dir)
         for directory in (None, *arguments.dir):
-            if directory is not None:
-                _say(f"\nin {printable(directory)}")
-            for line in named_lines(_named(parser, directory), directory):
+            for line in named_lines(arguments.names, directory):
                 _say(line)
 
     return run
@@ -144,21 +156,21 @@ def list_(parser: argparse.ArgumentParser) -> Action:
 
 def clean(parser: argparse.ArgumentParser) -> Action:
     """Remove named caches that no process uses."""
-    parser.add_argument("name", metavar="NAME", nargs="?", help="only the cache or the job of this name")
+    parser.add_argument("names", metavar="NAME", nargs="*", help="only the caches or jobs of these names")
     parser.add_argument("--dir", metavar="DIR", help="remove caches in this directory on a disk, not in memory")
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
     def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.inventory import count, describe, of_job, wrapped
+        from lightning_stocache.insight.inventory import caches_in, count, describe, of_jobs, wrapped
         from lightning_stocache.node.named import clean
 
-        known = _named(parser, arguments.dir)
-        if arguments.name is not None:
-            known = of_job(arguments.name, known)
+        _check_directories(parser, [] if arguments.dir is None else [arguments.dir])
+        known = of_jobs(arguments.names, caches_in(arguments.dir))
         dead = [cache for cache in known if not cache.in_use]
-        if arguments.name is not None and not dead:
-            why = "is in use" if known else "does not exist"
-            parser.exit(2, f"{parser.prog}: the cache {arguments.name!r} {why}; python -m lightning_stocache list\n")
+        for name in arguments.names:
+            if not of_jobs([name], dead):
+                why = "is in use" if of_jobs([name], known) else "does not exist"
+                parser.exit(2, f"{parser.prog}: the cache {name!r} {why}; stocache list\n")
         for cache in known:
             for line in wrapped(f"{'stays, ' if cache.in_use else ''}{describe(cache)}"):
                 _say(line)
@@ -174,7 +186,15 @@ def clean(parser: argparse.ArgumentParser) -> Action:
     return run
 
 
-COMMANDS: tuple[Callable[[argparse.ArgumentParser], Action], ...] = (plan, doctor, report, list_, clean, pack)
+COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Action]] = {
+    "plan": plan,
+    "fill": fill,
+    "doctor": doctor,
+    "report": report,
+    "list": list_,
+    "clean": clean,
+    "pack": pack,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -182,12 +202,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import lightning_stocache
 
     about = "Stochastic caching for PyTorch Lightning."
-    parser = argparse.ArgumentParser(prog="python -m lightning_stocache", description=about)
+    parser = argparse.ArgumentParser(prog="stocache", description=about)
     parser.add_argument("--version", action="version", version=f"lightning-stocache {lightning_stocache.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in COMMANDS:
+    for name, command in COMMANDS.items():
         text = command.__doc__ or ""
-        subparser = commands.add_parser(command.__name__.rstrip("_"), help=text, description=text)
+        subparser = commands.add_parser(name, help=text, description=text)
         subparser.set_defaults(run=command(subparser))
     chosen, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(chosen, "overrides") or any(argument.startswith("-") for argument in rest)):
@@ -208,12 +228,38 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-name", help="your primary config there (default: this package's `train`)")
 
 
-def _add_png(parser: argparse.ArgumentParser, default: Path, purpose: str) -> None:
-    parser.add_argument("--png", type=Path, nargs="?", const=default, help=f"{purpose}; needs matplotlib")
+def _add_directories(parser: argparse.ArgumentParser, purpose: str) -> None:
+    parser.add_argument("--dir", metavar="DIR", action="append", default=[], help=purpose)
 
 
-def whole_numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
+def _check_directories(parser: argparse.ArgumentParser, directories: Sequence[str]) -> None:
+    """End with one sentence where there can be no named caches."""
+    if sys.platform == "win32":
+        parser.exit(2, f"{parser.prog}: Windows has no named caches\n")
+    for directory in directories:
+        if not os.path.isdir(directory):
+            parser.exit(2, f"{parser.prog}: --dir {directory!r} is not a directory\n")
+
+
+def _numbers_from(least: int) -> Callable[[str], list[int]]:
+    """Reads "1,2,4", numbers that are not below the least."""
+
+    def numbers(text: str) -> list[int]:
+        found = [int(word) for word in text.split(",")]
+        if min(found) < least:
+            raise argparse.ArgumentTypeError(f"must be whole numbers from {least} on, got {text!r}")
+        return found
+
+    return numbers
+
+
+@contextmanager
+def _continuing(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Let Ctrl-C end a command that continues where it was stopped."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        parser.exit(130, f"{parser.prog}: {_STOPPED}\n")
 
 
 @contextmanager
@@ -251,20 +297,8 @@ def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
 
-def _named(parser: argparse.ArgumentParser, directory: str | None) -> Sequence[NamedSegment]:
-    if sys.platform == "win32":
-        parser.exit(2, f"{parser.prog}: Windows has no named caches\n")
-    from lightning_stocache.cache.layout import contents_of
-    from lightning_stocache.node.files import printable
-    from lightning_stocache.node.named import named_segments
-
-    if directory is not None and not os.path.isdir(directory):
-        parser.exit(2, f"{parser.prog}: --dir {printable(directory)} is not a directory\n")
-    return named_segments(contents_of, directory)
-
-
-def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves | None]:
-    """The plan for the data and model of the configs, and curves if asked for. A Trainer writes into the folder.
+def _plan(arguments: argparse.Namespace) -> None:
+    """Print the plan for the data and model of the configs, and draw it.
 
     The warnings of Lightning and of this package are silenced: they are about training, and `plan` only measures.
     """
@@ -273,29 +307,36 @@ def _planned(arguments: argparse.Namespace, folder: str) -> tuple[Plan, Curves |
     from omegaconf import OmegaConf
 
     from lightning_stocache.insight.measurement import measure, measure_curves
-    from lightning_stocache.insight.plan import plan
+    from lightning_stocache.insight.plan import as_text, curves_as_text, plan, save
     from lightning_stocache.training import plan_inputs
 
     logging.disable(logging.WARNING)
-    logging.getLogger("lightning_stocache").addHandler(logging.NullHandler())  # without one, caches describe themselves
     warnings.simplefilter("ignore")
-    config = _composed(arguments, folder)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    datamodule = plan_inputs.datamodule_of(_instantiated(config, "data"))
-    options = dict(config.get("trainer") or {})
-    nodes, ranks = plan_inputs.world(options)
-    data = replace(plan_inputs.training_data(datamodule), nodes=nodes, ranks=ranks)
-    paces, step, curves = measure(data), None, None
-    if config.get("model") is not None:
-        base = {"_target_": "lightning.pytorch.Trainer"}
-        trainer = instantiate(OmegaConf.merge(base, options, plan_inputs.ARGUMENTS, {"default_root_dir": folder}))
-        step = plan_inputs.measure_step(trainer, instantiate(config.model), datamodule, data)
-    if arguments.workers or arguments.batch_sizes:
-        curves = measure_curves(
-            data, arguments.workers, arguments.batch_sizes, progress=lambda line: sys.stderr.write(f"{line}\n")
-        )
-    return plan(data, paces, step), curves
+    step, curves = None, None
+    with TemporaryDirectory() as folder:  # into which a Trainer writes
+        config = _composed(arguments, folder)
+        if arguments.threads:
+            torch.set_num_threads(arguments.threads)
+        datamodule = plan_inputs.datamodule_of(_instantiated(config, "data"))
+        options = dict(config.get("trainer") or {})
+        nodes, ranks = plan_inputs.world(options)
+        data = replace(plan_inputs.training_data(datamodule), nodes=nodes, ranks=ranks)
+        paces = measure(data)
+        if config.get("model") is not None:
+            base = {"_target_": "lightning.pytorch.Trainer"}
+            trainer = instantiate(OmegaConf.merge(base, options, plan_inputs.ARGUMENTS, {"default_root_dir": folder}))
+            step = plan_inputs.measure_step(trainer, instantiate(config.model), datamodule, data)
+        sweeps = arguments.workers, arguments.batch_sizes, arguments.pin_memory
+        if any(sweeps):
+            curves = measure_curves(data, *sweeps, progress=lambda line: sys.stderr.write(f"{line}\n"))
+            _say(f"{curves_as_text(curves)}\n")
+    epochs = options.get("max_epochs")
+    planned = plan(data, paces, step, epochs if isinstance(epochs, int) and epochs > 0 else None)
+    # A config without a group `cache`, as that of a template's app, takes the option with a plus.
+    _say(f"{as_text(planned)}\n\n{'' if 'cache' in config else '+'}cache.budget={planned.budget}")
+    if arguments.png is not None:
+        save(planned, arguments.png, curves)
+        sys.stderr.write(f"{arguments.png}\n")
 
 
 def _instantiated(config: Any, key: str) -> Any:
@@ -310,7 +351,7 @@ def _instantiated(config: Any, key: str) -> Any:
     from lightning_stocache.insight.measurement import PlanError
 
     if (node := OmegaConf.select(config, key)) is None:
-        raise PlanError(f"the config has no `{key}`; data=photos --config-dir examples/configs gives one")
+        raise PlanError(f"the config has no `{key}`: give data=NAME of --config-dir, such as examples/configs")
     return instantiate(node)
 
 
@@ -332,9 +373,11 @@ def _composed(arguments: argparse.Namespace, folder: str) -> Any:
             raise PlanError(f"--config-name={arguments.config_name} needs the folder that it lies in: --config-dir")
         begun: Any = initialize_config_dir(str(where.resolve()), version_base="1.3")
     else:
+        groups = {re.split("[.@=]", override.lstrip("+~"))[0] for override in overrides}
+        if "data" not in groups:
+            raise PlanError("name your data: data=NAME --config-dir FOLDER, for the file FOLDER/data/NAME.yaml")
         begun = initialize_config_module("lightning_stocache.configs", version_base="1.3")
-        named = [override.lstrip("+~").partition("=")[0] for override in overrides]
-        if not any(re.split("[.@]", name)[0] == "model" for name in named):
+        if "model" not in groups:
             Path(folder, "model").mkdir()  # a group that nobody has cannot be left out
             overrides.append("~model")
         places = [f"'file://{Path(place).resolve()}'" for place in (where, folder) if place is not None]

@@ -1,7 +1,7 @@
-"""The package's lines on a console: each begins with `stocache:`, and stands above a progress bar.
+"""The package's lines on a console: each begins with `stocache:`, fits a terminal, and stands above a progress bar.
 
-If logging is set up (by Hydra or basicConfig), its handlers print the lines. Otherwise `Console` prints the warnings,
-as Python itself would.
+All lines are records of `logging`: `say` logs them, modules log their warnings. If logging is set up (by Hydra or
+basicConfig), its handlers print them. Otherwise `Console` does, on stderr.
 
 A progress bar would overwrite a printed line, or continue in the same line. So while tqdm draws a bar, lines go through
 `tqdm.write`. Rich replaces `sys.stderr` while it draws, and a handler that was made earlier still has the former
@@ -14,33 +14,65 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from textwrap import wrap
 from typing import Any
 
-__all__ = ["PREFIX", "Console", "above_bars", "is_heard"]
+__all__ = ["Console", "above_bars", "say", "wrapped"]
 
-PREFIX = "stocache: "
+_PREFIX = "stocache: "
+_WIDTH = 79  # columns; a bar that is drawn anew may erase what a terminal of 80 has wrapped by itself
 _OURS = logging.getLogger("lightning_stocache")
+_LINES = logging.getLogger("lightning_stocache.lines")
+_LINES.setLevel(logging.INFO)
 
 
 class Console(logging.Handler):
-    """Prints the package's warnings if logging is not set up."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.setFormatter(logging.Formatter(f"{PREFIX}%(message)s"))
+    """Prints the package's lines and warnings if logging is not set up."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record, unless another handler prints it."""
+        is_set_up = logging.getLogger().handlers or any(type(handler) is not Console for handler in _OURS.handlers)
+        is_line = record.name == _LINES.name
+        if is_set_up or not (is_line or record.levelno >= logging.WARNING):
+            return
         try:
-            if not is_heard():
-                _AboveBars("stderr").write(f"{self.format(record)}\n")
+            text = self.format(record)
+            _AboveBars("stderr").write(f"{text if is_line else wrapped(_PREFIX + text)}\n")
         except Exception:  # as every handler of logging: a line that cannot be printed stops no training
             self.handleError(record)
 
 
-def is_heard() -> bool:
-    """Whether logging is set up: a handler other than `Console` gets the package's records."""
-    return bool(logging.getLogger().handlers) or any(type(handler) is not Console for handler in _OURS.handlers)
+def say(text: str) -> None:
+    """Log a line for people, unless the level of the logger `lightning_stocache` forbids it."""
+    if _OURS.level <= logging.INFO:
+        with above_bars(_LINES.name):
+            _LINES.info(wrapped(_PREFIX + text))
+
+
+def wrapped(text: str) -> str:
+    r"""A text in lines that fit a terminal. All lines but the first are indented.
+
+    Example:
+        >>> print(wrapped(f"stocache: {'a sentence, ' * 7}\nand one of its own"))
+        stocache: a sentence, a sentence, a sentence, a sentence, a sentence, a
+            sentence, a sentence,
+            and one of its own
+    """
+    first, *others = text.split("\n")
+    lines = _fitting(first, "") or [""]
+    return "\n".join(lines + [line for other in others for line in _fitting(other, "    ")])
+
+
+def _fitting(text: str, indent: str) -> list[str]:
+    # Options of commands are not cut at their hyphens, and paths not at all.
+    return wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from lightning_stocache.console import Console, above_bars
+from lightning_stocache.console import Console, above_bars, say
 
 LOGGER = logging.getLogger("tests.console")
 
@@ -93,3 +93,32 @@ def test_warnings_say_whose_they_are(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     ours.getChild("setup").warning("unheard")
     assert capsys.readouterr().err == "stocache: unheard\n"
+
+
+def test_lines_fit_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line has the prefix once, whoever prints it; what is longer is broken and indented, words and paths are not."""
+    text = f"{'a sentence ' * 9}\nand /{'a' * 80}/path"
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    say(text)
+    logging.getLogger("lightning_stocache.setup").warning(text)
+    line = capsys.readouterr().err
+    assert line.count("stocache: a sentence") == 2
+    assert [len(part) <= 79 or "/path" in part for part in line.splitlines()] == [True] * 8
+    assert [part.startswith("    ") for part in line.splitlines()] == [False, True, True, True] * 2
+    handler = logging.StreamHandler(stream := io.StringIO())
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    say("short")
+    assert (stream.getvalue(), capsys.readouterr().err) == ("stocache: short\n", "")
+
+
+def test_one_logger_decides_what_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The package's own; INFO of its modules is not for people."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    ours = logging.getLogger("lightning_stocache")
+    monkeypatch.setattr(ours, "level", logging.NOTSET)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    say("heard")
+    monkeypatch.setattr(ours, "level", logging.WARNING)
+    say("unheard")
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+    assert capsys.readouterr().err == "stocache: heard\n"

@@ -44,7 +44,7 @@ def test_help_and_version_import_little(tmp_path):
         "print(sorted({'torch', 'lightning', 'hydra', 'numpy', 'matplotlib'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert all(command.__name__.rstrip("_") in done.stdout for command in COMMANDS)
+    assert all(name in done.stdout for name in COMMANDS)
     assert done.stdout.startswith(f"lightning-stocache {version('lightning-stocache')}\n")
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -77,6 +77,9 @@ CONFIGS = {
         "train: {_target_: beside_configs.Squares, length: 20, stops: -1, odd: -1}\n"
         "val: {_target_: beside_configs.Squares, _partial_: true, length: 5}\n"
         "test: {_target_: builtins.int}\n"
+    ),
+    "conf/data/loader.yaml": (
+        "_target_: torch.utils.data.DataLoader\ndataset: {_target_: beside_configs.Squares}\nbatch_size: 4\n"
     ),
     "conf/model/line.yaml": "_target_: beside_configs.Watcher\n",
     "conf/mine.yaml": (
@@ -113,14 +116,17 @@ def configs(tmp_path, monkeypatch):
         ("report {0}/missing", "missing is no folder"),
         ("report {0}", "holds no run"),
         ("plan --workers=two", "argument --workers: invalid"),
+        ("plan --workers=-1", "argument --workers: must be whole numbers from 0 on, got '-1'"),
+        ("plan --batch-sizes=0", "argument --batch-sizes: must be whole numbers from 1 on, got '0'"),
+        ("plan", "name your data: data=NAME --config-dir FOLDER"),
         ("plan --config-name mine", "--config-dir"),
         ("plan --config-dir {0}/missing data=squares", "--config-dir must be a folder"),
-        ("{plan}", "train"),
+        ("{plan}", "name your data"),
         ("{plan} data=no_such_data", "no_such_data"),
         ("{plan} data=squares data.no_such_knob=1", "plan: Could not override 'data.no_such_knob'"),
         ("{plan} data=squares data.train._target_=no_such_module.Thing", "data.train: "),
         ("{plan} data=squares data.train.broken=true", "no such file"),
-        ("{plan} data=squares data.train.length=0", "at least one sample"),
+        ("{plan} data=squares data.train.length=0", "plan: source must have at least one sample"),
         ("{plan} data=squares model=line +model.broken=1", "unexpected keyword argument 'broken'"),
         ("{pack} --source data.nope", "the config has no `data.nope`"),
         ("{pack} --source data.test", "a dataset, or a LightningDataModule, can be packed, got int"),
@@ -129,13 +135,17 @@ def configs(tmp_path, monkeypatch):
         ("{pack} data.train.length=0", "source must have at least one sample"),
         ("pack {0}/conf/mine.yaml data=sources --config-dir {0}/conf", "is not overwritten"),
         ("clean x-none", "does not exist"),
+        ("list --dir {0}/missing", "is not a directory"),
+        ("{fill} data=sources", "only a cache with a name outlives this command: cache.name=photos"),
+        ("{fill} data=loader", "the config caches nothing"),
     ],
 )
 def test_bad_input_is_exit_code_2_and_a_sentence(configs, tmp_path, capsys, arguments, words):
     """On stderr, without a traceback or words of Hydra's; a file that is there stays."""
     plan = f"plan --config-dir {configs} {ON_CPU}"
     pack = f"pack {tmp_path}/x.lmdb data=sources --config-dir {configs}"
-    err = refused(capsys, *arguments.format(tmp_path, plan=plan, pack=pack).split())
+    fill = f"fill --config-dir {configs}"
+    err = refused(capsys, *arguments.format(tmp_path, plan=plan, pack=pack, fill=fill).split())
     assert words in err
     assert err.count("\n") == 1 or err.startswith("usage: ")
     assert not any(foreign in err for foreign in ("full_key", "Exception", "provider=", "object_type"))
@@ -143,18 +153,17 @@ def test_bad_input_is_exit_code_2_and_a_sentence(configs, tmp_path, capsys, argu
 
 
 def test_a_report_is_written_where_it_is_told(tmp_path, monkeypatch, capsys):
-    """With --png a picture lies beside the page; paths are printed; a run that cannot be read is named on stderr."""
+    """Its path is printed; a run that cannot be read is named on stderr."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path, {"a/metrics.csv": CSV, "b/metrics.csv": ""})
-    for options, written in (([], ["report.html"]), (["--output", "page.html", "--png"], ["page.html", "page.png"])):
+    for options, written in (([], "report.html"), (["--output", "page.html"], "page.html")):
         main(["report", ".", *options])
         out, err = capsys.readouterr()
-        assert out.split() == written
+        assert out.split() == [written]
         assert "left out" in err
         assert "holds no stocache/ value" in err
-        assert (tmp_path / written[0]).read_bytes().startswith(b"<!DOCTYPE html>")
-    assert (tmp_path / "page.png").read_bytes().startswith(PNG)
+        assert (tmp_path / written).read_bytes().startswith(b"<!DOCTYPE html>")
 
 
 # ---- plan ----
@@ -170,6 +179,7 @@ def test_plan_of_data_alone(configs, capsys, monkeypatch):
     assert "no model was given" in out
     assert out.splitlines()[-1].startswith("cache.budget=")
     out = said(capsys, "plan", "--config-dir", configs, "--config-name", "mine")
+    assert out.splitlines()[-1].startswith("+cache.budget=")  # such a config has no group of this name
     assert "2 nodes x 1 rank" in out
     assert "no model was given" in out
 
@@ -177,14 +187,14 @@ def test_plan_of_data_alone(configs, capsys, monkeypatch):
 def test_plan_with_a_model_curves_and_a_picture(configs, tmp_path, capsys):
     """The table has the step, loaders of other sizes have a table, and the picture is written."""
     png, sizes = tmp_path / "plan.png", "model=line --workers 0 --batch-sizes 2,8 data.num_workers=0"
-    options = f"data=squares --threads 1 {sizes} --png {png} {ON_CPU} data.train.length=32"
+    options = f"data=squares --threads 1 {sizes} --pin-memory --png {png} {ON_CPU} data.train.length=32"
     main(["plan", "--config-dir", configs, *options.split()])
     out, err = capsys.readouterr()
     assert "32 samples of 40 B" in out
-    assert {"step", "0%", "25%", "50%", "75%", "100%"} <= {line.partition(" ")[0] for line in out.splitlines()}
-    assert [line.split()[0] for line in out.splitlines() if line.count("+-") == 2] == ["2", "4", "8"]
+    assert {"training", "0%", "25%", "50%", "75%", "100%"} <= {line.partition(" ")[0] for line in out.splitlines()}
+    assert [line.split()[0] for line in out.splitlines() if line.count("+-") == 2] == ["2", "4", "4", "8"]
     assert out.splitlines()[-1].startswith("cache.budget=")
-    assert err.count("batches from the cache: ") == 9
+    assert err.count("batches from the cache: ") == 12
     assert png.read_bytes().startswith(PNG)
 
 
@@ -230,6 +240,8 @@ def test_list_tells_each_job_for_people(named, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr("lightning_stocache.node.named.memory_directory", lambda: "/no/such/folder")
         assert said(capsys, "list") == "there are no named caches in this machine's memory\n"
+    told = said(capsys, "list", f"{name}-val0", "x-none")
+    assert (f"{name}-val0" in told, f"{name}-train0" in told) == (True, False)
 
 
 def test_a_reader_may_stop_before_the_end(monkeypatch):
@@ -259,9 +271,12 @@ def test_clean_takes_the_name_that_the_job_was_given(named, monkeypatch, capsys)
     assert lines[-1].endswith("removed 1 cache (8 KiB)")
     assert names_of(name) == [f"{name}-val0"]
     assert "is in use" in refused(capsys, "clean", f"{name}-val0")
+    assert "'x-none' does not exist" in refused(capsys, "clean", "x-none", f"{name}-val0")
     assert "does not exist" in refused(capsys, "clean", f"{name}-notes.txt")
     segment.close()
-    assert "removed 1 cache" in said(capsys, "clean", f"{name}-val0", "--yes")
+    other, _ = open_named(f"{name}-other", 4096, Manifest(Geometry(3, 3), "Photos (3 samples)"))
+    other.close()
+    assert "removed 2 caches" in said(capsys, "clean", f"{name}-val0", f"{name}-other", "--yes")
     assert names_of(name) == []
     notes.unlink()
 

@@ -5,7 +5,7 @@ works in a checkout, too; here it is turned to the page that the site has in its
 of a line of its own, are replaced:
 
 <!-- file: examples/train.py -->   a file, all of it
-<!-- help: plan -->                what `python -m lightning_stocache plan --help` prints
+<!-- help: plan -->                what `stocache plan --help` prints
 <!-- configs: cache -->            the YAML files of a config group; "/" are those beside the groups
 <!-- names -->                     the public names, each with the first sentence of its docstring
 <!-- interop -->                   the table of what is tested with other libraries

@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -71,7 +72,7 @@ def as_text(findings: Sequence[Finding]) -> str:
     """The findings in lines of 80 columns: the verdict, the findings with a fix, and the others."""
     verdict, *rest = findings
     to_mend = [finding for finding in rest if finding.fix]
-    lines = [*wrapped(f"{verdict.topic} {verdict.words}"), "", f"{len(to_mend) or 'nothing'} to mend"]
+    lines = [*wrapped(f"{verdict.topic}: {verdict.words}"), "", f"{len(to_mend) or 'nothing'} to mend"]
     for finding in to_mend:
         lines += [*wrapped(f"{finding.topic}: {finding.words}", 2), *wrapped(f"fix: {finding.fix}", 6)]
     lines += ["", "details"]
@@ -97,23 +98,39 @@ def shared_memory(size: int, free: int, ram: int) -> Finding:
         fix = f"mount -o remount,size={advised}G /dev/shm (as root); in a container: {container}"
     elif size and free < size // 10:
         words = f"{words} It is nearly full."
-        fix = "see the lines `held` below; python -m lightning_stocache clean removes unused named caches"
+        fix = "see the lines `held` below; stocache clean removes unused named caches"
     return Finding("/dev/shm", words, fix)
 
 
 def _verdict() -> Finding:
-    """The bytes that a cache would be granted now, and the place where it would lie."""
+    """The bytes that a cache would be granted now, what limits them, and the place where it would lie."""
     sample = SampleSpec.infer(torch.zeros(1023, dtype=torch.uint8))
     size, backend = largest_grant(sample)
-    free = FreeMemory.measure(None if backend == "memfd" else memory_directory())
-    words = f"may take {format_bytes(size)} here, limited by {free.limited_by}, less the memory that its loader needs."
+    directory = memory_directory()
+    free = FreeMemory.measure(directory)
+    anywhere = replace(free, filesystem=None, directory=None)
+    words = f"{format_bytes(size)} (limit: {_limit(anywhere if backend == 'memfd' else free)}), less what its "
+    words += "loader needs."
     if backend == "memfd":
-        directory, (named, _) = memory_directory(), largest_grant(sample, choice="tmpfile")
+        named, _ = largest_grant(sample, choice="tmpfile")
         words += (
-            f" It lies in a memfd, because {directory} has less room; a named cache lies in {directory}, and may take "
-            f"{format_bytes(named)}."
+            f" It lies in a memfd, because {directory} has less room: a cache with a name, which lies there, may take "
+            f"{format_bytes(named)} (limit: {_limit(free)})."
         )
-    return Finding("a cache", words)
+    return Finding("Room for a cache", words)
+
+
+def _limit(free: FreeMemory) -> str:
+    """The tightest limit, and what caches of other jobs may still take of it."""
+    limits = [(size - promised, name, promised) for size, name, promised in free.limits_of_memory]
+    if free.filesystem is not None:
+        promised = free.promised.in_directory
+        limits.append((free.filesystem - promised, str(free.directory), promised))
+    if not limits:
+        return free.limited_by
+    _, name, promised = min(limits)
+    others = f", of which caches of other jobs may take {format_bytes(promised)}" if promised else ""
+    return f"{'free RAM' if name == 'MemAvailable' else name}{others}"
 
 
 def _memory(root: Path) -> Iterator[Finding]:
@@ -139,20 +156,25 @@ def _named() -> Finding:
     """The finding about the caches that outlive their jobs."""
     named = named_segments(contents_of)
     unused = [segment for segment in named if not segment.in_use]
-    words = f"{count(named)}, {len(unused)} unused: python -m lightning_stocache list." if named else "none."
+    words = f"{count(named)}, {len(unused)} unused: stocache list." if named else "none."
     return Finding("named caches", words)
 
 
 def _disk(directory: str) -> Finding:
     """The finding about a directory that will hold caches."""
-    topic = f"disk {directory}"
+    topic, another = f"disk {directory!r}", "give a directory on a disk of this machine"
     if not os.path.isdir(directory):
-        return Finding(topic, "is no directory.", f"mkdir {shlex.quote(directory)}")
+        if not directory or os.path.exists(directory):
+            return Finding(topic, "is no directory.", another)
+        return Finding(topic, "does not exist.", f"mkdir -p {shlex.quote(directory)}")
     try:
         path = check_directory(directory)
+    except OSError as error:
+        return Finding(topic, f"cannot hold a cache: {error.__cause__ or error}.", another)
+    try:
         checksum()
-    except (OSError, ImportError) as error:
-        return Finding(topic, "cannot hold a cache.", str(error))
+    except ImportError as error:
+        return Finding(topic, "cannot hold a cache yet.", str(error))
     named = named_segments(contents_of, path)
     words = f"{_size(shutil.disk_usage(path).free)} free" + (f"; it holds {count(named)} with a name" if named else "")
     return Finding(topic, f"{words}. No budget includes the system's page cache of these files.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
@@ -16,10 +17,10 @@ from textwrap import shorten, wrap
 from lightning_stocache.cache.layout import Contents, contents_of
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import printable
-from lightning_stocache.node.named import NamedSegment, clean_command
+from lightning_stocache.node.named import NamedSegment, clean_command, named_segments
 from lightning_stocache.node.open_files import Process, open_files
 
-__all__ = ["count", "describe", "held_lines", "named_lines", "of_job", "wrapped"]
+__all__ = ["caches_in", "count", "describe", "held_lines", "named_lines", "of_jobs", "wrapped"]
 
 _PIDS = 8  # the most processes with one command line whose ids are listed
 
@@ -30,9 +31,14 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
     return wrap(text, 80, initial_indent=" " * indent, subsequent_indent=later, break_on_hyphens=False)
 
 
-def of_job(name: str, segments: Iterable[NamedSegment]) -> list[NamedSegment]:
-    """The segment with this name, and the segments of the job with this name."""
-    return [segment for segment in segments if name in (segment.name, _job(segment))]
+def caches_in(directory: str | None = None) -> list[NamedSegment]:
+    """The named caches in this machine's memory, or in a directory on a disk."""
+    return named_segments(contents_of, directory)
+
+
+def of_jobs(names: Sequence[str], segments: Iterable[NamedSegment]) -> list[NamedSegment]:
+    """The segments with these names, and the segments of the jobs with these names; without a name, all."""
+    return [each for each in segments if not names or {each.name, _job(each)} & set(names)]
 
 
 def count(segments: Sequence[NamedSegment]) -> str:
@@ -41,12 +47,15 @@ def count(segments: Sequence[NamedSegment]) -> str:
     return f"{len(segments)} cache{'s' * (len(segments) != 1)} ({size})"
 
 
-def named_lines(segments: Sequence[NamedSegment], directory: str | None = None) -> Iterator[str]:
+def named_lines(names: Sequence[str] = (), directory: str | None = None) -> Iterator[str]:
     """Lines about the named caches in memory, or in a directory on a disk, job by job."""
-    try:
+    segments = of_jobs(names, caches_in(directory))
+    where = "this machine's memory" if directory is None else printable(directory)
+    if directory is not None and segments:
+        yield f"in {where}"
+    users = {}
+    with suppress(OSError):  # there is no /proc
         users = {file.key: file.processes for file in open_files()[0]}
-    except OSError:  # there is no /proc
-        users = {}
     for job, members in groupby(sorted(segments, key=lambda segment: (_job(segment), segment.name)), _job):
         caches = list(members)
         alone = [job] == [cache.name for cache in caches]
@@ -58,8 +67,7 @@ def named_lines(segments: Sequence[NamedSegment], directory: str | None = None) 
         command = clean_command(directory=directory)
         yield from wrapped(f"unused: {count(unused)}; {command} removes unused caches")
     if not segments:
-        where = "this machine's memory" if directory is None else printable(directory)
-        yield f"there are no named caches in {where}"
+        yield f"there are no named caches{' of these names' if names else ''} in {where}"
 
 
 def held_lines(root: Path = Path("/")) -> Iterator[str]:
@@ -73,7 +81,7 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
     except OSError:
         yield "there is no /proc here: the processes that hold memory cannot be seen."
         return
-    sizes = Counter[str]()
+    sizes, holders = Counter[str](), dict[str, list[Process]]()
     for file in files:
         where = " on a disk" if file.on_disk else ""
         if file.contents is None:
@@ -82,9 +90,10 @@ def held_lines(root: Path = Path("/")) -> Iterator[str]:
             kind = "counters or batches of a cache"
         else:
             kind = f"{_dataset_and_fill(file.contents)}{where}"
-        sizes[f"{kind}: {_pids_by_command(file.processes)}"] += file.allocated_bytes
-    for words, size in sizes.items():
-        yield f"{format_bytes(size)} of {words}"
+        sizes[kind] += file.allocated_bytes
+        holders.setdefault(kind, []).extend(file.processes)
+    for kind, size in sizes.items():
+        yield f"{format_bytes(size)} of {kind}: {_pids_by_command(dict.fromkeys(holders[kind]))}"
     if not files:
         yield "no memory by any living process of this user."
     if closed:
@@ -110,7 +119,7 @@ def _dataset_and_fill(contents: Contents) -> str:
     return f"{manifest.dataset or 'a dataset without a name'}, {slots}{node}"
 
 
-def _pids_by_command(processes: Sequence[Process]) -> str:
+def _pids_by_command(processes: Iterable[Process]) -> str:
     """The ids of processes, grouped by their command line."""
     pids: dict[str, list[str]] = {}
     for process in processes:

@@ -1,4 +1,4 @@
-"""The measurements of `plan`: a loader's seconds per sample uncached, with misses and with hits.
+"""The measurements of `plan`: a loader's seconds per sample, plain, storing and from the cache.
 
 The user's kind of loader runs over a few batches without a cache, over a few in which every sample is a miss that is
 stored, and over hits in a full cache. The three take turns in three rounds, which differ by the noise of the machine. A
@@ -34,11 +34,13 @@ from lightning_stocache.source.probe import FEW, MANY
 from lightning_stocache.source.random_split import split
 from lightning_stocache.source.transform_split import Cut, Tail
 
-__all__ = ["Arm", "Curves", "Data", "Kind", "Paces", "PlanError", "Spread", "measure", "measure_curves"]
+__all__ = ["Arm", "Curves", "Data", "Kind", "Paces", "PlanError", "Spread", "Swept", "measure", "measure_curves"]
 
-Kind: TypeAlias = Literal["uncached", "missed", "hit"]
+Kind: TypeAlias = Literal["plain", "stored", "hit"]
+Swept: TypeAlias = Literal["num_workers", "batch_size", "pin_memory"]
 _LARGE = 256 * 2**20  # bytes of the full cache that hits are measured in: larger than the processor's caches
 _ROUNDS = 3
+_ENDLESS = 2**40  # samples of a loader that runs until enough was measured
 _READING = 1.0  # seconds in which samples are read to find out their pace; at least one sample is read
 
 
@@ -55,7 +57,7 @@ class Spread(NamedTuple):
     deviation: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
+    def across(cls, values: Sequence[float]) -> Self:
         """The spread of these measurements. The standard deviation of a single one is 0."""
         deviation = statistics.stdev(values) if len(values) > 1 else 0.0
         return cls(min(values), statistics.median(values), max(values), deviation)
@@ -79,6 +81,11 @@ class Data:
         """The number of samples in the source."""
         return len(cast(Sized, self.source))
 
+    def arm(self, kind: Kind, batch_size: int | None = None) -> Arm:
+        """The data's own loader."""
+        pins = bool(self.settings.get("pin_memory", False))
+        return Arm(kind, self.batch_size if batch_size is None else batch_size, self.num_workers, pins)
+
     def safe_bytes(self, codec: SampleCodec | None) -> int:
         """The largest safe cache on this node, beside the batches of all its ranks."""
         reader = LoaderSettings(self.batch_size, self.num_workers, self.settings.get("prefetch_factor"))
@@ -89,8 +96,8 @@ class Data:
 class Paces:
     """Seconds per sample of one rank's loader, and the sizes that a plan needs."""
 
-    uncached: Spread  # without a cache
-    missed: Spread  # every sample is loaded and stored
+    plain: Spread  # without a cache
+    stored: Spread  # every sample is loaded and stored
     hit: Spread  # every sample comes from the cache
     codec: SampleCodec | None  # how a sample lies in the cache; None if it cannot be cached
     reason: str | None = None  # why it cannot be cached
@@ -104,23 +111,24 @@ class Arm(NamedTuple):
     kind: Kind
     batch_size: int
     num_workers: int
+    pin_memory: bool
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Samples per second of loaders that differ in `num_workers` or in `batch_size` from the data's own."""
+    """Samples per second of loaders that differ in one argument from the data's own."""
 
     data: Data
-    rates: Mapping[Arm, Spread]  # by rising batch size, then by rising number of workers
+    rates: Mapping[Arm, Spread]  # in rising order of their arguments
     left_out: Sequence[str]  # what was not measured and why, in sentences
 
-    def over(self, name: Literal["num_workers", "batch_size"], kind: Kind) -> list[tuple[int, Spread]]:
-        """The curve over one number, where the other number is the data's own."""
-        fixed = "batch_size" if name == "num_workers" else "num_workers"
+    def over(self, name: Swept, kind: Kind) -> list[tuple[int, Spread]]:
+        """The curve over one argument, where the others are the data's own."""
+        own = self.data.arm(kind)
         return [
             (getattr(arm, name), rates)
             for arm, rates in self.rates.items()
-            if arm.kind == kind and getattr(arm, fixed) == getattr(self.data, fixed)
+            if arm._replace(**{name: getattr(own, name)}) == own
         ]
 
 
@@ -134,34 +142,36 @@ def measure(data: Data, *, seconds: float = 3.0) -> Paces:
     Raises:
         PlanError: a dataset is empty, iterable-style or raises, or there is no memory for a sample.
     """
-    with Trial.of(data) as trial:
-        kinds: tuple[Kind, ...] = ("uncached",) if trial.full is None else ("uncached", "missed", "hit")
+    with _trial(data) as trial:
+        kinds: tuple[Kind, ...] = ("plain",) if trial.full is None else ("plain", "stored", "hit")
         quick = int(seconds / _ROUNDS / max(trial.read_seconds, 1e-9))
         few = max(min(data.batch_size, quick, data.samples // (3 * max(data.num_workers, 1))), 1)
-        arms = [Arm(kind, data.batch_size if kind == "hit" else few, data.num_workers) for kind in kinds]
+        arms = [data.arm(kind, None if kind == "hit" else few) for kind in kinds]
         found: dict[Arm, list[float]] = {arm: [] for arm in arms}
         for arm in arms * _ROUNDS:
             found[arm].append(trial.pace(arm, seconds / _ROUNDS))
-    uncached, *cached = map(Spread.of, found.values())
-    missed, hit = cached or (uncached, uncached)
-    return Paces(uncached, missed, hit, trial.codec, trial.reason, trial.safe_bytes, torch.get_num_threads())
+    plain, *cached = map(Spread.across, found.values())
+    stored, hit = cached or (plain, plain)
+    return Paces(plain, stored, hit, trial.codec, trial.reason, trial.safe_bytes, torch.get_num_threads())
 
 
 def measure_curves(
     data: Data,
     workers: Sequence[int] = (),
     batch_sizes: Sequence[int] = (),
+    pin_memory: Sequence[bool] = (),
     *,
     seconds: float = 60.0,
     limit: float = 120.0,
     progress: Callable[[str], object] = lambda words: None,
 ) -> Curves:
-    """Measure loading over the number of workers, and over the batch size; the other number is the data's own.
+    """Measure loading over the number of workers, the batch size and `pin_memory`; the others are the data's own.
 
     Args:
         data: the training data, and how one rank loads it.
         workers: numbers of workers; 0 loads in this process.
         batch_sizes: in samples.
+        pin_memory: whether batches are copied to page-locked memory.
         seconds: about the time of all measurements together.
         limit: seconds after which no measurement begins.
         progress: called with a line about each measurement when it is done.
@@ -169,14 +179,17 @@ def measure_curves(
     Raises:
         PlanError: the dataset raises, or there is no memory for a sample.
     """
-    loaders = {(data.batch_size, number) for number in workers} | {(size, data.num_workers) for size in batch_sizes}
+    own = data.arm("plain")
+    loaders = {own._replace(num_workers=number) for number in workers}
+    loaders |= {own._replace(batch_size=size) for size in batch_sizes}
+    loaders |= {own._replace(pin_memory=pins) for pins in pin_memory}
     rates: dict[Arm, list[float]] = {}
-    with Trial.of(data) as trial:
+    with _trial(data) as trial:
         left_out = [] if trial.full is not None else [f"Nothing can be cached: {trial.reason}"]
-        for size, number in sorted(loaders):
-            rates[Arm("uncached", size, number)] = []
+        for arm in sorted(loaders):
+            rates[arm] = []
             if trial.full is not None:
-                rates[Arm("hit", size, number)] = []
+                rates[arm._replace(kind="hit")] = []
         begin, count = time.perf_counter(), _ROUNDS * len(rates)
         for done, arm in enumerate([*rates] * _ROUNDS):
             if (spent := time.perf_counter() - begin) > limit:
@@ -185,9 +198,9 @@ def measure_curves(
             rate = 1 / trial.pace(arm, seconds / count)
             rates[arm].append(rate)
             whence = "cache" if arm.kind == "hit" else "source"
-            loader = f"num_workers={arm.num_workers}, batch_size={arm.batch_size}, batches from the {whence}"
-            progress(f"{done + 1} of {count}: {loader}: {rate:,.0f} samples/s")
-    return Curves(data, {arm: Spread.of(values) for arm, values in rates.items() if values}, left_out)
+            loader = f"num_workers={arm.num_workers}, batch_size={arm.batch_size}, pin_memory={arm.pin_memory}"
+            progress(f"{done + 1} of {count}: {loader}, batches from the {whence}: {rate:,.0f} samples/s")
+    return Curves(data, {arm: Spread.across(values) for arm, values in rates.items() if values}, left_out)
 
 
 class Trial:
@@ -228,39 +241,23 @@ class Trial:
         self.safe_bytes = data.safe_bytes(self.codec)
         self.full = None if self.codec is None else self._full(read, self.codec.slot_bytes)
 
-    @classmethod
-    @contextmanager
-    def of(cls, data: Data) -> Iterator[Self]:
-        """A trial, whose cache is closed at the end. An error of the dataset becomes one sentence.
-
-        Raises:
-            PlanError: the dataset is empty, iterable-style or raises, or there is no memory for a sample.
-        """
-        with _reading(data.source):
-            check_source(data.source, CachedDataset)
-            trial = cls(data)
-            try:
-                yield trial
-            finally:
-                if trial.full is not None:
-                    trial.full.close()
-
     def pace(self, arm: Arm, seconds: float) -> float:
         """Run a loader for some seconds, and for two waves at least. Returns seconds per sample after the first wave.
 
         Misses end with the dataset, because its samples would be hits then.
         """
-        kind, batch_size, num_workers = arm
+        kind, batch_size, num_workers, pin_memory = arm
         if kind == "hit":
             dataset = cast(CachedDataset, self.full)
         else:
-            budget = self.safe_bytes if kind == "missed" else 0
+            budget = self.safe_bytes if kind == "stored" else 0
             dataset = CachedDataset(self.source, budget, spec=self.codec, transform=self.transform)
         of_workers = () if num_workers else ("multiprocessing_context", "prefetch_factor", "timeout")
         settings = {name: value for name, value in self.data.settings.items() if name not in of_workers}
+        settings["pin_memory"] = pin_memory
         sampler: RandomSampler = RandomSampler(dataset)
-        if kind != "missed":
-            sampler = RandomSampler(dataset, replacement=True, num_samples=2**40)
+        if kind != "stored":
+            sampler = RandomSampler(dataset, replacement=True, num_samples=_ENDLESS)
         loader = CachedLoader(dataset, batch_size, sampler=sampler, num_workers=num_workers, drop_last=True, **settings)
         wave, begin, ends = max(num_workers, 1), time.perf_counter(), list[float]()
         try:
@@ -282,7 +279,7 @@ class Trial:
         if self.safe_bytes < slot_bytes:
             raise PlanError(
                 f"there is no memory for one sample of {format_bytes(slot_bytes)}: {format_bytes(self.safe_bytes)} may "
-                "safely be taken here; what limits it: python -m lightning_stocache doctor"
+                "safely be taken here; what limits it: stocache doctor"
             )
         length = min(self.data.samples, max(self.data.batch_size, _LARGE // slot_bytes), self.safe_bytes // slot_bytes)
         repeated = Subset(cast(Any, samples), [number % len(samples) for number in range(length)])
@@ -293,14 +290,24 @@ class Trial:
 
 
 @contextmanager
-def _reading(source: Dataset[Any]) -> Iterator[None]:
-    """Turn any error of a dataset, in this process or in a worker, into one sentence.
+def _trial(data: Data) -> Iterator[Trial]:
+    """A trial, whose cache is closed at the end. An error of the dataset, here or in a worker, becomes one sentence.
 
     Raises:
-        PlanError: with this sentence.
+        PlanError: the dataset is empty, iterable-style or raises, or there is no memory for a sample.
     """
+    source = data.source
     try:
-        yield
+        check_source(source, CachedDataset)
+    except (TypeError, ValueError) as error:
+        raise PlanError(str(error)) from error
+    try:
+        trial = Trial(data)
+        try:
+            yield trial
+        finally:
+            if trial.full is not None:
+                trial.full.close()
     except PlanError:
         raise
     except Exception as error:  # the user's code may raise anything

@@ -1,4 +1,4 @@
-"""Rates from counts.
+"""Rates from counts, and seconds in words.
 
 Every rank brings a `Tally`. The tallies are summed first and divided afterwards, because the mean of the ranks' hit
 rates is not the hit rate of the job. Slots and bytes belong to the memory of a node, and every rank of the node reports
@@ -14,7 +14,17 @@ from functools import reduce
 
 from lightning_stocache.cache.counters import Counts
 
-__all__ = ["LIVE", "LIVE_METRICS", "NODE_METRICS", "PREFIXES", "ROLLING_METRICS", "Tally", "rates", "summarise"]
+__all__ = [
+    "LIVE",
+    "LIVE_METRICS",
+    "NODE_METRICS",
+    "PREFIXES",
+    "ROLLING_METRICS",
+    "Tally",
+    "rates",
+    "seconds",
+    "summarise",
+]
 
 PREFIXES = {
     "train": "stocache/",
@@ -104,3 +114,15 @@ def _of_node(tallies: Sequence[Tally]) -> Tally:
     """The sum over the ranks of a node, which share its memory."""
     memory = {name: max(getattr(tally, name) for tally in tallies) for name in _OF_MEMORY}
     return replace(reduce(Tally.__add__, tallies), node=tallies[0].node, **memory)
+
+
+def seconds(value: float) -> str:
+    """Seconds for people.
+
+    Example:
+        >>> seconds(4021.3), seconds(12.34), seconds(0.0342), seconds(0)
+        ('4,021 s', '12.3 s', '34 ms', '0 ms')
+    """
+    if value < 0.9995:
+        return f"{1000 * value:.0f} ms"
+    return f"{value:.1f} s" if value < 99.95 else f"{value:,.0f} s"

@@ -12,20 +12,21 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_stocache.insight.metrics import LIVE
+from lightning_stocache.insight.metrics import LIVE, seconds
 from lightning_stocache.node.budget import format_bytes
 
 __all__ = ["LogError", "Points", "Run", "Unit", "find_runs", "labels", "table", "write"]
 
 Points = Sequence[tuple[float, float]]
 Row = dict[str, float]
-Unit = Literal["%", "bytes", "s", "samples/s"]
+Unit = Literal["%", "bytes", "s"]
 
 
 class LogError(ValueError):
@@ -34,26 +35,19 @@ class LogError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """The log of one run: a name that no other run has, and the rows in the order of the log."""
+    """The log of one run: a name that no other run has, its overrides, and the rows in the order of the log."""
 
     name: str
     rows: Sequence[Row] = field(repr=False)
+    overrides: Mapping[str, str] = field(default_factory=dict)
 
     def epochs(self, metric: str) -> Points:
-        """Pairs of epoch and value, in order. The metric of another stage than training begins with the stage."""
-        key = f"stocache/{metric}"
-        return [(row.get("epoch", 0.0), row[key]) for row in self.rows if key in row]
+        """Pairs of epoch and value, in order. The metric of another stage than training begins with the stage.
 
-    def first_epoch(self, metric: str) -> Points:
-        """Pairs of step and live value in the first epoch, and the epoch's own value."""
-        points: dict[float, float] = {}
-        for row in self.rows:
-            if LIVE + metric in row:
-                points[row["step"]] = row[LIVE + metric]
-            if f"stocache/{metric}" in row:
-                points[row["step"]] = row[f"stocache/{metric}"]
-                break
-        return list(points.items())
+        Of several validations in an epoch, the last.
+        """
+        key = f"stocache/{metric}"
+        return list({row.get("epoch", 0.0): row[key] for row in self.rows if key in row}.items())
 
     def last(self, metric: str) -> float | None:
         """The value of the last epoch."""
@@ -70,19 +64,31 @@ class Run:
         """The median of the seconds of all epochs after the first."""
         return statistics.median(self.epoch_seconds[1:]) if len(self.epoch_seconds) > 1 else None
 
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing was cached."""
+        return self.last("coverage") == 0
+
+    @property
+    def budget(self) -> str | None:
+        """The budget in the overrides, if there is one."""
+        return next((value for key, value in self.overrides.items() if key.endswith("budget")), None)
+
+    @property
+    def name_without_budget(self) -> str:
+        """The overrides of the name, without that of the budget."""
+        return ", ".join(part for part in self.name.split(", ") if not re.match(r"\S*budget=", part))
+
 
 def write(value: float | None, unit: Unit) -> str:
-    """A value as text: "50 %", "3 MiB", "0.012 s", "4,322"; empty for None."""
+    """A value as text: "50 %", "3 MiB", "12 ms", "4,322"; empty for None."""
     if value is None:
         return ""
     if unit == "%":
         return f"{100 * value:.1f}".removesuffix(".0") + " %"
-    if unit == "bytes":
-        return format_bytes(int(value))
-    digits = f"{value:.2g}" if abs(value) < 10 else f"{value:.1f}".removesuffix(".0")
-    if abs(value) >= 100:
-        digits = f"{value:,.0f}"
-    return f"{digits} s" if unit == "s" else digits
+    if unit == "s":
+        return seconds(value)
+    return format_bytes(int(value))
 
 
 def table(runs: Sequence[Run]) -> dict[str, list[str]]:
@@ -93,32 +99,23 @@ def table(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _figures(run: Run, runs: Sequence[Run]) -> dict[str, str]:
-    before, after = next(iter(run.epoch_seconds), None), run.later_seconds
-    uncached = next((each.later_seconds for each in runs if _is_without_cache(each, run)), None)
-    computes = dict(run.epochs("compute_seconds"))
-    pairs = [(wait, wait + computes.get(epoch, 0.0)) for epoch, wait in run.epochs("data_wait_seconds")]
-    waits = [wait / whole for wait, whole in pairs if whole > 0]
+    first, later = next(iter(run.epoch_seconds), None), run.later_seconds
+    others = [each for each in runs if each.is_off and each.name_without_budget == run.name_without_budget]
+    without = next((each.later_seconds for each in others if each is not run), None)
+    waits = [wait for _, wait in run.epochs("data_wait_seconds")]
     return {
         "epochs": str(len(run.epochs("hits"))),
         "hit rate": write(run.last("hit_rate"), "%"),
-        "at most": write(run.last("coverage"), "%"),
-        "slots filled": write(run.last("fill_fraction"), "%"),
-        "epoch one": write(before, "s"),
-        "later epochs": write(after, "s"),
-        "faster than epoch one": f"{before / after:.1f}x" if before and after else "",
-        "faster than budget=0": f"{uncached / after:.1f}x" if uncached and after else "",
-        "waiting, epoch one": write(waits[0] if waits else None, "%"),
-        "waiting, last epoch": write(waits[-1] if len(waits) > 1 else None, "%"),
+        "share that fits": write(run.last("coverage"), "%"),
+        "filled": write(run.last("fill_fraction"), "%"),
+        "first epoch": write(first, "s"),
+        "waiting": write(waits[0] if waits else None, "s"),
+        "later epochs": write(later, "s"),
+        "waiting, later": write(statistics.median(waits[1:]) if len(waits) > 1 else None, "s"),
+        "speed-up": f"{without / later:.1f}x" if without and later else "",
         "memory": write(run.last("memory_bytes"), "bytes"),
-        "budget": write(run.last("budget_bytes"), "bytes"),
         "val hit rate": write(run.last("val/hit_rate"), "%"),
     }
-
-
-def _is_without_cache(other: Run, run: Run) -> bool:
-    """Whether another run has budget 0 and differs from this run in the budget alone."""
-    names = (re.sub(r"[^, ]*budget=[^, ]*(, )?", "", each.name) for each in (other, run))
-    return other is not run and other.last("coverage") == 0 and len({name.rstrip(", ") for name in names}) == 1
 
 
 def find_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
@@ -142,9 +139,10 @@ def find_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
             logs.setdefault(next(above, log), log)
     homes = sorted(logs, key=_numbered)
     runs, problems = [], []
-    for name, home in zip(_names(homes), homes, strict=True):
+    overrides = [_overrides(home) for home in homes]
+    for name, home, chosen in zip(_names(homes, overrides), homes, overrides, strict=True):
         try:
-            runs.append(Run(name, _read(logs[home])))
+            runs.append(Run(name, _read(logs[home]), chosen))
         except LogError as error:
             problems.append(str(error))
     if not runs:
@@ -167,23 +165,31 @@ def _numbered(home: Path) -> list[int | str]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(home))]
 
 
-def _names(homes: Sequence[Path]) -> list[str]:
-    """A name for each run: its overrides that not all runs have, or its path below the folder of all runs."""
-    overrides = [_overrides(home) for home in homes]
-    common = set.intersection(*map(set, overrides)) if len(homes) > 1 else set()
+def _names(homes: Sequence[Path], overrides: Sequence[Mapping[str, str]]) -> list[str]:
+    """A name for each run: its overrides that most runs do not have, or its path below the folder of all runs."""
+    counts = Counter(override for chosen in overrides for override in chosen.items())
+    usual = {override for override, count in counts.items() if len(homes) > 1 and 2 * count > len(homes)}
     above = Path(os.path.commonpath([home.parent for home in homes]))
     paths = [str(home.relative_to(above)) for home in homes]
-    differing = [", ".join(override for override in listed if override not in common) for listed in overrides]
-    names = [name or path for name, path in zip(differing, paths, strict=True)]
+    names = []
+    for chosen, path in zip(overrides, paths, strict=True):
+        parts = [f"{key}={value}" for key, value in chosen.items() if (key, value) not in usual]
+        parts += [f"without {key}" for key, _ in sorted(usual) if key not in chosen] if chosen else []
+        names.append(", ".join(parts) or path)
     return [name if names.count(name) == 1 else f"{name} ({path})" for name, path in zip(names, paths, strict=True)]
 
 
-def _overrides(home: Path) -> list[str]:
+def _overrides(home: Path) -> dict[str, str]:
+    """The overrides of a run of Hydra, by their keys; none where a killed job has left a broken file."""
     import yaml
 
     path = home / ".hydra" / "overrides.yaml"
-    listed = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
-    return list(map(str, listed or []))  # a killed job may leave an empty file
+    try:
+        listed = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        listed = None
+    pairs = [str(override).lstrip("+").partition("=") for override in listed] if isinstance(listed, list) else []
+    return {key: value for key, _, value in pairs}
 
 
 def _read(folder: Path) -> list[Row]:

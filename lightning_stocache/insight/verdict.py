@@ -1,95 +1,258 @@
-"""The gain of a run's caches, in a few sentences at its end, from the metrics of its epochs alone.
+"""What the caches of a run gave, in a few sentences at its end: what was measured, or what to do next.
 
-Loading that workers hide behind the training step causes no wait, but it takes processor time from the training. So an
-epoch may become shorter by more than it waited, and the sentences give both numbers.
+Seconds are those of the first epoch and the mean of later epochs. There is no factor: the first epoch also stores, so
+only a run with budget=0, or `plan`, is a measure of training without a cache. Advice follows from what later epochs
+still wait for: the start of workers, samples without a slot, or the work after the cache.
 """
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
+from lightning_stocache.growing.rolling_cache import RollingCache
+from lightning_stocache.insight.metrics import seconds
+from lightning_stocache.insight.tallies import coverage, samples_of
+from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
+from lightning_stocache.loading.loader_tree import cached_in_leaves, leaves_in
 from lightning_stocache.node.budget import format_bytes
+from lightning_stocache.node.named import clean_command
+from lightning_stocache.setup.allocation import largest_grant
+from lightning_stocache.source.encoded import EncodedSource, access_to
+from lightning_stocache.source.transform_split import Tail
 
-__all__ = ["verdict"]
+__all__ = ["Caches", "epoch_line", "verdict"]
 
 Epoch = Mapping[str, float]
 
 _MATTERS = 0.05  # below this share of an epoch a difference is noise
+_NOISE = 0.1  # seconds of waiting in an epoch, of which nothing is said
 
 
-def verdict(epochs: Sequence[Epoch], samples: int, *, off: bool = False, setup_fills: int = 0) -> list[str]:
-    """Sentences on the coverage, on the gain, and on what to do if the gain was small.
+@dataclass(frozen=True)
+class Caches:
+    """What is to be known about the caches of a training beside its metrics."""
+
+    samples: int  # that training draws
+    stored: int | None = None  # samples of these that lie in the cache; None if other nodes have a part of them
+    disk_bytes: int = 0
+    setup_fills: int = 0  # samples that set-up has stored
+    is_off: bool = False  # by the user
+    way_out: str = ""  # what would cache the samples that have no slot
+    starts_workers: bool = False  # each epoch starts new workers
+    has_workers: bool = False
+    after_cache: str = ""  # the work on each sample after the cache
+    pool_reads: tuple[int, int] | None = None  # samples that a rolling cache has loaded, and its source has
+
+    @classmethod
+    def behind(cls, loaders: Any, others: Any = None) -> Caches:
+        """The caches behind training loaders; `others` are loaders whose caches may share their budget."""
+        datasets, leaves = cached_in_leaves(loaders), list(leaves_in(loaders))
+        cached = [dataset for dataset in datasets if isinstance(dataset, CachedDataset)]
+        stores = [dataset.cache for dataset in datasets if dataset.cache is not None]
+        counters = [dataset.counters for dataset in datasets if dataset.counters is not None]
+        busy = [leaf for leaf in leaves if getattr(leaf, "num_workers", 0)]
+        is_whole = not cached or len(cached[0].group.nodes) == 1
+        short = [dataset for dataset in cached if dataset.cache is not None and coverage([dataset]) < 1]
+        pools = [leaf.dataset for leaf in leaves if isinstance(getattr(leaf, "dataset", None), RollingCache)]
+        pool_reads = None
+        if len(pools) == 1 and hasattr(pools[0].source, "__len__"):
+            pool_reads = pools[0].stats().appended, len(pools[0].source)
+        all_datasets = cached_in_leaves([loaders, others])
+        # A set for which others have left nothing has a budget of 0, too.
+        budgets = [
+            cached_source(each).opened.request.budget
+            for each in all_datasets
+            if isinstance(each, CachedDataset)
+            and (each in cached or any(_shares_budget(each, dataset) for dataset in cached))
+        ]
+        return cls(
+            samples=sum(map(samples_of, datasets)),
+            stored=sum(store.filled for store in stores) if is_whole else None,
+            disk_bytes=sum(store.disk_bytes for store in stores),
+            setup_fills=sum(counted.totals().setup_fills for counted in counters),
+            is_off=bool(budgets) and all(budget.off for budget in budgets),
+            way_out=_way_out(short[0], all_datasets) if short else "",
+            starts_workers=any(not leaf.persistent_workers for leaf in busy),
+            has_workers=bool(busy),
+            after_cache=next(filter(None, map(_after_cache, leaves)), ""),
+            pool_reads=pool_reads,
+        )
+
+
+def _after_cache(leaf: Any) -> str:
+    """The names of what runs on each sample that a loader reads from its cache."""
+    dataset = cached_in(getattr(leaf, "dataset", None))
+    if dataset is None:
+        return ""
+    cached = cached_source(dataset)
+    decoding = "decoding of files" if isinstance(cached.opened.source, EncodedSource) else ""
+    tail, transform = cached.opened.tail, cached.transform
+    split = str(tail) if isinstance(tail, Tail) else ""
+    own = "" if transform is None else getattr(transform, "__name__", type(transform).__name__)
+    return ", ".join(filter(None, (decoding, split, own)))
+
+
+def _way_out(dataset: CachedDataset, all_datasets: Sequence[Any]) -> str:
+    """The budget that holds all samples, of the sets that share it, too; or how to live with less memory."""
+    opened, group = cached_source(dataset).opened, dataset.group
+    request = opened.request
+    sets = [dataset, *(each for each in all_datasets if each.cache is not None and _shares_budget(each, dataset))]
+    bytes_of = {id(each): _whole_bytes(each) for each in sets}
+    evaluation = sum(bytes_of[id(each)] for each in sets if each is not dataset)
+    # A validation set that opens first takes at most half.
+    enough = math.ceil(max(sum(bytes_of.values()), 2 * evaluation) / len(group.nodes))
+    in_use = sum(each.cache.memory_bytes + each.cache.disk_bytes for each in sets if each.cache is not None)
+    if request.dir is None:
+        room = largest_grant(dataset.cache.codec, request.reader, len(group.members))[0]  # type: ignore[union-attr]
+        limit, elsewhere = "memory", "dir= puts the cache on a disk"
+    else:
+        limit, elsewhere, room = "the disk", "", 0
+        with suppress(OSError):  # the directory was removed
+            room = int(0.99 * shutil.disk_usage(request.dir).free)
+    if enough > room + in_use:
+        has_files = not isinstance(opened.source, EncodedSource) and access_to(request.source) is not None
+        files = 'store="encoded" keeps files, which are smaller' if has_files else ""
+        return f"{limit} is the limit: {', '.join(filter(None, (elsewhere, files))) or 'nothing more fits'}"
+    # Rounded up, as it is written.
+    unit = 2 ** (10 * max((enough.bit_length() - 1) // 10, 1))
+    written = format_bytes(math.ceil(10 * enough / unit) * unit // 10)
+    with_val = ", with the other sets that share it" if len(sets) > 1 else ""
+    where = " on each node" if len(group.nodes) > 1 else ""
+    sentence = f"a budget of {written}{where} would hold every sample{with_val}"
+    if request.name is None:
+        return sentence
+    return f"{sentence}. A cache with a name keeps its size: first {clean_command(request.name, request.dir)}"
+
+
+def _shares_budget(other: Any, dataset: CachedDataset) -> bool:
+    """Whether another set of a Trainer's call draws on the budget of a set."""
+    if other is dataset or not isinstance(other, CachedDataset):
+        return False
+    requests = [cached_source(each).opened.request for each in (other, dataset)]
+    return requests[0].pot == requests[1].pot and all(request.reader is not None for request in requests)
+
+
+def _whole_bytes(dataset: CachedDataset) -> int:
+    """The bytes that hold all samples of a dataset: of records, by what those stored take, if that is more."""
+    cache = dataset.cache
+    assert cache is not None
+    stored = (cache.memory_bytes + cache.disk_bytes) / max(cache.filled, 1)
+    return math.ceil(samples_of(dataset) * max(int(cache.codec.most_slot_bytes), stored))
+
+
+def epoch_line(number: int, epoch: Epoch, *, is_stream: bool = False) -> str:
+    """The line about an epoch that has ended. Nobody knows how much of a stream is stored before it has ended."""
+    if not epoch["coverage"] and not epoch["hits"]:
+        return f"epoch {number}: nothing cached, {_took(epoch)}"
+    filled = "" if is_stream else f", {100 * epoch['fill_fraction']:.0f} % filled"
+    return f"epoch {number}: {100 * epoch['hit_rate']:.0f} % from the cache{filled}, {_took(epoch)}"
+
+
+def verdict(epochs: Sequence[Epoch], caches: Caches) -> list[str]:
+    """Sentences on what is cached, on the seconds of the epochs, and on what to do if little was gained.
 
     Args:
-        epochs: the metrics of every training epoch, by the names in the metric keys.
-        samples: samples in the training set.
-        off: the user has switched the cache off.
-        setup_fills: samples of the training set that set-up has stored.
+        epochs: the metrics of every training epoch, by the names in the metric keys; with `start_seconds`, for which
+            the training waited before the epoch's first batch.
+        caches: the caches.
     """
-    if off:
-        return ["the cache is off (budget=0)"]
     first, last = epochs[0], epochs[-1]
+    if caches.is_off and not any(epoch["coverage"] for epoch in epochs):
+        return [f"the cache is off (budget=0): {_times(epochs)}"]
     if "rolling/resident" in last:
-        return [
-            f"{last['rolling/resident']:,.0f} samples are in the rolling cache; training read each loaded sample "
-            f"{last['rolling/times_seen']:.1f} times on average"
-        ]
-    served = ", ".join([f"{100 * epoch['hit_rate']:.0f}" for epoch in epochs[:8]] + ["..."] * (len(epochs) > 8))
+        return _of_pool(last, caches)
     if not last["coverage"]:
-        if any(epoch["coverage"] for epoch in epochs):
-            return [f"nothing is cached any more: the warnings above say why; hit rate per epoch: {served} %"]
-        return ["nothing was cached: the warnings above say why"]
-    memory, filled = int(last["memory_bytes"]), 100 * last["fill_fraction"]
-    used = f", {format_bytes(memory)} in use" if memory else ""  # a cache on a disk uses no memory
-    cached = "are cached" if filled > 99.5 else f"have a slot, {filled:.0f} % of the slots are filled"
-    sentences = [
-        f"{100 * last['coverage']:.0f} % of {samples:,} samples {cached}{used}; hit rate per epoch: {served} %"
-    ]
+        was_cached = any(epoch["coverage"] for epoch in epochs)
+        return [f"nothing {'is cached any more' if was_cached else 'was cached'}: the warnings above say why"]
+    sentences = [_cached(last, caches), _times(epochs)]
     if last["coverage"] < first["coverage"] and _served(last) > _served(first):
-        return [
-            *sentences,
-            "the dataset has grown, and what is new has no slot. For data that grows there is RollingCache",
-        ]
-    # Epoch one also hits samples that set-up has stored, and samples that its sampler draws several times.
-    ready_before = first["fill_fraction"] * first["coverage"] * samples - first.get("fills", 0) - setup_fills
-    mostly_hit = first["hits"] > first["misses"] + first["bypasses"]
-    if mostly_hit and ready_before >= 1:  # a named or kept cache, or one that other jobs have filled
-        warm = "epoch one came from the cache already: this run does not tell how long training waits without it"
-        return [*sentences, warm]
+        return [*sentences, "the dataset has grown, and what is new has no slot: for data that grows: RollingCache"]
+    # The first epoch also hits what set-up has stored, and samples that its sampler draws several times.
+    ready_before = first["fill_fraction"] * first["coverage"] * caches.samples
+    ready_before -= first.get("fills", 0) + caches.setup_fills
+    if first["hits"] > first["misses"] + first["bypasses"] and ready_before >= 1:
+        return [*sentences, "the first epoch came from the cache already: compare with a run with budget=0"]
     if len(epochs) == 1:
         return [*sentences, "a cache helps from the second epoch on; this run had one"]
-    return [*sentences, *_gain(epochs)]
+    advice = _advice(first, _mean(epochs[1:]), caches)
+    return [*sentences, advice] if advice else sentences
 
 
-def _gain(epochs: Sequence[Epoch]) -> list[str]:
-    """The seconds of epoch one and of later epochs, and advice, for a run that began with an empty cache."""
-    first, last, sentences = epochs[0], epochs[-1], []
-    before, after = _seconds(first), fmean(map(_seconds, epochs[1:]))
-    waits = [epoch["data_wait_seconds"] for epoch in epochs if "data_wait_seconds" in epoch]
-    known = len(waits) == len(epochs)
-    shorter = before - after > _MATTERS * before
-    if known and waits[0] - fmean(waits[1:]) > _MATTERS * before:
-        sentences.append(
-            f"epoch one took {before:,.1f} s and waited {waits[0]:,.1f} s for data; later epochs took {after:,.1f} s "
-            f"and waited {fmean(waits[1:]):,.1f} s each"
+def _advice(first: Epoch, later: Epoch, caches: Caches) -> str:
+    """What to do next, or why nothing was gained; empty if all that could be gained was."""
+    before, after = first.get("epoch_seconds", 0.0), later.get("epoch_seconds", 0.0)
+    waited, waits = first.get("data_wait_seconds", math.nan), later.get("data_wait_seconds", math.nan)
+    has_gained = max(before - after, waited - waits) > _MATTERS * before
+    still_waits = waits > max(_MATTERS * after, _NOISE)
+    hits_all = later["hit_rate"] > 1 - _MATTERS
+    start = later.get("start_seconds", 0.0)
+    if still_waits and caches.starts_workers and start > waits / 2:
+        return (
+            f"later epochs wait {seconds(waits)}, of which {seconds(start)} for their first batch: "
+            "persistent_workers=True keeps the workers"
         )
-    elif shorter:
-        sentences.append(f"epoch one took {before:,.1f} s, later epochs {after:,.1f} s each")
-    loaded = (first["misses"] + first["bypasses"]) / max(_served(first), 1)
-    if known and not shorter and waits[0] < _MATTERS * before * loaded:
-        sentences.append("training hardly waited for data even in its first epoch: a cache cannot make it faster")
-    elif last["coverage"] < 1 and last["budget_bytes"]:
-        whole = int(last["budget_bytes"] / last["coverage"])
-        together = ", over all nodes," if "node0/hit_rate" in last else ""
-        sentences.append(f"a budget of {format_bytes(whole)}{together} would hold every sample")
+    if caches.way_out and (still_waits or math.isnan(waits)):
+        return caches.way_out
+    if still_waits and caches.after_cache and hits_all:
+        way_out = "v2 on uint8 tensors is faster, or augment on the device"
+        if caches.after_cache.startswith("decoding"):
+            way_out = 'store="decoded" decodes once, and takes more memory'
+        return f"later epochs wait for what runs after the cache ({caches.after_cache}): {way_out}"
+    if has_gained:
+        lighter = first.get("compute_seconds", 0.0) - later.get("compute_seconds", 0.0)
+        if caches.has_workers and lighter > _MATTERS * before:
+            return f"later steps took {seconds(lighter)} less, too: no loading beside them, no warm-up"
+        return ""
+    if waited < _MATTERS * before * (1 - first["hit_rate"]):
+        return "training hardly waited for data in its first epoch: a cache gains little here"
+    is_slow = still_waits and hits_all
+    return "nothing was gained: batches from the cache take as long as loaded ones" if is_slow else ""
+
+
+def _of_pool(last: Epoch, caches: Caches) -> list[str]:
+    sentences = [
+        f"{last['rolling/resident']:,.0f} samples are in the rolling cache; training read each loaded sample "
+        f"{last['rolling/times_seen']:.1f} times on average"
+    ]
+    if caches.pool_reads is not None and caches.pool_reads[0] < caches.pool_reads[1]:
+        read, there = caches.pool_reads
+        sentences.append(f"only {read:,} of the source's {there:,} samples came in: train longer, or max_steps=")
     return sentences
+
+
+def _cached(last: Epoch, caches: Caches) -> str:
+    """The samples that lie in the cache, and their bytes."""
+    room = round(last["coverage"] * caches.samples)
+    stored = round(room * last["fill_fraction"]) if caches.stored is None else caches.stored
+    on_disk = f"{format_bytes(caches.disk_bytes)} on the disk" if caches.disk_bytes else ""
+    size = on_disk or format_bytes(int(last["memory_bytes"]))
+    if stored >= caches.samples:
+        return f"all {caches.samples:,} samples are cached ({size})"
+    rest = f"; there is room for {room:,}" if stored < (1 - _MATTERS) * room else ""
+    return f"{stored:,} of {caches.samples:,} samples are cached ({size}){rest}"
+
+
+def _times(epochs: Sequence[Epoch]) -> str:
+    """The seconds of the first epoch and of later ones, as they were measured."""
+    later = f", later {_took(_mean(epochs[1:]))}" if len(epochs) > 1 else ""
+    return f"first epoch {_took(epochs[0])}{later}"
+
+
+def _took(epoch: Epoch) -> str:
+    waiting = f" ({seconds(epoch['data_wait_seconds'])} waiting)" if "data_wait_seconds" in epoch else ""
+    return f"{seconds(epoch.get('epoch_seconds', 0.0))}{waiting}"
+
+
+def _mean(epochs: Sequence[Epoch]) -> dict[str, float]:
+    """The mean of each metric that all epochs have."""
+    return {name: fmean(epoch[name] for epoch in epochs) for name in epochs[0] if all(name in e for e in epochs)}
 
 
 def _served(epoch: Epoch) -> float:
     return epoch["hits"] + epoch["misses"] + epoch["bypasses"]
-
-
-def _seconds(epoch: Epoch) -> float:
-    """Seconds of an epoch's training; 0 if they were not logged."""
-    return epoch.get("epoch_seconds", 0.0)

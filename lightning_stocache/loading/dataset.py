@@ -129,7 +129,7 @@ class CachedDataset(Cached):
         defer: open nothing yet; samples pass through until `share` is called.
         name: the name under which the cache stays in memory when the job ends: the next job starts warm, and jobs that
             run at the same time share it. It lies in /dev/shm; the first job decides how much is cached, and
-            `python -m lightning_stocache clean NAME` removes it.
+            `stocache clean NAME` removes it.
         fingerprint: your version of the data. It must be equal in all jobs of this name. Samples are compared, too,
             except with `freeze_random`, where only the fingerprint tells one dataset from another.
         strict: raise an error if samples cannot be cached or there is no memory; else samples pass through uncached,

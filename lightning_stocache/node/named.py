@@ -196,10 +196,10 @@ def clean_command(name: str = "", directory: str | None = None) -> str:
 
     Example:
         >>> clean_command("photos", "/local/nvme")
-        'python -m lightning_stocache clean photos --dir /local/nvme'
+        'stocache clean photos --dir /local/nvme'
     """
     where = "" if directory is None else f"--dir {shlex.quote(printable(directory))}"
-    return " ".join(filter(None, ["python -m lightning_stocache clean", name, where]))
+    return " ".join(filter(None, ["stocache clean", name, where]))
 
 
 def _publish(path: str, size: int, manifest: Manifest, directory: str | None) -> Segment | None:

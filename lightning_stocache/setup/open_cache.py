@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import Store
-from lightning_stocache.console import PREFIX, is_heard
+from lightning_stocache.console import say
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.group import NodeGroup, job_ranks
 from lightning_stocache.node.named import clean_command
@@ -119,6 +118,8 @@ class OpenCache:
         if self.request.as_stream:
             return f"{self.request.title}: a stream, stored as it passes, in at most {format_bytes(self.budget_bytes)}"
         name, samples, cache, group = type(source).__name__, f"{len(source):,}", self.live_cache, self.group
+        if self.request.reader is not None and self.request.reader.stage:
+            name += f" ({self.request.reader.stage})"
         if cache is None:
             return f"{name}: {samples} samples, not cached"
         if self.request.domain is not None:
@@ -127,26 +128,23 @@ class OpenCache:
         if len(group.nodes) > 1:
             where = f" on node{group.node} (ranks {', '.join(map(str, group.nodes[group.node]))})"
             arc = "" if self.ring is None else f" in an arc that starts at {self.ring.arcs[group.node].start:,}"
-        on_disk = self.request.dir is not None
-        used = f"{format_bytes(cache.disk_bytes)} on the disk" if on_disk else format_bytes(cache.memory_bytes)
         about = "about " if isinstance(cache.codec, RecordCodec) and cache.capacity < self.request.samples else ""
+        room = "all" if cache.capacity == self.request.samples else f"{about}{cache.capacity:,} of"
+        size = format_bytes(self.budget_bytes)
+        if self.request.dir is not None:
+            size += " on the disk" + (", until the job ends (name= keeps it)" if self.request.name is None else "")
+        earlier = cache.filled - (0 if self.counters is None else self.counters.totals().setup_fills)
+        ready = f", {earlier:,} stored already" if self.request.name is not None and earlier > 0 else ""
         after = f"; after the cache: {self.tail}" if isinstance(self.tail, Tail) else ""
-        return (
-            f"{name}{where}: {about}{cache.capacity:,} of {samples} samples have a slot{arc}, {cache.filled:,} are "
-            f"filled, {used} in use of {format_bytes(self.budget_bytes)}{after}"
-        )
+        return f"{name}{where}: room for {room} {samples} samples{arc}, {size}{ready}{after}"
 
     def tell(self) -> None:
-        """Describe the cache once per node: in the log, or on stderr if the script has not set up logging.
+        """Describe the cache once per node, in a line for people.
 
         In a job of several ranks, a cache of one rank is not described, because `share` replaces it.
         """
-        if not self.group.is_leader or self.cache is None or self.group.world < job_ranks()[0]:
-            return
-        if is_heard():
-            log.info(self.describe())
-        else:
-            sys.stderr.write(f"{PREFIX}{self.describe()}\n")
+        if self.group.is_leader and self.cache is not None and self.group.world >= job_ranks()[0]:
+            say(f"caching {self.describe()}")
 
     def close(self) -> None:
         """Close cache and counters in this process; a cache with a name stays for the next job."""

@@ -47,7 +47,7 @@ class CacheOptions:
             samples, drawn now or later.
         name: caches with a name stay in memory when the job ends, so that the next job starts warm. Jobs that run at
             the same time share them. The n-th dataset of a stage is cached under `<name>-<stage><n>`. The caches lie in
-            /dev/shm until `python -m lightning_stocache clean NAME`.
+            /dev/shm until `stocache clean NAME`.
         fingerprint: a version of the data. A cache with the same name and another fingerprint is left alone.
         strict: raise an error if a loader cannot be cached or memory is missing; else samples pass through uncached,
             with one warning.

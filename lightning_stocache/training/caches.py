@@ -153,6 +153,7 @@ class CallCaches:
 
     def __init__(self, options: CacheOptions) -> None:
         self.options = options
+        self.verbose = True  # whether each cache that opens is described in a line
         self._open: list[_Open] = []
         self._group = NodeGroup()
         self._train_to_come = False
@@ -173,6 +174,11 @@ class CallCaches:
     def has_slots(self) -> bool:
         """Whether a sample has a slot, on any node."""
         return any(coverage([opened.dataset]) > 0 for opened in self._open)
+
+    @property
+    def datasets(self) -> list[Any]:
+        """The cached datasets and streams that are open."""
+        return [opened.dataset for opened in self._open]
 
     def __contains__(self, source: Dataset[Any]) -> bool:
         return any(opened.source is source for opened in self._open)
@@ -294,7 +300,7 @@ class CallCaches:
             if smaller is not None:
                 opened = smaller.replaced_by(opened, self._group)
             self._open.append(opened)
-            if opened is not smaller:
+            if opened is not smaller and self.verbose:
                 cache.tell()
 
     def _replace_sources(self, requests: Sequence[CacheRequest]) -> None:

@@ -55,7 +55,7 @@ class StochasticCache(Callback):
     The arguments are the options of `CacheOptions`, and
 
     Args:
-        verbose: print a line per epoch, one when the cache is full, and a verdict on the caches at the end of training.
+        verbose: print a line per cache and per epoch, and at the end of training what the caches gave.
 
     Raises:
         ValueError: an option cannot be read.
@@ -101,6 +101,7 @@ class StochasticCache(Callback):
             streams=streams,
         )
         self.caches = CallCaches(options)
+        self.caches.verbose = verbose
         self.verbose = verbose
         self._calls: dict[int, _Call] = {}  # by the Trainer's id: a fit may validate by another Trainer
 

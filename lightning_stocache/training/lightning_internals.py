@@ -5,7 +5,6 @@
 - `epoch_loop._on_before_fetch`, `_on_after_fetch`: the loop calls them before and after it asks for a batch.
 - `epoch_loop._batches_that_stepped`: the number under which Lightning logs the values of a step, and
   `_should_accumulate`: whether the step goes on with the next batch.
-- The logger of `rank_zero_info`.
 
 If a version of Lightning lacks a name, the feature that needs it is off, with one warning.
 """
@@ -16,19 +15,19 @@ import logging
 from functools import cache
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_stocache.console import PREFIX, above_bars
+from lightning_stocache import console
 
 __all__ = ["data_sources", "leaves_samplers_alone", "logged_step", "say", "step_calls", "step_under_way", "warn"]
 
 log = logging.getLogger(__name__)
 
 
+@rank_zero_only
 def say(text: str) -> None:
-    """Log a line on rank zero, above the progress bar."""
-    with above_bars("lightning.pytorch.utilities.rank_zero"):
-        rank_zero_info(f"{PREFIX}{text}")
+    """Log a line for people on rank zero, above the progress bar."""
+    console.say(text)
 
 
 @rank_zero_only

@@ -28,14 +28,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_stocache.insight.dashboards import hyperparameters, log_hyperparameters
 from lightning_stocache.insight.metrics import PREFIXES, Tally
-from lightning_stocache.insight.tallies import Tallies, began_at, samples_of
-from lightning_stocache.insight.verdict import verdict
-from lightning_stocache.loading.dataset import CachedDataset, cached_source
-from lightning_stocache.loading.loader_tree import cached_in_leaves
+from lightning_stocache.insight.tallies import Tallies, began_at
+from lightning_stocache.insight.verdict import Caches, epoch_line, verdict
+from lightning_stocache.loading.loader_tree import cached_in_leaves, is_stream
 from lightning_stocache.setup.request import check_flag
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.lightning_internals import logged_step, say, step_under_way, warn
-from lightning_stocache.training.loaders import running_datasets, running_loaders
+from lightning_stocache.training.loaders import running_loaders
 from lightning_stocache.training.progress import Progress, log_every
 
 __all__ = ["CacheMonitor", "log_epoch", "moment"]
@@ -60,7 +59,7 @@ class CacheMonitor(Callback):
       known which indices are drawn, the share of those.
     - `hits`, `misses`, `bypasses`: samples of this epoch, over all ranks.
     - `fills`: samples stored meanwhile, by any process. Samples that set-up has stored (at most 32 samples, and 64 MiB,
-      of each dataset) are no fills of an epoch; epoch one hits them.
+      of each dataset) are no fills of an epoch; the first epoch hits them.
     - `bytes_from_cache`, `bytes_from_source`: bytes read meanwhile, also ahead of the trainer. Without a cache the
       latter is left out, because the size of a sample is unknown then.
     - `source_seconds`, `fill_seconds`, `gather_seconds`: the parts of loading: seconds in the source, seconds of
@@ -97,7 +96,7 @@ class CacheMonitor(Callback):
         per_node: log the values of each node, if there are several.
         hyperparameters: log the granted memory and the decisions as hyperparameters.
         progress_bar: show the cache in the Trainer's progress bar.
-        verbose: print a line per epoch, one when the cache is full, and a verdict on the caches at the end of training.
+        verbose: print a line per epoch, and at the end of training what the caches gave.
 
     Raises:
         ValueError: an option is neither true nor false.
@@ -130,11 +129,12 @@ class CacheMonitor(Callback):
         self.live, self.per_node, self.hyperparameters = live, per_node, hyperparameters
         self.progress_bar, self.verbose = progress_bar, verbose
         self._is_first = True  # of several monitors
-        self._tallies, self._progress = Tallies(), Progress(verbose=verbose)
+        self._tallies, self._progress = Tallies(), Progress()
         self._epochs: list[dict[str, float]] = []
         # Moments, in seconds: of Lightning's hook, the begin of the epoch, of the latest validation, the end of a step
         self._opened_at = self._begun_at = self._paused_at = self._step_ended_at = 0.0
         self._paused = 0.0  # seconds of the validations in this epoch
+        self._start_seconds = 0.0  # of waiting for this epoch's first batch
         self._has_steps = False  # whether this epoch has begun a batch
         self._live_every, self._live_step = 0, -1  # steps between two live values; 0: none are logged
 
@@ -169,16 +169,9 @@ class CacheMonitor(Callback):
                 warn(f"{type(logger).__name__} does not take the cache's hyperparameters: {error}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the verdict on the caches."""
-        if self._epochs and self.verbose:
-            datasets = running_datasets(trainer, "train")
-            cached = [cached_source(dataset) for dataset in datasets if isinstance(dataset, CachedDataset)]
-            off = len(cached) == len(datasets) and all(source.opened.request.budget.off for source in cached)
-            was_cached = any(epoch["coverage"] for epoch in self._epochs)
-            counters = [dataset.counters for dataset in datasets if dataset.counters is not None]
-            setup_fills = sum(counted.totals().setup_fills for counted in counters)
-            samples = sum(map(samples_of, datasets))
-            for sentence in verdict(self._epochs, samples, off=off and not was_cached, setup_fills=setup_fills):
+        """Print what the caches gave."""
+        if self._epochs and self.verbose and trainer.is_global_zero:
+            for sentence in verdict(self._epochs, Caches.behind(trainer.train_dataloader, trainer.val_dataloaders)):
                 say(sentence)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -192,6 +185,7 @@ class CacheMonitor(Callback):
         if not self._has_steps:
             self._has_steps, self._paused = True, 0.0
             self._begun_at = min(self._opened_at, began_at(loaders))
+            self._start_seconds = self._tallies.seconds("train", loaders)[0]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -209,12 +203,10 @@ class CacheMonitor(Callback):
         """Log the epoch's values."""
         metrics = self._epoch_end(trainer, "train")
         if metrics and self.verbose:
-            say(
-                f"epoch {trainer.current_epoch}: hit rate {100 * metrics['hit_rate']:.1f} %, "
-                f"fill {100 * metrics['fill_fraction']:.1f} %, {metrics['epoch_seconds']:.1f} s"
-            )
+            has_stream = any(map(is_stream, cached_in_leaves(trainer.train_dataloader)))
+            say(epoch_line(trainer.current_epoch, metrics, is_stream=has_stream))
         if metrics:
-            self._epochs.append(metrics)
+            self._epochs.append(metrics | {"start_seconds": self._start_seconds})
         if self._is_first:
             self._progress.end_epoch(trainer, metrics, shows=self.progress_bar)
 
@@ -257,7 +249,7 @@ class CacheMonitor(Callback):
         """Forget the caches of the call."""
         self._tallies.end()
         self._tallies, self._live_step = Tallies(), -1
-        self._progress = Progress(verbose=self.verbose)
+        self._progress = Progress()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End the call: Lightning skips `teardown` after an exception."""

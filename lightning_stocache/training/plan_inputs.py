@@ -142,7 +142,7 @@ def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Sprea
     if steps < 1:
         raise PlanError(f"the model ended training after {len(asked)} batches: its step cannot be measured")
     size = max(steps // _ROUNDS, 1)
-    return Spread.of([(end - begin) / size for begin, end in pairwise(counted[::size])])
+    return Spread.across([(end - begin) / size for begin, end in pairwise(counted[::size])])
 
 
 def world(trainer: Mapping[str, Any]) -> tuple[int, int]:

@@ -135,7 +135,7 @@ def test_a_file_of_other_data_or_kind_is_left_alone(on_disk, tmp_path, caplog):
         path = pool_path.with_name(f"{prefix()}{name}")
         path.write_bytes(content)
         path.chmod(0o600)
-    command, other = "python -m lightning_stocache clean", Numbers(make=lambda index: (row(index)[0] ^ 1, index))
+    command, other = "stocache clean", Numbers(make=lambda index: (row(index)[0] ^ 1, index))
     for source, options, words in (
         (other, {}, rf"sample \d+ of the cache 'pool' is another one.\n.*{command} pool --dir"),
         (Numbers(length=LENGTH + 1), {}, f"'pool' holds something else than .* {command} pool --dir"),

@@ -16,7 +16,8 @@ from lightning_stocache.cache.store import Store
 from lightning_stocache.insight import doctor
 from lightning_stocache.insight.doctor import Finding, as_text, examine, shared_memory
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.node.open_files import open_files
+from lightning_stocache.node.free import FreeMemory
+from lightning_stocache.node.open_files import Promised, open_files
 from lightning_stocache.node.segment import Segment
 from tests.jobs import refused, said, write_files
 from tests.sources import CountedSource
@@ -91,13 +92,13 @@ def test_the_verdict_comes_first_then_what_is_to_be_mended(monkeypatch, capsys):
     """Each fix stands below what it mends, then comes everything else; lines fit a terminal, options are not cut."""
     with closing(Segment.create(8 * MIB)):
         text = said(capsys, "doctor")
-    text += as_text([Finding("a cache", "may."), shared_memory(64 * MIB, 60 * MIB, 32 * GIB)])
+    text += as_text([Finding("Room for a cache", "much."), shared_memory(64 * MIB, 60 * MIB, 32 * GIB)])
     assert max(map(len, text.splitlines())) <= 80
     assert "--shm-size=16g" in text
-    findings = [Finding("a cache", "may take 1 GiB."), Finding("a", "good."), Finding("b", "bad.", "mend it")]
+    findings = [Finding("Room for a cache", "1 GiB."), Finding("a", "good."), Finding("b", "bad.", "mend it")]
     monkeypatch.setattr(doctor, "examine", lambda directories: findings)
     assert said(capsys, "doctor") == (
-        "a cache may take 1 GiB.\n\n1 to mend\n  b: bad.\n      fix: mend it\n\ndetails\n  a: good.\n"
+        "Room for a cache: 1 GiB.\n\n1 to mend\n  b: bad.\n      fix: mend it\n\ndetails\n  a: good.\n"
     )
 
 
@@ -137,7 +138,8 @@ def test_the_node_of_each_cache_is_told():
         expected = f"{cache.filled} of 40 slots filled (node 1 of 2)"
     assert f"of Photos (100 samples), {expected}: {os.getpid()}" in words
     assert "of a dataset without a name, 0 of 9 slots filled: " in words
-    assert f"of counters or batches of a cache: {os.getpid()}" in words
+    assert re.search(rf"of counters or batches of a cache: [^(]*\b{os.getpid()}\b", words)
+    assert words.count("of counters or batches of a cache: ") == 1
 
 
 @pytest.mark.processes
@@ -145,9 +147,41 @@ def test_the_verdict_is_what_a_cache_gets(small_shm):
     """With Docker's 64 MiB of /dev/shm a cache takes a memfd, and the doctor says so; one with a name does not."""
     words, slots, named_slots = small_shm(verdict_and_caches)
     assert "It lies in a memfd, because /dev/shm has less room" in words
-    granted, named = re.fullmatch(r"may take (.*?) here, limited by (?!/dev/shm).* may take (.*)\.", words).groups()
+    found = re.fullmatch(r"(\S+ \S+) \(limit: (?!/dev/shm).* may take (\S+ \S+) \(limit: /dev/shm\)\.", words)
+    granted, named = found.groups()
     assert slots * MIB == 140 * MIB < bytes_of(granted)
     assert 0 <= bytes_of(named) - named_slots * MIB <= MIB
+
+
+def test_promises_to_other_jobs_are_named_as_the_limit(monkeypatch):
+    """What their caches may still take is the reason, where it is: of the memory, or of /dev/shm."""
+    for promised, words in (
+        (Promised(3 * GIB, 3 * GIB, 0), "limit: free RAM, of which caches of other jobs may take 3 GiB)"),
+        (Promised(0, 0, 5 * GIB), "limit: /dev/shm, of which caches of other jobs may take 5 GiB)"),
+        (Promised(), "limit: free RAM)"),
+    ):
+        free = FreeMemory(9 * GIB, 8 * GIB, None, "/dev/shm", promised=promised)
+        with monkeypatch.context() as patch:
+            patch.setattr(FreeMemory, "measure", lambda directory, *_, free=free: free)
+            patch.setattr(doctor, "largest_grant", lambda *_, **__: (GIB, None))
+            assert words in doctor.examine()[0].words
+
+
+@pytest.mark.parametrize(
+    ("directory", "words", "fix"),
+    [
+        ("{0}/none", "does not exist", "mkdir -p "),
+        ("{0}/file", "is no directory", "give a directory"),
+        ("", "is no directory", "give a directory"),
+        ("/proc", "cannot hold a cache: its filesystem", "give a directory"),
+    ],
+)
+def test_a_directory_that_holds_no_cache_has_a_fix_that_helps(tmp_path, directory, words, fix):
+    """A file cannot be made a directory, nor a filesystem of the kernel another one."""
+    (tmp_path / "file").write_text("")
+    [found] = [each for each in examine(directories=[directory.format(tmp_path)]) if each.topic.startswith("disk")]
+    assert words in found.words
+    assert found.fix.startswith(fix)
 
 
 def verdict_and_caches():

@@ -1,7 +1,7 @@
 """The caches with a name, told to people: by job, in a line each."""
 
 from lightning_stocache.cache.layout import Contents
-from lightning_stocache.insight.inventory import describe, of_job
+from lightning_stocache.insight.inventory import describe, of_jobs
 from lightning_stocache.node.files import Geometry, Manifest
 from lightning_stocache.node.named import NamedSegment
 from lightning_stocache.node.open_files import Process
@@ -23,7 +23,12 @@ def test_a_job_is_known_by_the_name_that_it_was_given() -> None:
         "photos-": [],
     }
     for name, caches in meant.items():
-        assert [found.name for found in of_job(name, map(segment, there))] == caches
+        assert [found.name for found in of_jobs([name], map(segment, there))] == caches
+    assert [found.name for found in of_jobs(["photos-256", "photos-train0"], map(segment, there))] == [
+        "photos-train0",
+        "photos-256-test1",
+    ]
+    assert len(of_jobs([], map(segment, there))) == len(there)
 
 
 def test_a_line_names_the_users_and_the_damage() -> None:

@@ -21,7 +21,7 @@ def test_all_paces_are_measured(samples, batch_size, workers):
     paces = measure(Data(source, batch_size, workers), seconds=QUICK)
     assert paces.codec is not None
     assert paces.codec.nbytes == 4000
-    for spread in (paces.uncached, paces.missed, paces.hit):
+    for spread in (paces.plain, paces.stored, paces.hit):
         assert 0 < spread.low < spread.high
         assert spread.deviation > 0
 
@@ -40,7 +40,7 @@ def test_paces_are_what_the_clock_says(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "perf_counter_ns", lambda: int(takes(1e-6, now) * 1e9))
     source = Made(lambda index: takes(0.25, torch.tensor([index])), 1000, tmp_path / "loads")
     paces = measure(Data(source, 4, transform=lambda sample: takes(0.125, sample)), seconds=QUICK)
-    for spread, seconds in ((paces.uncached, 0.375), (paces.missed, 0.375), (paces.hit, 0.125)):
+    for spread, seconds in ((paces.plain, 0.375), (paces.stored, 0.375), (paces.hit, 0.125)):
         assert spread[:3] == pytest.approx((seconds,) * 3, rel=0.01)
     assert 0 < source.loads < 100
 
@@ -60,15 +60,24 @@ def test_a_source_that_raises_is_one_line(workers, words):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("source", "words"), [([], "at least one sample, got an empty list"), (iter([1]), "be a map-style dataset")]
+)
+def test_what_is_no_fault_of_a_sample_is_not_called_one(source, words):
+    """An empty dataset and a stream are named as what they are."""
+    with pytest.raises(PlanError, match=f"^source must .*{words}"):
+        measure(Data(source, 4), seconds=QUICK)
+
+
 @pytest.mark.parametrize(("source", "words"), [(WITH_GRADIENTS, "requires grad"), (NOISE, "random")])
 def test_what_cannot_be_cached_has_a_reason(source, words):
     """It is measured uncached, with the reason; with freeze_random a random source is cached in the plan, too."""
     paces = measure(Data(source, 4), seconds=QUICK)
     assert paces.codec is None
     assert words in str(paces.reason)
-    assert paces.hit == paces.uncached
+    assert paces.hit == paces.plain
     found = measure_curves(Data(source, 4), [0], seconds=0.05)
-    assert [arm.kind for arm in found.rates] == ["uncached"]
+    assert [arm.kind for arm in found.rates] == ["plain"]
     assert "Nothing can be cached" in found.left_out[0]
     assert (measure(Data(source, 4, freeze_random=True), seconds=QUICK).codec is None) == (source is not NOISE)
 
@@ -84,13 +93,15 @@ def test_no_memory_is_one_sentence(monkeypatch):
 def test_every_arm_is_measured_in_every_round():
     """Each loader is measured once per round, of source and cache; the limit leaves out the rest, in a sentence."""
     source, told = [torch.full((50,), index) for index in range(64)], list[str]()
-    found = measure_curves(Data(source, 4), [0, 2], [4, 60], seconds=0.05, limit=1e9, progress=told.append)
-    for kind in ("uncached", "hit"):
-        for name, numbers in (("num_workers", [0, 2]), ("batch_size", [4, 60])):
+    found = measure_curves(
+        Data(source, 4), [0, 2], [4, 60], [False, True], seconds=0.05, limit=1e9, progress=told.append
+    )
+    for kind in ("plain", "hit"):
+        for name, numbers in (("num_workers", [0, 2]), ("batch_size", [4, 60]), ("pin_memory", [False, True])):
             assert [number for number, _ in found.over(name, kind)] == numbers
     assert all(0 < rates.low < rates.high for rates in found.rates.values())
-    assert [words.partition(":")[0] for words in told] == [f"{done} of 18" for done in range(1, 19)]
-    assert "num_workers=0, batch_size=4, batches from the cache: " in told[1]
+    assert [words.partition(":")[0] for words in told] == [f"{done} of 24" for done in range(1, 25)]
+    assert "num_workers=0, batch_size=4, pin_memory=False, batches from the cache: " in told[1]
     assert found.left_out == []
     over = measure_curves(Data(source, 4), [0], limit=-1.0)
     assert over.rates == {}

@@ -136,7 +136,7 @@ def test_what_has_a_slot_is_loaded_once(source: CountedSource, caplog: pytest.Lo
             assert counts.bypasses == epoch * (LENGTH - count)
             assert counts.bytes_from_cache == counts.hits * (SLOT_BYTES - 4)
             assert source.loads == at_setup + counts.misses + counts.bypasses + looked(dataset)
-        assert f"{count} of {LENGTH}" in dataset.describe() or count == 0
+        assert f"room for {'all' if count == LENGTH else f'{count} of'} {LENGTH}" in dataset.describe() or count == 0
         del loader
     assert warnings(caplog) == []
 
@@ -182,7 +182,8 @@ def test_any_index_gives_the_sources_sample(make: Any, budget: Any, indices: Any
         at_setup, kinds = source.loads, [int, np.int64, np.uint8]
         assert (len(dataset), len(dataset.cache or ())) == (LENGTH, count)
         assert dataset.ring.coverage == count / len(indices or source)
-        assert not indices or f"{count} of the 5 that are drawn of 24 samples have" in dataset.describe()
+        room = "all" if count == 5 else f"{count} of"
+        assert not indices or f"{room} the 5 that are drawn of 24 samples" in dataset.describe()
         for _ in range(200):
             wanted = [chance.choice(kinds)(chance.randrange(LENGTH)) for _ in range(chance.randrange(6))]
             got = [dataset[wanted[0]]] if len(wanted) == 1 else dataset.__getitems__(wanted)
@@ -379,7 +380,7 @@ def test_what_is_kept_is_described() -> None:
     images = [(Image.new("RGB", (size, size)), size) for size in range(40, 104)]
     source = Augmented(images.__getitem__, 64, v2.Pad(2), v2.RandomCrop(24), v2.ToImage())
     with closing(CachedDataset(source, budget="500KB")) as dataset:
-        described = r"Augmented: about \d+ of 64 samples have a slot, .*; after the cache: RandomCrop, ToImage"
+        described = r"Augmented: room for about \d+ of 64 samples, 488.3 KiB; after the cache: RandomCrop, ToImage"
         assert re.fullmatch(described, dataset.describe())
 
 

@@ -51,7 +51,7 @@ def test_a_loader_says_that_ranks_are_alone(monkeypatch, tmp_path, world, rank, 
 
 
 FOLD = list(range(1, LENGTH, 4))
-FIRST, SECOND = "node0 (ranks 0): 75", "node1 (ranks 1, 2): 150"
+FIRST, SECOND = "node0 (ranks 0): room for 75", "node1 (ranks 1, 2): room for 150"
 
 
 def train_on_fold(rank: int) -> Any:

@@ -101,8 +101,9 @@ def to_float(sample: Any) -> Any:
 
 @contextmanager
 def logged_to(path: Path) -> Iterator[None]:
-    """What the package says in this process and its workers goes to a file, too."""
+    """What the package warns of in this process and its workers goes to a file, too."""
     log, handler = logging.getLogger("lightning_stocache"), logging.FileHandler(path)
+    handler.setLevel(logging.WARNING)
     log.addHandler(handler)
     try:
         yield

@@ -194,7 +194,7 @@ def test_another_dataset_passes_through(name: str, monkeypatch: pytest.MonkeyPat
             words = why_it_passes(caplog, other, f"{name}-{number}", **{"fingerprint": "v1"} | options)
             assert re.search(rf"\({differs}: .+, not .+\)", words)
             assert "another name" in words
-            assert f"python -m lightning_stocache clean {name}-{number}" in words
+            assert f"stocache clean {name}-{number}" in words
             assert dataset.cache.filled == COMPARED
     for module in ("__main__", "__mp_main__"):
         monkeypatch.setattr(OtherSource, "__module__", module)
@@ -260,7 +260,7 @@ def test_a_file_that_is_no_sound_cache_passes_through(name: str, where: str, tmp
             continue  # repaired when the file is opened
         cached(WHOLE, name, **options).close()
         damage()
-        command = f"python -m lightning_stocache clean {name}"
+        command = f"stocache clean {name}"
         told = why_it_passes(caplog, WHOLE, name, **options)
         assert re.search(words, told)
         if "is no cache" in words or "is not trusted" in words:
@@ -297,7 +297,7 @@ def test_geometry_wins_over_another_budget(name: str, caplog: pytest.LogCaptureF
         check(later)
     [said] = warnings(caplog)
     assert f"the cache {name!r} was made with budget='50%' and keeps its 20 slots; budget='10%' is ignored" in said
-    assert f"another name, or remove it: python -m lightning_stocache clean {name}" in said
+    assert f"another name, or remove it: stocache clean {name}" in said
     assert said.count("\n") == 1
     with pytest.raises(FingerprintError, match="budget='auto' is ignored"):
         cached(WHOLE, name, strict=True)

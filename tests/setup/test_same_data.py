@@ -139,7 +139,7 @@ def test_other_data_passes_through_and_the_same_is_joined(name, kind, served, on
         [words] = warnings(caplog)
         assert words.count("\n") == 1
         assert "passes through uncached: there is other data under this name" in words
-        assert f"another name, or remove it: python -m lightning_stocache clean {name}" in words
+        assert f"another name, or remove it: stocache clean {name}" in words
         with pytest.raises(FingerprintError, match="other data under this name"):
             CachedDataset(other, strict=True, **options)
 

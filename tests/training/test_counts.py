@@ -377,7 +377,9 @@ def test_a_device_is_waited_for_only_between_epochs(tmp_path, monkeypatch, caplo
     trainer = make_trainer(tmp_path, [StochasticCache(), hooks], epochs=3)
     trainer.fit(Watcher(), shuffled(numbers(40)))
     assert logged(trainer, "stocache/epoch_seconds") == pytest.approx([40] * 3)
-    assert [line.rpartition(" ")[0].rpartition(" ")[2] for line in said(caplog, "stocache: epoch ")] == ["40.0"] * 3
+    assert [line.partition(" filled, ")[2].partition(" (")[0] for line in said(caplog, "stocache: epoch ")] == [
+        "40.0 s"
+    ] * 3
 
 
 def test_one_dataset_in_two_stages_has_the_seconds_of_training_alone(tmp_path):

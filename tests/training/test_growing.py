@@ -156,7 +156,7 @@ ALL = [float(number) for number in range(LENGTH)]
 
 @pytest.mark.processes
 def test_streams_are_kept(tmp_path, door, caplog):
-    """Later epochs come from memory, in another order, before the transform; lines say when a stream is stored."""
+    """Later epochs come from memory, in another order, before the transform; and the lines say so."""
     train, val = (CountedStream(length, numbered) for length in (LENGTH, 12))
     model = Remembers()
     kept = CachedStream(train, "64MiB") if door == "cache_datamodule" else train
@@ -171,10 +171,10 @@ def test_streams_are_kept(tmp_path, door, caplog):
     assert list(map(sorted, model.validated[1:])) == [[number + shift for number in ALL[:12]]] * 3
     assert train.reads <= LENGTH + 32
     assert caplog.text.count("CountedStream: a stream, stored as it passes, in at most") == 2
-    lines = said(caplog, "stocache: ")
-    [full] = [number for number, line in enumerate(lines) if "the cache is full: 40 of 40 samples" in line]
-    assert "epoch 0" in lines[full - 1]
-    assert "epoch 1" in lines[full + 1]
+    [first, *_, last] = said(caplog, "% from the cache")
+    assert "filled" not in first
+    assert "epoch 2: 100 % from the cache" in last
+    assert said(caplog, "all 40 samples are cached")
     assert logged(trainer, "stocache/hit_rate") == [0, 1, 1]
     assert logged(trainer, "stocache/coverage")[-1] == 1
     assert logged(trainer, "stocache/fill_fraction") == [1] * 3

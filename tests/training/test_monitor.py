@@ -25,6 +25,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from omegaconf import OmegaConf
 from torch.utils.data import default_collate
 
+from lightning_stocache.training import monitor
 from lightning_stocache.training.callbacks import StochasticCache
 from lightning_stocache.training.datamodule import StocacheDataModule, cache_datamodule
 from lightning_stocache.training.monitor import CacheMonitor
@@ -356,7 +357,6 @@ def test_mlflow_keeps_what_was_logged(tmp_path, monkeypatch, caplog):
 
 # ---- in the progress bar ----
 
-FULL = "stocache: the cache is full"
 FILLS = [{"cache_fill": batches / 6} for batches in range(1, 7)]
 WHOLE = [*FILLS, *[{"cache_hit": 1.0}] * 6]
 
@@ -380,10 +380,10 @@ def fit_with_bar(tmp_path, callbacks, data, bar=TQDMProgressBar, key="cache", ep
 @pytest.mark.parametrize(
     ("make", "bar", "every", "shown", "lines"),
     [
-        (StochasticCache, RichProgressBar, 1, WHOLE, 1),
-        (CacheMonitor, TQDMProgressBar, 1, WHOLE, 1),
+        (StochasticCache, RichProgressBar, 1, WHOLE, 2),
+        (CacheMonitor, TQDMProgressBar, 1, WHOLE, 2),
         (partial(CacheMonitor, verbose=False), TQDMProgressBar, 5, FILLS, 0),  # at least ten times an epoch
-        (partial(CacheMonitor, progress_bar=False), TQDMProgressBar, 1, [{}] * 12, 1),
+        (partial(CacheMonitor, progress_bar=False), TQDMProgressBar, 1, [{}] * 12, 2),
     ],
 )
 def test_the_bar_shows_the_fill_and_later_the_hit_rate(tmp_path, caplog, make, bar, every, shown, lines):
@@ -391,16 +391,16 @@ def test_the_bar_shows_the_fill_and_later_the_hit_rate(tmp_path, caplog, make, b
     data = Data(source(tmp_path)) if make is StochasticCache else StocacheDataModule(source(tmp_path), batch_size=4)
     found = fit_with_bar(tmp_path, [make()], data, bar, epochs=len(shown) // 6, log_every_n_steps=every)
     assert found == shown
-    assert len(said(caplog, FULL)) == lines
+    assert len(said(caplog, "100 % filled")) == lines
 
 
 @pytest.mark.epoch_one_reads_all
 def test_a_monitor_of_the_users_decides_beside_a_stochastic_cache(tmp_path, caplog):
     """Nothing is in the bar, and no line is printed, if it says so; it stays in the list, and no other one comes."""
-    monitor = CacheMonitor(progress_bar=False, live=False, verbose=False)
-    for callbacks in ([StochasticCache(), monitor], [monitor, StochasticCache()]):
+    silent = CacheMonitor(progress_bar=False, live=False, verbose=False)
+    for callbacks in ([StochasticCache(), silent], [silent, StochasticCache()]):
         assert fit_with_bar(tmp_path, callbacks, Data(source(tmp_path))) == [{}] * 12
-        assert said(caplog, "epoch 0") == said(caplog, FULL) == []
+        assert said(caplog, "epoch 0") == said(caplog, "samples are cached") == []
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -494,6 +494,9 @@ def test_a_monitor_over_loaders_without_a_cache_says_so(tmp_path, caplog):
     assert not said(caplog, "no loader of this fit is cached")
     assert said(caplog, "read once in this call, so not cached")
     assert "StochasticCache()" in line
+    caplog.clear()
+    make_trainer(tmp_path, [StochasticCache()], epochs=1).fit(Model(), Data(source(tmp_path)))
+    assert not said(caplog, "no loader of this fit is cached")
 
 
 @pytest.mark.epoch_one_reads_all
@@ -501,15 +504,13 @@ def test_the_bar_of_half_a_cache_of_a_full_one_and_of_one_that_is_off(tmp_path, 
     """The bar has the rate of the epoch so far, from the start if the cache is full, and nothing if it is off."""
     shown = fit_with_bar(tmp_path, [StochasticCache(budget="50%")], Data(source(tmp_path)), epochs=3)
     assert shown[5::6] == [{"cache_fill": 1.0}, {"cache_hit": 0.5}, {"cache_hit": 0.5}]
-    [line] = said(caplog, FULL)
-    assert re.search(r"12 of 24 samples, .* \d+\.\d s of waiting for data will not be repeated", line)
+    assert said(caplog, "12 of 24 samples are cached")
     caplog.clear()
     for options, expected in ({"keep_cache": True}, {"cache_hit": 1.0}), ({"budget": 0}, {}):
         dm = StocacheDataModule(source(tmp_path), batch_size=4, **options)
         make_trainer(tmp_path, epochs=2).fit(Model(), dm)
         caplog.clear()
         assert fit_with_bar(tmp_path, [], dm, epochs=1) == [expected] * 6
-        assert said(caplog, FULL) == []
         dm.close()
 
 
@@ -526,3 +527,22 @@ def test_a_bar_that_formats_numbers_trains(tmp_path, form):
     trainer = make_trainer(tmp_path, [StochasticCache(), Formats()], epochs=2, enable_progress_bar=True)
     trainer.fit(Model(), plain_loader(source(tmp_path)))
     assert trainer.progress_bar_metrics["cache_hit"] == 1
+
+
+def test_a_cache_that_is_not_verbose_says_nothing(tmp_path, caplog):
+    """No line about a cache that opens, about an epoch, or at the end; warnings are still given."""
+    cache = StochasticCache(verbose=False)
+    make_trainer(tmp_path, [cache], epochs=2).fit(Model(), plain_loader(source(tmp_path)), plain_loader(Made(id, 0)))
+    assert said(caplog, "stocache: ") == []
+    assert said(caplog, "it is empty")
+
+
+def test_the_waiting_for_the_first_batch_is_told_from_the_rest(tmp_path, monkeypatch):
+    """Of each epoch, for the advice at the end; it is a part of all waiting, and goes to no logger."""
+    told = []
+    monkeypatch.setattr(monitor, "verdict", lambda epochs, caches: told.extend(epochs) or [])
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=3)
+    trainer.fit(Model(), plain_loader(source(tmp_path), num_workers=1))
+    assert len(told) == 3
+    assert all(0 < epoch["start_seconds"] <= epoch["data_wait_seconds"] for epoch in told)
+    assert logged(trainer, "stocache/start_seconds") == []
