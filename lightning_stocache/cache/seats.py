@@ -5,13 +5,17 @@ process takes the seat. The word of a slot (uint32) says all that is known of it
 
     0                         empty
     2                         stored (`layout.READY`)
-    CLAIMED | seat | life     claimed: 10 bits for the seat, 20 for the life
+    seat | life | CLAIMED     claimed: 10 bits for the seat, 20 for the life
+
+The last byte tells the three apart, so a word of which a reader sees some bytes before the others (on a disk, where it
+is written by a system call) never looks stored.
 
 A claim is void if its seat has another life by now, or if the lock of its seat is free: its process has ended. So a
 claim costs no lock, and a killed process leaves nothing behind. Claims are taken for a whole call under one lock, the
 turn: which slots are free is found before it, and under it they are only compared and written. Nothing that could
-wait for a disk or for a sample happens there. Whoever has claimed a slot sets it stored (in memory), or empty, without
-the turn, because nobody else writes the word of a living claim.
+wait for a disk or for a sample happens there. Whoever has claimed a slot sets it stored, or empty, without the turn,
+because nobody else writes the word of a living claim. On a disk a word cannot be written where there is no room: then
+the slot stays claimed, until its thread uses it again or its process ends.
 
 The turn is tried, never waited for without end: its holder may have been stopped. After a second samples are served
 unstored, and from then on the turn is tried once a call, until it is got.
@@ -30,12 +34,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Numbers, Segment
 
 if sys.platform != "win32":
     import fcntl
@@ -52,7 +54,7 @@ EMPTY, READY = 0, 2
 SEATS = 1024
 """The most processes of a node that store into one segment."""
 
-_CLAIMED = 1 << 31
+_CLAIMED, _KIND = 1, 3  # the last two bits of a word
 _LIFE_BITS = 20
 _LIFE = (1 << _LIFE_BITS) - 1
 _TURN, _SEAT = 1 << 42, (1 << 42) + 1  # bytes of the lock file, behind all others
@@ -93,9 +95,12 @@ class Seats:
         words: the words of the slots, uint32.
         lives: the life of each seat, uint32 `[SEATS]`; zeroes at first.
 
+    Raises:
+        OSError: (`take`) the disk has no room for the words; the caller releases the slots.
+
     Example:
-        >>> words, lives = np.zeros(4, np.uint32), np.zeros(SEATS, np.uint32)
-        >>> seats = Seats(Segment.create(64), words.data, lives)
+        >>> words, lives = (memoryview(bytearray(4 * count)).cast("I") for count in (4, SEATS))
+        >>> seats = Seats(Segment.create(64), words, lives)
         >>> seats.take([1, 3]), seats.take([3]), seats.is_mine(3)
         ([1, 3], [], True)
         >>> words[3] = READY
@@ -103,7 +108,7 @@ class Seats:
         (None, [0, 0, 0, 2])
     """
 
-    def __init__(self, segment: Segment, words: memoryview, lives: npt.NDArray[np.uint32]) -> None:
+    def __init__(self, segment: Segment, words: Numbers, lives: Numbers) -> None:
         self._segment, self._words, self._lives = segment, words, lives
         self._process = _processes.setdefault(segment, _Process())
 
@@ -131,36 +136,14 @@ class Seats:
         process, words, thread = self._process, self._words, threading.get_ident()
         for slot in slots:
             if process.owners.get(slot) == thread:
-                if words[slot] == process.claim:
-                    words[slot] = EMPTY
-                process.owners.pop(slot, None)
-
-    def publish(self, slots: Sequence[int], verified: npt.NDArray[np.uint8]) -> bool:
-        """Set claimed slots on a disk stored, and verified. Returns False if the turn was not to be had.
-
-        `empty` must not come between: a slot that is verified and empty would be read while it is filled again.
-        """
-
-        def change() -> bool:
-            for slot in slots:
-                self._words[slot] = READY
-                verified[slot] = READY
-            return True
-
-        return self._in_turn(change) is True
-
-    def empty(self, slot: int, unless: Callable[[], bool]) -> None:
-        """Empty a stored slot, which nobody reads, unless something holds by then."""
-
-        def change() -> None:
-            if self._words[slot] == READY and not unless():
-                self._words[slot] = EMPTY
-
-        self._in_turn(change)
+                with suppress(OSError):
+                    if words[slot] == process.claim:
+                        words[slot] = EMPTY
+                    process.owners.pop(slot, None)
 
     def close(self) -> None:
         """Drop the views. The claims of this process go with its descriptors."""
-        self._words, self._lives = memoryview(b""), np.empty(0, dtype=np.uint32)
+        self._words = self._lives = memoryview(b"")
 
     def _take(self, free: Collection[int], seen: dict[int, int]) -> list[int]:
         process, words, thread = self._process, self._words, threading.get_ident()
@@ -177,9 +160,9 @@ class Seats:
     def _take_seat(self) -> None:
         for seat in range(SEATS):
             if self._segment.lock(_SEAT + seat):
-                life = (int(self._lives[seat]) + 1) & _LIFE
+                life = (self._lives[seat] + 1) & _LIFE
                 self._lives[seat] = life
-                self._process.claim = _CLAIMED | seat << _LIFE_BITS | life
+                self._process.claim = (seat << _LIFE_BITS | life) << 2 | _CLAIMED
                 return
         self._process.is_full = True
         log.warning("this process stores nothing: %d others have the cache open and store", SEATS)
@@ -189,11 +172,11 @@ class Seats:
         process = self._process
         if claim in (EMPTY, READY, process.claim):
             return False
-        if not claim & _CLAIMED:
+        if claim & _KIND != _CLAIMED:
             return True
         if claim in process.dead:
             return True
-        seat, life = claim >> _LIFE_BITS & (SEATS - 1), claim & _LIFE
+        seat, life = claim >> 2 >> _LIFE_BITS, claim >> 2 & _LIFE
         if self._lives[seat] != life:
             process.dead.add(claim)
             return True

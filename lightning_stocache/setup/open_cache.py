@@ -131,9 +131,10 @@ class OpenCache:
         used = f"{format_bytes(cache.disk_bytes)} on the disk" if on_disk else format_bytes(cache.memory_bytes)
         about = "about " if isinstance(cache.codec, RecordCodec) and cache.capacity < self.request.samples else ""
         after = f"; after the cache: {self.tail}" if isinstance(self.tail, Tail) else ""
+        filled = "" if on_disk else f" {cache.filled:,} are filled,"  # counting would read them
         return (
-            f"{name}{where}: {about}{cache.capacity:,} of {samples} samples have a slot{arc}, {cache.filled:,} are "
-            f"filled, {used} in use of {format_bytes(self.budget_bytes)}{after}"
+            f"{name}{where}: {about}{cache.capacity:,} of {samples} samples have a slot{arc},{filled} {used} in use of "
+            f"{format_bytes(self.budget_bytes)}{after}"
         )
 
     def tell(self) -> None:
