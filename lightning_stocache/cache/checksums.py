@@ -65,16 +65,11 @@ class Checksums:
             return False
 
     def verify(self, slots: Sequence[int], seats: Seats) -> None:
-        """Read the samples that an earlier job has stored in these slots: set sound slots ready, and empty the others.
+        """Read what an earlier job has stored in slots that are not ready: set sound slots ready, and empty the others.
 
-        Args:
-            slots: of a whole file.
-            seats: to claim them.
+        `seats` claim the slots meanwhile.
         """
-        states, known = self._layout.states, self.known
-        unknown = [slot for slot in dict.fromkeys(slots) if slot != NO_SLOT and states[slot] != READY]
-        if known is not None:
-            unknown = [slot for slot in unknown if not known[slot]]
+        unknown = [slot for slot in dict.fromkeys(slots) if slot != NO_SLOT]
         if not unknown or time.monotonic() < self._rest_until:
             return
         try:

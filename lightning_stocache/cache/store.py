@@ -290,9 +290,9 @@ class Store:
         if self._checksums is not None:
             if not self.segment.is_whole:
                 return NO_PLACE
-            if verify:
+            if verify and not self._is_ready(slot):
                 self._checksums.verify([slot], self._seats)
-        if self.layout.states[slot] != READY and not self._are_ready(np.array([slot])).all():
+        if not self._is_ready(slot):
             return NO_PLACE
         fence()
         return slot
@@ -317,6 +317,10 @@ class Store:
         fence()
         slots[~ready] = NO_PLACE
         return slots
+
+    def _is_ready(self, slot: int) -> bool:
+        known = None if self._checksums is None else self._checksums.known
+        return self.layout.states[slot] == READY or (known is not None and bool(known[slot]))
 
     def _are_ready(self, slots: Integers | slice) -> npt.NDArray[np.bool_]:
         """Which slots can be read now, by all processes or by this one alone."""

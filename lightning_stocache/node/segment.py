@@ -428,16 +428,10 @@ class _DiskNumbers:
     def __setitem__(self, number: int, value: int) -> None:
         self._segment.put(self._offset + number * self._size, self._pack(value))
 
-    def __len__(self) -> int:
-        return len(self._view)
-
     def __enter__(self) -> _DiskNumbers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
         self._view.release()
 
 
