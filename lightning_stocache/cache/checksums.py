@@ -64,28 +64,29 @@ class Checksums:
         except OSError:
             return False
 
-    def verify(self, slots: Sequence[int], seats: Seats) -> None:
+    def verify(self, slots: Sequence[int], seats: Seats) -> bool:
         """Read what an earlier job has stored in slots that are not ready: set sound slots ready, and empty the others.
 
-        `seats` claim the slots meanwhile.
+        `seats` claim the slots meanwhile. Returns whether some may be ready now.
         """
         unknown = [slot for slot in dict.fromkeys(slots) if slot != NO_SLOT]
         if not unknown or time.monotonic() < self._rest_until:
-            return
+            return False
         try:
-            self._verify(unknown, seats)
+            return self._verify(unknown, seats)
         except OSError as error:
             self._rest_until = time.monotonic() + _REST
             log.warning(
                 "the disk of the cache is not read for %.0f s, samples are loaded meanwhile: %s", _REST, str(error)
             )
+            return True
 
-    def _verify(self, unknown: Sequence[int], seats: Seats) -> None:
+    def _verify(self, unknown: Sequence[int], seats: Seats) -> bool:
         layout, states = self._layout, self._layout.states
         sums = {slot: self._read(slot, layout.sum, seats) for slot in unknown}
         stored = [slot for slot, number in sums.items() if number]
         if not stored:
-            return
+            return False
         mine = [slot for slot in stored if seats.is_mine(slot)]
         others = [slot for slot in stored if slot not in mine]
         claimed = set(mine)
@@ -102,6 +103,7 @@ class Checksums:
                     layout.forget(slot)
         finally:
             seats.release(others)
+        return True
 
     def _set_ready(self, slot: int, *, for_all: bool) -> None:
         """Let a slot be read, by other processes, too, if it is claimed and the disk has room for its word."""

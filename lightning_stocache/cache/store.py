@@ -308,12 +308,11 @@ class Store:
         slots = self.arc.slots_of(indices)
         if self.arc.slots == 0:
             return slots
-        if self._checksums is not None:
-            if not self.segment.is_whole:
-                return np.full_like(slots, NO_PLACE)
-            if verify:
-                self._checksums.verify(slots[~self._are_ready(slots)].tolist(), self._seats)
+        if self._checksums is not None and not self.segment.is_whole:
+            return np.full_like(slots, NO_PLACE)
         ready = self._are_ready(slots)
+        if verify and self._checksums is not None and self._checksums.verify(slots[~ready].tolist(), self._seats):
+            ready = self._are_ready(slots)
         fence()
         slots[~ready] = NO_PLACE
         return slots
