@@ -6,10 +6,10 @@ the file. It is written after the bytes, and no write waits for the disk, so a c
 bytes, or the bytes without it.
 
 A job checks a slot when it reads the slot for the first time, by `pread`, which reports a bad block as an error. In the
-mapping a bad block would end the process. A sound slot is then verified for all processes of the job on the node: a
-byte per slot, in memory. Slots that the job has filled itself are verified, too. Verified slots are read through the
-mapping. A slot that is not sound is emptied, and its sample is loaded again. A disk with a bad block is not read for a
-while.
+mapping a bad block would end the process. A slot is claimed while it is checked. A sound slot is then ready for all
+processes that have the file open; where the disk has no room for that word, it is known to this process alone. What
+they have stored themselves is ready, too. Such slots are read through the mapping. A slot that is not sound is emptied,
+and its sample is loaded again. A disk with a bad block is not read for a while.
 """
 
 from __future__ import annotations
@@ -18,109 +18,124 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from lightning_stocache.cache.layout import READY, Layout
+from lightning_stocache.cache.layout import EMPTY, READY, Layout
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.seats import Seats
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["SUM_BYTES", "Checksums", "checksum"]
+__all__ = ["Checksums", "checksum"]
 
 log = logging.getLogger(__name__)
 
-SUM_BYTES = 8
-"""Bytes of a checksum."""
-
-_SUM = struct.Struct("<Q")
 _REST = 30.0  # seconds for which a disk with a bad block is not read
 
 
 class Checksums:
-    """The checksums of a store on a disk, and the slots that this job has verified.
+    """The checksums of a store on a disk.
 
     Args:
         disk: the segment of the store.
-        layout: the layout of the store, with a column `sum`.
+        layout: the layout of the store, with a column `sum`, which it fills from now on.
         identity: given a slot, the numbers of its sample that the checksum covers (the index; if the store rolls, the
             ticket, too).
-        memory: a segment in memory with a byte per slot, READY where the slot may be read; zeroes at first.
 
     Raises:
         ImportError: xxhash is not installed; the message says how to get it.
     """
 
-    def __init__(
-        self, disk: Segment, layout: Layout, identity: Callable[[int], tuple[int, ...]], memory: Segment
-    ) -> None:
-        self._disk, self._memory, self._layout, self._identity = disk, memory, layout, identity
-        self.verified = np.frombuffer(memory.memory(0, layout.count), dtype=np.uint8)
-        self._begins = layout.columns.get("begin")
-        self._seats = Seats(disk, layout.states, layout.lives, layout.changes)
+    def __init__(self, disk: Segment, layout: Layout, identity: Callable[[int], tuple[int, ...]]) -> None:
+        self._disk, self._layout, self._identity = disk, layout, identity
         self._xxh3 = checksum()
         self._rest_until = 0.0
-
-    def seal(self, slot: int, contents: Iterable[Any]) -> None:
-        """Write the checksum of a sample, given its parts, whose bytes are already in their slot.
-
-        Raises:
-            OSError: the disk is full, or cannot be written.
-        """
-        self._disk.store(self._layout.offset_in("sum", slot), memoryview(_SUM.pack(self._sum(slot, contents))))
+        self.known: npt.NDArray[np.bool_] | None = None
+        """Which slots this process has verified, if it could not say so to others."""
+        layout.checksum, layout.is_sound = self._sum, self.is_sound
 
     def is_sound(self, slot: int) -> bool:
         """Whether the sample of a slot can be read, and is the one that was stored."""
         try:
-            return self._matches(slot)
+            return self._sum_now(slot) == (self._layout.sum(slot) or None)
         except OSError:
             return False
 
-    def verify(self, slots: Sequence[int]) -> None:
-        """Read the samples of slots that an earlier job has filled: mark sound slots verified, and empty the others."""
-        if time.monotonic() < self._rest_until or not self._disk.is_whole:
-            return
-        for slot in slots:
-            if slot == NO_SLOT or self._layout.states[slot] != READY or self.verified[slot]:
-                continue
-            try:
-                is_sound = self._matches(slot)
-            except OSError as error:
-                self._empty(slot)
-                self._rest_until = time.monotonic() + _REST
-                log.warning(
-                    "the disk of the cache is not read for %.0f s, samples are loaded meanwhile: %s", _REST, error
-                )
-                return
-            if is_sound:
-                self.verified[slot] = READY
-            else:
-                self._empty(slot)
+    def verify(self, slots: Sequence[int], seats: Seats) -> bool:
+        """Read what an earlier job has stored in slots that are not ready: set sound slots ready, and empty the others.
 
-    def close(self) -> None:
-        """Drop the view, and the memory of the verified slots."""
-        self._seats.close()
-        self.verified, self._begins = np.empty(0, dtype=np.uint8), None
-        self._memory.close()
-
-    def _matches(self, slot: int) -> bool:
-        """Whether the checksum of a slot matches its bytes, read through the file. Raises OSError for a bad block."""
-        parts = self._layout.fetch(slot)
-        if parts is None:
+        `seats` claim the slots meanwhile. Returns whether some may be ready now.
+        """
+        unknown = [slot for slot in dict.fromkeys(slots) if slot != NO_SLOT]
+        if not unknown or time.monotonic() < self._rest_until:
             return False
-        (stored,) = _SUM.unpack(self._disk.fetch(self._layout.offset_in("sum", slot), SUM_BYTES))
-        return bool(stored == self._sum(slot, parts))
+        try:
+            return self._verify(unknown, seats)
+        except OSError as error:
+            self._rest_until = time.monotonic() + _REST
+            log.warning(
+                "the disk of the cache is not read for %.0f s, samples are loaded meanwhile: %s", _REST, str(error)
+            )
+            return True
 
-    def _empty(self, slot: int) -> None:
-        self._seats.empty(slot, unless=lambda: bool(self.verified[slot]))
+    def _verify(self, unknown: Sequence[int], seats: Seats) -> bool:
+        layout, states = self._layout, self._layout.states
+        sums = {slot: self._read(slot, layout.sum, seats) for slot in unknown}
+        stored = [slot for slot, number in sums.items() if number]
+        if not stored:
+            return False
+        mine = [slot for slot in stored if seats.is_mine(slot)]
+        others = [slot for slot in stored if slot not in mine]
+        claimed = set(mine)
+        try:
+            if self.known is None:
+                with suppress(OSError):  # no room for claims
+                    claimed.update(seats.take(others))
+            for slot in stored:
+                if slot not in claimed and states[slot] != EMPTY:  # another process is reading it
+                    continue
+                if self._read(slot, self._sum_now, seats) == sums[slot]:
+                    self._set_ready(slot, for_all=slot in claimed)
+                elif slot in claimed:
+                    layout.forget(slot)
+        finally:
+            seats.release(others)
+        return True
 
-    def _sum(self, slot: int, contents: Iterable[Any]) -> int:
-        digest, nbytes = self._xxh3(), 0
+    def _set_ready(self, slot: int, *, for_all: bool) -> None:
+        """Let a slot be read, by other processes, too, if it is claimed and the disk has room for its word."""
+        with suppress(OSError):
+            if for_all:
+                self._layout.states[slot] = READY
+                return
+        if self.known is None:
+            self.known = np.zeros(self._layout.count, dtype=np.bool_)
+        self.known[slot] = True
+
+    def _read(self, slot: int, read: Callable[[int], int], seats: Seats) -> int:
+        """What `read` gives for a slot. A slot that it cannot read is emptied."""
+        try:
+            return read(slot)
+        except OSError:
+            if seats.is_mine(slot):
+                self._layout.forget(slot)
+            elif seats.take([slot]):
+                self._layout.forget(slot)
+                seats.release([slot])
+            raise
+
+    def _sum_now(self, slot: int) -> int:
+        """The checksum of what a slot has, read through the file; 0 for nothing. Raises OSError for a bad block."""
+        parts = self._layout.fetch(slot)
+        return 0 if parts is None else self._sum(slot, self._layout.begin_of(slot), sum(map(len, parts)), parts)
+
+    def _sum(self, slot: int, begin: int, nbytes: int, contents: Iterable[Any]) -> int:
+        digest = self._xxh3()
         for part in contents:
             digest.update(part)
-            nbytes += memoryview(part).nbytes
-        begin = 0 if self._begins is None else int(self._begins[slot])
         numbers = (begin, *self._identity(slot), nbytes)
         digest.update(struct.pack(f"<16s{len(numbers)}q", self._disk.token, *numbers))
         return int(digest.intdigest()) | 1

@@ -1,19 +1,24 @@
 """How samples lie in a segment: aligned arrays, one behind the other.
 
     state        per slot, uint32: 0 empty, 2 ready, else who has claimed it (`seats`)
-    ...          what the policy of the store needs per slot: a checksum, a mark, a time
-    begin        records: where the record begins in the segment, int64
-    nbytes       records: its size, int64
+    ...          what the policy of the store needs per slot: a mark, a time
     words        a few int64 for all slots: where the free part of the run of records begins; the number of changes, odd
                  while a change is under way; whether emptied slots have left room; the lives of seats
+    entries      per slot: on a disk the checksum, else of records alone; where the record begins; its size; int64 each
     rows         one array per field, `[slots, nbytes]`; or
     records      one run of bytes
 
 Every array starts at a multiple of 64 bytes. Rows have one array per field, so one `take` per field gives a whole batch
 that is already collated (`gather_pool`: NumPy takes, by several threads where rows are large and cores are idle).
 
-Memory for columns and words (the head) is reserved when the store is made, or block by block. Samples are written
-through the file (`Segment.store`), where a lack of memory is an error. A killed writer leaves state 0.
+What lies before the samples is the head. In memory its pages are reserved when the store is made, or block by block,
+and it is written through the mapping. Samples are written through the file (`Segment.store`), where a lack of memory is
+an error. A killed writer leaves no sample.
+
+A disk is written through the file alone. Two parts of its head differ in what they mean. An entry outlives its job: a
+slot has a sample if its checksum is not zero. Columns and words before the entries say what is known while the file is
+open: a slot is ready if a process has verified or stored it. Who opens the file alone clears them (`mend`), so nothing
+that a crash or a copy has left there means anything. One hole does that, whatever the number of slots.
 
 Records lie one behind the other. A writer moves the free offset behind its records in its turn, and writes without
 the turn, so records never overlap. An emptied slot keeps its room, for a record that is no larger. The room of a killed
@@ -26,9 +31,11 @@ These classes only move bytes. The store decides who may write a slot, and when 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -39,12 +46,14 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.seats import EMPTY, READY, SEATS
 from lightning_stocache.node.files import HEADER_BYTES, Manifest, ManifestError, manifest_in, token_of
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Numbers, Segment
 
 __all__ = [
     "EMPTY",
+    "ENTRY",
     "KNOWN",
     "ONCE",
+    "ON_DISK",
     "READY",
     "ROLLING",
     "Contents",
@@ -62,6 +71,11 @@ __all__ = [
 ROLLING: Mapping[str, str | int] = {"form": "rolling"}
 """In the fingerprint of a rolling store, whose states are int64."""
 
+ENTRY = np.dtype([("sum", np.uint64), ("begin", np.int64), ("nbytes", np.int64)])
+"""What outlives a job on a disk, per slot: the checksum, zero without a sample; where the record begins; its size."""
+
+_ENTRY = struct.Struct("<Qqq")
+_BLOCK = 4096  # of a filesystem; the entries begin with one, so those before them can be freed
 _END = ""
 _SMALL = 8  # alignment of records with one part
 _GAP = memoryview(bytes(64))  # lies between two records
@@ -118,24 +132,35 @@ class Head:
 
     columns: Mapping[str, npt.DTypeLike]
     words: int = 8
+    has_entries: bool = False
 
     def plus(self, columns: Mapping[str, npt.DTypeLike]) -> Head:
         """This head with more columns."""
-        return Head({**self.columns, **columns}, self.words)
+        return replace(self, columns={**self.columns, **columns})
+
+    @property
+    def of_records(self) -> Head:
+        """This head with the places of records; entries have them."""
+        return self if self.has_entries else self.plus({"begin": np.int64, "nbytes": np.int64})
+
+    def scratch_bytes(self, count: int) -> int:
+        """Bytes of columns and words."""
+        size = aligned(offsets(self.columns, count)[_END] + 8 * self.words)
+        return -(-size // _BLOCK) * _BLOCK if self.has_entries else size
 
     def nbytes(self, count: int) -> int:
         """Bytes of the head for `count` slots."""
-        return aligned(offsets(self.columns, count)[_END] + 8 * self.words)
+        return aligned(self.scratch_bytes(count) + count * ENTRY.itemsize * self.has_entries)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot in all columns."""
-        return sum(np.dtype(dtype).itemsize for dtype in self.columns.values())
+        return sum(np.dtype(dtype).itemsize for dtype in self.columns.values()) + ENTRY.itemsize * self.has_entries
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of the words, and the most that alignment wastes. The number of slots does not matter."""
-        return 8 * self.words + 256
+        return 8 * self.words + 256 + _BLOCK * self.has_entries
 
 
 _OWN_WORDS = 8
@@ -144,58 +169,115 @@ ONCE = Head({"state": np.uint32}, _OWN_WORDS + SEATS // 2)
 """The head of a store whose slots are written once. Behind its first words lie the lives of seats."""
 
 
+ON_DISK = replace(ONCE, has_entries=True)
+"""The head of such a store on a disk."""
+
+
 class _Slots:
     """The live head of a store: the columns of `head` for `count` slots. One column is `state`."""
 
-    own_columns: Mapping[str, npt.DTypeLike] = {}
-    """The columns that a layout needs besides the columns of the policy."""
-
     def __init__(self, segment: Segment, count: int, head: Head) -> None:
-        head = head.plus(self.own_columns)
         self.count, self.begin = count, head.nbytes(count)
+        self.scratch_bytes = head.scratch_bytes(count)
+        """Bytes at the beginning that mean nothing to the next job on a disk."""
         self._segment, self._head = segment, head
-        self._starts = offsets(head.columns, count)
+        starts = offsets(head.columns, count)
+        self._words_start = starts[_END]
         self.columns = columns(segment, head.columns, count)
-        self.words = columns(segment, {"words": np.int64}, head.words, self._starts[_END])["words"]
+        self._places = {name: (starts[name], column.itemsize) for name, column in self.columns.items()}
+        if head.has_entries:
+            entries = columns(segment, {"entry": ENTRY}, count, self.scratch_bytes)["entry"]
+            for name, (_, offset) in cast(Any, ENTRY.fields).items():
+                self.columns[name] = entries[name]
+                self._places[name] = self.scratch_bytes + offset, ENTRY.itemsize
+        self.words = columns(segment, {"words": np.int64}, head.words, self._words_start)["words"]
         self.state = self.columns["state"]
-        self.states: memoryview = self.state.data
-        """The states as a memoryview: one look costs 30 ns, through the array 100 ns."""
+        self.states: Numbers = segment.numbers_at(starts["state"], count, cast(Any, self.state.dtype.char))
+        """The states to look at one and to change it: one look costs 30 ns in memory, through the array 100 ns."""
+        self.lives: Numbers = segment.numbers_at(self._words_start + 8 * _OWN_WORDS, SEATS, "I")
+        """The life of each seat."""
+        self.numbers: Numbers = segment.numbers_at(self._words_start, _OWN_WORDS, "q")
+        """The first words."""
+        self.changes: Numbers = segment.numbers_at(self._words_start + 8 * _CHANGES, 1, "q")
+        """The number of changes (`seats`)."""
+        self.is_kept = head.has_entries and segment.path is not None
+        """Whether entries of earlier jobs count: a file without a name has none."""
+        self.checksum: Callable[[int, int, int, Iterable[Any]], int] | None = None
+        """On a disk: makes the checksum of a sample, given its slot, where it begins, its bytes, and its parts."""
+        self.is_sound: Callable[[int], bool] | None = None
+        """On a disk: whether the sample of a slot is the one that was stored."""
+
+    @classmethod
+    def whole(cls, head: Head) -> Head:
+        """A head with what a layout needs besides the columns of the policy."""
+        return head
 
     @classmethod
     def reserved_bytes(cls, count: int, head: Head = ONCE) -> int:
         """Bytes of the head of `count` slots, before the samples."""
-        return head.plus(cls.own_columns).nbytes(count)
+        return cls.whole(head).nbytes(count)
 
     def reserve(self, first: int, last: int) -> None:
         """Reserve the memory of the columns of some slots, and of the words. Raises OSError (ENOSPC) without it."""
         for name, column in self.columns.items():
             self._segment.reserve(self.offset_in(name, first), (last - first) * column.itemsize)
-        self._segment.reserve(self._starts[_END], self.begin - self._starts[_END])
+        self._segment.reserve(self._words_start, self.begin - self._words_start)
 
     def offset_in(self, column: str, slot: int) -> int:
         """The offset of a slot's number in a column."""
-        return self._starts[column] + slot * self.columns[column].itemsize
+        start, step = self._places[column]
+        return start + slot * step
 
-    @property
-    def lives(self) -> npt.NDArray[np.uint32]:
-        """The life of each seat, uint32 `[SEATS]`."""
-        return self.words[_OWN_WORDS:].view(np.uint32)
+    def seal(self, slot: int, begin: int, nbytes: int, contents: Iterable[Any]) -> None:
+        """Write the checksum of a sample on a disk, whose bytes are in their slot; rows begin at 0."""
+        if self.checksum is not None:
+            entry = _ENTRY.pack(self.checksum(slot, begin, nbytes, contents), begin, nbytes)
+            if not self._head.has_entries:
+                entry = entry[:8]
+            self._segment.store(self.offset_in("sum", slot), memoryview(entry))
 
-    @property
-    def changes(self) -> memoryview:
-        """The number of changes (`seats`), int64 `[1]`."""
-        view: memoryview = self.words[_CHANGES : _CHANGES + 1].data
-        return view
+    def empty(self, slots: Integers) -> None:
+        """Empty slots. Raises OSError if a disk has no room for a word."""
+        if self._segment.on_disk:
+            for slot in slots.tolist():
+                self.states[slot] = EMPTY
+        else:
+            self.state[slots] = EMPTY
 
-    def mend(self, is_sound: Callable[[int], bool]) -> None:
-        """Empty the slots whose state a crash has damaged, while no other process has the store open."""
-        self.state[self.state != READY] = EMPTY
+    def sum(self, slot: int) -> int:
+        """The checksum of a slot, read through the file with the rest of its entry. Raises OSError for a bad block."""
+        nbytes = ENTRY.itemsize if self._head.has_entries else 8
+        return int.from_bytes(self._segment.fetch(self.offset_in("sum", slot), nbytes)[:8], "little")
+
+    def forget(self, slot: int) -> None:
+        """Empty a slot on a disk for this job and all later ones."""
+        with suppress(OSError):  # who reads it next finds out again that it is damaged
+            self._segment.store(self.offset_in("sum", slot), memoryview(bytes(8)))
+
+    def stored(self, first: int, last: int) -> npt.NDArray[np.bool_]:
+        """Which of some slots have a sample, bool `[slots]`, whether or not it can be read now."""
+        stored = np.asarray(self.state[first:last] == READY)
+        if self.is_kept and not stored.all():
+            with suppress(OSError):  # a bad block: what cannot be read does not count
+                stored |= self._entries(first, min(last, self.count))["sum"] != 0
+        return stored
+
+    def next_stored(self, first: int) -> int:
+        """A slot, `first` or later, before which none from `first` on has a sample on a disk."""
+        if not self.is_kept or first >= self.count:
+            return first
+        start, step = self._places["sum"]
+        return max(first, (self._segment.next_data(start + first * step) - start) // step)
+
+    def mend(self) -> None:
+        """Forget what earlier jobs knew, while no other process has the store on a disk open."""
+        self._segment.discard(0, self.scratch_bytes)
 
     def clear(self) -> None:
-        """Empty all slots, and return the memory of the samples. The head keeps its memory."""
-        self.state[:] = EMPTY
-        self.words[0] = 0
-        self._segment.discard(self.begin)
+        """Empty all slots, and return the memory of the samples. The head keeps its memory, and seats their lives."""
+        self._segment.store(self.offset_in("state", 0), memoryview(bytes(self.state.nbytes)))
+        self._segment.store(self._words_start, memoryview(bytes(8 * _OWN_WORDS)))
+        self._segment.discard(self.scratch_bytes if self._head.has_entries else self.begin)
 
     def note_left(self) -> None:
         """Let emptied slots be filled again: each has its row."""
@@ -206,8 +288,14 @@ class _Slots:
     def close(self) -> None:
         """Drop all views. Before that the segment cannot be unmapped."""
         self.state = self.words = np.empty(0, dtype=np.int64)
-        self.states = memoryview(b"")
+        self.states = self.lives = self.numbers = self.changes = memoryview(b"")
+        self.checksum = self.is_sound = None
         self.columns = {}
+
+    def _entries(self, first: int, last: int) -> npt.NDArray[Any]:
+        """The entries of some slots, read through the file."""
+        content = self._segment.fetch(self.offset_in("sum", first), (last - first) * ENTRY.itemsize)
+        return np.frombuffer(content, ENTRY)
 
 
 class Rows(_Slots):
@@ -228,7 +316,7 @@ class Rows(_Slots):
             for start, nbytes in zip(self._fields, self._row_bytes, strict=False)
         ]
         """The array of each field, live, uint8 `[slots, nbytes]`."""
-        self.granted_bytes = count * (self._nbytes + self._head.slot_bytes)
+        self.granted_bytes = count * (self._nbytes + head.slot_bytes)
         """Bytes that all slots take when they are filled."""
 
     @staticmethod
@@ -262,6 +350,7 @@ class Rows(_Slots):
             for start, nbytes, content in zip(self._fields, self._row_bytes, contents, strict=True):
                 if nbytes:
                     store(start + slot * nbytes, content)
+            self.seal(slot, 0, self._nbytes, contents)
         return [True] * len(slots)
 
     def gather(self, slots: Integers, into: Memory, pool: GatherPool) -> None:
@@ -284,6 +373,10 @@ class Rows(_Slots):
         """Write many rows at once, from memory as `gather` fills it, into slots whose memory is reserved."""
         for rows, content in zip(self.fields, memory, strict=True):
             rows[slots] = content.reshape(len(slots), rows.shape[1])
+
+    def begin_of(self, slot: int) -> int:
+        """0 for every slot, as in its checksum."""
+        return 0
 
     def fetch(self, slot: int) -> list[bytes]:
         """Read the row of a slot through the file, bytes `[nbytes]` per field; zeroes where no sample was written."""
@@ -315,18 +408,20 @@ class Records(_Slots):
         (None, None)
     """
 
-    own_columns: Mapping[str, npt.DTypeLike] = {"begin": np.int64, "nbytes": np.int64}
-
     def __init__(self, segment: Segment, codec: Any, count: int, head: Head = ONCE) -> None:
-        super().__init__(segment, count, head)
+        super().__init__(segment, count, self.whole(head))
         # No write reaches the last byte, as in `Rows.bytes_for`.
         self.end, self.fixed_bytes = segment.size - 1, head.fixed_bytes
         self.granted_bytes = segment.size - self.fixed_bytes
         """Bytes that slots and records may take."""
         self._begins, self._sizes = self.columns["begin"].data, self.columns["nbytes"].data
-        self._numbers: memoryview = self.words.data
         self._run = segment.memory(0, segment.size)
         self._expected: int = codec.slot_bytes
+
+    @classmethod
+    def whole(cls, head: Head) -> Head:
+        """A head with the places of records."""
+        return head.of_records
 
     @staticmethod
     def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:
@@ -347,7 +442,7 @@ class Records(_Slots):
     @property
     def free(self) -> int:
         """The offset of the free part of the run."""
-        return max(int(self._numbers[_FREE]), self.begin)
+        return max(int(self.numbers[_FREE]), self.begin)
 
     def size(self, contents: Sequence[memoryview]) -> int:
         """Bytes of a record, given its parts."""
@@ -355,7 +450,7 @@ class Records(_Slots):
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a record may find room."""
-        return bool(nbytes <= self.end - self.free or self._numbers[_LEFT])
+        return bool(nbytes <= self.end - self.free or self.numbers[_LEFT])
 
     def write(self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool]:
         """Write records one behind the other, all at once, and their places.
@@ -366,13 +461,13 @@ class Records(_Slots):
         sizes = [self.size(contents) for contents in samples]
         if not any(map(self.has_room, sizes)):
             return [False] * len(slots)
-        if self._numbers[_LEFT]:
+        if self.numbers[_LEFT]:
             return [self._write_again(slot, contents) for slot, contents in zip(slots, samples, strict=True)]
         return self._append(slots, samples, sizes)
 
     def note_left(self) -> None:
         """Let records be written into the room that emptied slots have left."""
-        self._numbers[_LEFT] = 1
+        self.numbers[_LEFT] = 1
 
     def _write_again(self, slot: int, contents: Sequence[memoryview]) -> bool:
         """Write one record into the room that its slot had before, or else behind the others."""
@@ -382,7 +477,7 @@ class Records(_Slots):
         if nbytes > self._sizes[slot] or begin % alignment:
             return self._append([slot], [contents], [nbytes])[0]
         self._segment.store(begin, *contents)
-        self._sizes[slot] = nbytes
+        self._note(slot, begin, nbytes, contents)
         return True
 
     def _append(
@@ -402,20 +497,41 @@ class Records(_Slots):
         try:
             self._segment.store(before, *parts)
         except BaseException:
-            self._segment.in_turn(self._return_room, before, end)
+            with suppress(OSError):  # a full disk: the room is lost
+                self._segment.in_turn(self._return_room, before, end)
             raise
-        for slot, begin, nbytes in zip(slots, begins, sizes, strict=True):
+        for slot, begin, contents, nbytes in zip(slots, begins, samples, sizes, strict=True):
             if begin:
-                self._sizes[slot] = 0  # first: a writer that is killed here must not leave an old size with a new begin
-                self._begins[slot] = begin
-                self._sizes[slot] = nbytes
+                self._note(slot, begin, nbytes, contents)
         return [begin > 0 for begin in begins]
+
+    def _note(self, slot: int, begin: int, nbytes: int, contents: Sequence[memoryview]) -> None:
+        """Note where the record of a slot lies; on a disk with its checksum."""
+        if self._head.has_entries:
+            self.seal(slot, begin, nbytes, contents)
+            return
+        self._sizes[slot] = 0  # first: a writer that is killed here must not leave an old size with a new begin
+        self._begins[slot] = begin
+        self._sizes[slot] = nbytes
 
     def begin_anew(self) -> None:
         """Use all room again: all slots are empty, and nobody fills one."""
-        self._numbers[_FREE] = self.begin
-        self._numbers[_LEFT] = 0
+        if self._head.has_entries:  # its places cannot be forgotten at once
+            self.note_left()
+            return
         self.columns["nbytes"][:] = 0
+        self.numbers[_FREE] = self.begin
+        self.numbers[_LEFT] = 0
+
+    def clear(self) -> None:
+        """Empty all slots, forget their places, and return the memory of the records."""
+        if not self._head.has_entries:
+            self.columns["nbytes"][:] = 0
+        super().clear()
+
+    def begin_of(self, slot: int) -> int:
+        """Where the record of a slot begins."""
+        return int(self._begins[slot])
 
     def record(self, slot: int) -> memoryview:
         """The record of a ready slot, as a live, read-only view."""
@@ -433,28 +549,41 @@ class Records(_Slots):
         """Bytes of the records of ready slots."""
         return int(self.columns["nbytes"].take(slots).sum())
 
-    def mend(self, is_sound: Callable[[int], bool]) -> None:
-        """Empty the slots with a record outside of the run. The free part begins behind the last sound record."""
-        super().mend(is_sound)
-        begin, nbytes = self.columns["begin"], self.columns["nbytes"]
+    def mend(self) -> None:
+        """Also find the free part of the run. On a full disk that cannot be noted, so who writes finds it again."""
+        super().mend()
+        with suppress(OSError):
+            self._find_free()
+
+    def _find_free(self) -> None:
+        """Let the free part begin behind the last sound record. Empties slots with a record outside of the run."""
+        if self.next_stored(0) >= self.count:
+            self.numbers[_FREE] = self.begin
+            return
+        entries = self._entries(0, self.count)
+        begin, nbytes = entries["begin"], entries["nbytes"]
         inside = (begin >= self.begin) & (begin < self.end) & (nbytes > 0) & (nbytes <= self.end - begin)
-        self.state[~inside] = EMPTY
-        self._numbers[_FREE] = self.begin
-        slots = np.flatnonzero(self.state)
+        stored = entries["sum"] != 0
+        for slot in np.flatnonzero(stored & ~inside).tolist():
+            self.forget(slot)
+        slots, free = np.flatnonzero(stored & inside), self.begin
         for slot in slots[np.argsort(begin[slots])[::-1]].tolist():
-            if is_sound(slot):
-                self._numbers[_FREE] = self._begins[slot] + self._sizes[slot]
+            if cast(Callable[[int], bool], self.is_sound)(slot):
+                free = int(begin[slot] + nbytes[slot])
                 break
-            self.state[slot] = EMPTY
+            self.forget(slot)
+        self.numbers[_FREE] = free
 
     def close(self) -> None:
         """Drop all views."""
         super().close()
-        self._begins = self._sizes = self._numbers = memoryview(bytes(8)).cast("q")
+        self._begins = self._sizes = memoryview(b"")
         self._run.release()
 
     def _take_room(self, sizes: Sequence[int], alignments: Sequence[int]) -> tuple[int, int, list[int]]:
         """Move the free offset. Returns where it was, where it is, and the begin of each record; 0 without room."""
+        if self._head.has_entries and not self.numbers[_FREE]:
+            self._find_free()
         before = end = self.free
         begins = []
         for nbytes, alignment in zip(sizes, alignments, strict=True):
@@ -464,13 +593,13 @@ class Records(_Slots):
                 continue
             begins.append(begin)
             end = begin + nbytes
-        self._numbers[_FREE] = end
+        self.numbers[_FREE] = end
         return before, end, begins
 
     def _return_room(self, before: int, end: int) -> None:
         """Move the free offset back, unless another process has moved it since."""
         if self.free == end:
-            self._numbers[_FREE] = before
+            self.numbers[_FREE] = before
 
 
 Layout: TypeAlias = Rows | Records
@@ -515,10 +644,15 @@ def contents_of(file: int) -> Contents:
     except ManifestError as error:
         return Contents(None, str(error))
     rolls = manifest.fingerprint.items() >= ROLLING.items()
-    filled, slots, dtype = 0, manifest.geometry.slots, np.dtype(np.int64 if rolls else np.uint32)
+    filled, slots, begin, dtype = 0, manifest.geometry.slots, HEADER_BYTES, np.dtype(np.int64 if rolls else np.uint32)
+    if manifest.on_disk and not rolls:
+        begin, dtype = HEADER_BYTES + ON_DISK.scratch_bytes(slots), ENTRY
     for first in range(0, slots, _STEP):  # one read has at most 2 GiB
         length = min(slots - first, _STEP) * dtype.itemsize
-        content = os.pread(file, length, HEADER_BYTES + first * dtype.itemsize)
-        states = np.frombuffer(content, dtype, len(content) // dtype.itemsize)  # the file may be cut off anywhere
-        filled += int(np.count_nonzero(is_complete(states) if rolls else states == READY))
+        content = os.pread(file, length, begin + first * dtype.itemsize)
+        found = np.frombuffer(content, dtype, len(content) // dtype.itemsize)  # the file may be cut off anywhere
+        if rolls:
+            filled += int(np.count_nonzero(is_complete(found)))
+        else:
+            filled += int(np.count_nonzero(found["sum"] if manifest.on_disk else found == READY))
     return Contents(manifest, "", filled)

@@ -28,7 +28,8 @@ again. A writer that takes a slot first ends the samples whose bytes it needs, t
 tickets. Records are always written through the file, because the gap of a killed writer has no memory yet. A reader
 decodes its own copy, never bytes that a writer may change.
 
-On a disk the store outlives its job, and one job at a time has it open. All samples are written through the file. Each
+On a disk the store outlives its job, and one job at a time has it open. All samples are written through the file, the
+numbers of slots through the mapping (which is a SIGBUS on a full disk that copies on write). Each
 slot also has the index of its sample in the source (-1: unknown) and a checksum (`checksums`), which covers the ticket
 and the index, too. What this job has written is read at once. A sample of an earlier job has a smaller ticket than
 `_FIRST`: it is verified before its first read, and dropped if it is damaged. The process that opens the file first
@@ -53,7 +54,7 @@ import numpy.typing as npt
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.codec import Lend, Memory, aligned
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
-from lightning_stocache.cache.layout import KNOWN, READY, ROLLING, Head, Layout, Records, Rows, is_complete
+from lightning_stocache.cache.layout import KNOWN, ROLLING, Head, Layout, Records, Rows, is_complete
 from lightning_stocache.cache.placement import Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import refused
@@ -102,6 +103,8 @@ class RollingStore(Store):
     stores_misses = False
 
     def __init__(self, segment: Segment, codec: SampleCodec, arc: Arc, companion: Segment | None = None) -> None:
+        if segment.on_disk:
+            segment.map_writable()
         super().__init__(segment, codec, arc, companion)
         layout, self.count = self.layout, arc.slots
         self._room = layout.end - layout.begin if isinstance(layout, Records) else self.count
@@ -139,7 +142,7 @@ class RollingStore(Store):
         head = cls._head(file_bytes is not None)
         room = sys.maxsize if file_bytes is None else file_bytes - HEADER_BYTES - head.fixed_bytes
         if isinstance(codec, RecordCodec):
-            granted, columns = min(granted, room), head.plus(Records.own_columns)
+            granted, columns = min(granted, room), head.of_records
             return max(granted // (codec.nbytes // _SMALLER + columns.slot_bytes), 8), granted
         room -= aligned(1) * len(codec.row_bytes) + 1  # wasted by alignment, and the byte that no write reaches
         return min(count, max(room, 0) // cls.slot_bytes(codec, on_disk=file_bytes is not None)), granted
@@ -149,13 +152,13 @@ class RollingStore(Store):
         """Bytes of a sample with its columns; of records, of a sample of the expected size."""
         head = cls._head(on_disk)
         if isinstance(codec, RecordCodec):
-            return aligned(codec.nbytes) + head.plus(Records.own_columns).slot_bytes
+            return aligned(codec.nbytes) + head.of_records.slot_bytes
         return codec.nbytes + head.slot_bytes
 
     @classmethod
     def _head(cls, on_disk: bool) -> Head:
-        """On a disk, also the index of each sample in its source."""
-        return super()._head(on_disk).plus({"index": np.int64}) if on_disk else cls.head
+        """On a disk also the checksum of a sample, its index in the source, and whether this job has verified it."""
+        return cls.head.plus({"sum": np.uint64, "index": np.int64, "verified": np.uint8}) if on_disk else cls.head
 
     @staticmethod
     def _identity(layout: Layout, arc: Arc, slot: int) -> tuple[int, ...]:
@@ -178,6 +181,7 @@ class RollingStore(Store):
         latest = (int(states[found[0]]) if found else 0) + 2 * self.count + 2  # later generations are damaged
         first = int(tickets[tickets <= latest].max(initial=0)) // 2 + 1
         words[:] = 0
+        layout.columns["verified"][:] = 0
         words[[_APPENDED, _EPOCH, _FIRST]], words[_MOST] = first, self._room
         if isinstance(layout, Records):
             found = self._in_run(found, is_sound)
@@ -286,13 +290,14 @@ class RollingStore(Store):
             if short is not None:
                 return short
         try:
+            if checksums is not None:
+                layout.columns["index"][slot] = index
             if isinstance(layout, Rows):
                 layout.write([slot], [contents])
             else:
-                self.segment.store(int(layout.columns["begin"][slot]), *contents)
-            if checksums is not None:
-                layout.columns["index"][slot] = index
-                checksums.seal(slot, contents)
+                begin = layout.begin_of(slot)
+                self.segment.store(begin, *contents)
+                layout.seal(slot, begin, layout.size(contents), contents)
         except OSError as error:
             if checksums is not None and not grows:
                 raise
@@ -455,8 +460,9 @@ class RollingStore(Store):
         generation, checksums = int(self.generations[slot]), self._checksums
         if checksums is None or generation > 2 * self._words[_FIRST] or not is_complete(generation):
             return bool(is_complete(generation))
-        if checksums.verified[slot] or checksums.is_sound(slot):
-            checksums.verified[slot] = READY  # also right if another sample has come meanwhile: this job has written it
+        verified = self.layout.columns["verified"]
+        if verified[slot] or checksums.is_sound(slot):
+            verified[slot] = 1  # also right if another sample has come meanwhile: this job has written it
             return True
         if self._claims.take(slot):
             if self.generations[slot] == generation:
@@ -500,7 +506,7 @@ class RollingStore(Store):
         sound: npt.NDArray[np.bool_] = is_complete(generations)
         if self._checksums is not None:
             found = sound & (generations <= 2 * self._words[_FIRST])
-            for number in np.flatnonzero(found & (self._checksums.verified.take(slots) != READY)).tolist():
+            for number in np.flatnonzero(found & (self.layout.columns["verified"].take(slots) == 0)).tolist():
                 sound[number] = self.is_sound(int(slots[number]))
         return sound
 

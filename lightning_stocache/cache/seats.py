@@ -5,12 +5,16 @@ process takes the seat. The word of a slot (uint32) says all that is known of it
 
     0                         empty
     2                         stored (`layout.READY`)
-    CLAIMED | seat | life     claimed: 10 bits for the seat, 20 for the life
+    seat | life | CLAIMED     claimed: 10 bits for the seat, 20 for the life
+
+The last byte tells the three apart, so a word of which a reader sees some bytes before the others (on a disk, where it
+is written by a system call) never looks stored.
 
 A claim is void if its seat has another life by now, or if the lock of its seat is free: its process has ended. So a
 claim costs no lock, and a killed process leaves nothing behind. Claims are taken for a whole call in one turn
 (`Segment.in_turn`): which slots are free is found before it, and in it they are only compared and written. Without the
-turn samples are served unstored. Slots are set stored in a turn, too.
+turn samples are served unstored. Slots are set stored in a turn, too. On a disk a word cannot be written where there is
+no room: then the slot stays claimed, until its thread uses it again or its process ends.
 
 A user may say that samples have changed (`change`): their slots are emptied in one turn. The number of changes is odd
 meanwhile; a process that gets the turn and finds it odd makes it even, because its maker has died. A reader that finds
@@ -30,11 +34,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 
-import numpy as np
-import numpy.typing as npt
-
-from lightning_stocache.node.segment import Segment, fence
+from lightning_stocache.node.segment import Numbers, Segment, fence
 
 __all__ = ["EMPTY", "READY", "SEATS", "Seats"]
 
@@ -46,7 +48,7 @@ EMPTY, READY = 0, 2
 SEATS = 1024
 """The most processes of a node that store into one segment."""
 
-_CLAIMED = 1 << 31
+_CLAIMED, _KIND = 1, 3  # the last two bits of a word
 _LIFE_BITS = 20
 _LIFE = (1 << _LIFE_BITS) - 1
 _SEAT = 1 << 42  # the first byte of the seats, behind all others
@@ -83,11 +85,14 @@ class Seats:
         segment: has the locks of the seats, and the turn.
         words: the words of the slots, uint32.
         lives: the life of each seat, uint32 `[SEATS]`; zeroes at first.
-        changes: the number of changes, int64 `[1]`.
+        changes: the number of changes, int64 `[1]`, 0 at first.
+
+    Raises:
+        OSError: (`take`) the disk has no room for the words; the caller releases the slots.
 
     Example:
-        >>> words, lives, changes = np.zeros(4, np.uint32), np.zeros(SEATS, np.uint32), np.zeros(1, np.int64)
-        >>> seats = Seats(Segment.create(64), words.data, lives, changes.data)
+        >>> words, lives = (memoryview(bytearray(4 * count)).cast("I") for count in (4, SEATS))
+        >>> seats = Seats(Segment.create(64), words, lives, memoryview(bytearray(8)).cast("q"))
         >>> seats.take([1, 3]), seats.take([3]), seats.is_mine(3)
         ([1, 3], [], True)
         >>> seats.publish([3])
@@ -96,7 +101,7 @@ class Seats:
         (None, [0, 0, 0, 2])
     """
 
-    def __init__(self, segment: Segment, words: memoryview, lives: npt.NDArray[np.uint32], changes: memoryview) -> None:
+    def __init__(self, segment: Segment, words: Numbers, lives: Numbers, changes: Numbers) -> None:
         self._segment, self._words, self._lives, self._changes = segment, words, lives, changes
         self._process = _processes.setdefault(segment, _Process())
 
@@ -129,14 +134,13 @@ class Seats:
         process, words, thread = self._process, self._words, threading.get_ident()
         for slot in slots:
             if process.owners.get(slot) == thread:
-                if words[slot] == process.claim:
-                    words[slot] = EMPTY
-                process.owners.pop(slot, None)
+                with suppress(OSError):
+                    if words[slot] == process.claim:
+                        words[slot] = EMPTY
+                    process.owners.pop(slot, None)
 
-    def publish(
-        self, slots: Sequence[int], verified: npt.NDArray[np.uint8] | None = None, seen: int | None = None
-    ) -> list[int]:
-        """Set slots that this thread has claimed stored, on a disk also verified. Returns those that are stored now.
+    def publish(self, slots: Sequence[int], seen: int | None = None) -> list[int]:
+        """Set slots that this thread has claimed stored. Returns those that are stored now.
 
         None is if the turn was not to be had, or if there was a change since their samples were looked up (`seen`).
         """
@@ -146,8 +150,6 @@ class Seats:
                 return []
             for slot in slots:
                 self._words[slot] = READY
-                if verified is not None:
-                    verified[slot] = READY
             return list(slots)
 
         return self._segment.in_turn(set_stored) or []
@@ -168,20 +170,12 @@ class Seats:
 
     def _end_change(self) -> None:
         """In a turn: end the change of a process that has died in it."""
-        self._changes[0] += self._changes[0] & 1
-
-    def empty(self, slot: int, unless: Callable[[], bool]) -> None:
-        """Empty a stored slot, which nobody reads, unless something holds by then."""
-
-        def change() -> None:
-            if self._words[slot] == READY and not unless():
-                self._words[slot] = EMPTY
-
-        self._segment.in_turn(change)
+        if self._changes[0] & 1:
+            self._changes[0] += 1
 
     def close(self) -> None:
         """Drop the views. The claims of this process go with its descriptors."""
-        self._words, self._lives = memoryview(b""), np.empty(0, dtype=np.uint32)
+        self._words = self._lives = memoryview(b"")
         self._changes = memoryview(bytes(8)).cast("q")
 
     def _take(self, free: Collection[int], found: dict[int, int]) -> list[int]:
@@ -200,9 +194,9 @@ class Seats:
     def _take_seat(self) -> None:
         for seat in range(SEATS):
             if self._segment.lock(_SEAT + seat):
-                life = (int(self._lives[seat]) + 1) & _LIFE
+                life = (self._lives[seat] + 1) & _LIFE
                 self._lives[seat] = life
-                self._process.claim = _CLAIMED | seat << _LIFE_BITS | life
+                self._process.claim = (seat << _LIFE_BITS | life) << 2 | _CLAIMED
                 return
         self._process.is_full = True
         log.warning("this process stores nothing: %d others have the cache open and store", SEATS)
@@ -212,11 +206,11 @@ class Seats:
         process = self._process
         if claim in (EMPTY, READY, process.claim):
             return False
-        if not claim & _CLAIMED:
+        if claim & _KIND != _CLAIMED:
             return True
         if claim in process.dead:
             return True
-        seat, life = claim >> _LIFE_BITS & (SEATS - 1), claim & _LIFE
+        seat, life = claim >> 2 >> _LIFE_BITS, claim >> 2 & _LIFE
         if self._lives[seat] != life:
             process.dead.add(claim)
             return True

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import time
+from contextlib import suppress
 
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import memory_directory
@@ -59,8 +60,9 @@ class Shortage:
         free, name = measured
         with segment.numbers as numbers:  # bytes to leave free, and the lowest sum; 0 before there is one
             reserve, numbered = numbers[0] or _LEAST, numbers[0] > 0
-            seen = 0 if segment.on_disk else numbers[1]
-            lowest = numbers[1] = max(min(free + allocated, seen or 2**62), 1)
+            lowest = max(free + allocated, 1)
+            if not segment.on_disk:
+                lowest = numbers[1] = min(lowest, numbers[1] or lowest)
         left = lowest - allocated - reserve
         self._unchecked, self._next_look = left // _SHARE, now + _EVERY
         if numbered and not segment.on_disk and (room := segment.free_bytes) is not None:
@@ -82,7 +84,7 @@ class Shortage:
 
         Jobs that share a name leave what the strictest of them has asked for, until none of them has the cache open.
         """
-        with self._segment.numbers as numbers:
+        with self._segment.numbers as numbers, suppress(OSError):  # a full disk has no room for a number, either
             if self._segment.path is not None and numbers[0]:
                 numbers[0] = max(numbers[0], nbytes)
             else:

@@ -23,10 +23,10 @@ its sample is loaded (`divide`). A thread that finds the slot claimed loads othe
 thread waits while it has a claim, so no thread waits for ever. A process that has waited in vain (the other process was
 stopped) loads all samples by itself from then on.
 
-On a disk a slot also has a checksum (`checksums`), written before the slot is ready. What an earlier job has stored is
-verified before it is read, by lookups with `verify`. An error of the disk is no error of the training: the slot stays
-empty. A file that is cut off while it is open is not read any more, because the mapping would raise SIGBUS. The next
-job restores the full length of the file.
+On a disk a slot also has a checksum (`checksums`), written before the slot is ready. It is what stays of a slot when
+all jobs have ended. What an earlier job has stored is verified before it is read, by lookups with `verify`, and is not
+stored again. An error of the disk is no error of the training: the slot stays empty. A file that is cut off while it is
+open is not read any more, because the mapping would raise SIGBUS. The next job restores the full length of the file.
 
 Bytes that are locked: behind one for each slot (`rolling`) one for the process that has warned of a shortage; far
 behind them one for `alone`, and those of seats.
@@ -40,9 +40,9 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, compress
 from typing import Any, ClassVar, Self, cast
@@ -77,7 +77,7 @@ PATIENCE = 30.0
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 _STEP = 1 << 12  # slots that are looked at together for an empty one
-_WINDOW = 1 << 24  # slots in which `some_stored` looks for ready ones
+_WINDOW = 1 << 16  # slots that are looked at together for those that have a sample
 _ALONE = 1 << 40  # a byte behind those of all slots
 _RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
 _COPIED_BYTES = 1 << 22  # that `take_over` copies at once
@@ -88,7 +88,7 @@ _DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most
 class StoreHandle:
     """The address of a store for other processes of the node. It can be pickled and sent anywhere.
 
-    `companion` is the second segment: the slots that this job has verified (disk), or the ledger (stream).
+    `companion` is the ledger of a stream.
     """
 
     segment: SegmentHandle
@@ -104,7 +104,7 @@ class Store:
         segment: the memory of the samples.
         codec: what a sample looks like: the spec of rows, or the codec of records.
         arc: which indices have a slot, and which slot.
-        companion: memory in which a store on a disk marks the slots that this job may read.
+        companion: a second segment that a policy needs, see `StreamStore`.
 
     Raises:
         ImportError: xxhash, which makes the checksums of a store on a disk, is not installed.
@@ -134,11 +134,7 @@ class Store:
         self._seats = Seats(segment, self.layout.states, self.layout.lives, self.layout.changes)
         self._checksums: Checksums | None = None
         if segment.on_disk:
-            identity = partial(self._identity, self.layout, arc)
-            self._checksums = Checksums(segment, self.layout, identity, cast(Segment, companion))
-        # Per slot, READY if this job may read it. On a disk only what this job has verified.
-        self._readable = self.layout.state if self._checksums is None else self._checksums.verified
-        self._readable_bytes: memoryview = self._readable.data
+            self._checksums = Checksums(segment, self.layout, partial(self._identity, self.layout, arc))
         self._is_shared = self.stores_misses and segment.path is not None  # other jobs can open it
         self._waits = self._is_shared
         self._shortage = Shortage(segment)
@@ -189,7 +185,13 @@ class Store:
     ) -> tuple[int, Manifest]:
         """The size and the manifest of the segment for a store; arguments as in `create`."""
         size = layout_of(codec).bytes_for(codec, arc.slots, granted, cls._head(on_disk))
-        return size, Manifest(Geometry(**arc.geometry), payload=size, **(whose or {}))
+        return size, Manifest(Geometry(**arc.geometry), payload=size, on_disk=on_disk, **(whose or {}))
+
+    @classmethod
+    def checksum_bytes(cls, codec: SampleCodec) -> int:
+        """Bytes that a slot takes on a disk beyond those that it takes in memory."""
+        on_disk, in_memory = (layout_of(codec).whole(cls._head(on_disk)) for on_disk in (True, False))
+        return on_disk.slot_bytes - in_memory.slot_bytes
 
     @classmethod
     def open(
@@ -210,7 +212,7 @@ class Store:
 
     @classmethod
     def mend(cls, codec: SampleCodec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
-        """Empty the slots that a crash has damaged in a segment on a disk, while no other process has it open."""
+        """Forget what earlier jobs knew of a segment on a disk, while no other process has it open."""
         store = cls._in_segment(segment, codec, Arc(**asdict(manifest.geometry), domain=domain))
         try:
             store.repair()
@@ -218,8 +220,8 @@ class Store:
             store.drop_views()
 
     def repair(self) -> None:
-        """Empty the slots that a crash has damaged, while no other process has the store open."""
-        self.layout.mend(cast(Checksums, self._checksums).is_sound)
+        """Forget what earlier jobs knew, while no other process has the store open."""
+        self.layout.mend()
 
     @staticmethod
     def _identity(layout: Layout, arc: Arc, slot: int) -> tuple[int, ...]:
@@ -229,17 +231,14 @@ class Store:
     @classmethod
     def _head(cls, on_disk: bool) -> Head:
         """What lies before the samples: on a disk with their checksums."""
-        return cls.head.plus({"sum": np.uint64}) if on_disk else cls.head
+        return replace(cls.head, has_entries=on_disk)
 
     @classmethod
     def _in_segment(cls, segment: Segment, codec: SampleCodec, arc: Arc) -> Store:
         """Open the store in a segment, and reserve its columns: a maker that died may not have reserved them."""
-        nbytes = layout_of(codec).reserved_bytes(arc.slots, cls._head(segment.on_disk))
-        segment.reserve(0, nbytes)
         if not segment.on_disk:
-            return cls(segment, codec, arc)
-        segment.fetch(0, nbytes)  # a bad block is an error here, and would be a SIGBUS later
-        return cls(segment, codec, arc, Segment.create(arc.slots, reserved=arc.slots))
+            segment.reserve(0, layout_of(codec).reserved_bytes(arc.slots, cls.head))
+        return cls(segment, codec, arc)
 
     @classmethod
     def attach(cls, handle: StoreHandle) -> Self:
@@ -290,9 +289,9 @@ class Store:
         if self._checksums is not None:
             if not self.segment.is_whole:
                 return NO_PLACE
-            if verify:
-                self._checksums.verify([slot])
-        if self._readable_bytes[slot] != READY:
+            if verify and self.layout.is_kept and not self._is_ready(slot):
+                self._checksums.verify([slot], self._seats)
+        if not self._is_ready(slot):
             return NO_PLACE
         fence()
         return slot
@@ -308,15 +307,30 @@ class Store:
         slots = self.arc.slots_of(indices)
         if self.arc.slots == 0:
             return slots
-        if self._checksums is not None:
-            if not self.segment.is_whole:
-                return np.full_like(slots, NO_PLACE)
-            if verify:
-                self._checksums.verify(slots.tolist())
-        ready = self._readable.take(slots, mode="clip") == READY
+        if self._checksums is not None and not self.segment.is_whole:
+            return np.full_like(slots, NO_PLACE)
+        ready = self._are_ready(slots)
+        if (
+            verify
+            and self._checksums
+            and self.layout.is_kept
+            and self._checksums.verify(slots[~ready].tolist(), self._seats)
+        ):
+            ready = self._are_ready(slots)
         fence()
         slots[~ready] = NO_PLACE
         return slots
+
+    def _is_ready(self, slot: int) -> bool:
+        known = None if self._checksums is None else self._checksums.known
+        return self.layout.states[slot] == READY or (known is not None and bool(known[slot]))
+
+    def _are_ready(self, slots: Integers | slice) -> npt.NDArray[np.bool_]:
+        """Which slots can be read now, by all processes or by this one alone."""
+        ready = np.asarray(self.layout.state[slots] == READY)
+        if self._checksums is not None and self._checksums.known is not None:
+            ready |= self._checksums.known[slots]
+        return ready
 
     def gather(self, places: Integers, into: Memory, pool: GatherPool = ALONE) -> None:
         """Copy ready rows (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`."""
@@ -391,7 +405,14 @@ class Store:
         states, seats = self.layout.states, self._seats
         slots = {index: self.arc.slot(index) for index in indices}
         free = {slot for slot in slots.values() if slot == NO_SLOT or states[slot] == READY or seats.is_mine(slot)}
-        free.update(seats.take(list({slot for slot in slots.values() if slot not in free})))
+        if self._rests:
+            return list(indices)
+        try:
+            free.update(seats.take(list({slot for slot in slots.values() if slot not in free})))
+        except OSError as error:
+            seats.release(slots.values())
+            self._stop(refused(error, on_disk=self.segment.on_disk))
+            return list(indices)
         return [index for index in indices if slots[index] in free]
 
     # ---- changes ----
@@ -406,15 +427,19 @@ class Store:
 
         No call that begins from then on returns what was stored, in any process. What other processes are loading or
         storing meanwhile is not stored. The room of records is free again if all slots are emptied while nobody stores.
+
+        Raises:
+            ValueError: the store lies in a file with a name on a disk, and outlives its job.
+            OSError: the disk has no room for a number.
         """
+        if self.layout.is_kept:
+            raise ValueError("the cache lies in a file with a name on a disk: its samples stay as they are")
         state = self.layout.state
         slots = np.arange(len(state)) if indices is None else self.arc.slots_of(indices)
 
         def empty() -> None:
             stored = slots[(slots != NO_SLOT) & (state.take(slots, mode="clip") == READY)] if len(state) else slots
-            if self._checksums is not None:
-                self._checksums.verified[stored] = EMPTY
-            state[stored] = EMPTY
+            self.layout.empty(stored)
             if indices is None and not state.any():
                 self.layout.begin_anew()
             else:
@@ -460,11 +485,15 @@ class Store:
                 numbers.setdefault(slot, number)
         try:
             mine = {slot for slot in numbers if seats.is_mine(slot)}  # `divide` has claimed them
-            claimed = [*mine, *seats.take([slot for slot in numbers if slot not in mine])]
+            claimed = [] if self._rests else [*mine, *seats.take([slot for slot in numbers if slot not in mine])]
+            if self.layout.is_kept:  # what is not verified yet is not stored again
+                claimed = [slot for slot in claimed if not self.layout.sum(slot)]
             contents = [samples[numbers[slot]] for slot in claimed]
             if claimed and self._has_memory(sum(map(self.layout.size, contents))):
                 for slot, stored in zip(claimed, self._write(claimed, contents, seen), strict=False):
                     outcomes[numbers[slot]] = stored or None
+        except OSError as error:
+            self._stop(refused(error, on_disk=self.segment.on_disk))
         finally:
             seats.release(numbers)
         return outcomes
@@ -512,8 +541,6 @@ class Store:
     def clear(self) -> None:
         """Empty all slots and return their memory. No process may read or fill meanwhile."""
         self.layout.clear()
-        if self._checksums is not None:
-            self._checksums.verified[:] = EMPTY
 
     def alone(self) -> AbstractContextManager[None]:
         """Exclude other processes that call `alone`. Claims on slots are not affected."""
@@ -523,10 +550,15 @@ class Store:
         """Leave `nbytes` of the node's memory free from now on, in all processes that fill the store."""
         self._shortage.keep_free(nbytes)
 
+    @property
+    def _rests(self) -> bool:
+        """Whether the system has refused to store a sample a moment ago."""
+        return self._retry_at > 0 and time.monotonic() < self._retry_at
+
     def _has_memory(self, nbytes: int) -> bool:
         """Whether that many bytes may be filled now."""
         is_cut_off = self.segment.on_disk and not self.segment.is_whole
-        if is_cut_off or (self._retry_at and time.monotonic() < self._retry_at):
+        if is_cut_off or self._rests:
             return False
         short = self._shortage.comes_with(nbytes)
         if short is not None:
@@ -537,19 +569,15 @@ class Store:
         self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]], seen: int | None = None
     ) -> list[bool]:
         """Write samples into claimed slots and set them ready. Returns which found room; [] if none is stored."""
-        checksums = self._checksums
         try:
             written = self.layout.write(slots, samples)
-            ready = slots if all(written) else list(compress(slots, written))
-            if checksums is not None:
-                for slot, contents in zip(ready, compress(samples, written), strict=True):
-                    checksums.seal(slot, contents)
+            fence()
+            ready = list(compress(slots, written))
+            published = self._seats.publish(ready, seen)
         except OSError as error:
-            self._stop(refused(error, on_disk=checksums is not None))
+            self._stop(refused(error, on_disk=self.segment.on_disk))
             return []
-        fence()
-        verified = None if checksums is None else checksums.verified
-        return written if not ready or self._seats.publish(ready, verified, seen) else []
+        return written if not ready or published else []
 
     def _stop(self, short: str) -> None:
         """Store nothing for a while, and warn once per node."""
@@ -568,11 +596,15 @@ class Store:
 
     @property
     def _stored(self) -> npt.NDArray[np.bool_]:
-        """Which slots are ready, bool `[slots]`, readable now or not."""
-        state = self.layout.state
+        """Which slots have a sample, bool `[slots]`, readable now or not."""
+        starts = range(0, max(self.arc.slots, 1), _WINDOW)
+        return np.concatenate([self._stored_in(first, first + _WINDOW) for first in starts])
+
+    def _stored_in(self, first: int, last: int) -> npt.NDArray[np.bool_]:
+        """Which of some slots have a sample."""
         if self._checksums is not None and not self.segment.is_whole:
-            return np.zeros(len(state), dtype=np.bool_)
-        return np.asarray(state == READY)
+            return np.zeros(len(self.layout.state[first:last]), dtype=np.bool_)
+        return self.layout.stored(first, last)
 
     def is_stored(self, indices: Integers) -> npt.NDArray[np.bool_]:
         """Which indices of the dataset (int64 `[samples]`) are stored here, verified or not."""
@@ -588,17 +620,29 @@ class Store:
             count: how many.
             dice: draws one of each stretch of slots; without it, the first of each is taken.
         """
-        stored = self._stored
-        first = int(stored.argmax()) if len(stored) else 0
-        slots = np.flatnonzero(stored[first : first + _WINDOW]) + first
+        if self.closed:
+            return []
+        slots = np.empty(0, dtype=np.int64)
+        begin = 0 if dice is None else dice.randrange(math.ceil(self.arc.slots / _WINDOW) or 1) * _WINDOW
+        for first, last in chain(self._windows(begin, self.arc.slots), self._windows(0, begin)):
+            slots = np.concatenate([slots, np.flatnonzero(self._stored_in(first, last)) + first])
+            if len(slots) >= count:
+                break
         step = max(len(slots) // count, 1)
         starts = range(0, len(slots), step)
         places = starts if dice is None else (min(k + dice.randrange(step), len(slots) - 1) for k in starts)
         return [self.arc.index(int(slots[place])) for place in places]
 
+    def _windows(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """The bounds of windows of slots, without long stretches in which nothing was ever stored on a disk."""
+        while (begin := self.layout.next_stored(begin)) < end:
+            last = min(begin + _WINDOW, end)
+            yield begin, last
+            begin = last
+
     @property
     def filled(self) -> int:
-        """Number of slots that are ready."""
+        """Number of slots that have a sample."""
         return int(np.count_nonzero(self._stored))
 
     @property
@@ -607,9 +651,10 @@ class Store:
         if self.closed or len(self) < self.length or (self.segment.on_disk and not self.segment.is_whole):
             return False
         for first in chain(range(self._hole, len(self), _STEP), range(0, len(self), _STEP)):
-            are_empty = self._readable[first : first + _STEP] != READY
-            if are_empty.any():
-                self._hole = first + int(are_empty.argmax())
+            window = slice(first, first + _STEP)
+            are_ready = self._are_ready(window)
+            if not are_ready.all():
+                self._hole = first + int(are_ready.argmin())
                 return False
         return True
 
@@ -671,11 +716,7 @@ class Store:
         # The views belong to this object, even if another copy has closed the segment.
         self.layout.close()
         self._seats.close()
-        self._readable = np.empty(0, dtype=np.uint8)
-        self._readable_bytes.release()
         self._closed = True
-        if self._checksums is not None:
-            self._checksums.close()
 
 
 def _decode(codec: Any, record: memoryview, lend: Lend | None) -> Any:
@@ -704,5 +745,5 @@ def slots_for(granted: int, codec: RecordCodec, most: int, head: Head = ONCE) ->
         head: what a slot has besides its record.
     """
     expected = granted // (codec.slot_bytes + head.slot_bytes - ONCE.slot_bytes)
-    column_bytes = head.plus(Records.own_columns).slot_bytes
+    column_bytes = head.of_records.slot_bytes
     return min(max(expected, granted // _DIRECTORY_SHARE // column_bytes), most)

@@ -362,9 +362,8 @@ class StreamStore(Store):
         """Number of the first slots that may have a sample. Reading the columns of other slots would take memory."""
         return 0 if self.closed else min(self.ledger.count, int(self.ledger.words[_RESERVED]))
 
-    @property
-    def _stored(self) -> npt.NDArray[np.bool_]:
-        return np.asarray(self.layout.state[: self._count] == READY)
+    def _stored_in(self, first: int, last: int) -> npt.NDArray[np.bool_]:
+        return self.layout.stored(first, min(last, self._count))
 
     def __len__(self) -> int:
         """Number of samples that are stored."""

@@ -20,6 +20,7 @@ only files of this user, so their content is trusted.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -48,6 +49,7 @@ __all__ = [
     "open_own",
     "prefix",
     "printable",
+    "punch",
     "read_manifest",
     "read_text",
     "reserve",
@@ -65,6 +67,7 @@ _MAGIC = b"STOCACHE"
 _TOKEN_BYTES = 16
 _NUMBER = struct.Struct("<I")  # the format, and the manifest's length
 _MANIFEST_START = MANIFEST_OFFSET + _NUMBER.size
+_PUNCH = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _NOT_OURS = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
 
 
@@ -92,6 +95,7 @@ class Manifest:
     nodes: int = 1
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
     payload: int = 0  # bytes behind the header: a shorter file was cut off
+    on_disk: bool = False  # samples have checksums, which outlive the job
     budget: str = ""  # budget of the job that made the segment
     fingerprint: Mapping[str, str | int] = field(default_factory=dict)  # equal in all jobs that share the segment
     found: str = ""  # digest of what set-up learned about the samples
@@ -171,6 +175,15 @@ def reserve(data: int, offset: int, length: int) -> None:
     """
     if length and hasattr(os, "posix_fallocate"):
         os.posix_fallocate(data, offset, length)
+
+
+def punch(data: int, offset: int, length: int) -> bool:
+    """Zero a range and free its blocks, whatever its length in a few system calls. Returns False if nothing was done.
+
+    Python has no such call. Some filesystems and macOS cannot do it.
+    """
+    fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
+    return fallocate is not None and not fallocate(data, _PUNCH, ctypes.c_long(offset), ctypes.c_long(length))
 
 
 def write_header(data: int, size: int, manifest: Manifest | None = None, reserved: int = 0) -> None:

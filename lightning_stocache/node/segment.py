@@ -9,8 +9,9 @@ itself (`locks`).
    DataLoader workers inherit the descriptor (fork) or receive it while they start (spawn, forkserver), and open the
    file anew, because locks belong to what a descriptor has opened.
 3. A process reserves pages before it writes to them, or writes through the file (`store`). A full filesystem is then an
-   `OSError(ENOSPC)`; through the mapping it would be a SIGBUS. All writes to a disk go through the file. So do first
-   reads (`fetch`), because a bad block or a file that was cut off is a SIGBUS in the mapping, too.
+   `OSError(ENOSPC)`; through the mapping it would be a SIGBUS. A disk is mapped read-only, so all writes to it go
+   through the file, single numbers, too (`numbers_at`). So do first reads (`fetch`), because a bad block or a file
+   that was cut off is a SIGBUS in the mapping, too.
 4. `close` ends the mapping of this process. The memory is free when the last process has closed the segment or died.
 
 Other processes may see two stores in another order, unless the writer calls `fence` between them.
@@ -24,6 +25,7 @@ import logging
 import mmap
 import os
 import platform
+import struct
 import sys
 import threading
 import weakref
@@ -31,19 +33,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import context, reduction
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
 from lightning_stocache.node import locks
 from lightning_stocache.node.files import (
     HEADER_BYTES,
-    MANIFEST_OFFSET,
     NUMBERS_OFFSET,
     Backend,
     Manifest,
     make_file,
     open_own,
+    punch,
     reserve,
     token_of,
     unlink,
@@ -53,12 +55,13 @@ from lightning_stocache.node.files import (
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Segment", "SegmentHandle", "fence", "fence_of", "open_descriptors", "warn_without_locks"]
+__all__ = ["Numbers", "Segment", "SegmentHandle", "fence", "fence_of", "open_descriptors", "warn_without_locks"]
 
 _T = TypeVar("_T")
 
 log = logging.getLogger(__name__)
 
+_ZEROES = 1 << 20  # bytes that are written at once where nothing can be freed
 _MOST_PARTS = 1024  # that one call writes (IOV_MAX)
 _PATIENCE = 1.0  # seconds to wait for the turn, whose holder may have been stopped
 
@@ -140,7 +143,7 @@ class Segment:
             self.token = token_of(file)
             if not alone:
                 locks.share_use(file)
-            self._map = _mapped(file, HEADER_BYTES + size)
+            self._map = _mapped(file, HEADER_BYTES + size, writable=not on_disk)
             self.closed = False
         except BaseException:
             self._finalizer()
@@ -205,9 +208,17 @@ class Segment:
         return SegmentHandle(path, os.fstat(self.descriptor).st_ino, self.token, self.size, self.on_disk)
 
     @property
-    def numbers(self) -> memoryview:
-        """A live view of two int64 in the header, 0 at first. Release it before `close`."""
-        return memoryview(self._check_open())[NUMBERS_OFFSET:MANIFEST_OFFSET].cast("q")
+    def numbers(self) -> Numbers:
+        """Two int64 in the header, 0 at first; see `numbers_at`."""
+        return self.numbers_at(NUMBERS_OFFSET - HEADER_BYTES, 2, "q")
+
+    def numbers_at(self, offset: int, count: int, kind: Literal["q", "l", "I"]) -> Numbers:
+        """A live view of single numbers of the payload, to read and to write. Release it before `close`.
+
+        `kind` is a format of the module struct. On a disk each write is a system call, and may raise OSError.
+        """
+        view = self.memory(offset, count * struct.calcsize(kind)).cast(kind)
+        return _DiskNumbers(self, offset, view) if self.on_disk else view
 
     @property
     def allocated_bytes(self) -> int:
@@ -241,13 +252,21 @@ class Segment:
             OSError: a block cannot be read, or the file ends too early (EIO).
         """
         self._check_open()
-        content = b""
+        content = os.pread(self.descriptor, length, HEADER_BYTES + offset)
         while len(content) < length:
             piece = os.pread(self.descriptor, length - len(content), HEADER_BYTES + offset + len(content))
             if not piece:
                 raise OSError(errno.EIO, f"the file ends {length - len(content)} bytes too early")
-            content = content + piece if content else piece
+            content += piece
         return content
+
+    def next_data(self, offset: int) -> int:
+        """An offset of the payload, `offset` or later, before which nothing was written; its size if nothing was."""
+        self._check_open()
+        try:
+            return os.lseek(self.descriptor, HEADER_BYTES + offset, os.SEEK_DATA) - HEADER_BYTES
+        except (AttributeError, OSError) as error:  # some systems cannot tell
+            return self.size if getattr(error, "errno", 0) == errno.ENXIO else offset
 
     def tensor(self, offset: int, length: int) -> torch.Tensor:
         """A live view of the payload from `offset` on, uint8 `[length]`. Drop it before `close`."""
@@ -277,6 +296,8 @@ class Segment:
         """
         self._check_open()
         offset += HEADER_BYTES
+        if len(parts) == 1 and os.pwrite(self.descriptor, parts[0], offset) == parts[0].nbytes:
+            return
         several = 1 < len(parts) <= _MOST_PARTS and hasattr(os, "pwritev")  # macOS has it from 11 on
         written = os.pwritev(self.descriptor, parts, offset) if several else 0
         for part in parts:
@@ -284,22 +305,31 @@ class Segment:
                 written += os.pwrite(self.descriptor, part[written:] if written else part, offset + written)
             offset, written = offset + part.nbytes, written - part.nbytes
 
-    def discard(self, offset: int = 0) -> None:
-        """Zero the payload from `offset` on, in every process, and return its memory to the system at once.
+    def put(self, offset: int, content: bytes) -> None:
+        """Write a single number through the file. Raises OSError without room."""
+        self._check_open()
+        os.pwrite(self.descriptor, content, HEADER_BYTES + offset)
+
+    def discard(self, offset: int = 0, end: int | None = None) -> None:
+        """Zero the payload from `offset` on, or up to `end`, in every process, and return its memory at once.
 
         Other processes may read that part meanwhile. Where the system cannot free pages inside a file (macOS, some
         disks), they must not, because the file is shorter for a moment.
         """
-        mapped, begin, end = self._check_open(), HEADER_BYTES + offset, HEADER_BYTES + self.size
-        first = min(-(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end)  # the first page that is freed
-        try:
-            if first < end:
-                mapped.madvise(mmap.MADV_REMOVE, first, end - first)
-        except (AttributeError, OSError):
-            os.ftruncate(self.descriptor, begin)
-            os.ftruncate(self.descriptor, end)
-        else:
-            self.store(offset, memoryview(bytes(first - begin)))
+        self._check_open()
+        first, last = HEADER_BYTES + offset, HEADER_BYTES + (self.size if end is None else end)
+        if first == last or punch(self.descriptor, first, last - first):
+            return
+        if end is None:
+            os.ftruncate(self.descriptor, first)
+            os.ftruncate(self.descriptor, last)
+        for begin in range(first, last if end else first, _ZEROES):
+            self.store(begin - HEADER_BYTES, memoryview(bytes(min(last - begin, _ZEROES))))
+
+    def map_writable(self) -> None:
+        """Map a disk writable in this process. A filesystem that copies on write must not become full then."""
+        if memoryview(self._check_open()).readonly:
+            self._map = _mapped(self.descriptor, HEADER_BYTES + self.size, writable=True)
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
         """Take the lock of one byte for this process. Returns False if another process has the lock.
@@ -387,6 +417,30 @@ class Segment:
         return _from_descriptor, (reduction.DupFd(self.descriptor), self.size, self.path, self.on_disk)
 
 
+class _DiskNumbers:
+    """Numbers on a disk, used as a memoryview: read in the mapping, written through the file."""
+
+    def __init__(self, segment: Segment, offset: int, view: memoryview) -> None:
+        self._segment, self._offset, self._view = segment, offset, view
+        self._size, self._pack = view.itemsize, struct.Struct(view.format).pack
+
+    def __getitem__(self, number: int) -> Any:
+        return self._view[number]
+
+    def __setitem__(self, number: int, value: int) -> None:
+        self._segment.put(self._offset + number * self._size, self._pack(value))
+
+    def __enter__(self) -> _DiskNumbers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._view.release()
+
+
+Numbers: TypeAlias = memoryview | _DiskNumbers
+"""A live view of numbers in a segment."""
+
+
 def open_descriptors() -> set[int]:
     """The descriptors of all segments that this process has open."""
     return {segment.descriptor for segment in list(_open_here)}
@@ -425,14 +479,15 @@ def warn_without_locks() -> None:
         )
 
 
-def _mapped(file: int, length: int) -> mmap.mmap:
+def _mapped(file: int, length: int, *, writable: bool) -> mmap.mmap:
     """Map a file by an open file description of its own, which no lock belongs to: a mapping keeps it."""
+    access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
     try:
         own = locks.open_anew(file)
     except FileNotFoundError:  # there is no /proc
-        return mmap.mmap(file, length)
+        return mmap.mmap(file, length, access=access)
     try:
-        return mmap.mmap(own, length)
+        return mmap.mmap(own, length, access=access)
     finally:
         os.close(own)
 

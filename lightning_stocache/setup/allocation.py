@@ -14,9 +14,9 @@ from typing import cast
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.checksums import SUM_BYTES
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.rolling import RollingStore
+from lightning_stocache.cache.store import Store
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.files import Backend, memory_directory
 from lightning_stocache.node.free import FreeMemory
@@ -152,7 +152,7 @@ def _slot_sizes(request: CacheRequest, codec: SampleCodec, budget: Budget) -> tu
         expected = RollingStore.slot_bytes(codec, on_disk=request.dir is not None)
         is_part = budget.unit == "% of dataset" and budget.amount < 100
         return (expected if is_part else _roomy_bytes(request, codec)), expected
-    checksum = 0 if request.dir is None else SUM_BYTES
+    checksum = 0 if request.dir is None else Store.checksum_bytes(codec)
     return codec.most_slot_bytes + checksum, codec.slot_bytes + checksum
 
 

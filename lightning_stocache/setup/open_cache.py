@@ -25,6 +25,8 @@ from lightning_stocache.source.witness import Sums
 
 __all__ = ["OpenCache"]
 
+_COUNTED = 1 << 22  # slots of which the stored ones are counted: on a disk that reads 24 bytes each
+
 log = logging.getLogger(__name__)
 
 
@@ -133,8 +135,10 @@ class OpenCache:
         size = format_bytes(self.budget_bytes)
         if self.request.dir is not None:
             size += " on the disk" + (", until the job ends (name= keeps it)" if self.request.name is None else "")
-        earlier = cache.filled - (0 if self.counters is None else self.counters.totals().setup_fills)
-        ready = f", {earlier:,} stored already" if self.request.name is not None and earlier > 0 else ""
+        ready = ""
+        if self.request.name is not None and len(cache) <= _COUNTED:
+            earlier = cache.filled - (0 if self.counters is None else self.counters.totals().setup_fills)
+            ready = f", {earlier:,} stored already" if earlier > 0 else ""
         after = f"; after the cache: {self.tail}" if isinstance(self.tail, Tail) else ""
         return f"{name}{where}: room for {room} {samples} samples{arc}, {size}{ready}{after}"
 

@@ -77,20 +77,21 @@ def store_or_refuse(opened: OpenCache, reader: SourceReader) -> bool:
     if cache is None or counters is None or not request.by_index:
         return True
     if request.freeze_random:
-        if request.name is not None and cache.filled:
+        if request.name is not None and cache.some_stored(1):
             _warn_of_trust(request, "a random source that is cached as it is has other samples in each job")
         return True
     contents = reader.read(list(filter(cache.has_place, reader.found.seen)))
     if request.name is None:
         _store(cache, contents, counters)
         return True
-    if not cache.filled and not reader.found.is_certain:
+    is_empty = not cache.some_stored(1)
+    if is_empty and not reader.found.is_certain:
         return True  # epoch one stores the first samples
-    if not cache.filled:
+    if is_empty:
         others = (index for index in map(cache.handle.arc.index, range(len(cache))) if index not in contents)
         contents |= reader.read(list(islice(others, max(FEW - len(contents), 0))))
         with cache.alone():
-            if not cache.filled:
+            if not cache.some_stored(1):
                 _store(cache, contents, counters)
                 return True
     indices = [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]

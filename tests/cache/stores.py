@@ -227,10 +227,11 @@ def power_cut(before: bytes, after: bytes, generator: random.Random) -> bytes:
 def refuse_stores(patch: pytest.MonkeyPatch, error: int = errno.ENOSPC) -> None:
     """Have the system refuse to store anything from now on, until `patch` is undone; a full disk by default."""
 
-    def refuse(segment: Segment, offset: int, *parts: memoryview) -> None:
+    def refuse(segment: Segment, offset: int, *parts: Any) -> None:
         raise OSError(error, os.strerror(error))
 
     patch.setattr(Segment, "store", refuse)
+    patch.setattr(Segment, "put", refuse)
 
 
 def break_one_block(patch: pytest.MonkeyPatch) -> None:

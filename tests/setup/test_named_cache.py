@@ -353,7 +353,7 @@ def test_each_set_of_a_datamodule_has_a_name(name: str) -> None:
 def test_a_cache_on_a_disk_without_a_name_leaves_nothing(tmp_path: Path) -> None:
     """Its budget is the disk's. One with a name is removed by its folder, which may also vanish while it is used."""
     folder = tmp_path / "caches"
-    each = ROW.slot_bytes + 8  # samples have checksums
+    each = ROW.slot_bytes + 24  # checksum, place, size
     with closing(CachedDataset(WHOLE, 10 * each, dir=str(folder), spec=ROW)) as dataset:
         check(dataset)
         assert (len(dataset.cache), dataset.cache.filled, dataset.budget_bytes) == (10, 10, 10 * each)
