@@ -150,6 +150,8 @@ def messages() -> set[str]:
                     name, owner = _name(node.func), _name(getattr(node.func, "value", None))
                     named = {keyword.arg: keyword.value for keyword in node.keywords} | dict(enumerate(node.args))
                     where = WORDS.get(f"{owner}.{name}", WORDS.get(name, ()))
+                    if isinstance(named.get(0), ast.Constant) and named[0].value == "%s: %s":
+                        where = (2,)
                     given = [named[key] for key in where if key in named]
                 elif gives_reasons and isinstance(node, ast.Return | ast.Raise):
                     raised = getattr(node, "exc", None)

@@ -198,7 +198,7 @@ class Changes:
         while (cache := self.opened.live_cache) is not None:
             seen = cache.changes
             result = make()
-            if cache.changes == seen and not self.are_heard:
+            if self.opened.live_cache is None or (cache.changes == seen and not self.are_heard):
                 return result
             self.refresh()
         return make()

@@ -26,6 +26,7 @@ from lightning_stocache import CachedLoader, CachedStream
 from lightning_stocache.cache.stream import StreamLedger
 from lightning_stocache.sampling.residents import batches_of_rank, permutation
 from lightning_stocache.setup import find, reader
+from tests.jobs import warnings
 from tests.loading.twins import same
 from tests.processes import run_ranks, wait_until
 from tests.sources import CountedStream
@@ -369,7 +370,7 @@ def test_an_iterator_that_begins_anew_is_a_stream(caplog: pytest.LogCaptureFixtu
         assert "number" not in vars(source)
         assert [sorted(numbers_of(stream)) for _ in range(3)] == [ALL] * 3
         assert stream.counters.totals().hits == 2 * LENGTH
-    assert caplog.records == []
+    assert warnings(caplog) == []
 
 
 # ---- streams of libraries ----

@@ -117,7 +117,7 @@ def test_segments_are_found_with_their_holders(backend):
     assert os.getpid() in [process.pid for process in found.processes]
     assert "python" in found.processes[0].command
     if os.getuid() == 0 and backend != "file":  # whose handle is a path
-        os.fchown(int(segment.handle.data.rpartition("/")[2]), 12345, 12345)
+        os.fchown(int(segment.handle.path.rpartition("/")[2]), 12345, 12345)
         assert mine() == []
     segment.close()
     assert not [file for file in open_files()[0] if file.key == found.key]

@@ -99,7 +99,10 @@ def check(row: Any, files: Path, tmp_path: Path, workers: int) -> None:
 
 def test_all_ways_that_the_readme_counts_are_there():
     """None is lost."""
-    assert f"compares them for {len(ROWS)} ways" in (Path(__file__).parents[2] / "README.md").read_text()
+    assert (
+        f"The batches of {len(ROWS)} combinations of dataset and loader"
+        in (Path(__file__).parents[2] / "README.md").read_text()
+    )
 
 
 @rows([row for row in ROWS if row != ONCE_A_PROCESS])

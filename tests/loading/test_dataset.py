@@ -229,7 +229,7 @@ def fill_in_small_shm(kind: Any, transform: Any) -> tuple[int, int, str, list[st
         for _ in range(2):
             for number, batch in enumerate(kind(dataset, 1, num_workers=2)):  # torch's pass through /dev/shm, too
                 assert batch.eq(number).all()
-        where = os.readlink(dataset.cache.handle.segment.data)
+        where = os.readlink(dataset.cache.handle.segment.path)
         return len(dataset.cache), totals(dataset).hits, where, log.lines
 
 
