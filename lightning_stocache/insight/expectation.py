@@ -5,7 +5,7 @@ Node k trains on a share s_k of every batch and has slots for a share a_k of the
 
 The rule holds if the sampler draws each index once and the epoch is served whole. On several nodes it also needs a
 LocalitySampler, which deals samples to the nodes that have them. No hit rate is expected for weighted draws, custom
-batch samplers, `limit_train_batches`, several loaders of one dataset, and streams.
+batch samplers, `limit_train_batches`, several loaders of one dataset, streams, and once samples were invalidated.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Expectation:
         if loader is None or not isinstance(dataset, CachedDataset) or cached_in(loader.dataset) is None:
             return math.nan
         ring, cache, counters = cached_source(dataset).opened.known_ring, dataset.cache, dataset.counters
-        if ring is None or cache is None or counters is None:
+        if ring is None or cache is None or counters is None or cache.changes:
             return math.nan
         sampler, group = index_sampler(loader), dataset.group
         domain = sampler_domain(batches_of(loader), len(dataset))

@@ -30,6 +30,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lightning_stocache.cache.store import Store
@@ -44,7 +45,7 @@ from lightning_stocache.source.looks import AT_ONCE, Due, Look, Schedule, judged
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import Bits, bits
 from lightning_stocache.source.transform_split import Tail
-from lightning_stocache.source.transforms import Head, reading
+from lightning_stocache.source.transforms import Head, UncuttableError, reading
 from lightning_stocache.source.witness import Difference, Witness
 
 __all__ = ["Changes"]
@@ -88,8 +89,9 @@ class Changes:
     def __init__(self, opened: OpenCache, *, is_copy: bool = False) -> None:
         self._is_copy = is_copy
         self._home = os.getpid()  # the process that opened the cache
-        self._original = os.getpid()  # a process whose source the user changes before `invalidate`
-        self._copied = 0  # the number of changes of samples, before this process got a copy of the source
+        self._original = 0 if is_copy else os.getpid()  # a process whose source the user changes before `invalidate`
+        cache = opened.live_cache
+        self._copied = 0 if cache is None else cache.changes  # changes of samples, before there was this copy
         self._epoch = 0  # of the CachedLoaders in this process
         self._begin(opened)
         _all.add(self)
@@ -227,12 +229,42 @@ class Changes:
             )
         if not cache.stores_misses:
             raise TypeError("samples of a stream or a rolling cache cannot be invalidated: they have no index")
-        if not cache.invalidate(None if indices is None else np.asarray(indices, dtype=np.int64)):
-            raise TimeoutError("stored samples are still served: another process has stopped while it stored some")
-        self._original = os.getpid()
+        is_current = indices is None or self.seen == cache.changes
+        numbers = None if indices is None else _numbers(indices, len(cast(Any, self.source)))
+        if not self._cut_anew():  # before: what is loaded after the change is stored
+            self.give_up("changed", "its transform")
+            self.refresh()
+            return
+        try:
+            has_changed = cache.invalidate(numbers)
+        except OSError:  # a full disk has no room for it
+            self.give_up("changed", "what its user says, which its disk cannot note,")
+            self.refresh()
+            return
+        if not has_changed:
+            raise TimeoutError(
+                "stored samples are still served: another process was stopped while it stored some, or this one was "
+                "forked when no descriptor was left"
+            )
+        if is_current:
+            self._original = os.getpid()
         self.witness = Witness(request.source, getattr(self.opened.tail, "steps", ()))
         self.witness.learn(self.opened.machinery)
         self._lent = []
+
+    def _cut_anew(self) -> bool:
+        """Cut the source as it is now: its copy has old attributes. Returns False if its transforms are others."""
+        tail = self.opened.tail
+        if not isinstance(tail, Tail):
+            return True
+        try:
+            source, anew = tail.cut.apply(self.source)
+        except (LookupError, AttributeError, TypeError, ValueError, UncuttableError):
+            return False
+        if anew.all_steps != tail.all_steps:
+            return False
+        self.serve(replace(self.opened, source=source, tail=anew))
+        return True
 
     def give_up(self, cause: _Cause, what: str = "") -> None:
         """Say to every process that no stored sample may be served, and warn, once on the node."""
@@ -302,7 +334,10 @@ class Changes:
     @property
     def _can_look(self) -> bool:
         """Whether there are stored samples that can be read again."""
-        return self.opened.live_cache is not None and not self.opened.request.freeze_random
+        cache = self.opened.live_cache
+        if cache is None or self.opened.request.freeze_random:
+            return False
+        return self.seen == cache.changes  # else this copy of the source is older than what is stored
 
     def _compared(self, due: Due) -> Due:
         """What to do, given what has moved in the source's state."""
@@ -457,6 +492,17 @@ class Changes:
         is_copy = state.pop("_copied_in") == os.getpid()
         vars(self).update({**state, "_is_copy": is_copy or state["_is_copy"], "_original": 0})
         _all.add(self)
+
+
+def _numbers(indices: Sequence[int], length: int) -> npt.NDArray[np.int64]:
+    """The indices of samples as int64 `[samples]`; those below zero count from the end."""
+    numbers = np.asarray(indices)
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise TypeError(f"indices must be numbers of samples (of a mask: mask.nonzero()), got {_shown(indices)}")
+    numbers = np.atleast_1d(numbers).astype(np.int64).reshape(-1)
+    if ((numbers < -length) | (numbers >= length)).any():
+        raise IndexError(f"indices must lie in the {length:,} samples, got {_shown(indices)}")
+    return np.where(numbers < 0, numbers + length, numbers)
 
 
 def _unread(due: Due) -> Look:

@@ -301,13 +301,16 @@ class CachedDataset(Cached):
         They are loaded and stored again when they are asked for next. No call that begins after this one returns a
         sample from before out of the cache, in any process of the node. Workers have a copy of the dataset that is as
         old as they are, as in a DataLoader: what they load from then on is not stored, and batches that they have made
-        already come as they are. Call it on every rank, after that rank's dataset has changed.
+        already come as they are. On several ranks call it on each, after that rank's dataset has changed, and go on
+        when all have done so (a barrier): what a rank loads before its call may be from before.
 
         Args:
-            indices: which samples; by default all.
+            indices: which samples, as whole numbers; those below zero count from the end. By default all.
 
         Raises:
             ValueError: the cache has a name, and so outlives this job.
+            TypeError: indices are no whole numbers, as those of a mask.
+            IndexError: an index lies outside of the dataset.
             TimeoutError: another process was stopped while it stored samples; nothing has changed.
 
         Example:

@@ -23,7 +23,7 @@ Differences:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -357,6 +357,8 @@ class CachedLoader(DataLoader[Any]):
         dataset = cached_in(self.dataset)
         if dataset is not None:
             dataset.invalidate(indices)
+        elif any(cached_in(part) for part in _parts(self.dataset)):
+            raise TypeError("the dataset of this loader is made of others: call invalidate of the CachedDataset in it")
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch in the sampler, so that each epoch has its own order."""
@@ -402,3 +404,11 @@ class CachedLoader(DataLoader[Any]):
         # A copy, or a process that is sent the loader, starts with nothing.
         nothing = dict.fromkeys(("_workers", "_gatherer", "_current", "_plain", "_in_memory"))
         return self.__dict__ | nothing | {"_started": False, "position": LoaderState()}
+
+
+def _parts(dataset: Any) -> Iterator[Any]:
+    """The datasets of which a Subset or a ConcatDataset is made, at any depth."""
+    for part in [getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())]:
+        if part is not None:
+            yield part
+            yield from _parts(part)

@@ -69,6 +69,7 @@ class CachedSource:
         self, opened: OpenCache, transform: Callable[[Any], Any] | None = None, *, is_copy: bool = False
     ) -> None:
         self.transform, self.knows_ranks = transform, False
+        self.is_view = False
         self.changes = Changes(opened, is_copy=is_copy)
         self._pool = BatchPool()
         self._pace = None if opened.request.dir is None else Pace()
@@ -570,8 +571,7 @@ class CachedSource:
     def view(self, transform: Callable[[Any], Any] | None) -> CachedSource:
         """A view that serves the same cache with another transform, and does not close the cache."""
         view = copy.copy(self)
-        view.transform, view.changes = transform, copy.copy(self.changes)
-        view.changes.opened = replace(self.opened, borrowed=True)
+        view.transform, view.is_view = transform, True
         return view
 
     def around(self, source: Dataset[Any]) -> CachedSource:
@@ -584,8 +584,12 @@ class CachedSource:
 
     def close(self) -> None:
         """Give the cache up in this process; from then on samples pass through."""
-        self.opened.close()
-        self.changes.serve(OpenCache.without(self.opened.request, self.opened.group))
+        without = OpenCache.without(self.opened.request, self.opened.group)
+        if self.is_view:
+            self.changes = Changes(without)
+        else:
+            self.opened.close()
+            self.changes.serve(without)
         self._pool = BatchPool()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ __all__ = [
     "is_used",
     "lock",
     "open_anew",
+    "release",
     "share_use",
     "take_turn",
     "unlock",
@@ -108,6 +109,13 @@ def end_opening(descriptor: int) -> None:
     """Let other processes open a file."""
     if are_exclusive():
         unlock(descriptor, _OPENING)
+
+
+def release(descriptor: int) -> None:
+    """Release `opening` and `use` before a descriptor is closed: a child that was forked meanwhile has it, too."""
+    if are_exclusive():
+        unlock(descriptor, _OPENING)
+        unlock(descriptor, _USE)
 
 
 def share_use(descriptor: int) -> bool:

@@ -266,6 +266,7 @@ def _own_file(path: str) -> Iterator[int]:
     try:
         yield descriptor
     finally:
+        locks.release(descriptor)
         os.close(descriptor)
 
 

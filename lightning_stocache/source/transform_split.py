@@ -131,7 +131,7 @@ class Cut:
             first = {call.site: Head(transform_at(source, call.site), call.end, call.form) for call in self.calls}
             clone = with_transforms(source, first, lambda site, _: first[site])
             tail = Tail([TailCall(first[call.site], call.values, call.parts) for call in self.calls])
-        tail.head = clone
+        tail.cut, tail.head = self, clone
         tail.is_blind = self.is_blind
         tail.unproved = self.unproved
         return clone, tail
@@ -165,6 +165,7 @@ class Tail:
         unproved: `Cut.unproved`.
     """
 
+    cut: Cut
     head: Any = None
     is_blind = False
     unproved = 0
@@ -188,6 +189,12 @@ class Tail:
 
     def __str__(self) -> str:
         return ", ".join(str(getattr(step, "__name__", type(step).__name__)) for step in self.steps)
+
+    @property
+    def all_steps(self) -> list[int]:
+        """Which steps the heads and this tail have."""
+        heads = [step for head in self.heads for step in head.steps]
+        return list(map(id, heads or self.steps))
 
     @property
     def takes_apart(self) -> bool:

@@ -2,12 +2,16 @@
 
 import copy
 import gc
+import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torchvision.transforms import Compose
 
 from lightning_stocache import CachedDataset, CachedLoader, CachedStream
 from tests.jobs import warnings
@@ -155,9 +159,112 @@ def test_a_copy_stores_nothing_old(dataset: CachedDataset) -> None:
     """A copy of the dataset, here or in another process, has the labels of its time: what it loads is not stored."""
     twin = copy.deepcopy(dataset)
     relabel(dataset, 0)
+    twin.invalidate([7])
     assert float(list(twin[5].values() if isinstance(twin[5], dict) else twin[5])[-1]) == 0
     assert float(list(dataset[5].values() if isinstance(dataset[5], dict) else dataset[5])[-1]) == 1
     twin.close()
+
+
+class Shifted(Labelled):
+    """With a random transform, at which the dataset is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = Compose([double, shift])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(torch.full((3,), float(index))), self.labels[index].clone()
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def shift(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand(())
+
+
+def rebind(source: Any) -> None:
+    source.labels = source.labels + 1
+
+
+def rebind_part(source: Any) -> None:
+    source.datasets[1].labels = source.datasets[1].labels + 1
+
+
+def move(source: Any) -> None:
+    source.indices = list(range(1, SAMPLES, 2))
+
+
+def replace_transform(source: Any) -> None:
+    source.transform = Compose([torch.neg, shift])
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "stays"),
+    [
+        (Shifted, rebind, True),
+        (Labelled, rebind, True),
+        (lambda: ConcatDataset([Shifted(), Shifted()]), rebind_part, True),
+        (lambda: Subset(Shifted(), list(range(0, SAMPLES, 2))), move, True),
+        (Shifted, replace_transform, False),
+    ],
+)
+def test_new_attributes_are_read(make: Any, change: Any, stays: bool, caplog: Any) -> None:
+    """Also where the dataset is cut at its random transform. Another transform ends the cache, with a warning."""
+    source = make()
+    with closing(CachedDataset(source)) as dataset:
+        loader = CachedLoader(dataset, SIZE)
+        list(loader), list(loader)
+        change(source)
+        loader.invalidate()
+        for seed in range(3):
+            torch.manual_seed(seed)
+            found = list(loader)
+            torch.manual_seed(seed)
+            assert repr(found) == repr(list(DataLoader(source, SIZE)))
+        assert (dataset.cache is not None) == stays
+    assert len(warnings(caplog)) == (not stays)
+
+
+def test_indices_are_whole_numbers_of_samples(dataset: CachedDataset) -> None:
+    """From the end, and of any type; a mask, a fraction and a number outside are errors, and nothing is emptied."""
+    [dataset[index] for index in range(SAMPLES)]
+    cache = dataset.cache
+    assert cache is not None
+    for bad, error in [
+        (torch.zeros(SAMPLES, dtype=torch.bool), TypeError),
+        ([1.5], TypeError),
+        ([SAMPLES], IndexError),
+        ([-SAMPLES - 1], IndexError),
+    ]:
+        with pytest.raises(error, match="indices must"):
+            dataset.invalidate(bad)  # type: ignore[arg-type]
+    assert cache.filled == SAMPLES
+    dataset.invalidate([-1])
+    dataset.invalidate(torch.tensor([2, 3]))  # type: ignore[arg-type]
+    dataset.invalidate(np.array(4))  # type: ignore[arg-type]
+    dataset.invalidate(range(6, 6))
+    assert cache.is_stored(np.arange(SAMPLES)).nonzero()[0].tolist() == [0, 1, *range(5, SAMPLES - 1)]
+
+
+def test_a_loader_of_a_part_says_whom_to_ask(dataset: CachedDataset) -> None:
+    """It does not know which sample of the CachedDataset in it an index means."""
+    for made in (Subset(dataset, [1, 2]), ConcatDataset([dataset, dataset])):
+        with pytest.raises(TypeError, match="call invalidate of the CachedDataset"):
+            CachedLoader(made, SIZE).invalidate([1])
+    CachedLoader(Labelled(), SIZE).invalidate([1])
+
+
+def test_a_disk_without_room_for_it_is_given_up(dataset: CachedDataset, monkeypatch: Any, caplog: Any) -> None:
+    """The training goes on, uncached."""
+    list(CachedLoader(dataset, SIZE))
+    dataset.source.labels += 1  # type: ignore[attr-defined]
+    monkeypatch.setattr(dataset.cache, "invalidate", lambda _: os.stat("/no/such/file"))
+    dataset.invalidate()
+    assert dataset.cache is None
+    assert repr(dataset[3]) == repr(dataset.source[3])
+    assert len(warnings(caplog)) == 1
 
 
 class Numbers(IterableDataset[int]):
