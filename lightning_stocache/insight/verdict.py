@@ -36,7 +36,7 @@ _NOISE = 0.1  # seconds of waiting in an epoch, of which nothing is said
 
 @dataclass(frozen=True)
 class Caches:
-    """What is to be known about the caches of a training beside its metrics."""
+    """Facts about the caches of a training that its metrics do not contain."""
 
     samples: int  # that training draws
     stored: int | None = None  # samples of these that lie in the cache; None if other nodes have a part of them
@@ -155,7 +155,7 @@ def epoch_line(number: int, epoch: Epoch, *, is_stream: bool = False) -> str:
 
 
 def verdict(epochs: Sequence[Epoch], caches: Caches) -> list[str]:
-    """Sentences on what is cached, on the seconds of the epochs, and on what to do if little was gained.
+    """The lines at the end of a training: what is cached, the seconds of the epochs, and advice if epochs still wait.
 
     Args:
         epochs: the metrics of every training epoch, by the names in the metric keys; with `start_seconds`, for which

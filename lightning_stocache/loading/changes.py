@@ -1,7 +1,7 @@
 """What follows if a source changes after its samples were stored.
 
-`Changes` answers whether stored samples may be served, and has some of them read again from time to time to find that
-out (`source.looks`):
+`Changes` answers whether stored samples may be served. It compares the source's state, and reads some stored samples
+again from time to time (`source.looks`):
 
     before each batch       `refresh`: attributes are compared; has another process said that the source has changed?
     in an epoch             `due` -> `look`, in the process that would read the samples without a cache -> `end`
@@ -195,7 +195,7 @@ class Changes:
         opened.tell()
 
     def make_current(self, make: Callable[[], _T]) -> _T:
-        """What `make` makes of served samples; made anew after a change of the source, or of samples, meanwhile."""
+        """The result of `make`, which reads served samples. If the source or samples change meanwhile: made anew."""
         self.refresh()
         while (cache := self.opened.live_cache) is not None:
             seen = cache.changes

@@ -101,7 +101,7 @@ def is_locked(descriptor: int, byte: int) -> bool:
 
 
 def begin_opening(descriptor: int, seconds: float) -> bool:
-    """Exclude other processes that open or remove a file. Returns False if that cannot be had within the seconds."""
+    """Exclude other processes that open or remove a file. Returns False if that takes longer than the seconds."""
     return not are_exclusive() or _try(seconds, _set, descriptor, fcntl.F_WRLCK, _OPENING)
 
 
@@ -138,12 +138,12 @@ def is_used(descriptor: int) -> bool:
 
 
 def take_turn(descriptor: int, seconds: float) -> bool:
-    """Take the turn, within so many seconds. Returns False without it. `flock(LOCK_UN)` ends it."""
+    """Take the turn. Returns False if it is not free within the seconds. `flock(LOCK_UN)` ends the turn."""
     return not are_exclusive() or _try(seconds, _flock, descriptor, fcntl.LOCK_EX)
 
 
 def _try(seconds: float, take: Callable[..., bool], *args: int) -> bool:
-    """Try to take a lock until it is had, for at most so many seconds, and at least once."""
+    """Try to take a lock, at least once, until the seconds are over. Returns whether it was taken."""
     end = time.monotonic() + seconds
     pause = _FIRST_PAUSE
     while not take(*args):

@@ -38,7 +38,8 @@ class CacheOptions:
         budget: memory per node: "8GiB", "500MB", "60%" (of the datasets' cached size), "60% of free" (memory), "auto"
             (enough for all samples), bytes, or 0 (off). Samples that do not fit are loaded every time. The datasets
             that are given to `fit` share it by their size. If loaders come from hooks, Lightning's sanity check asks
-            for the val set first, which takes at most half; without one it gets what the training set leaves. A mapping
+            for the val set first, which then takes at most half; without a sanity check the val set gets what the
+            training set leaves. A mapping
             gives stages budgets of their own, for instance {"train": "30GiB", "val": "2GiB", "test": 0}; a stage that
             it does not name has "auto".
         freeze_random: cache a random source as it is, with its first draw frozen.
