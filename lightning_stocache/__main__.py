@@ -54,6 +54,8 @@ def fill(parser: argparse.ArgumentParser) -> Action:
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that load (default: this one)")
 
     def run(arguments: argparse.Namespace) -> None:
+        if arguments.workers < 0:
+            parser.error(f"--workers must be a whole number from 0 on, got {arguments.workers}")
         from hydra.utils import instantiate
 
         from lightning_stocache.training.caches import CallCaches
@@ -67,7 +69,7 @@ def fill(parser: argparse.ArgumentParser) -> Action:
             datamodule = datamodule_of(_instantiated(config, "data"))
             caches = getattr(datamodule, "caches", None)
             for callback in (config.get("callbacks") or {}).values():
-                if str((callback or {}).get("_target_", "")).endswith(".StochasticCache"):
+                if "StochasticCache" in str((callback or {}).get("_target_", "")).split("."):
                     caches = instantiate(callback).caches
             if not isinstance(caches, CallCaches):
                 raise ValueError("the config caches nothing: it has no StocacheDataModule and no StochasticCache")

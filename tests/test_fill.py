@@ -82,10 +82,12 @@ def run(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(("data", "workers"), [("ours", "2"), ("plain", "0")])
-def test_what_was_filled_and_killed_is_continued_and_hit(tmp_path, command, data, workers):
+@pytest.mark.parametrize(
+    ("data", "callbacks", "workers"), [("ours", "", "2"), ("plain", "cached", "0"), ("plain", "stochastic_cache", "0")]
+)
+def test_what_was_filled_and_killed_is_continued_and_hit(tmp_path, command, data, callbacks, workers):
     """By a StocacheDataModule, or a callback over the user's own: the training that follows loads nothing."""
-    command += [f"data={data}", *(["callbacks=cached"] if data == "plain" else [])]
+    command += [f"data={data}", *([f"callbacks={callbacks}"] if callbacks else [])]
     first = run(command, tmp_path)
     wait_until(lambda: filled(tmp_path) > 40 or first.poll() is not None)
     first.kill()

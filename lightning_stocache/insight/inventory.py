@@ -26,9 +26,9 @@ _PIDS = 8  # the most processes with one command line whose ids are listed
 
 
 def wrapped(text: str, indent: int = 0) -> list[str]:
-    """A sentence as lines of 80 columns. All lines but the first are indented by four more spaces."""
+    """A sentence as lines of 79 columns. All lines but the first are indented by four more spaces."""
     later = " " * (indent + 4)  # below, options of commands are not cut at their hyphens
-    return wrap(text, 80, initial_indent=" " * indent, subsequent_indent=later, break_on_hyphens=False)
+    return wrap(text, 79, initial_indent=" " * indent, subsequent_indent=later, break_on_hyphens=False)
 
 
 def caches_in(directory: str | None = None) -> list[NamedSegment]:

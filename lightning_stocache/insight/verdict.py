@@ -124,10 +124,12 @@ def _way_out(dataset: CachedDataset, all_datasets: Sequence[Any]) -> str:
     written = format_bytes(math.ceil(10 * enough / unit) * unit // 10)
     with_val = ", with the other sets that share it" if len(sets) > 1 else ""
     where = " on each node" if len(group.nodes) > 1 else ""
-    sentence = f"a budget of {written}{where} would hold every sample{with_val}"
+    of_stage = f" for {request.pot!r}" if request.reader is not None and request.pot else ""
+    sentence = f"a budget of {written}{of_stage}{where} would hold every sample{with_val}"
     if request.name is None:
         return sentence
-    return f"{sentence}. A cache with a name keeps its size: first {clean_command(request.name, request.dir)}"
+    names = " ".join(cached_source(each).opened.request.name or "" for each in sets)
+    return f"{sentence}. A cache with a name keeps its size: first {clean_command(names, request.dir)}"
 
 
 def _shares_budget(other: Any, dataset: CachedDataset) -> bool:

@@ -89,7 +89,7 @@ class CacheOptions:
             object.__setattr__(self, "budget", dict(self.budget))  # of a config
         check_flag("keep_cache", self.keep_cache)
         check_flag("streams", self.streams)
-        self.request(cast(Any, None), LoaderSettings(1, 0), self.name or "", None)  # checks the other options
+        self.request(cast(Any, None), LoaderSettings(1, 0), cast(str, self.name), None)  # checks the other options
 
     @cached_property
     def budgets(self) -> dict[str, Budget]:

@@ -158,6 +158,7 @@ class CallCaches:
         self._group = NodeGroup()
         self._train_to_come = False
         self._told = set[str]()  # warnings and lines that were given once
+        self._said_single = set[str]()  # stages
         self._fruitless = Counter[str]()  # datasets of a stage that were replaced before a sample was hit
 
     def dataset_for(self, stage: str, source: Dataset[Any]) -> Any:
@@ -189,12 +190,13 @@ class CallCaches:
 
     def say_single(self, stages: Sequence[str]) -> None:
         """Print once that the datasets of these stages are not cached because the call reads them once."""
+        new = [stage for stage in stages if stage not in self._said_single]
+        self._said_single.update(new)
         text = (
-            f"{' and '.join(stages)}: read once in this call, so not cached. With keep_cache=True, a name or a dir the "
+            f"{' and '.join(new)}: read once in this call, so not cached. With keep_cache=True, a name or a dir the "
             "cache is there for the next call"
         )
-        if stages and text not in self._told:
-            self._told.add(text)
+        if new:
             say(text)
 
     def open(

@@ -405,6 +405,11 @@ def _check_function(name: str, value: Any, others: str = "") -> None:
         raise ValueError(f"{name} must be {others}None or a function, got {value!r}")
 
 
+def _is_made_by_call(source: Any) -> bool:
+    """Whether a call gives the dataset: it is a class, or a function, or a partial of one."""
+    return isinstance(source, type) or (callable(source) and not hasattr(source, "__getitem__"))
+
+
 def _datasets_of(stage: str, sources: Source | Sequence[Source]) -> list[Dataset[Any]]:
     """The datasets of a stage; functions are called. A list of samples is one dataset.
 
@@ -424,7 +429,7 @@ def _datasets_of(stage: str, sources: Source | Sequence[Source]) -> list[Dataset
         given = list(sources)
     if stage == "train" and len(given) > 1:
         raise TypeError(f"train must be one dataset, got {len(given)}: join them with torch's ConcatDataset")
-    datasets = [source() if callable(source) and not hasattr(source, "__getitem__") else source for source in given]
+    datasets = [source() if _is_made_by_call(source) else source for source in given]
     for dataset in datasets:
         sized = hasattr(dataset, "__len__") and not isinstance(dataset, str | bytes)
         if not sized and not isinstance(dataset, IterableDataset):

@@ -13,6 +13,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_stocache import CachedDataset, StochasticCache
+from lightning_stocache.setup.options import CacheOptions
+from lightning_stocache.training.caches import CallCaches
 from tests.sources import CountedStream, Made
 from tests.training.tiny import Looking, Watcher, behind, data_hooks, make_trainer, plain_loader, said
 
@@ -206,3 +208,12 @@ def test_a_cache_of_the_users_own_always_caches(tmp_path: Any, caplog: Any) -> N
     assert dataset.cache.filled == LENGTH
     assert not said(caplog, ONCE)
     dataset.close()
+
+
+def test_a_stage_is_named_in_one_line(caplog: Any) -> None:
+    """Whichever loaders ask again, together or alone."""
+    caches = CallCaches(CacheOptions())
+    for stages in (["train", "val"], ["train"], ["val"], ["val", "test"]):
+        caches.say_single(stages)
+    said_lines = [line.rpartition("stocache: ")[2] for line in said(caplog, ONCE)]
+    assert [line.partition(":")[0] for line in said_lines] == ["train and val", "test"]
