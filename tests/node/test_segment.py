@@ -314,13 +314,19 @@ def test_turns_exclude_processes_and_threads(segment: Segment) -> None:
     stored(segment, 0)
     number = segment.memory(0, 8).cast("q")
 
-    def add() -> None:
+    def add() -> bool:
         before = number[0]
         os.sched_yield()
         number[0] = before + 1
+        return True
+
+    def add_often() -> None:
+        for _ in range(50):
+            while not segment.in_turn(add):  # on a busy machine it may not be had in time
+                pass
 
     def work() -> None:
-        threads = [threading.Thread(target=lambda: [segment.in_turn(add) for _ in range(50)]) for _ in range(2)]
+        threads = [threading.Thread(target=add_often) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
