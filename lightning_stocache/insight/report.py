@@ -112,7 +112,7 @@ def _seconds(runs: Runs, axes: Axes) -> None:
         epochs = [epoch for epoch in waits if epoch in computes]
         groups = [(f"{epoch:.0f}", [epoch]) for epoch in epochs]
         if len(runs) > 1:
-            groups = [("first", epochs[:1]), ("later", epochs[1:])]
+            groups = [("1st", epochs[:1]), ("later", epochs[1:])]
         for label, members in groups:
             if members:
                 parts = [statistics.median(values[epoch] for epoch in members) for values in (waits, computes)]
