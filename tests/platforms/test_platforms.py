@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.platforms.job import SAMPLES
+from tests.platforms.job import KEPT, SAMPLES
 
 pytestmark = [
     pytest.mark.processes,
@@ -35,7 +35,8 @@ def run(folder: Path, what: str, path: str = DARWIN) -> Any:
     left = sorted(path.name.removeprefix(f"lsc-{os.getuid()}-") for path in (folder / "tmp").glob("lsc-*"))
     assert left == (["kept"] if what == "named" else [])
     if path == DARWIN and what != "commands":
-        assert done.stderr.count("no locks between processes") == 1
+        makers = 2 if what == "doors" else 1  # the trainer's process, and rank 0 of two that were spawned
+        assert done.stderr.count("no locks between processes") == makers
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -51,10 +52,10 @@ def test_every_door_caches(tmp_path, path):
     assert [same for _, same in doors] == [True] * 3
     hits = [found["ranks"], *(hits for hits, _ in doors)]
     for door, (first, second), loads in zip(DOORS, hits, found["loads"], strict=True):
-        assert 4 <= first <= SAMPLES, "what set-up has read and stored, which it has read twice"
         if path == DARWIN and door in ("ranks", "callback"):
-            assert first <= second < SAMPLES
+            assert second <= SAMPLES  # set-up may have stored all; what workers hit is not counted
             continue
+        assert 4 <= first <= SAMPLES, "what set-up has read and stored, which it has read twice"
         assert second == SAMPLES
         assert SAMPLES + first <= loads <= SAMPLES + first + 2 * LOOKED
 
@@ -67,7 +68,8 @@ def test_a_cache_lasts_on_macos(tmp_path, what):
     stored, held = found["held"]
     assert 0 < stored <= 32, "what set-up has read is stored; where reading is slow it is less"
     assert held == stored
-    assert found["hits"] == [stored, stored]
+    # Set-up reads twice what it stores, and a few samples to compare; epochs load what is not stored, and look again.
+    assert found["loads"] <= 2 * stored + 2 * (KEPT - stored) + 4 * LOOKED
 
 
 def test_the_commands_work_on_macos(tmp_path):
