@@ -10,7 +10,7 @@ The first process that asks after every rank of the node has begun an epoch deci
 from (`decide`). `clear` precedes each epoch that is read again, so the counts are those of one epoch.
 
 There are two segments. The ledger has columns of int64: numbers for all shards, for each rank, and for each of the
-`MOST_WORKERS` shards of every rank. Writers lock bytes of its lock file: byte 0 for the epochs, byte 1 for the next
+`MOST_WORKERS` shards of every rank. Writers lock bytes of its file: byte 0 for the epochs, byte 1 for the next
 number, byte 2 while deciding, and one byte per shard while its process stores a sample. A process that needs several
 locks takes them in the order 2, 0, shards, 1.
 
@@ -52,7 +52,7 @@ Mode = Literal["stream", "cache", "pass"]
 
 _MODES: tuple[Mode, ...] = get_args(Mode)
 _RANKS, _NEXT, _RESERVED, _DECIDED, _MODE, _BROKEN, _WORDS = range(7)
-_ALL, _NUMBER, _DECISION, _ROWS = 0, 1, 2, 8  # bytes of the lock file
+_ALL, _NUMBER, _DECISION, _ROWS = 0, 1, 2, 8  # bytes that are locked
 _UNCLAIMED = -1
 _BLOCK = 1 << 12  # slots whose columns get their memory together
 _SMALLER = 16  # how much smaller than the first samples the mean may be without running out of slots

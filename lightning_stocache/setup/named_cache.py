@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _LONGEST = 400  # bytes of an entry: three of them, the title and the geometry fit in the header
 _TITLE = 100  # characters
-_JOB = 1 << 41  # the byte in the lock file of a rolling cache that the leader of its job locks
+_JOB = 1 << 41  # the byte of a rolling cache that the leader of its job locks
 
 
 class CacheInUseError(RuntimeError):
