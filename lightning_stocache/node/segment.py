@@ -372,7 +372,11 @@ class Segment:
                 return None if self._is_late else work(*args)
             finally:
                 if self._has_turns:  # no function of Python's, at whose beginning KeyboardInterrupt could come
-                    fcntl.flock(file, fcntl.LOCK_UN)
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_UN)
+                    except KeyboardInterrupt:  # in an audit hook, which is one
+                        fcntl.flock(file, fcntl.LOCK_UN)
+                        raise
 
     def unlink(self) -> None:
         """Remove the name, if there is one. The memory is free when the last process has closed the segment."""

@@ -1,5 +1,6 @@
 """Processes that are killed while they fill leave samples or empty slots: no torn or wrong sample, and no lock."""
 
+import fcntl
 import itertools
 import os
 import random
@@ -16,6 +17,7 @@ import pytest
 import torch
 import xxhash
 
+from lightning_stocache.node import locks
 from lightning_stocache.node.segment import open_descriptors
 from tests.cache.stores import (
     ALL,
@@ -218,6 +220,43 @@ def test_who_is_interrupted_at_any_line_keeps_nothing_claimed(
             if call(put_interrupted, job, moment % LENGTH, moment, every_line):
                 break
     assert moment > (20 if every_line else 3)
+
+
+def put_under_signals(job: Job, strikes: int) -> None:
+    """Store samples, claim and release, while Ctrl-C strikes at any moment. Each time all locks are free, and the
+    thread's next call stores."""
+    moments, struck = random.Random(9), 0
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    with job() as store, closing(store.attach(store.handle)) as other:  # as another process: it has its own locks
+        while struck < strikes:
+            indices = moments.sample(ALL, 8)
+            contents = [encoded(store, index) for index in indices]
+            try:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-6, 4e-4))
+                    store.divide(indices)
+                    store.put(indices, contents)
+                    store.release(indices)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                struck += 1
+                assert locks.take_turn(other.segment.descriptor, 0), "the turn was not ended"
+                fcntl.flock(other.segment.descriptor, fcntl.LOCK_UN)
+                store.release(store.divide(indices)[0])
+                missing = [index for index in indices if store.place(index) == NO_PLACE]
+                assert store.put(missing, [encoded(store, index) for index in missing]) == [True] * len(missing)
+                rest = [index for index in ALL if store.place(index) == NO_PLACE]
+                assert filled(other, rest) == rest, "a slot is still claimed"
+            store.clear()
+        assert filled(store) == ALL
+        assert served(store) == ALL
+
+
+@pytest.mark.parametrize("strikes", [40, pytest.param(3_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+def test_who_is_interrupted_at_any_moment_keeps_nothing(job: Job, strikes: int) -> None:
+    """Also by real signals, which strike between two instructions: no lock is held, and no slot stays claimed."""
+    call(put_under_signals, job, strikes)
 
 
 def append_killed(disk: RollingDisk, number: int, moment: int, every_line: bool) -> None:

@@ -1,6 +1,7 @@
 """A segment is one file in memory: shared by the processes of a node, promised before it is touched, never left."""
 
 import dataclasses
+import fcntl
 import gc
 import mmap
 import os
@@ -10,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -286,7 +287,7 @@ def test_a_child_leaves_its_parents_locks(segment: Segment) -> None:
         [worker] = descendants() - {parent.process.pid}
         assert not segment.lock(6)
     try:
-        assert segment.lock(6)
+        wait_until(lambda: segment.lock(6))  # the worker opens the file anew once it runs
         assert locks.is_used(segment.descriptor)
     finally:
         os.kill(worker, signal.SIGKILL)
@@ -335,6 +336,24 @@ def test_turns_exclude_processes_and_threads(segment: Segment) -> None:
     call_many(work, [()] * 4)
     assert number[0] == 400
     number.release()
+
+
+def test_the_turn_ends_where_ctrl_c_strikes_in_a_hook(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An audit hook is a function of Python's that runs before the system call."""
+    plain, struck = fcntl.flock, list[int]()
+
+    def flock(file: int, kind: int) -> None:
+        if kind == fcntl.LOCK_UN and not struck:
+            struck.append(file)
+            raise KeyboardInterrupt
+        plain(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(KeyboardInterrupt):
+        segment.in_turn(int)
+    with closing(Segment.attach(segment.handle)) as other:
+        assert struck
+        assert other.in_turn(bool, 1) is True
 
 
 def lock_and_wait(number: int, segment: Segment) -> list[int]:
