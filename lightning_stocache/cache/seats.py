@@ -34,7 +34,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 
 from lightning_stocache.node.segment import Numbers, Segment, fence
 
@@ -129,15 +128,22 @@ class Seats:
         process = self._process
         return process.owners.get(slot) == threading.get_ident() and self._words[slot] == process.claim
 
+    def mine(self, slots: Iterable[int]) -> set[int]:
+        """Those of the slots that this thread has claimed."""
+        return set(filter(self.is_mine, slots)) if self._process.owners else set()
+
     def release(self, slots: Iterable[int]) -> None:
         """Release slots that this thread has claimed. A slot that is not stored is empty then."""
         process, words, thread = self._process, self._words, threading.get_ident()
+        owners, claim = process.owners, process.claim
         for slot in slots:
-            if process.owners.get(slot) == thread:
-                with suppress(OSError):
-                    if words[slot] == process.claim:
+            if owners.get(slot) == thread:
+                try:
+                    if words[slot] == claim:
                         words[slot] = EMPTY
-                    process.owners.pop(slot, None)
+                except OSError:  # a disk without room: the slot stays claimed
+                    continue
+                owners.pop(slot, None)
 
     def publish(self, slots: Sequence[int], seen: int | None = None) -> list[int]:
         """Set slots that this thread has claimed stored. Returns those that are stored now.

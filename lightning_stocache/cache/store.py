@@ -484,7 +484,7 @@ class Store:
             elif states[slot] != READY:
                 numbers.setdefault(slot, number)
         try:
-            mine = {slot for slot in numbers if seats.is_mine(slot)}  # `divide` has claimed them
+            mine = seats.mine(numbers)  # `divide` has claimed them
             claimed = [] if self._rests else [*mine, *seats.take([slot for slot in numbers if slot not in mine])]
             if self.layout.is_kept:  # what is not verified yet is not stored again
                 claimed = [slot for slot in claimed if not self.layout.sum(slot)]

@@ -56,6 +56,7 @@ _Cause: TypeAlias = looks.Cause | Literal["in place", "strayed"]
 
 _T = TypeVar("_T")
 
+_MOST_LENT = 64  # samples of a batch that are compared after its use; a comparison costs more than to store a small row
 _MANY_KEYS = 32  # keys that are no indices, after which a cache that was asked for no index is given up
 
 
@@ -473,9 +474,10 @@ class Changes:
             self._common = CommonState(self.source, others, datasets)
 
     def lend(self, samples: Sequence[Any]) -> None:
-        """Note the source's own samples of a batch: nobody knows yet whether they are changed in place."""
+        """Note the source's own samples of a batch, at most 64: nobody knows yet whether they are changed in place."""
         self.lends = False
-        self._lent = [(sample, bits(sample)) for sample in samples]
+        step = -(-len(samples) // _MOST_LENT) or 1
+        self._lent = [(sample, bits(sample)) for sample in samples[::step]]
 
     def _take_back(self) -> None:
         """Before the next batch: give up if the samples that were lent, the source's own memory, have been changed."""

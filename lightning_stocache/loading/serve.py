@@ -481,11 +481,10 @@ class CachedSource:
         nbytes = (len(samples) - len(numbers)) * codec.nbytes
         step = max(_AT_ONCE // max(codec.nbytes, 1), 1)
         for first in range(0, len(numbers), step):
-            fitting = dict[int, Parts]()
-            for number in numbers[first : first + step]:
-                if (parts := self._encode(cache, keys[number], samples, number)) is not None:
-                    fitting[number] = parts
-                else:
+            chunk = numbers[first : first + step]
+            fitting = self._encoded(cache, keys, samples, chunk)
+            for number in chunk if len(fitting) < len(chunk) else ():
+                if number not in fitting:
                     sample = samples[number]
                     nbytes += codec.least_bytes(sample.sample if type(sample) is Odd else sample)
             contents = _contents(cache, fitting, into)
@@ -513,6 +512,17 @@ class CachedSource:
                 "the disk of the cache takes longer to store samples than they take to load: storing pauses for %.0f s",
                 PAUSE_SECONDS,
             )
+
+    def _encoded(
+        self, cache: Store, keys: Sequence[Any], samples: list[Any], numbers: Sequence[int]
+    ) -> dict[int, Parts]:
+        """Those of some samples that are stored, as the codec's parts, by their numbers in the list."""
+        together = [samples[number] for number in numbers]
+        alike = cache.codec.encode_all(together) if len(together) > 1 else None
+        if alike is not None and cache.has_room(together[0]):
+            return dict(zip(numbers, alike, strict=True))
+        encoded = {number: self._encode(cache, keys[number], samples, number) for number in numbers}
+        return {number: parts for number, parts in encoded.items() if parts is not None}
 
     def _encode(self, cache: Store, key: Any, samples: list[Any], number: int) -> Parts | None:
         """A loaded sample as the codec's parts; None if it is not stored. An odd sample becomes `Odd` in the list."""

@@ -170,6 +170,59 @@ def test_every_mismatch_says_where_what_was_expected_and_what_came() -> None:
             SampleSpec.infer({"x": Pair(0, first)}).flatten({"x": Pair(0, other)}, 17)
 
 
+def form_of(kind: str, leaf: Any) -> Any:
+    """A sample with a leaf at its top, or beside another one."""
+    forms: dict[str, Any] = {"leaf": leaf, "tuple": (leaf, 3), "list": [leaf, 3], "dict": {"x": leaf, "y": 3}}
+    return forms[kind]
+
+
+@pytest.mark.parametrize("kind", ["leaf", "tuple", "list", "dict"])
+def test_many_at_once_are_encoded_as_one_by_one(kind: str) -> None:
+    """Where one of them differs from the first, in whatever way, each is to be encoded by itself."""
+    for leaf in (IMAGE, np.arange(3.0), 7, 2.5, True, 1j, None):
+        samples = [form_of(kind, each) for each in (leaf, leaf, leaf)]
+        spec = SampleSpec.infer(samples[0])
+        together = spec.encode_all(samples)
+        assert together is not None
+        for parts, sample in zip(together, samples, strict=True):
+            assert same(list(parts), spec.encode(sample))
+        others: list[Any] = [IMAGE, np.arange(3.0), 7, 2.5, True, 1j, None, "a", np.float32(1), BOXES, Colour.RED]
+        for other in others:
+            if type(other) is not type(leaf):
+                assert spec.encode_all([samples[0], form_of(kind, other)]) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        ((1, 2), (1, 2, 3)),
+        ((1, 2), [1, 2]),
+        ({"a": 1}, {"a": 1, "b": 2}),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, OrderedDict(a=1)),
+        ({"a": 1}, {np.str_("a"): 1}),
+        ({1: 1}, {True: 1}),
+        (1, 2**63),
+        (IMAGE, IMAGE[:1]),
+        (IMAGE, IMAGE.float()),
+        (np.arange(3.0), np.arange(3.0, dtype=">f8")),
+        ((IMAGE, IMAGE.clone()), (IMAGE, IMAGE[:])),
+        (Pair(1, 2), Pair(1, 2)),
+        ((1, (2,)), (1, (2,))),
+    ],
+)
+def test_what_may_differ_is_not_encoded_at_once(first: Any, other: Any) -> None:
+    """Nor samples of several containers, which no fast check knows."""
+    assert SampleSpec.infer(first).encode_all([first, other]) is None
+
+
+def test_the_keys_of_a_dict_may_have_another_order_when_encoded_at_once() -> None:
+    assert SampleSpec.infer({"a": 1, "b": 2.0}).encode_all([{"b": 3.0, "a": 4}, {"a": 5, "b": 6.0}]) == [
+        [4, 3.0],
+        [5, 6.0],
+    ]
+
+
 def test_samples_let_go_of_their_memory_when_the_last_of_them_goes() -> None:
     """The memory of a batch is free at once, without the garbage collector, to be used again."""
     spec = SampleSpec.infer({"image": torch.zeros(4), "rest": (1, np.zeros(3))})
