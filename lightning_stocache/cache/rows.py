@@ -383,7 +383,8 @@ class SampleSpec:
                 stacked = np.empty((count, field.nbytes), dtype=np.uint8)
                 field.stack(leaves, stacked)
                 column[places] = stacked
-        return [[column[place].data for column in rows] for place in places]
+        columns = [(column.reshape(-1).data, column.shape[1]) for column in rows]  # a slice costs half as much as a row
+        return [[column[place * nbytes : (place + 1) * nbytes] for column, nbytes in columns] for place in places]
 
     def is_alike(self, sample: Any) -> bool:
         """Whether a sample has the same containers and types of leaves; dtypes and shapes may differ."""
