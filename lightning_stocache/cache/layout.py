@@ -1,9 +1,10 @@
 """How samples lie in a segment: aligned arrays, one behind the other.
 
-    state        per slot, uint32: 0 empty, 2 ready, else who has claimed it (`seats`)
+    state        per slot, uint32: empty, stored, or who has claimed it (`seats`)
     ...          what the policy of the store needs per slot: a mark, a time
     words        a few int64 for all slots: where the free part of the run of records begins; the number of changes, odd
-                 while a change is under way; whether emptied slots have left room; the lives of seats
+                 while a change is under way; whether emptied slots have left room; the rounds of `disk_sync`; the lives
+                 of seats
     entries      per slot: on a disk the checksum, else of records alone; where the record begins; its size; int64 each
     rows         one array per field, `[slots, nbytes]`; or
     records      one run of bytes
@@ -41,10 +42,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.codec import Memory, aligned
+from lightning_stocache.cache.disk_sync import ROUNDS
 from lightning_stocache.cache.gather_pool import GatherPool
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
-from lightning_stocache.cache.seats import EMPTY, READY, SEATS
+from lightning_stocache.cache.seats import EMPTY, READY, SEATS, are_stored
 from lightning_stocache.node.files import HEADER_BYTES, Manifest, ManifestError, manifest_in, token_of
 from lightning_stocache.node.segment import Numbers, Segment
 
@@ -163,8 +165,8 @@ class Head:
         return 8 * self.words + 256 + _BLOCK * self.has_entries
 
 
-_OWN_WORDS = 8
-_FREE, _CHANGES, _LEFT = range(3)
+_FREE, _CHANGES, _LEFT, _ROUNDS = range(4)
+_OWN_WORDS = _ROUNDS + ROUNDS.size // 8
 ONCE = Head({"state": np.uint32}, _OWN_WORDS + SEATS // 2)
 """The head of a store whose slots are written once. Behind its first words lie the lives of seats."""
 
@@ -200,6 +202,8 @@ class _Slots:
         """The first words."""
         self.changes: Numbers = segment.numbers_at(self._words_start + 8 * _CHANGES, 1, "q")
         """The number of changes (`seats`)."""
+        self.rounds_offset = self._words_start + 8 * _ROUNDS
+        """Where the numbers of `disk_sync` are."""
         self.is_kept = head.has_entries and segment.path is not None
         """Whether entries of earlier jobs count: a file without a name has none."""
         self.checksum: Callable[[int, int, int, Iterable[Any]], int] | None = None
@@ -256,7 +260,7 @@ class _Slots:
 
     def stored(self, first: int, last: int) -> npt.NDArray[np.bool_]:
         """Which of some slots have a sample, bool `[slots]`, whether or not it can be read now."""
-        stored = np.asarray(self.state[first:last] == READY)
+        stored = np.asarray(are_stored(self.state[first:last]))
         if self.is_kept and not stored.all():
             with suppress(OSError):  # a bad block: what cannot be read does not count
                 stored |= self._entries(first, min(last, self.count))["sum"] != 0
@@ -276,7 +280,7 @@ class _Slots:
     def clear(self) -> None:
         """Empty all slots, and return the memory of the samples. The head keeps its memory, and seats their lives."""
         self._segment.store(self.offset_in("state", 0), memoryview(bytes(self.state.nbytes)))
-        self._segment.store(self._words_start, memoryview(bytes(8 * _OWN_WORDS)))
+        self._segment.store(self._words_start, memoryview(bytes(8 * _ROUNDS)))
         self._segment.discard(self.scratch_bytes if self._head.has_entries else self.begin)
 
     def note_left(self) -> None:
