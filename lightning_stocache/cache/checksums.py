@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_stocache.cache.disk_sync import VERIFIED
+from lightning_stocache.cache.disk_sync import DiskSync
 from lightning_stocache.cache.layout import EMPTY, Layout
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.seats import Seats
@@ -46,13 +46,16 @@ class Checksums:
         layout: the layout of the store, with a column `sum`, which it fills from now on.
         identity: given a slot, the numbers of its sample that the checksum covers (the index; if the store rolls, the
             ticket, too).
+        sync: makes samples safe; a rolling store has none.
 
     Raises:
         ImportError: xxhash is not installed; the message says how to get it.
     """
 
-    def __init__(self, disk: Segment, layout: Layout, identity: Callable[[int], tuple[int, ...]]) -> None:
-        self._disk, self._layout, self._identity = disk, layout, identity
+    def __init__(
+        self, disk: Segment, layout: Layout, identity: Callable[[int], tuple[int, ...]], sync: DiskSync | None = None
+    ) -> None:
+        self._disk, self._layout, self._identity, self._sync = disk, layout, identity, sync
         self._xxh3 = checksum()
         self._rest_until = 0.0
         self.known: npt.NDArray[np.bool_] | None = None
@@ -118,8 +121,8 @@ class Checksums:
     def _set_ready(self, slot: int, *, for_all: bool) -> None:
         """Let a slot be read, by other processes, too, if it is claimed and the disk has room for its word."""
         with suppress(OSError):
-            if for_all:
-                self._layout.states[slot] = VERIFIED
+            if for_all and self._sync is not None:
+                self._layout.states[slot] = self._sync.verified_word()
                 return
         if self.known is None:
             self.known = np.zeros(self._layout.count, dtype=np.bool_)

@@ -32,7 +32,7 @@ from lightning_stocache.cache.seats import READY
 from lightning_stocache.node.processes import THREAD_PREFIX
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["ROUNDS", "SYNC_SECONDS", "VERIFIED", "DiskSync"]
+__all__ = ["ROUNDS", "SYNC_SECONDS", "DiskSync"]
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +45,6 @@ stored; whether the disk has lost something; when the last sync began, in nanose
 
 _BEGUN, _SAFE, _STORED, _FAILED, _TIME = range(5)
 _KIND_BITS = 2  # of a word, which say that a slot is stored; the other bits are the round
-VERIFIED = 1 << _KIND_BITS | READY
-"""The word of a slot that an earlier job has stored and this one has verified."""
-
 _BYTE = 1 << 41  # the byte whose lock the process has that makes samples safe
 _PAUSE = 0.01
 
@@ -92,6 +89,7 @@ class DiskSync:
         self._segment, self._offset = segment, offset
         self._rounds = segment.numbers_at(offset, 5, "q")
         self._process = _processes.setdefault(segment, _Process())
+        self._most_stored = 0
         self._join()
 
     @property
@@ -104,12 +102,26 @@ class DiskSync:
         """Whether the disk has lost what it had taken."""
         return self._process.has_failed or self._rounds[_FAILED] != 0
 
+    def is_all_safe(self) -> bool:
+        """Whether all samples are safe that this process can read."""
+        stored = self._rounds[_STORED]
+        if stored < self._most_stored:  # the disk has lost the numbers, too
+            return False
+        self._most_stored = stored
+        return bool(stored <= self._rounds[_SAFE])
+
     def stored_word(self) -> int:
         """The word of a slot whose sample is stored now. Call it in a turn."""
         number = self._rounds[_BEGUN] + 1
         if self._rounds[_STORED] != number:
             self._rounds[_STORED] = number
         return int(number << _KIND_BITS | READY)
+
+    def verified_word(self) -> int:
+        """The word of a slot that an earlier job has stored and this one has verified: it is of the first round."""
+        if not self._rounds[_STORED]:
+            self._rounds[_STORED] = 1
+        return 1 << _KIND_BITS | READY
 
     def note(self) -> None:
         """Note that this process has stored or read a sample that is not safe: a sync may be due."""
@@ -118,7 +130,7 @@ class DiskSync:
 
     def end_epoch(self) -> None:
         """Begin a sync if there are samples that are not safe."""
-        if self._rounds[_STORED] > self._rounds[_SAFE]:
+        if not self.is_all_safe():
             self._start(0.0)
 
     def make_safe(self, seconds: float = 0.0) -> bool:

@@ -139,9 +139,9 @@ class Store:
         self._checksums: Checksums | None = None
         self._sync: DiskSync | None = None
         if segment.on_disk:
-            self._checksums = Checksums(segment, self.layout, partial(self._identity, self.layout, arc))
             if self.stores_misses:
                 self._sync = DiskSync(segment, self.layout.rounds_offset)
+            self._checksums = Checksums(segment, self.layout, partial(self._identity, self.layout, arc), self._sync)
         stored_word = None if self._sync is None else self._sync.stored_word
         self._seats = Seats(segment, self.layout.states, self.layout.lives, self.layout.changes, stored_word)
         self._lost = set[int]()  # slots whose samples the disk has lost, as this process has found
@@ -341,7 +341,8 @@ class Store:
 
     def _are_ready(self, slots: Integers | slice) -> npt.NDArray[np.bool_]:
         """Which slots can be read now, by all processes or by this one alone."""
-        ready = np.asarray(are_stored(self.layout.state[slots]))
+        words = self.layout.state[slots]
+        ready = np.asarray(words == READY if self._sync is None else are_stored(words))
         if self._checksums is not None and self._checksums.known is not None:
             ready |= self._checksums.known[slots]
         if self._lost:
@@ -363,7 +364,7 @@ class Store:
 
     def _unsafe(self, places: Integers) -> list[int]:
         """The numbers of those places whose samples are not safe on the disk."""
-        if self._sync is None:
+        if self._sync is None or (self._sync.is_all_safe() and cast(Checksums, self._checksums).known is None):
             return []
         words = self.layout.state.take(places)
         numbers: list[int] = np.flatnonzero(~are_stored(words) | (words > self._sync.safe_word)).tolist()

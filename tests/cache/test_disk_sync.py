@@ -126,6 +126,21 @@ def test_a_safe_sample_costs_no_checksum(disk: Disk, syncs: Syncs) -> None:
         assert reads_of(store, ALL[:30]) == 0
 
 
+def test_the_numbers_of_rounds_may_be_lost_too(disk: Disk, syncs: Syncs) -> None:
+    """They are as they were, when all was safe: what was stored since is read with its checksum all the same."""
+    with closing(disk.open()) as store, open(f"/proc/self/fd/{store.segment.descriptor}", "r+b") as file:
+        filled(store, ALL[:10])
+        assert store.make_safe()
+        behind_words = HEADER_BYTES + store.layout.offset_in("state", len(ALL))
+        length = HEADER_BYTES + store.layout.scratch_bytes - behind_words
+        numbers = os.pread(file.fileno(), length, behind_words)
+        filled(store, ALL[10:])
+        assert served(store) == ALL
+        os.pwrite(file.fileno(), numbers, behind_words)
+        lose(store, 40)
+        assert served(store) == ALL[:40] + ALL[41:]
+
+
 def test_what_earlier_jobs_stored_is_safe_after_any_sync(disk: Disk, syncs: Syncs) -> None:
     """Their pages may not be written when the next job verifies them."""
     disk.fill(ALL[:20])
