@@ -77,7 +77,7 @@ ENTRY = np.dtype([("sum", np.uint64), ("begin", np.int64), ("nbytes", np.int64)]
 """What outlives a job on a disk, per slot: the checksum, zero without a sample; where the record begins; its size."""
 
 _ENTRY = struct.Struct("<Qqq")
-_BLOCK = 4096  # of a filesystem; the entries begin with one, so those before them can be freed
+_BLOCK = 1 << 16  # the largest page, and block of a filesystem: entries begin with one, so all before them can be freed
 _END = ""
 _SMALL = 8  # alignment of records with one part
 _GAP = memoryview(bytes(64))  # lies between two records
@@ -148,7 +148,9 @@ class Head:
     def scratch_bytes(self, count: int) -> int:
         """Bytes of columns and words."""
         size = aligned(offsets(self.columns, count)[_END] + 8 * self.words)
-        return -(-size // _BLOCK) * _BLOCK if self.has_entries else size
+        if not self.has_entries:
+            return size
+        return -(-(HEADER_BYTES + size) // _BLOCK) * _BLOCK - HEADER_BYTES
 
     def nbytes(self, count: int) -> int:
         """Bytes of the head for `count` slots."""
