@@ -8,8 +8,9 @@ bytes, or the bytes without it.
 A job checks a slot when it reads the slot for the first time, by `pread`, which reports a bad block as an error. In the
 mapping a bad block would end the process. A slot is claimed while it is checked. A sound slot is then ready for all
 processes that have the file open; where the disk has no room for that word, it is known to this process alone. What
-they have stored themselves is ready, too. Such slots are read through the mapping. A slot that is not sound is emptied,
-and its sample is loaded again. A disk with a bad block is not read for a while.
+they have stored themselves is ready, too. Such slots are read through the mapping; until they are safe (`disk_sync`),
+each copy is compared with the checksum again (`is_sum_of`). A slot that is not sound is emptied, and its sample is
+loaded again. A disk with a bad block is not read for a while.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_stocache.cache.layout import EMPTY, READY, Layout
+from lightning_stocache.cache.disk_sync import DiskSync
+from lightning_stocache.cache.layout import EMPTY, Layout
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.seats import Seats
 from lightning_stocache.node.segment import Segment
@@ -44,17 +46,20 @@ class Checksums:
         layout: the layout of the store, with a column `sum`, which it fills from now on.
         identity: given a slot, the numbers of its sample that the checksum covers (the index; if the store rolls, the
             ticket, too).
+        sync: makes samples safe; a rolling store has none.
 
     Raises:
         ImportError: xxhash is not installed; the message says how to get it.
     """
 
-    def __init__(self, disk: Segment, layout: Layout, identity: Callable[[int], tuple[int, ...]]) -> None:
-        self._disk, self._layout, self._identity = disk, layout, identity
+    def __init__(
+        self, disk: Segment, layout: Layout, identity: Callable[[int], tuple[int, ...]], sync: DiskSync | None = None
+    ) -> None:
+        self._disk, self._layout, self._identity, self._sync = disk, layout, identity, sync
         self._xxh3 = checksum()
         self._rest_until = 0.0
         self.known: npt.NDArray[np.bool_] | None = None
-        """Which slots this process has verified, if it could not say so to others."""
+        """Which slots this process has verified, if it could not say so to others. They never become safe."""
         layout.checksum, layout.is_sound = self._sum, self.is_sound
 
     def is_sound(self, slot: int) -> bool:
@@ -63,6 +68,14 @@ class Checksums:
             return self._sum_now(slot) == (self._layout.sum(slot) or None)
         except OSError:
             return False
+
+    def is_sum_of(self, slot: int, contents: Sequence[Any]) -> bool:
+        """Whether a copy of a sample, given in its parts as bytes, is what was stored in a slot."""
+        try:
+            stored = self._layout.sum(slot)
+        except OSError:
+            return False
+        return stored == self._sum(slot, self._layout.begin_of(slot), sum(map(len, contents)), contents)
 
     def verify(self, slots: Sequence[int], seats: Seats) -> bool:
         """Read what an earlier job has stored in slots that are not ready: set sound slots ready, and empty the others.
@@ -108,8 +121,8 @@ class Checksums:
     def _set_ready(self, slot: int, *, for_all: bool) -> None:
         """Let a slot be read, by other processes, too, if it is claimed and the disk has room for its word."""
         with suppress(OSError):
-            if for_all:
-                self._layout.states[slot] = READY
+            if for_all and self._sync is not None:
+                self._layout.states[slot] = self._sync.verified_word()
                 return
         if self.known is None:
             self.known = np.zeros(self._layout.count, dtype=np.bool_)

@@ -1,9 +1,10 @@
 """How samples lie in a segment: aligned arrays, one behind the other.
 
-    state        per slot, uint32: 0 empty, 2 ready, else who has claimed it (`seats`)
+    state        per slot, uint32: empty, stored, or who has claimed it (`seats`)
     ...          what the policy of the store needs per slot: a mark, a time
     words        a few int64 for all slots: where the free part of the run of records begins; the number of changes, odd
-                 while a change is under way; whether emptied slots have left room; the lives of seats
+                 while a change is under way; whether emptied slots have left room; how often all was cleared; the
+                 rounds of `disk_sync`; the lives of seats
     entries      per slot: on a disk the checksum, else of records alone; where the record begins; its size; int64 each
     rows         one array per field, `[slots, nbytes]`; or
     records      one run of bytes
@@ -13,7 +14,8 @@ that is already collated (`gather_pool`: NumPy takes, by several threads where r
 
 What lies before the samples is the head. In memory its pages are reserved when the store is made, or block by block,
 and it is written through the mapping. Samples are written through the file (`Segment.store`), where a lack of memory is
-an error. A killed writer leaves no sample.
+an error. So is it where a block of pages is reserved: small rows are written through the mapping then, many at once,
+because a system call costs more than they do. A killed writer leaves no sample.
 
 A disk is written through the file alone. Two parts of its head differ in what they mean. An entry outlives its job: a
 slot has a sample if its checksum is not zero. Columns and words before the entries say what is known while the file is
@@ -41,10 +43,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.codec import Memory, aligned
+from lightning_stocache.cache.disk_sync import ROUNDS
 from lightning_stocache.cache.gather_pool import GatherPool
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
-from lightning_stocache.cache.seats import EMPTY, READY, SEATS
+from lightning_stocache.cache.seats import EMPTY, READY, SEATS, are_stored
 from lightning_stocache.node.files import HEADER_BYTES, Manifest, ManifestError, manifest_in, token_of
 from lightning_stocache.node.segment import Numbers, Segment
 
@@ -75,9 +78,12 @@ ENTRY = np.dtype([("sum", np.uint64), ("begin", np.int64), ("nbytes", np.int64)]
 """What outlives a job on a disk, per slot: the checksum, zero without a sample; where the record begins; its size."""
 
 _ENTRY = struct.Struct("<Qqq")
-_BLOCK = 4096  # of a filesystem; the entries begin with one, so those before them can be freed
+_BLOCK = 1 << 16  # the largest page, and block of a filesystem: entries begin with one, so all before them can be freed
 _END = ""
 _SMALL = 8  # alignment of records with one part
+_SMALL_ROW = 1024  # rows of fewer bytes cost less than a system call for each
+_MANY = 8  # rows cost less together than one by one
+_RESERVED = 1 << 16  # bytes of small rows whose pages are reserved together
 _GAP = memoryview(bytes(64))  # lies between two records
 KNOWN = 32  # with so many records, their mean size replaces the estimate of set-up
 _STEP = 1 << 20  # slots whose states are read together
@@ -146,7 +152,9 @@ class Head:
     def scratch_bytes(self, count: int) -> int:
         """Bytes of columns and words."""
         size = aligned(offsets(self.columns, count)[_END] + 8 * self.words)
-        return -(-size // _BLOCK) * _BLOCK if self.has_entries else size
+        if not self.has_entries:
+            return size
+        return -(-(HEADER_BYTES + size) // _BLOCK) * _BLOCK - HEADER_BYTES
 
     def nbytes(self, count: int) -> int:
         """Bytes of the head for `count` slots."""
@@ -163,8 +171,8 @@ class Head:
         return 8 * self.words + 256 + _BLOCK * self.has_entries
 
 
-_OWN_WORDS = 8
-_FREE, _CHANGES, _LEFT = range(3)
+_FREE, _CHANGES, _LEFT, _CLEARS, _ROUNDS = range(5)
+_OWN_WORDS = _ROUNDS + ROUNDS.size // 8
 ONCE = Head({"state": np.uint32}, _OWN_WORDS + SEATS // 2)
 """The head of a store whose slots are written once. Behind its first words lie the lives of seats."""
 
@@ -200,6 +208,8 @@ class _Slots:
         """The first words."""
         self.changes: Numbers = segment.numbers_at(self._words_start + 8 * _CHANGES, 1, "q")
         """The number of changes (`seats`)."""
+        self.rounds_offset = self._words_start + 8 * _ROUNDS
+        """Where the numbers of `disk_sync` are."""
         self.is_kept = head.has_entries and segment.path is not None
         """Whether entries of earlier jobs count: a file without a name has none."""
         self.checksum: Callable[[int, int, int, Iterable[Any]], int] | None = None
@@ -256,7 +266,7 @@ class _Slots:
 
     def stored(self, first: int, last: int) -> npt.NDArray[np.bool_]:
         """Which of some slots have a sample, bool `[slots]`, whether or not it can be read now."""
-        stored = np.asarray(self.state[first:last] == READY)
+        stored = np.asarray(are_stored(self.state[first:last]))
         if self.is_kept and not stored.all():
             with suppress(OSError):  # a bad block: what cannot be read does not count
                 stored |= self._entries(first, min(last, self.count))["sum"] != 0
@@ -276,7 +286,8 @@ class _Slots:
     def clear(self) -> None:
         """Empty all slots, and return the memory of the samples. The head keeps its memory, and seats their lives."""
         self._segment.store(self.offset_in("state", 0), memoryview(bytes(self.state.nbytes)))
-        self._segment.store(self._words_start, memoryview(bytes(8 * _OWN_WORDS)))
+        self._segment.store(self._words_start, memoryview(bytes(8 * _CLEARS)))
+        self.numbers[_CLEARS] += 1
         self._segment.discard(self.scratch_bytes if self._head.has_entries else self.begin)
 
     def note_left(self) -> None:
@@ -318,6 +329,11 @@ class Rows(_Slots):
         """The array of each field, live, uint8 `[slots, nbytes]`."""
         self.granted_bytes = count * (self._nbytes + head.slot_bytes)
         """Bytes that all slots take when they are filled."""
+        self._is_small = not segment.on_disk and 0 < self._nbytes < _SMALL_ROW and hasattr(os, "posix_fallocate")
+        self._block_slots = max(_RESERVED // max(self._nbytes, 1), 1)
+        self._clears = 0
+        self._reserved = np.zeros(0, dtype=np.bool_)
+        """The blocks of slots whose pages are reserved, as this process knows; since so many clears."""
 
     @staticmethod
     def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:
@@ -345,6 +361,11 @@ class Rows(_Slots):
 
     def write(self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool]:
         """Write samples, bytes `[nbytes]` per field. Returns True for each."""
+        if self._is_small and len(slots) >= _MANY:
+            self._reserve_blocks(slots)
+            memory = [np.frombuffer(b"".join(contents), np.uint8) for contents in zip(*samples, strict=True)]
+            self.scatter(np.array(slots), memory)
+            return [True] * len(slots)
         store = self._segment.store
         for slot, contents in zip(slots, samples, strict=True):
             for start, nbytes, content in zip(self._fields, self._row_bytes, contents, strict=True):
@@ -364,6 +385,20 @@ class Rows(_Slots):
         """
         for rows, nbytes, memory in zip(self.fields, self._row_bytes, into, strict=True):
             pool.take(rows, slots, memory.reshape(len(slots), nbytes))
+
+    def _reserve_blocks(self, slots: Sequence[int]) -> None:
+        """Reserve the pages of slots, in blocks of them. Raises OSError (ENOSPC) without memory."""
+        if self._clears != self.numbers[_CLEARS] or not len(self._reserved):
+            self._clears = self.numbers[_CLEARS]
+            self._reserved = np.zeros(-(-self.count // self._block_slots), dtype=np.bool_)
+        for block in {slot // self._block_slots for slot in slots}:
+            if self._reserved[block]:
+                continue
+            first = block * self._block_slots
+            last = min(first + self._block_slots, self.count)
+            for start, nbytes in zip(self._fields, self._row_bytes, strict=True):
+                self._segment.reserve(start + first * nbytes, (last - first) * nbytes)
+            self._reserved[block] = True
 
     def reserve_all(self) -> None:
         """Reserve the memory of all rows. Raises OSError (ENOSPC) without it."""

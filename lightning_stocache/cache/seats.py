@@ -4,11 +4,11 @@ A seat is the lock of one byte, which its process has until it ends, and a numbe
 process takes the seat. The word of a slot (uint32) says all that is known of it:
 
     0                         empty
-    2                         stored (`layout.READY`)
+    round | STORED            stored; on a disk in this round (`disk_sync`), in memory in round 0 (`READY`)
     seat | life | CLAIMED     claimed: 10 bits for the seat, 20 for the life
 
-The last byte tells the three apart, so a word of which a reader sees some bytes before the others (on a disk, where it
-is written by a system call) never looks stored.
+The last byte tells the three apart (`are_stored`), so a word of which a reader sees some bytes before the others (on a
+disk, where it is written by a system call) never looks stored too early.
 
 A claim is void if its seat has another life by now, or if the lock of its seat is free: its process has ended. So a
 claim costs no lock, and a killed process leaves nothing behind. Claims are taken for a whole call in one turn
@@ -34,24 +34,30 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from lightning_stocache.node.segment import Numbers, Segment, fence
 
-__all__ = ["EMPTY", "READY", "SEATS", "Seats"]
+__all__ = ["EMPTY", "READY", "SEATS", "Seats", "are_stored"]
 
 log = logging.getLogger(__name__)
 
 EMPTY, READY = 0, 2
-"""Words of a slot that nobody fills."""
+"""Words of a slot that nobody fills: without a sample, and with one that was stored in round 0."""
 
 SEATS = 1024
 """The most processes of a node that store into one segment."""
 
-_CLAIMED, _KIND = 1, 3  # the last two bits of a word
+_CLAIMED, _STORED, _KIND = 1, READY, 3  # the last two bits of a word
 _LIFE_BITS = 20
 _LIFE = (1 << _LIFE_BITS) - 1
 _SEAT = 1 << 42  # the first byte of the seats, behind all others
 _LOOK = 0.01  # seconds between two looks at the lock of one seat
+
+
+def are_stored(words: Any) -> Any:
+    """Whether a word says that its slot is stored, in any round; for an array, each of them."""
+    return words & _KIND == _STORED
 
 
 class _Process:
@@ -85,6 +91,7 @@ class Seats:
         words: the words of the slots, uint32.
         lives: the life of each seat, uint32 `[SEATS]`; zeroes at first.
         changes: the number of changes, int64 `[1]`, 0 at first.
+        stored_word: the word of a slot that is stored now, asked in the turn; by default READY.
 
     Raises:
         OSError: (`take`) the disk has no room for the words; the caller releases the slots.
@@ -100,8 +107,16 @@ class Seats:
         (None, [0, 0, 0, 2])
     """
 
-    def __init__(self, segment: Segment, words: Numbers, lives: Numbers, changes: Numbers) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        words: Numbers,
+        lives: Numbers,
+        changes: Numbers,
+        stored_word: Callable[[], int] | None = None,
+    ) -> None:
         self._segment, self._words, self._lives, self._changes = segment, words, lives, changes
+        self._stored_word = stored_word
         self._process = _processes.setdefault(segment, _Process())
 
     @property
@@ -154,8 +169,9 @@ class Seats:
         def set_stored() -> list[int]:
             if seen is not None and self._changes[0] != seen:
                 return []
+            word = READY if self._stored_word is None else self._stored_word()
             for slot in slots:
-                self._words[slot] = READY
+                self._words[slot] = word
             return list(slots)
 
         return self._segment.in_turn(set_stored) or []
@@ -210,7 +226,7 @@ class Seats:
     def _is_void(self, claim: int) -> bool:
         """Whether a word is the claim of an ended process, or damaged."""
         process = self._process
-        if claim in (EMPTY, READY, process.claim):
+        if claim == EMPTY or claim == process.claim or are_stored(claim):
             return False
         if claim & _KIND != _CLAIMED:
             return True

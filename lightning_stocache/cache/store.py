@@ -25,8 +25,10 @@ stopped) loads all samples by itself from then on.
 
 On a disk a slot also has a checksum (`checksums`), written before the slot is ready. It is what stays of a slot when
 all jobs have ended. What an earlier job has stored is verified before it is read, by lookups with `verify`, and is not
-stored again. An error of the disk is no error of the training: the slot stays empty. A file that is cut off while it is
-open is not read any more, because the mapping would raise SIGBUS. The next job restores the full length of the file.
+stored again. A sample that is not safe yet (`disk_sync`) is compared with its checksum after each copy. One that was
+lost is not looked up by this process any more, and `changes` moves, so that the caller looks up again. An error of the
+disk is no error of the training: the slot stays empty. A file that is cut off while it is open is not read any more,
+because the mapping would raise SIGBUS. The next job restores the full length of the file.
 
 Bytes that are locked: behind one for each slot (`rolling`) one for the process that has warned of a shortage; far
 behind them one for `alone`, and those of seats.
@@ -36,6 +38,7 @@ Any number can be an index: a negative index, and one outside of the dataset, ha
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import random
@@ -53,11 +56,12 @@ import numpy.typing as npt
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Lend, Memory
+from lightning_stocache.cache.disk_sync import DiskSync
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
 from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Records, Rows, layout_of
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
-from lightning_stocache.cache.seats import Seats
+from lightning_stocache.cache.seats import Seats, are_stored
 from lightning_stocache.cache.shortage import Shortage, refused
 from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence
@@ -81,6 +85,7 @@ _WINDOW = 1 << 16  # slots that are looked at together for those that have a sam
 _ALONE = 1 << 40  # a byte behind those of all slots
 _RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
 _COPIED_BYTES = 1 << 22  # that `take_over` copies at once
+_LOST = "the disk has lost what it had taken"
 _DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most 1/28 of the granted bytes
 
 
@@ -131,10 +136,15 @@ class Store:
         self.segment, self.codec, self.arc, self._companion = segment, codec, arc, companion
         self.layout: Layout = layout_of(codec)(segment, codec, arc.slots, self._head(segment.on_disk))
         self._claims = Claims(segment)
-        self._seats = Seats(segment, self.layout.states, self.layout.lives, self.layout.changes)
         self._checksums: Checksums | None = None
+        self._sync: DiskSync | None = None
         if segment.on_disk:
-            self._checksums = Checksums(segment, self.layout, partial(self._identity, self.layout, arc))
+            if self.stores_misses:
+                self._sync = DiskSync(segment, self.layout.rounds_offset)
+            self._checksums = Checksums(segment, self.layout, partial(self._identity, self.layout, arc), self._sync)
+        stored_word = None if self._sync is None else self._sync.stored_word
+        self._seats = Seats(segment, self.layout.states, self.layout.lives, self.layout.changes, stored_word)
+        self._lost = set[int]()  # slots whose samples the disk has lost, as this process has found
         self._is_shared = self.stores_misses and segment.path is not None  # other jobs can open it
         self._waits = self._is_shared
         self._shortage = Shortage(segment)
@@ -221,6 +231,8 @@ class Store:
 
     def repair(self) -> None:
         """Forget what earlier jobs knew, while no other process has the store open."""
+        if self._sync is not None:
+            self._sync.begin_anew()
         self.layout.mend()
 
     @staticmethod
@@ -322,30 +334,64 @@ class Store:
         return slots
 
     def _is_ready(self, slot: int) -> bool:
+        if slot in self._lost:
+            return False
         known = None if self._checksums is None else self._checksums.known
-        return self.layout.states[slot] == READY or (known is not None and bool(known[slot]))
+        return bool(are_stored(self.layout.states[slot])) or (known is not None and bool(known[slot]))
 
     def _are_ready(self, slots: Integers | slice) -> npt.NDArray[np.bool_]:
         """Which slots can be read now, by all processes or by this one alone."""
-        ready = np.asarray(self.layout.state[slots] == READY)
+        words = self.layout.state[slots]
+        ready = np.asarray(words == READY if self._sync is None else are_stored(words))
         if self._checksums is not None and self._checksums.known is not None:
             ready |= self._checksums.known[slots]
+        if self._lost:
+            numbers = np.arange(len(self))[slots] if isinstance(slots, slice) else slots
+            ready &= ~np.isin(numbers, list(self._lost))
         return ready
 
     def gather(self, places: Integers, into: Memory, pool: GatherPool = ALONE) -> None:
-        """Copy ready rows (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`."""
+        """Copy ready rows (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`.
+
+        If `changes` is another number afterwards, the batch is worth nothing, and its samples must be looked up again.
+        """
+        unsafe = self._unsafe(places)
         cast(Rows, self.layout).gather(places, into, pool)
+        if unsafe:
+            rows = self.codec.rows(into, len(places))
+            for number in unsafe:
+                self._check(int(places[number]), [field[number] for field in rows])
+
+    def _unsafe(self, places: Integers) -> list[int]:
+        """The numbers of those places whose samples are not safe on the disk."""
+        if self._sync is None or (self._sync.is_all_safe() and cast(Checksums, self._checksums).known is None):
+            return []
+        words = self.layout.state.take(places)
+        numbers: list[int] = np.flatnonzero(~are_stored(words) | (words > self._sync.safe_word)).tolist()
+        return numbers
+
+    def _check(self, slot: int, contents: Sequence[Any]) -> bool:
+        """Whether the copy of a sample that was not safe is what was stored. If not, this process forgets the slot."""
+        cast(DiskSync, self._sync).note()
+        is_whole = cast(Checksums, self._checksums).is_sum_of(slot, contents)
+        if not is_whole:
+            self._lost.add(slot)
+        return is_whole
 
     def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
         """Copy the samples of ready places (int64 `[samples]`) into lent or new memory.
 
-        Rows share their memory. Records are decoded one by one as the caller iterates, even after `close`; a record
-        that cannot be decoded is UNREADABLE.
+        Rows share their memory, and are copied as `gather` does. Records are decoded one by one as the caller
+        iterates, even after `close`; a record that cannot be decoded is UNREADABLE.
         """
         layout, codec = self.layout, self.codec
         if isinstance(layout, Records):
-            records = [layout.record(place) for place in places.tolist()]
-            return (_decode(codec, record, lend) for record in records)
+            slots = places.tolist()
+            records: list[memoryview | None] = list(map(layout.record, slots))
+            for number in self._unsafe(places):
+                copied = memoryview(bytes(layout.record(slots[number])))
+                records[number] = copied if self._check(slots[number], [copied]) else None
+            return (UNREADABLE if record is None else _decode(codec, record, lend) for record in records)
         sizes = codec.sizes(len(places))
         memory = [np.empty(size, dtype=np.uint8) for size in sizes] if lend is None else lend(sizes)
         self.gather(places, memory)
@@ -354,8 +400,14 @@ class Store:
 
     def get(self, index: int) -> Any | None:
         """A copy of the sample of an index, or None."""
-        place = self.place(index)
-        return None if place == NO_PLACE else next(iter(self.read(np.array([place]))))
+        while True:
+            seen = self.changes
+            place = self.place(index)
+            if place == NO_PLACE:
+                return None
+            [sample] = self.read(np.array([place]))
+            if self.changes == seen:
+                return sample
 
     def stored_bytes(self, places: Integers) -> int:
         """Bytes of the samples of ready places (int64 `[samples]`)."""
@@ -404,7 +456,7 @@ class Store:
         """Claim indices before they are loaded, unless they are stored. Returns those that no other process loads."""
         states, seats = self.layout.states, self._seats
         slots = {index: self.arc.slot(index) for index in indices}
-        free = {slot for slot in slots.values() if slot == NO_SLOT or states[slot] == READY or seats.is_mine(slot)}
+        free = {slot for slot in slots.values() if slot == NO_SLOT or are_stored(states[slot]) or seats.is_mine(slot)}
         if self._rests:
             return list(indices)
         try:
@@ -420,7 +472,7 @@ class Store:
     @property
     def changes(self) -> int:
         """The number of changes so far. The samples of a look-up are right if it is the same after their copy."""
-        return self._seats.changes
+        return self._seats.changes + 2 * len(self._lost)
 
     def invalidate(self, indices: Integers | None = None) -> bool:
         """Empty the slots of indices (int64 `[samples]`), by default all. Returns False if that was not to be had.
@@ -430,22 +482,27 @@ class Store:
 
         Raises:
             ValueError: the store lies in a file with a name on a disk, and outlives its job.
-            OSError: the disk has no room for a number.
+            OSError: the disk has no room for a number, or has lost what it had taken.
         """
         if self.layout.is_kept:
             raise ValueError("the cache lies in a file with a name on a disk: its samples stay as they are")
+        if self._sync is not None and self._sync.has_failed:
+            raise OSError(errno.EIO, _LOST)
         state = self.layout.state
         slots = np.arange(len(state)) if indices is None else self.arc.slots_of(indices)
 
         def empty() -> None:
-            stored = slots[(slots != NO_SLOT) & (state.take(slots, mode="clip") == READY)] if len(state) else slots
+            stored = slots[(slots != NO_SLOT) & are_stored(state.take(slots, mode="clip"))] if len(state) else slots
             self.layout.empty(stored)
             if indices is None and not state.any():
                 self.layout.begin_anew()
             else:
                 self.layout.note_left()
 
-        return self._seats.change(empty)
+        has_changed = self._seats.change(empty)
+        if has_changed and self._sync is not None and not self._sync.make_safe(PATIENCE):
+            raise OSError(errno.EIO, _LOST)  # a page that is lost would have the old words again
+        return has_changed
 
     # ---- storing ----
 
@@ -481,7 +538,7 @@ class Store:
             slot = self.arc.slot(index)
             if slot == NO_SLOT or not self.stores_misses:
                 outcomes[number] = None
-            elif states[slot] != READY:
+            elif not are_stored(states[slot]):
                 numbers.setdefault(slot, number)
         try:
             mine = seats.mine(numbers)  # `divide` has claimed them
@@ -546,6 +603,15 @@ class Store:
         """Exclude other processes that call `alone`. Claims on slots are not affected."""
         return self._claims.waiting(_ALONE)
 
+    def make_safe(self) -> bool:
+        """Wait until a disk has what is stored now. Returns whether it has; see `disk_sync`."""
+        return self._sync is None or self._sync.make_safe(PATIENCE)
+
+    def end_epoch(self) -> None:
+        """Begin, in a thread, to make safe what is stored on a disk."""
+        if self._sync is not None and not self.closed:
+            self._sync.end_epoch()
+
     def keep_free(self, nbytes: int) -> None:
         """Leave `nbytes` of the node's memory free from now on, in all processes that fill the store."""
         self._shortage.keep_free(nbytes)
@@ -558,7 +624,8 @@ class Store:
     def _has_memory(self, nbytes: int) -> bool:
         """Whether that many bytes may be filled now."""
         is_cut_off = self.segment.on_disk and not self.segment.is_whole
-        if is_cut_off or self._rests:
+        has_failed = self._sync is not None and self._sync.has_failed
+        if is_cut_off or has_failed or self._rests:
             return False
         short = self._shortage.comes_with(nbytes)
         if short is not None:
@@ -574,6 +641,8 @@ class Store:
             fence()
             ready = list(compress(slots, written))
             published = self._seats.publish(ready, seen)
+            if published and self._sync is not None:
+                self._sync.note()
         except OSError as error:
             self._stop(refused(error, on_disk=self.segment.on_disk))
             return []
@@ -716,6 +785,8 @@ class Store:
         # The views belong to this object, even if another copy has closed the segment.
         self.layout.close()
         self._seats.close()
+        if self._sync is not None:
+            self._sync.close()
         self._closed = True
 
 

@@ -157,6 +157,8 @@ class Epoch(Iterator[Any]):
         self._batches.clear()
         self._plans.queue.clear()
         self._finalizer()
+        if self._cached.cache is not None:
+            self._cached.cache.end_epoch()
         workers, self._workers = self._workers, None
         if workers is None:
             return

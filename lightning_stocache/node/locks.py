@@ -112,10 +112,9 @@ def end_opening(descriptor: int) -> None:
 
 
 def release(descriptor: int) -> None:
-    """Release `opening` and `use` before a descriptor is closed: a child that was forked meanwhile has it, too."""
+    """Release all bytes before a descriptor is closed: a child that was forked, or a system call, may have it, too."""
     if are_exclusive():
-        unlock(descriptor, _OPENING)
-        unlock(descriptor, _USE)
+        _set(descriptor, fcntl.F_UNLCK, 0, length=0)
 
 
 def share_use(descriptor: int) -> bool:
@@ -154,10 +153,10 @@ def _try(seconds: float, take: Callable[..., bool], *args: int) -> bool:
     return True
 
 
-def _set(descriptor: int, kind: int, byte: int, *, wait: bool = False) -> bool:
+def _set(descriptor: int, kind: int, byte: int, *, length: int = 1, wait: bool = False) -> bool:
     command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
     try:
-        fcntl.fcntl(descriptor, command, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        fcntl.fcntl(descriptor, command, _FLOCK.pack(kind, os.SEEK_SET, byte, length, 0))
     except (BlockingIOError, PermissionError):
         return False
     return True

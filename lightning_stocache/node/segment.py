@@ -326,6 +326,21 @@ class Segment:
         for begin in range(first, last if end else first, _ZEROES):
             self.store(begin - HEADER_BYTES, memoryview(bytes(min(last - begin, _ZEROES))))
 
+    def sync(self) -> None:
+        """Wait until the disk has all that was written to the file.
+
+        Raises:
+            OSError: the disk has lost some of it. The kernel says so once to each process that had the file open.
+        """
+        self._check_open()
+        getattr(os, "fdatasync", os.fsync)(self.descriptor)  # macOS has no fdatasync
+
+    def drop_page_cache(self) -> None:
+        """Have the file read from the disk again, but for pages that are mapped or not written yet."""
+        self._check_open()
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def map_writable(self) -> None:
         """Map a disk writable in this process. A filesystem that copies on write must not become full then."""
         if memoryview(self._check_open()).readonly:
@@ -389,11 +404,18 @@ class Segment:
         """Unmap the file in this process. A live view keeps the memory. The creator removes the file's name."""
         if self._map is None:
             return
-        mapped, self._map, self.closed = self._map, None, True
-        _open_here.discard(self)
-        with contextlib.suppress(BufferError):  # a view is alive: the mapping ends with the view
-            mapped.close()
-        self._finalizer()
+        is_free = self._threads.acquire(timeout=2 * _PATIENCE)  # a thread in its turn must not write into another file
+        try:
+            mapped, self._map, self.closed = self._map, None, True
+            if self.has_locks:  # else the description may be the parent's
+                locks.release(self.descriptor)
+            _open_here.discard(self)
+            with contextlib.suppress(BufferError):  # a view is alive: the mapping ends with the view
+                mapped.close()
+            self._finalizer()
+        finally:
+            if is_free:
+                self._threads.release()
 
     def leave_parent(self) -> None:
         """In a forked child: open the file anew, because what was inherited has the parent's locks."""

@@ -23,11 +23,12 @@ from itertools import combinations, islice
 from statistics import median
 from typing import Any, TypeAlias
 
+import numpy as np
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError, named
 from lightning_stocache.cache.placement import Domain
-from lightning_stocache.cache.records import RecordCodec, Required, SampleCodec
+from lightning_stocache.cache.records import RecordCodec, Required, SampleCodec, decoded
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.errors import description
 from lightning_stocache.setup.request import Layout
@@ -91,7 +92,7 @@ def choose_codec(
     if layout != "records":
         try:
             spec = SampleSpec.infer(samples[0])
-            failures = _failures(spec.encode, indices, samples)
+            failures = _failures(lambda sample, index: _check_row(spec, sample, index), indices, samples)
             if len(failures) <= (len(samples) * _ODD if layout == "rows" else 0):
                 return spec
             raise next(iter(failures.values()))
@@ -120,6 +121,15 @@ def _failures(
         except (UnsupportedSampleError, SampleMismatchError) as error:
             failures[position] = type(error)(str(error))  # its traceback would keep all callers alive
     return failures
+
+
+def _check_row(spec: SampleSpec, sample: Any, index: int) -> None:
+    """Refuse a sample whose fields change on the way to bytes and back; a `numpy.memmap` may become an array."""
+    leaves = spec.encode(sample, index)
+    copied = spec.encode(decoded(spec, spec.contents(leaves)), index)
+    for field, leaf, copy in zip(spec.fields, leaves, copied, strict=True):
+        if bits(np.asarray(leaf) if isinstance(leaf, np.memmap) else leaf) != bits(copy):
+            raise UnsupportedSampleError(f"sample {index}: {named(field.path)} does not come back from bytes as it was")
 
 
 def _check_record(codec: RecordCodec, sample: Any, index: int) -> None:

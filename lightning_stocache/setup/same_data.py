@@ -147,8 +147,9 @@ def _compare(
         ours = contents.get(index) or reader.read([index]).get(index)
         if ours is None or place == NO_PLACE:
             continue
+        seen = cache.changes
         sample, stored = decoded(cache.codec, ours), next(iter(cache.read(np.array([place]))))
-        if stored is UNREADABLE:
+        if stored is UNREADABLE or cache.changes != seen:
             continue
         if same_sample(sample, stored):
             equal += 1

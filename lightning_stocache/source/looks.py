@@ -291,8 +291,12 @@ def _memory_of(sample: Any) -> set[int]:
 
 def _stored(cache: Store, index: int) -> Any:
     """A stored sample; UNREADABLE if there is none."""
+    seen = cache.changes
     place = cache.place(index, verify=True)
-    return UNREADABLE if place == NO_PLACE else next(iter(cache.read(np.array([place]))))
+    if place == NO_PLACE:
+        return UNREADABLE
+    [sample] = cache.read(np.array([place]))
+    return sample if cache.changes == seen else UNREADABLE
 
 
 def _is_same(before: Any, now: Any, codec: SampleCodec, index: int, *, exact: bool) -> bool:

@@ -159,6 +159,7 @@ def test_where_pages_are_large_or_holes_unknown(disk: Disk, monkeypatch: Any, pa
             assert (store.lookup(np.array(ALL)) == NO_PLACE).all()
             assert served(store) == ALL[:9]
             assert filled(store, ALL) == ALL[9:]
+            assert (HEADER_BYTES + store.layout.scratch_bytes) % page == 0, "no page has scratch and entries"
     assert disk.served() == ALL
 
 

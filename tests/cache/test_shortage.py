@@ -5,6 +5,7 @@ import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.named import open_named
+from lightning_stocache.node.segment import Segment
 from tests.cache.stores import LAYOUTS, infer_codec, memory_store
 from tests.jobs import Log, cgroup, has_killed, peak_of
 from tests.processes import call, call_many, hanging, take_all_of
@@ -230,3 +232,85 @@ def fill_up() -> None:
 def test_the_last_bytes_of_dev_shm_are_for_batches(small_shm: Any) -> None:
     """During training, 8 MiB of /dev/shm stay free for the batches of workers."""
     small_shm(fill_up)
+
+
+SMALL = 30_000  # samples of 64 bytes in two fields, and an empty one
+
+
+def small(index: int) -> tuple[torch.Tensor, int, None]:
+    return torch.full((7,), index), index, None
+
+
+def put_small(store: Store, first: int, last: int) -> list[bool | None]:
+    """Store small rows in calls of 256."""
+    outcomes: list[bool | None] = []
+    for begin in range(first, last, 256):
+        indices = range(begin, min(begin + 256, last))
+        outcomes += store.put(indices, [store.codec.contents(store.codec.encode(small(index))) for index in indices])
+    return outcomes
+
+
+def check_small(store: Store, least: int) -> int:
+    """How many small rows are stored, each of which is whole."""
+    places = store.lookup(np.arange(SMALL))
+    found = np.flatnonzero(places != NO_PLACE)
+    assert len(found) >= least
+    for index, (numbers, number, _) in zip(found.tolist(), store.read(places[found]), strict=True):
+        assert number == index
+        assert (numbers == index).all()
+    return len(found)
+
+
+def test_small_rows_are_written_without_a_system_call_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pages are reserved by block. Rows of single samples, and those of a disk, are written as all rows are."""
+    writes, reserved = [], []
+    for name, calls in (("store", writes), ("reserve", reserved)):
+        plain = getattr(Segment, name)
+        monkeypatch.setattr(Segment, name, partialmethod(counted, plain, calls))
+    store = Store.create(SampleSpec.infer(small(0)), Arc(SMALL, SMALL))
+    reserved.clear()
+    assert all(put_small(store, 0, SMALL))
+    assert writes == []
+    assert len(reserved) <= 3 * (SMALL * 64 // 2**16 + 1)
+    assert check_small(store, SMALL) == SMALL
+    store.clear()
+    writes.clear()
+    assert store.fill(5, small(5))
+    assert len(writes) == 2
+    assert all(put_small(store, 6, 300))
+    assert check_small(store, 295) == 295
+    store.close()
+
+
+def counted(segment: Segment, plain: Any, calls: list[Any], *args: Any) -> Any:
+    calls.append(args)
+    return plain(segment, *args)
+
+
+def fill_small_without_room() -> None:
+    log = Log()
+    store = Store.create(SampleSpec.infer(small(0)), Arc(SMALL, SMALL))
+    put_small(store, 0, 2000)
+    take_all_of("/dev/shm")
+    outcomes = put_small(store, 0, SMALL)
+    stored = check_small(store, 2000)
+    assert stored == 2000 + outcomes.count(True) < SMALL
+    assert len(log.lines) == 1
+    store.clear()
+    take_all_of("/dev/shm")
+    with a_minute_later():
+        assert put_small(store, 0, 2000).count(True) < 2000, "what was cleared has no memory any more"
+        assert call(put_small_elsewhere, store) == 0
+    check_small(store, 0)
+    store.close()
+
+
+def put_small_elsewhere(store: Store) -> int:
+    """Store small rows in another process."""
+    return put_small(store, 20_000, 22_000).count(True)
+
+
+@pytest.mark.processes
+def test_small_rows_without_room_are_not_stored(small_shm: Any) -> None:
+    """Nothing ends in SIGBUS, after the store was cleared, too."""
+    small_shm(fill_small_without_room, mib=4)

@@ -2,10 +2,11 @@
 
 import datetime
 import re
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -65,6 +66,29 @@ def test_a_few_samples_may_be_odd() -> None:
             choose([*good[few + 1 :], *[odd] * (few + 1)], layout)
     with pytest.raises(UnsupportedSampleError, match="field"):
         choose(RAGGED, "rows")
+
+
+class Scaled(NamedTuple):
+    """A pair of which each look at its parts gives others."""
+
+    x: float
+    y: float
+
+
+class ScaledPair(Scaled):
+    def __iter__(self) -> Iterator[float]:
+        return (self[number] / 255 for number in range(2))
+
+
+def test_rows_are_proved_by_a_round_trip(tmp_path: Path) -> None:
+    """A sample that would come back otherwise is refused, as a record, too; a memmap comes back as an array."""
+    pairs = [ScaledPair(255.0, float(number)) for number in range(SAMPLES)]
+    layouts: tuple[Layout, ...] = ("rows", "auto")
+    for layout in layouts:
+        with pytest.raises(UnsupportedSampleError, match="does not come back from bytes as it was"):
+            choose(pairs, layout)
+    numbers = np.memmap(tmp_path / "numbers", np.int64, "w+", shape=(SAMPLES, 3))
+    assert type(choose(list(numbers))) is SampleSpec
 
 
 class Resized(Image.Image):

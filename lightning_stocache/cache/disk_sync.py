@@ -1,0 +1,225 @@
+"""Makes stored samples safe on a disk: an `fdatasync` has succeeded that began after they were stored.
+
+A write gives its bytes to the page cache. Where the disk has promised more than it has (a thin volume, a sparse image,
+a disk with errors), the kernel finds that out when it writes the page, and may drop it: the sample is lost, and no read
+reports an error. `fdatasync` reports it. So a sample is read with its checksum until it is safe.
+
+Samples are stored in rounds. The word of a stored slot has the number of its round, and one number says which round is
+the last that is safe. So nothing is written for a slot when it becomes safe.
+
+    [turn: the next round begins] > fdatasync > [turn: the round before it is safe]
+
+One process at a time does that, in a thread: each minute while a process stores or reads samples that are not safe, and
+at the end of an epoch. What an earlier job has stored, and this one has verified, is like a sample of the first round.
+
+After an error nothing becomes safe any more, and nothing is stored, while the file is open. The kernel reports an error
+once to each process that has the file open, but not to a process that opens it after a report. So a process that dies
+during its `fdatasync` may hide an error: after that only processes go on that had opened the file before. And who opens
+the file alone after an error, or after such a death, drops its page cache, in which lost pages may still be whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+import time
+import weakref
+from contextlib import suppress
+
+from lightning_stocache.cache.seats import READY
+from lightning_stocache.node.processes import THREAD_PREFIX
+from lightning_stocache.node.segment import Segment
+
+__all__ = ["ROUNDS", "SYNC_SECONDS", "DiskSync"]
+
+log = logging.getLogger(__name__)
+
+SYNC_SECONDS = 60.0
+"""Seconds between two syncs in the middle of an epoch."""
+
+ROUNDS = struct.Struct("=5q")
+"""Syncs that have begun, of which the n-th ends round n; the last safe round; the last round in which a sample was
+stored; whether the disk has lost something; when the last sync began, in nanoseconds of the monotonic clock."""
+
+_BEGUN, _SAFE, _STORED, _FAILED, _TIME = range(5)
+_KIND_BITS = 2  # of a word, which say that a slot is stored; the other bits are the round
+_BYTE = 1 << 41  # the byte whose lock the process has that makes samples safe
+_PAUSE = 0.01
+
+
+class _Process:
+    """What this process knows of the syncs of a segment."""
+
+    def __init__(self) -> None:
+        self.alone = threading.Lock()  # for one thread of the process, which the kernel tells an error
+        self.next = 0.0  # the time before which no sync is due
+        self.joined: int | None = None  # syncs that had begun when this process had opened the file
+        self.has_failed = False
+
+
+_processes: weakref.WeakKeyDictionary[Segment, _Process] = weakref.WeakKeyDictionary()
+
+
+def _begin_anew() -> None:
+    for process in _processes.values():
+        process.__init__()  # type: ignore[misc]  # a forked child has another description of the file, and no thread
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
+
+
+class DiskSync:
+    """The syncs of a store on a disk.
+
+    Args:
+        segment: the file.
+        offset: of `ROUNDS` in it, zeroes at first.
+
+    Example:
+        >>> sync = DiskSync(Segment.create(ROUNDS.size), 0)
+        >>> word = sync.stored_word()
+        >>> word <= sync.safe_word, sync.make_safe(), word <= sync.safe_word
+        (False, True, True)
+    """
+
+    def __init__(self, segment: Segment, offset: int) -> None:
+        self._segment, self._offset = segment, offset
+        self._rounds = segment.numbers_at(offset, 5, "q")
+        self._process = _processes.setdefault(segment, _Process())
+        self._most_stored = 0
+        self._join()
+
+    @property
+    def safe_word(self) -> int:
+        """The largest word that a slot has if its sample is safe."""
+        return int(self._rounds[_SAFE] << _KIND_BITS | READY)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the disk has lost what it had taken."""
+        return self._process.has_failed or self._rounds[_FAILED] != 0
+
+    def is_all_safe(self) -> bool:
+        """Whether all samples are safe that this process can read."""
+        stored = self._rounds[_STORED]
+        if stored < self._most_stored:  # the disk has lost the numbers, too
+            return False
+        self._most_stored = stored
+        return bool(stored <= self._rounds[_SAFE])
+
+    def stored_word(self) -> int:
+        """The word of a slot whose sample is stored now. Call it in a turn."""
+        number = self._rounds[_BEGUN] + 1
+        if self._rounds[_STORED] != number:
+            self._rounds[_STORED] = number
+        return int(number << _KIND_BITS | READY)
+
+    def verified_word(self) -> int:
+        """The word of a slot that an earlier job has stored and this one has verified: it is of the first round."""
+        if not self._rounds[_STORED]:
+            self._rounds[_STORED] = 1
+        return 1 << _KIND_BITS | READY
+
+    def note(self) -> None:
+        """Note that this process has stored or read a sample that is not safe: a sync may be due."""
+        if time.monotonic() >= self._process.next:
+            self._start(SYNC_SECONDS)
+
+    def end_epoch(self) -> None:
+        """Begin a sync if there are samples that are not safe."""
+        if not self.is_all_safe():
+            self._start(0.0)
+
+    def make_safe(self, seconds: float = 0.0) -> bool:
+        """Make safe what is stored now. Returns False if that failed, or if another process does not end its sync.
+
+        Args:
+            seconds: how long to wait for another process.
+        """
+        end = time.monotonic() + seconds
+        alone = self._process.alone
+        if not alone.acquire(timeout=seconds):
+            return False
+        try:
+            while not self._segment.lock(_BYTE):
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(_PAUSE)
+            try:
+                return self._sync()
+            finally:
+                self._segment.unlock(_BYTE)
+        finally:
+            alone.release()
+
+    def begin_anew(self) -> None:
+        """Forget what earlier jobs have noted, while no other process has the file open."""
+        begun, safe, _, has_failed, _ = ROUNDS.unpack(self._segment.fetch(self._offset, ROUNDS.size))
+        if begun != safe or has_failed:
+            self._segment.drop_page_cache()
+        self._process.joined = 0
+
+    def close(self) -> None:
+        """Drop the view."""
+        self._rounds = memoryview(bytearray(ROUNDS.size)).cast("q")
+
+    def _join(self) -> None:
+        if self._process.joined is None:  # through the file: pages that are mapped cannot be dropped
+            self._process.joined = ROUNDS.unpack(self._segment.fetch(self._offset, ROUNDS.size))[_BEGUN]
+
+    def _start(self, seconds: float) -> None:
+        """Begin a sync in a thread, unless one began so many seconds ago."""
+        process = self._process
+        process.next = time.monotonic() + SYNC_SECONDS
+        if self.has_failed or process.alone.locked():
+            return
+        self._join()
+        thread = threading.Thread(target=self._run, args=(seconds,), name=f"{THREAD_PREFIX}sync", daemon=True)
+        with suppress(RuntimeError):  # the system has no thread left, or the interpreter ends
+            thread.start()
+
+    def _run(self, seconds: float) -> None:
+        with suppress(ValueError, OSError):  # the segment has been closed meanwhile; the disk has no room for a number
+            age = time.monotonic_ns() - self._rounds[_TIME]
+            if not self._rounds[_TIME] or not 0 <= age < seconds * 1e9:
+                self.make_safe()
+
+    def _sync(self) -> bool:
+        segment = self._segment
+        number = segment.in_turn(self._begin_round)
+        if not number:
+            return False
+        try:
+            segment.sync()
+        except OSError as error:
+            self._fail(error)
+            return False
+        return segment.in_turn(self._end_round, number) is True
+
+    def _begin_round(self) -> int:
+        """The number of the round that ends now; 0 if it can never be safe."""
+        rounds = self._rounds
+        has_died = rounds[_BEGUN] != rounds[_SAFE]
+        if self.has_failed or (has_died and (self._process.joined or 0) > rounds[_SAFE]):
+            return 0
+        rounds[_TIME] = time.monotonic_ns()
+        rounds[_BEGUN] += 1
+        return int(rounds[_BEGUN])
+
+    def _end_round(self, number: int) -> bool:
+        self._rounds[_SAFE] = number
+        return True
+
+    def _fail(self, error: OSError) -> None:
+        self._process.has_failed = True
+        with suppress(OSError):
+            self._rounds[_FAILED] = 1
+        log.warning(
+            "the disk of the cache has lost samples that it had taken (%s): nothing more is stored, and what is served "
+            "is compared with its checksum. Does a thin volume or a sparse image have less room than it promises? "
+            "Enlarge it, or lower the budget",
+            error.strerror or error,
+        )
