@@ -62,7 +62,7 @@ from lightning_stocache.cache.shortage import Shortage, refused
 from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence
 
-__all__ = ["NO_PLACE", "PATIENCE", "UNREADABLE", "Store", "StoreHandle", "gathers", "slots_for"]
+__all__ = ["NO_PLACE", "PATIENCE", "RETRY_SECONDS", "UNREADABLE", "Store", "StoreHandle", "gathers", "slots_for"]
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +75,13 @@ NO_PLACE = NO_SLOT
 PATIENCE = 30.0
 """Seconds that a process waits, once, for a sample that another process loads."""
 
+RETRY_SECONDS = 10.0
+"""Length of the pause after a shortage: memory seldom comes back at once, and each try costs system calls."""
+
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 _STEP = 1 << 12  # slots that are looked at together for an empty one
 _WINDOW = 1 << 16  # slots that are looked at together for those that have a sample
 _ALONE = 1 << 40  # a byte behind those of all slots
-_RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
 _COPIED_BYTES = 1 << 22  # that `take_over` copies at once
 _DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most 1/28 of the granted bytes
 
@@ -590,7 +592,7 @@ class Store:
                 f"{self.layout.count:,}",
                 short,
             )
-        self._retry_at = time.monotonic() + _RETRY_SECONDS
+        self._retry_at = time.monotonic() + RETRY_SECONDS
 
     # ---- size ----
 

@@ -212,7 +212,7 @@ class Segment:
         """Two int64 in the header, 0 at first; see `numbers_at`."""
         return self.numbers_at(NUMBERS_OFFSET - HEADER_BYTES, 2, "q")
 
-    def numbers_at(self, offset: int, count: int, kind: Literal["q", "l", "I"]) -> Numbers:
+    def numbers_at(self, offset: int, count: int, kind: Literal["q", "l", "I", "B"]) -> Numbers:
         """A live view of single numbers of the payload, to read and to write. Release it before `close`.
 
         `kind` is a format of the module struct. On a disk each write is a system call, and may raise OSError.
@@ -325,11 +325,6 @@ class Segment:
             os.ftruncate(self.descriptor, last)
         for begin in range(first, last if end else first, _ZEROES):
             self.store(begin - HEADER_BYTES, memoryview(bytes(min(last - begin, _ZEROES))))
-
-    def map_writable(self) -> None:
-        """Map a disk writable in this process. A filesystem that copies on write must not become full then."""
-        if memoryview(self._check_open()).readonly:
-            self._map = _mapped(self.descriptor, HEADER_BYTES + self.size, writable=True)
 
     def lock(self, byte: int, *, wait: bool = False) -> bool:
         """Take the lock of one byte for this process. Returns False if another process has the lock.
