@@ -28,8 +28,8 @@ all jobs have ended. What an earlier job has stored is verified before it is rea
 stored again. An error of the disk is no error of the training: the slot stays empty. A file that is cut off while it is
 open is not read any more, because the mapping would raise SIGBUS. The next job restores the full length of the file.
 
-Bytes that are locked: behind one for each slot (`rolling`) one for the process that has warned of a shortage; far
-behind them one for `alone`, and those of seats.
+Bytes that are locked: one for each slot that is being written (`rolling`), and behind them one for the process that has
+warned of a shortage; far behind them one for `alone`, and those of seats.
 
 Any number can be an index: a negative index, and one outside of the dataset, has no place.
 """
@@ -51,7 +51,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.checksums import Checksums
-from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Lend, Memory
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
 from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Records, Rows, layout_of
@@ -132,7 +131,6 @@ class Store:
     def __init__(self, segment: Segment, codec: Any, arc: Arc, companion: Segment | None = None) -> None:
         self.segment, self.codec, self.arc, self._companion = segment, codec, arc, companion
         self.layout: Layout = layout_of(codec)(segment, codec, arc.slots, self._head(segment.on_disk))
-        self._claims = Claims(segment)
         self._seats = Seats(segment, self.layout.states, self.layout.lives, self.layout.changes)
         self._checksums: Checksums | None = None
         if segment.on_disk:
@@ -546,7 +544,7 @@ class Store:
 
     def alone(self) -> AbstractContextManager[None]:
         """Exclude other processes that call `alone`. Claims on slots are not affected."""
-        return self._claims.waiting(_ALONE)
+        return self.segment.holding(_ALONE)
 
     def keep_free(self, nbytes: int) -> None:
         """Leave `nbytes` of the node's memory free from now on, in all processes that fill the store."""

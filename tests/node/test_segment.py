@@ -21,7 +21,7 @@ from lightning_stocache.node import locks
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence_of
 from tests.odds import CROWD
-from tests.processes import call, call_many, context, descendants, hanging, idle_worker, wait_until
+from tests.processes import Child, call, call_many, context, descendants, hanging, idle_worker, wait_until
 
 BACKENDS: tuple[Backend, ...] = ("tmpfile", "memfd", "file")
 MIB = 2**20
@@ -335,6 +335,49 @@ def test_turns_exclude_processes_and_threads(segment: Segment) -> None:
     call_many(work, [()] * 4)
     assert number[0] == 400
     number.release()
+
+
+def hold(segment: Segment, shared: bool = False) -> str:
+    with segment.holding(3, shared=shared):
+        return "held"
+
+
+@pytest.mark.processes
+def test_what_one_thread_holds_others_wait_for(segment: Segment) -> None:
+    """Locks do not tell threads apart; `holding` does, also in a child that was forked meanwhile."""
+    seen, children = list[str](), list[Child]()
+    threads = [
+        threading.Thread(target=lambda: seen.append(hold(segment))),
+        threading.Thread(target=lambda: children.append(Child(hold, segment))),
+    ]
+    with segment.holding(3):
+        for thread in threads:
+            thread.start()
+        threads[1].join()
+        threads[0].join(0.05)
+        seen.append("released")
+    threads[0].join()
+    assert children[0].result() == "held"
+    assert seen == ["released", "held"]
+
+
+@pytest.mark.processes
+def test_what_is_held_as_shared_excludes_who_holds_it_alone(segment: Segment) -> None:
+    """Other processes hold it meanwhile, if they share it, too."""
+    with segment.holding(3, shared=True):
+        assert call(hold, segment, True) == "held"
+        alone = Child(hold, segment)
+        alone.process.join(0.05)
+        assert alone.process.exitcode is None
+    assert alone.result() == "held"
+
+
+def test_nobody_waits_for_a_lock_that_no_process_gets(segment: Segment) -> None:
+    """Where a system has no locks between processes, what would be waited for is an error."""
+    segment.has_locks = False
+    assert not segment.lock(3)
+    with pytest.raises(OSError, match="no locks between processes"):
+        hold(segment)
 
 
 def lock_and_wait(number: int, segment: Segment) -> list[int]:
