@@ -4,12 +4,12 @@ Every sample that is appended gets a ticket, the next number from 1 on, and the 
 (int64, its generation) says what the slot has:
 
     0                 nothing
-    2 * ticket + 1    the sample of that ticket is being written
-    2 * ticket        the sample can be read
-    -2 * ticket       the sample was dropped
+    2 * ticket        the sample of that ticket can be read
+    2 * ticket + 1    that sample is being written, or was dropped, or its writer was killed
 
-A second column has the time of the sample (nanoseconds of the wall clock, which goes on after a reboot). Behind the
-words of every store lie control words, and how many samples each of `FILLERS` fillers has drawn. A writer
+A second column has the time of the last sample (nanoseconds of the wall clock, which goes on after a reboot), 0 if it
+was dropped. Behind the words of every store lie control words, and how many samples each of `FILLERS` fillers has
+drawn. A writer
 
     [turn: next slot, its byte locked, generation odd] > bytes written > fence > generation even > byte unlocked
 
@@ -34,11 +34,11 @@ copy, never bytes that a writer may change.
 
 On a disk the store outlives its job, and one job at a time has it open. The disk is mapped read-only: samples and
 numbers are written through the file. A reader may see such a number when only some of its bytes are written, so the
-last bit of a generation is set first and cleared last, each by a write that changes no other byte. Each slot also has
-the index of its sample in the source (-1: unknown) and a checksum (`checksums`), which covers the ticket and the index,
-too. What this job has written is read at once. A sample of an earlier job has a ticket up to `_BEFORE`: it is verified
-before its first read, and dropped if it is damaged. The process that opens the file first (`repair`) finds the order of
-the samples from their columns alone, because after a power cut any page may be old.
+last bit of a generation is set before the others are written and cleared after them, each time without a change of
+another byte. Each slot also has the index of its sample in the source (-1: unknown) and a checksum (`checksums`), which
+covers the ticket and the index, too. What this job has written is read at once. A sample of an earlier job has a ticket
+up to `_BEFORE`: it is verified before its first read, and dropped if it is damaged. The process that opens the file
+first (`repair`) finds the order of the samples from their columns alone, because after a power cut any page may be old.
 
 When memory ends while the store grows, it stops growing, with one warning per node, and rolls within the memory that it
 has. Where the system refuses a sample otherwise (a full disk that copies on write refuses each write), the writer goes
@@ -48,13 +48,13 @@ on as if it had been killed at that line: it releases the slot, warns once, and 
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import dropwhile
 from typing import Any, cast
 
 import numpy as np
@@ -198,10 +198,9 @@ class RollingStore(Store):
         is_sound = cast(Checksums, self._checksums).is_sound
         slots = np.flatnonzero(is_complete(states) & (states <= _LATEST))
         newest_first = slots[np.argsort(states[slots])[::-1]].tolist()
-        found = list(dropwhile(lambda slot: not is_sound(slot), newest_first))
+        found = list(itertools.dropwhile(lambda slot: not is_sound(slot), newest_first))
         latest = (int(states[found[0]]) if found else 0) + 2 * self.count + 2  # later generations are damaged
-        tickets = np.abs(states)
-        last = int(tickets[tickets <= latest].max(initial=0)) // 2
+        last = int(states[states <= latest].max(initial=0)) // 2
         if isinstance(self.layout, Records):
             found, words = self._in_run(found, is_sound)
         else:
@@ -349,7 +348,8 @@ class RollingStore(Store):
                 words[_EVICTED] += 1
             ticket = words[_APPENDED] + 1
             words[_APPENDED] = ticket
-            self._set_generation(slot, 2 * ticket + 1)
+            self._states[slot] |= 1  # before the rest of the number
+            self._states[slot] = 2 * ticket + 1
             self._written_here.add((os.getpid(), slot))
             is_taken = True
         finally:
@@ -361,34 +361,32 @@ class RollingStore(Store):
         """The slot whose turn it is, or an empty row, if that slot has a sample."""
         words = self._words
         if words[_HOLES] and isinstance(self.layout, Rows) and is_complete(self._states[turn]):
-            holes = np.flatnonzero(self.generations[: self.limit] <= 0)
-            if len(holes):
-                return int(holes[0])
-            words[_HOLES] = 0
+            is_empty = ~is_complete(self.generations[: self.limit]) & (self.layout.columns["time"][: self.limit] == 0)
+            holes = np.flatnonzero(is_empty).tolist()
+            if not holes:
+                words[_HOLES] = 0
+            return next(itertools.filterfalse(self._is_being_written, holes), turn)
         return turn
 
     def _is_being_written(self, slot: int) -> bool:
         """Whether a living writer has a slot: another thread of this process, or another process."""
         return (os.getpid(), slot) in self._written_here or self.segment.is_locked(slot)
 
-    def _set_generation(self, slot: int, generation: int) -> None:
-        """Write a generation in steps, each of which is odd or changes one byte: a disk may show halves of numbers."""
-        states = self._states
-        for step in (states[slot] | 1, generation | 1, generation):
-            if states[slot] != step:
-                states[slot] = step
+    def _drop(self, slot: int) -> None:
+        """Let no reader find the sample of a slot any more."""
+        self._states[slot] |= 1
+        self._columns["time"][slot] = 0
 
     def finish(self, slot: int, *, is_whole: bool = True) -> None:
         """Release a slot. Readers may read its sample, if `is_whole`; else the sample is dropped."""
-        generation = self._states[slot] & ~1
         try:
             if is_whole:
                 self._columns["time"][slot] = time.time_ns()
-            fence()
-            self._set_generation(slot, generation if is_whole else -generation)
-        except OSError:  # the generation stays odd, as that of a killed writer
-            if is_whole:
-                raise
+                fence()
+                self._states[slot] &= ~1
+            else:
+                with suppress(OSError):  # as if the writer had been killed
+                    self._drop(slot)
         finally:
             self.segment.unlock(slot)  # first: else another thread could take the slot, and lose its lock
             self._written_here.discard((os.getpid(), slot))
@@ -503,8 +501,7 @@ class RollingStore(Store):
             return False
         if is_complete(generation):
             self._words[_EVICTED] += 1
-        self._set_generation(slot, -(abs(generation) & ~1))
-        self._columns["time"][slot] = 0
+        self._drop(slot)
         self._words[_TAIL] += 1
         return True
 
@@ -596,13 +593,13 @@ class RollingStore(Store):
             if is_sound:
                 verified[slot] = 1  # also right if another sample has come meanwhile: this job has written it
             else:
-                self.segment.in_turn(self._drop, slot, generation)
+                self.segment.in_turn(self._drop_damaged, slot, generation)
         return is_sound
 
-    def _drop(self, slot: int, generation: int) -> None:
+    def _drop_damaged(self, slot: int, generation: int) -> None:
         """In a turn: drop a damaged sample, unless another one has its slot by now."""
         if self._states[slot] == generation:
-            self._set_generation(slot, -generation)
+            self._drop(slot)
             self._words[_HOLES] = 1
 
     def slots_by_index(self, length: int) -> Integers:
