@@ -180,14 +180,18 @@ class StreamLedger:
         """
         start = time.monotonic()
         while not self._is_decided(epoch):
-            late = np.flatnonzero(self._numbers["epoch"] < epoch).tolist() if epoch > 1 else []
-            if late and time.monotonic() - start <= self.patience:
+            if self._late(epoch) and time.monotonic() - start <= self.patience:
                 time.sleep(0.002)
                 continue
             with self.segment.holding(_DECIDING):
                 if not self._is_decided(epoch):
-                    self._note_decision(epoch, choose(late))
+                    self._note_decision(epoch, choose(self._late(epoch)))
         return self.mode
+
+    def _late(self, epoch: int) -> list[int]:
+        """The ranks that have not begun an epoch. None is late in the first one."""
+        late: list[int] = np.flatnonzero(self._numbers["epoch"] < epoch).tolist() if epoch > 1 else []
+        return late
 
     def _note_decision(self, epoch: int, mode: Mode) -> None:
         with self.counting():

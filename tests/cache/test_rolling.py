@@ -162,6 +162,22 @@ def test_the_slot_of_a_killed_writer_is_taken_in_its_turn(store: RollingStore) -
     assert resident(store) == list(range(4, 12))
 
 
+@pytest.mark.processes
+def test_a_refused_slot_shrinks_no_store(store: RollingStore, monkeypatch: Any, caplog: Any) -> None:
+    """Where the slot of a killed writer gets no memory in its turn, all other samples stay."""
+    append(store, range(3))
+    with pytest.raises(ChildError, match="SIGKILL"):
+        call(take_and_die, store.handle)
+    append(store, range(3, 10))
+    before = resident(store)
+    refuse_stores(monkeypatch)
+    assert not store.append(sample("rows", 10))
+    assert store.refuses
+    assert resident(store) == before == list(range(3, 10))
+    assert store.limit == 8
+    assert caplog.text.count("takes no new samples for now") == 1
+
+
 def grow_without_memory(layout: str) -> tuple[Any, ...]:
     store = RollingStore.empty(codec_of(layout), 1000, granted=10_000_000)
     append(store, range(300))
