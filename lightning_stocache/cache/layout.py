@@ -204,8 +204,8 @@ class _Slots:
         """The states to look at one and to change it: one look costs 30 ns in memory, through the array 100 ns."""
         self.lives: Numbers = segment.numbers_at(self._words_start + 8 * _OWN_WORDS, SEATS, "I")
         """The life of each seat."""
-        self.numbers: Numbers = segment.numbers_at(self._words_start, _OWN_WORDS, "q")
-        """The first words."""
+        self.numbers: Numbers = segment.numbers_at(self._words_start, head.words, "q")
+        """The words, to look at one and to change it."""
         self.changes: Numbers = segment.numbers_at(self._words_start + 8 * _CHANGES, 1, "q")
         """The number of changes (`seats`)."""
         self.rounds_offset = self._words_start + 8 * _ROUNDS

@@ -1,13 +1,17 @@
 """The policy of stores to which processes append while others read: the oldest samples leave first.
 
-Every sample that is appended gets a ticket, the next number, and the slots take turns. The state of a slot (int64, its
-generation) says what the slot has: 0 nothing; `2 * ticket + 1` the sample of that ticket is being written; `2 * ticket
-+ 2` the sample can be read; a negative number: the sample was dropped. A second column has the time of the sample
-(nanoseconds of the wall clock, which goes on after a reboot). The words of the layout are control words, then a row of
-notes for each of `FILLERS` processes, which define their notes themselves. A writer
+Every sample that is appended gets a ticket, the next number from 1 on, and the slots take turns. The state of a slot
+(int64, its generation) says what the slot has:
 
-    takes the lock of the tickets -> claims the next slot -> generation odd -> releases the lock of the tickets
-    -> writes the bytes -> fence -> generation even -> releases the slot
+    0                 nothing
+    2 * ticket        the sample of that ticket can be read
+    2 * ticket + 1    that sample is being written, or was dropped, or its writer was killed
+
+A second column has the time of the last sample (nanoseconds of the wall clock, which goes on after a reboot), 0 if it
+was dropped. Behind the words of every store lie control words, and how many samples each of `FILLERS` fillers has
+drawn. A writer
+
+    [turn: next slot, its byte locked, generation odd] > bytes written > fence > generation even > byte unlocked
 
 and a reader looks at the generation, fences, copies, fences and looks again. If the generation is the same even number,
 the copy is whole (a seqlock; Lameter, "Effective Synchronization on Linux/NUMA Systems", 2005). Readers take no lock
@@ -16,36 +20,41 @@ is being written. So another sample replaces a sample that leaves during an epoc
 the number of batches stays. Between the odd generation and the bytes is a system call, which no store instruction
 crosses.
 
-A slot that is still being written is never taken over: the next writer waits. A killed writer leaves an odd generation,
-which readers skip. The kernel frees its lock, and writers take that slot again when its turn comes.
+A slot that is still being written is never taken over: the next writer tries again. A killed writer leaves an odd
+generation, which readers skip. The kernel frees its lock, and writers take that slot again when its turn comes.
 
 Of rows, the first sample of a slot is written through the file, where a lack of memory is an error. Later samples are
 copied through the mapping, whose pages exist by then: writes through the file exclude each other (two writers of rows
 of 1 MiB reach 4.3 GB/s each through the file, and 10 GB/s through the mapping).
 
 Records lie one behind the other in the run of bytes. A record that does not fit at the end begins at the beginning
-again. A writer that takes a slot first ends the samples whose bytes it needs, the oldest first, under the lock of the
-tickets. Records are always written through the file, because the gap of a killed writer has no memory yet. A reader
-decodes its own copy, never bytes that a writer may change.
+again. A writer that takes a slot first ends the samples whose bytes it needs, the oldest first, in its turn. Records
+are always written through the file, because the gap of a killed writer has no memory yet. A reader decodes its own
+copy, never bytes that a writer may change.
 
-On a disk the store outlives its job, and one job at a time has it open. All samples are written through the file, the
-numbers of slots through the mapping (which is a SIGBUS on a full disk that copies on write). Each
-slot also has the index of its sample in the source (-1: unknown) and a checksum (`checksums`), which covers the ticket
-and the index, too. What this job has written is read at once. A sample of an earlier job has a smaller ticket than
-`_FIRST`: it is verified before its first read, and dropped if it is damaged. The process that opens the file first
-(`repair`) finds the order of the samples from their columns alone, because after a power cut any page may be old.
+On a disk the store outlives its job, and one job at a time has it open. The disk is mapped read-only: samples and
+numbers are written through the file. A reader may see such a number when only some of its bytes are written, so the
+last bit of a generation is set before the others are written and cleared after them, each time without a change of
+another byte. Each slot also has the index of its sample in the source (-1: unknown) and a checksum (`checksums`), which
+covers the ticket and the index, too. What this job has written is read at once. A sample of an earlier job has a ticket
+up to `_BEFORE`: it is verified before its first read, and dropped if it is damaged. The process that opens the file
+first (`repair`) finds the order of the samples from their columns alone, because after a power cut any page may be old.
 
-When memory ends, the store stops growing, with one warning per node, and rolls within the memory that it has.
+When memory ends while the store grows, it stops growing, with one warning per node, and rolls within the memory that it
+has. Where the system refuses a sample otherwise (a full disk that copies on write refuses each write), the writer goes
+on as if it had been killed at that line: it releases the slot, warns once, and stores nothing for a while.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import dropwhile
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -54,28 +63,30 @@ import numpy.typing as npt
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.codec import Lend, Memory, aligned
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
-from lightning_stocache.cache.layout import KNOWN, ROLLING, Head, Layout, Records, Rows, is_complete
+from lightning_stocache.cache.layout import KNOWN, ONCE, ROLLING, Head, Layout, Records, Rows, is_complete, layout_of
 from lightning_stocache.cache.placement import Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
 from lightning_stocache.cache.shortage import refused
-from lightning_stocache.cache.store import NO_PLACE, Store
+from lightning_stocache.cache.store import NO_PLACE, RETRY_SECONDS, Store
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.processes import poll
-from lightning_stocache.node.segment import Segment, fence
+from lightning_stocache.node.segment import Numbers, Segment, fence
 
 __all__ = ["FILLERS", "RollingStore"]
 
 log = logging.getLogger(__name__)
 
 FILLERS = 64
-"""The most processes that have notes in a store."""
+"""The most fillers of a store."""
 
-_CONTROL, _NOTES = 64, 8
-# Control words. _FIRST is the first ticket of this job; _FOUND counts the samples that this job has found; _HOLES says
-# whether a row may be empty whose turn is not next.
-_APPENDED, _NEXT, _MOST, _EVICTED, _EPOCH, _END, _TAIL, _LAPPED, _FIRST, _FOUND, _HOLES = range(1, 12)
-_HEAD = Head({"state": np.int64, "time": np.int64}, _CONTROL + FILLERS * _NOTES)
+# Control words. _APPENDED is the last ticket, _BEFORE the last of earlier jobs, _EPOCH the last when the epoch began.
+# _MOST is how many slots, or bytes of records, the store may use; 0: all. _FOUND counts the samples that this job has
+# found; _HOLES says whether a row may be empty whose turn is not next. _PLAN says what the fillers draw.
+_CONTROL = range(ONCE.words, ONCE.words + 12)
+_APPENDED, _NEXT, _MOST, _EVICTED, _EPOCH, _END, _TAIL, _LAPPED, _BEFORE, _FOUND, _HOLES, _PLAN = _CONTROL
+_DRAWN = _CONTROL.stop
+_HEAD = Head({"state": np.int64, "time": np.int64}, _DRAWN + FILLERS)
 _LATEST = 1 << 60  # generations above are damaged
 
 _MOST_TRIES = 1000  # then the writers are faster than any copy
@@ -103,18 +114,22 @@ class RollingStore(Store):
     stores_misses = False
 
     def __init__(self, segment: Segment, codec: SampleCodec, arc: Arc, companion: Segment | None = None) -> None:
-        if segment.on_disk:
-            segment.map_writable()
         super().__init__(segment, codec, arc, companion)
         layout, self.count = self.layout, arc.slots
         self._room = layout.end - layout.begin if isinstance(layout, Records) else self.count
         self.generations: npt.NDArray[np.int64] = layout.state
-        self._times, self._words = layout.columns["time"], layout.words[:_CONTROL]
-        self.notes = layout.words[_CONTROL:].reshape(FILLERS, _NOTES)
-        if not self._words[_MOST]:
-            self._words[_MOST] = self._room
+        """The state of each slot, int64 `[slots]`, to look at many; not to be written."""
+        # To look at one, and to write it:
+        self._states, self._words = layout.states, layout.numbers
+        self._columns = {name: self._numbers_of(name) for name in layout.columns}
+        self._written_here: set[tuple[int, int]] = set()  # process and slot: forked children have the parent's
         self.renewed = self.substituted = 0  # samples that were read: newer than the epoch; in place of others
         self._chance = np.random.default_rng()
+
+    def _numbers_of(self, name: str) -> Numbers:
+        """The numbers of a column, to look at one and to write it."""
+        start, kind = self.layout.offset_in(name, 0), self.layout.columns[name].dtype.char
+        return self.segment.numbers_at(start, self.count, cast(Any, kind))
 
     @classmethod
     def empty(
@@ -160,10 +175,16 @@ class RollingStore(Store):
         """On a disk also the checksum of a sample, its index in the source, and whether this job has verified it."""
         return cls.head.plus({"sum": np.uint64, "index": np.int64, "verified": np.uint8}) if on_disk else cls.head
 
+    @classmethod
+    def _in_segment(cls, segment: Segment, codec: SampleCodec, arc: Arc) -> Store:
+        """Open the store in a segment, and reserve its columns, on a disk, too: then there is room for its numbers."""
+        segment.reserve(0, layout_of(codec).reserved_bytes(arc.slots, cls._head(segment.on_disk)))
+        return cls(segment, codec, arc)
+
     @staticmethod
     def _identity(layout: Layout, arc: Arc, slot: int) -> tuple[int, ...]:
         """The ticket of a slot's sample, which may still be written, and its index."""
-        return (int(layout.state[slot]) - 1) // 2, int(layout.columns["index"][slot])
+        return int(layout.states[slot]) >> 1, int(layout.columns["index"][slot])
 
     # ---- after a crash ----
 
@@ -173,54 +194,94 @@ class RollingStore(Store):
         Verifies the newest sample, and of records each that does not end where the next one begins. The others are
         verified when they are read. All tickets to come are larger than any sound ticket in the file.
         """
-        layout, words, states = self.layout, self._words, self.generations
-        tickets, is_sound = np.abs(states), cast(Checksums, self._checksums).is_sound
+        columns, states = self.layout.columns, self.generations.copy()
+        is_sound = cast(Checksums, self._checksums).is_sound
         slots = np.flatnonzero(is_complete(states) & (states <= _LATEST))
         newest_first = slots[np.argsort(states[slots])[::-1]].tolist()
-        found = list(dropwhile(lambda slot: not is_sound(slot), newest_first))
+        found = list(itertools.dropwhile(lambda slot: not is_sound(slot), newest_first))
         latest = (int(states[found[0]]) if found else 0) + 2 * self.count + 2  # later generations are damaged
-        first = int(tickets[tickets <= latest].max(initial=0)) // 2 + 1
-        words[:] = 0
-        layout.columns["verified"][:] = 0
-        words[[_APPENDED, _EPOCH, _FIRST]], words[_MOST] = first, self._room
-        if isinstance(layout, Records):
-            found = self._in_run(found, is_sound)
-            for column in layout.columns.values():  # the oldest record gets the first slot
-                column[: len(found)] = column[found[::-1]]
-                column[len(found) :] = 0
-            words[_NEXT] = len(found)
+        last = int(states[states <= latest].max(initial=0)) // 2
+        if isinstance(self.layout, Records):
+            found, words = self._in_run(found, is_sound)
         else:
-            states[np.setdiff1d(np.arange(self.count), found)] = 0
-            newest = found[0] if found else -1
-            is_full = bool(states[(newest + 1) % self.count])  # up to the oldest sample
-            words[_NEXT] = found[-1] if is_full else newest + 1
-            words[_LAPPED], words[_HOLES] = is_full or max(found, default=-1) > newest, len(found) < self.count
-        words[_FOUND], now = len(found), time.time_ns()
-        self._times[:] = np.where((self._times > 0) & (self._times <= now), self._times, now) * (states > 0)
+            words = self._turn_of_rows(found)
+        words |= {_APPENDED: last, _EPOCH: last, _BEFORE: last, _FOUND: len(found)}
+        is_found = np.zeros(self.count, dtype=np.bool_)
+        is_found[found] = True
+        times, now = columns["time"], time.time_ns()
+        self._rewrite("state", states * is_found)
+        self._rewrite("time", np.where((times > 0) & (times <= now), times, now) * is_found)
+        self._rewrite("verified", np.zeros_like(columns["verified"]))
+        if isinstance(self.layout, Records):
+            self._rewrite("nbytes", columns["nbytes"] * is_found)
+        for word in _CONTROL:
+            if word != _PLAN:
+                self._words[word] = words.get(word, 0)
 
-    def _in_run(self, newest_first: Sequence[int], is_sound: Callable[[int], bool]) -> list[int]:
-        """The records that lie one before the other in the run, from the newest on, so that no two overlap."""
-        begins, sizes, words = self.layout.columns["begin"], self.layout.columns["nbytes"], self._words
+    def _rewrite(self, name: str, numbers: npt.NDArray[Any]) -> None:
+        """Write a column, if it differs. Killed in it, a process leaves old and new numbers, which mend again."""
+        if not np.array_equal(self.layout.columns[name], numbers):
+            self.segment.store(self.layout.offset_in(name, 0), numbers.data.cast("B"))
+
+    def _turn_of_rows(self, newest_first: Sequence[int]) -> dict[int, int]:
+        """The control words that say which slot is next, given the slots with rows."""
+        newest = newest_first[0] if newest_first else -1
+        is_full = (newest + 1) % self.count in newest_first  # up to the oldest sample
+        return {
+            _NEXT: newest_first[-1] if is_full else newest + 1,
+            _LAPPED: is_full or max(newest_first, default=-1) > newest,
+            _HOLES: len(newest_first) < self.count,
+        }
+
+    def _in_run(self, newest_first: Sequence[int], is_sound: Callable[[int], bool]) -> tuple[list[int], dict[int, int]]:
+        """The records that lie one before the other in the run, and whose slots do, so that no two overlap.
+
+        From the newest on, first the records before it, then those above it, which the run has not reached again:
+
+            begin of the run | older <- older <- newest | free | oldest <- older <- older | end of the run
+                           floor                low    top   then floor                 low
+
+        Returns:
+            Their slots, newest first, and the control words that say what is next.
+        """
+        begins, sizes, start = self.layout.columns["begin"], self.layout.columns["nbytes"], self.layout.begin
         found: list[int] = []
-        low = top = floor = self.layout.begin
+        low = top = floor = start
         for slot in newest_first:
             begin = int(begins[slot])
             end = begin + aligned(int(sizes[slot]))
-            laps = floor < top <= begin  # written before the run began at its beginning again
-            is_next, may_be_next = floor <= begin and end == low, laps or floor <= begin <= end <= low
             if not found:
-                top = end
-            elif not is_next and not (may_be_next and is_sound(slot)):
+                found.append(slot)
+                low, top = begin, end
                 continue
-            low, floor = begin, top if laps else floor
+            is_above = floor == start and begin >= top
+            is_before = floor <= begin <= end <= low
+            is_next = is_before and end == low
+            is_later_slot = (found[0] - slot) % self.count <= (found[0] - found[-1]) % self.count  # a damaged ticket
+            if is_later_slot or not (is_next or ((is_before or is_above) and is_sound(slot))):
+                continue
             found.append(slot)
-        words[_END], words[_LAPPED] = top - self.layout.begin, floor == top > self.layout.begin
-        return found
+            low = begin
+            if is_above:
+                floor = top
+        if not found:
+            return found, {}
+        following = found[0] + 1 + self.count
+        words = {
+            _NEXT: following,
+            _TAIL: following - 1 - (found[0] - found[-1]) % self.count,
+            _END: top - start,
+            _LAPPED: floor == top,
+        }
+        return found, words
 
     # ---- storing ----
 
     def append(self, sample: Any, index: int = -1) -> bool:
-        """Check a sample, and replace the oldest sample by it. Returns False while that slot is being written.
+        """Check a sample, and replace the oldest sample by it.
+
+        Returns False if it is not stored, because its slot is being written, or because the system refuses to store
+        samples for a while (`refuses`).
 
         Args:
             sample: matches the codec.
@@ -229,59 +290,111 @@ class RollingStore(Store):
         Raises:
             SampleMismatchError: the sample does not match the codec.
             ValueError: the sample is larger than the whole store.
-            OSError: there is no memory for a single sample.
+            OSError: the system refuses the very first sample, or this process has no locks.
         """
         contents = self.codec.contents(self.codec.encode(sample, None if index < 0 else index))
-        while (slot := self.take(self.layout.size(contents))) is not None:
-            try:
-                short = self._write_sample(slot, contents, index)
-            except BaseException:
-                self.finish(slot, is_whole=False)
+        if not self.segment.has_locks:
+            raise OSError(errno.ENOLCK, "this system has no locks between processes, or this process no descriptor")
+        is_stored = False
+        try:
+            while not (is_stored or self.refuses):
+                slot = self.take(self.layout.size(contents))
+                if slot is None:
+                    break
+                is_stored = self._store_in(slot, contents, index)
+        except OSError as error:
+            if not self.filled:
                 raise
-            if short is None:
-                self.finish(slot)
-                return True
-            self._stop_growing(slot, short)
-        return False
+            self._stop(refused(error, on_disk=self.segment.on_disk))
+        return is_stored
+
+    def _store_in(self, slot: int, contents: Sequence[memoryview], index: int) -> bool:
+        """Write a sample into a slot that was taken, and release it. Returns False if the store stops growing here."""
+        short: str | None = ""
+        try:
+            short = self._write_sample(slot, contents, index)
+            if short is not None:
+                self._stop_growing(slot, short)
+        finally:
+            self.finish(slot, is_whole=short is None)
+        return short is None
 
     def take(self, nbytes: int = 0) -> int | None:
-        """Take the next slot, with room for a record of `nbytes`, until `finish`. None if a writer has the slot."""
-        words, rows = self._words, isinstance(self.layout, Rows)
-        if not rows and aligned(nbytes) > words[_MOST]:
-            room, sample = format_bytes(int(words[_MOST])), format_bytes(nbytes)
+        """Take the next slot, with room for a record of `nbytes`, until `finish`.
+
+        Returns None if a writer has the slot, or the turn is not to be had.
+        """
+        if isinstance(self.layout, Records) and aligned(nbytes) > self._most:
+            room, sample = format_bytes(self._most), format_bytes(nbytes)
             raise ValueError(f"a sample of {sample} is larger than the whole rolling cache of {room}")
-        with self._claims.waiting(self.count):
-            slot = turn = int(words[_NEXT]) % max(self.limit, 1)
-            if words[_HOLES] and rows and is_complete(int(self.generations[slot])):
-                holes = np.flatnonzero(self.generations[: self.limit] <= 0)
-                slot, words[_HOLES] = (int(holes[0]), 1) if len(holes) else (slot, 0)
-            if not self._claims.take(slot):
-                return None
-            if rows and slot == 0 and words[_NEXT]:
+        return self.segment.in_turn(self._take, nbytes)
+
+    def _take(self, nbytes: int) -> int | None:
+        words = self._words
+        turn = words[_NEXT] % max(self.limit, 1)
+        slot = self._chosen_slot(turn)
+        if (os.getpid(), slot) in self._written_here or not self.segment.lock(slot):
+            return None
+        is_taken = False
+        try:
+            if isinstance(self.layout, Records):
+                if not self._make_room(slot, nbytes):
+                    return None
+            elif slot == 0 and words[_NEXT]:
                 words[_LAPPED] = 1
-            if not rows and not self._make_room(slot, nbytes):
-                self._claims.release(slot)
-                return None
-            words[_NEXT] += slot == turn
-            ticket = int(words[_APPENDED])
-            words[_EVICTED] += is_complete(int(self.generations[slot]))
-            words[_APPENDED] += 1
-            self.generations[slot] = 2 * ticket + 1
+            if slot == turn:
+                words[_NEXT] += 1
+            if is_complete(self._states[slot]):
+                words[_EVICTED] += 1
+            ticket = words[_APPENDED] + 1
+            words[_APPENDED] = ticket
+            self._states[slot] |= 1  # before the rest of the number
+            self._states[slot] = 2 * ticket + 1
+            self._written_here.add((os.getpid(), slot))
+            is_taken = True
+        finally:
+            if not is_taken:
+                self.segment.unlock(slot)
         return slot
+
+    def _chosen_slot(self, turn: int) -> int:
+        """The slot whose turn it is, or an empty row, if that slot has a sample."""
+        words = self._words
+        if words[_HOLES] and isinstance(self.layout, Rows) and is_complete(self._states[turn]):
+            is_empty = ~is_complete(self.generations[: self.limit]) & (self.layout.columns["time"][: self.limit] == 0)
+            holes = np.flatnonzero(is_empty).tolist()
+            if not holes:
+                words[_HOLES] = 0
+            return next(itertools.filterfalse(self._is_being_written, holes), turn)
+        return turn
+
+    def _is_being_written(self, slot: int) -> bool:
+        """Whether a living writer has a slot: another thread of this process, or another process."""
+        return (os.getpid(), slot) in self._written_here or self.segment.is_locked(slot)
+
+    def _drop(self, slot: int) -> None:
+        """Let no reader find the sample of a slot any more."""
+        self._states[slot] |= 1
+        self._columns["time"][slot] = 0
 
     def finish(self, slot: int, *, is_whole: bool = True) -> None:
         """Release a slot. Readers may read its sample, if `is_whole`; else the sample is dropped."""
-        generation = int(self.generations[slot]) + 1
-        if is_whole:
-            self._times[slot] = time.time_ns()
-        fence()
-        self.generations[slot] = generation if is_whole else -generation
-        self._claims.release(slot)
+        try:
+            if is_whole:
+                self._columns["time"][slot] = time.time_ns()
+                fence()
+                self._states[slot] &= ~1
+            else:
+                with suppress(OSError):  # as if the writer had been killed
+                    self._drop(slot)
+        finally:
+            self.segment.unlock(slot)  # first: else another thread could take the slot, and lose its lock
+            self._written_here.discard((os.getpid(), slot))
 
     def _write_sample(self, slot: int, contents: Sequence[memoryview], index: int) -> str | None:
-        """Write a sample. If memory is short, return the reason in words."""
+        """Write a sample. If memory is short while the store grows, return the reason in words."""
         layout, checksums, grows = self.layout, self._checksums, not self._words[_LAPPED]
-        if isinstance(layout, Rows) and self._times[slot] and checksums is None:  # it had a sample before
+        if isinstance(layout, Rows) and layout.columns["time"][slot] and checksums is None:  # it had a sample before
             for rows, content in zip(layout.fields, contents, strict=True):
                 rows[slot] = np.frombuffer(content, dtype=np.uint8)
             return None
@@ -291,7 +404,7 @@ class RollingStore(Store):
                 return short
         try:
             if checksums is not None:
-                layout.columns["index"][slot] = index
+                self._columns["index"][slot] = index
             if isinstance(layout, Rows):
                 layout.write([slot], [contents])
             else:
@@ -299,25 +412,28 @@ class RollingStore(Store):
                 self.segment.store(begin, *contents)
                 layout.seal(slot, begin, layout.size(contents), contents)
         except OSError as error:
-            if checksums is not None and not grows:
+            if not grows:
+                with suppress(OSError):
+                    self._words[_HOLES] = 1  # the next sample comes here, and no other leaves for it
                 raise
             return refused(error, on_disk=checksums is not None)
         return None
 
     def _stop_growing(self, slot: int, short: str) -> None:
-        """From now on, roll within the slots or bytes that are in use. Warn once per node."""
-        layout, rows = self.layout, isinstance(self.layout, Rows)
-        used = slot if rows else int(layout.columns["begin"][slot]) - layout.begin
-        if used:
-            with self._claims.waiting(self.count):
-                if used < self._words[_MOST]:
-                    self._words[_MOST] = used
-                    if rows:
-                        self._words[_NEXT], self._words[_LAPPED] = 0, 1
-        self.finish(slot, is_whole=False)
+        """From now on, roll within the slots or bytes that are in use before those of a slot. Warn once per node."""
+        rows = isinstance(self.layout, Rows)
+        used = slot if rows else self._columns["begin"][slot] - self.layout.begin
         if not used:
             needed = format_bytes(self.codec.nbytes)
             raise OSError(errno.ENOSPC, f"a rolling cache needs {needed} for its first sample: {short}")
+
+        def limit() -> None:
+            if used < self._most:
+                self._words[_MOST] = used
+                if rows:
+                    self._words[_NEXT], self._words[_LAPPED] = 0, 1
+
+        self.segment.in_turn(limit)
         if self.segment.lock(self.count + 1):  # this process keeps the lock until it ends
             log.warning(
                 "the rolling cache stops growing at %s samples: %s.\nIt rolls within these. A lower budget has no such "
@@ -326,12 +442,27 @@ class RollingStore(Store):
                 short,
             )
 
+    def _stop(self, short: str) -> None:
+        """Store nothing for a while, and warn once per node."""
+        if not self._retry_at and self.segment.lock(self.count):  # this process keeps the lock until it ends
+            log.warning(
+                "the rolling cache takes no new samples for now: %s.\nIts %s samples stay, and are served",
+                short,
+                f"{self.filled:,}",
+            )
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+
+    @property
+    def refuses(self) -> bool:
+        """Whether the system has refused to store a sample a moment ago, so that nothing is stored for a while."""
+        return self._rests
+
     # ---- room for records ----
 
     def _make_room(self, slot: int, nbytes: int) -> bool:
-        """Find bytes for the record of a slot, and end the samples that lie there. Needs the lock of the tickets."""
+        """Find bytes for the record of a slot, and end the samples that lie there. In a turn."""
         words, need = self._words, aligned(nbytes)
-        begin, size = int(words[_END]), int(words[_MOST])
+        begin, size = words[_END], self._most
         if need > size:
             return False
         if begin + need > size:
@@ -343,19 +474,20 @@ class RollingStore(Store):
             return False
         if self._live == self.count and not self._end_oldest(slot):  # the oldest sample is in this very slot
             return False
-        columns = self.layout.columns
-        columns["begin"][slot], columns["nbytes"][slot] = self.layout.begin + begin, nbytes
+        self._columns["begin"][slot] = self.layout.begin + begin
+        self._columns["nbytes"][slot] = nbytes
         words[_END] = begin + need
         return True
 
     def _free(self, begin: int, end: int, slot: int) -> bool:
         """End the oldest samples until no sample lies in these bytes, or behind the end of the run."""
-        columns = self.layout.columns
+        begins, sizes = self._columns["begin"], self._columns["nbytes"]
         while self._live:
-            oldest = int(self._words[_TAIL]) % self.count
-            first = int(columns["begin"][oldest]) - self.layout.begin
-            last = first + aligned(int(columns["nbytes"][oldest]))
-            if (first >= end or last <= begin) and last <= int(self._words[_MOST]):
+            oldest = self._words[_TAIL] % self.count
+            first = begins[oldest] - self.layout.begin
+            last = first + aligned(sizes[oldest])
+            is_outside = first >= end or last <= begin
+            if sizes[oldest] and is_outside and last <= self._most:
                 return True
             if not self._end_oldest(slot):
                 return False
@@ -363,29 +495,22 @@ class RollingStore(Store):
 
     def _end_oldest(self, mine: int) -> bool:
         """Drop the oldest sample. Returns False if a writer of another slot than `mine` is still writing it."""
-        slot = int(self._words[_TAIL]) % self.count
-        generation = int(self.generations[slot])
-        if generation & 1 and slot != mine:
-            if not self._claims.take(slot):
-                return False
-            self._claims.release(slot)  # the writer was killed
-        self._words[_EVICTED] += is_complete(generation)
-        self.generations[slot] = -abs(generation) & ~1
-        self._times[slot] = 0
+        slot = self._words[_TAIL] % self.count
+        generation = self._states[slot]
+        if generation & 1 and slot != mine and self._is_being_written(slot):
+            return False
+        if is_complete(generation):
+            self._words[_EVICTED] += 1
+        self._drop(slot)
         self._words[_TAIL] += 1
         return True
 
     @property
     def _live(self) -> int:
         """Number of slots with bytes. It follows from two counts, because a writer may be killed between two steps."""
-        return int(self._words[_NEXT]) - int(self._words[_TAIL])
+        return int(self._words[_NEXT] - self._words[_TAIL])
 
     # ---- reading ----
-
-    @property
-    def changes(self) -> int:
-        """Always 0: no sample is ever invalidated."""
-        return 0
 
     def has_place(self, index: int) -> bool:
         """Whether there is a slot with this number."""
@@ -429,15 +554,15 @@ class RollingStore(Store):
         """Copy a whole record from this slot, or from another resident slot."""
         records: Any = self.layout
         for _ in range(_MOST_TRIES):
-            seen = int(self.generations[place])
+            seen = self._states[place]
             if is_complete(seen) and (self._checksums is None or self.is_sound(place)):
                 fence()
                 live = records.record(place)
                 fence()
-                if int(self.generations[place]) == seen:  # then begin and size belong to that generation
+                if self._states[place] == seen:  # then begin and size belong to that generation
                     record = memoryview(bytes(live))
                     fence()
-                    if int(self.generations[place]) == seen:
+                    if self._states[place] == seen:
                         self.renewed += self._count_newer(np.array([seen]))
                         return record
             place = int(self._random_slots(1)[0])
@@ -451,24 +576,31 @@ class RollingStore(Store):
     def resident(self) -> Integers:
         """The slots with a sample, int64, in rising order. A slot whose sample is being replaced counts, too."""
         generations = self.generations[: self.limit].copy()  # one look, because generations change meanwhile
-        is_replaced = (generations & 1 == 1) & (self._times[: self.limit] > 0)
+        is_replaced = (generations & 1 == 1) & (self.layout.columns["time"][: self.limit] > 0)
         resident: Integers = np.flatnonzero(is_complete(generations) | is_replaced)
         return resident
 
     def is_sound(self, slot: int) -> bool:
         """Whether the sample of a slot can be read. A damaged sample of an earlier job is dropped."""
-        generation, checksums = int(self.generations[slot]), self._checksums
-        if checksums is None or generation > 2 * self._words[_FIRST] or not is_complete(generation):
+        generation, checksums = self._states[slot], self._checksums
+        if checksums is None or generation > 2 * self._words[_BEFORE] or not is_complete(generation):
             return bool(is_complete(generation))
-        verified = self.layout.columns["verified"]
-        if verified[slot] or checksums.is_sound(slot):
-            verified[slot] = 1  # also right if another sample has come meanwhile: this job has written it
+        verified = self._columns["verified"]
+        if verified[slot]:
             return True
-        if self._claims.take(slot):
-            if self.generations[slot] == generation:
-                self.generations[slot], self._words[_HOLES] = -generation, 1
-            self._claims.release(slot)
-        return False
+        is_sound = checksums.is_sound(slot)
+        with suppress(OSError):  # a full disk: it is verified again
+            if is_sound:
+                verified[slot] = 1  # also right if another sample has come meanwhile: this job has written it
+            else:
+                self.segment.in_turn(self._drop_damaged, slot, generation)
+        return is_sound
+
+    def _drop_damaged(self, slot: int, generation: int) -> None:
+        """In a turn: drop a damaged sample, unless another one has its slot by now."""
+        if self._states[slot] == generation:
+            self._drop(slot)
+            self._words[_HOLES] = 1
 
     def slots_by_index(self, length: int) -> Integers:
         """The slot of each index of a source, int64 `[length]`, or NO_PLACE; known on a disk only."""
@@ -481,11 +613,12 @@ class RollingStore(Store):
 
     def begin_epoch(self) -> None:
         """Begin an epoch: samples that come from now on are newer than the epoch."""
-        self._words[_EPOCH] = self._words[_APPENDED]
+        with suppress(OSError):  # a full disk: only `renewed` is wrong
+            self._words[_EPOCH] = self._words[_APPENDED]
 
     def _count_newer(self, generations: Integers) -> int:
         """Number of samples that came after the epoch had begun."""
-        return int(np.count_nonzero(generations > 2 * int(self._words[_EPOCH])))
+        return int(np.count_nonzero(generations > 2 * self._words[_EPOCH]))
 
     def _whole(self, slots: Integers) -> tuple[Integers, Integers]:
         """These slots, with readable slots in place of those that cannot be read now, and their generations."""
@@ -505,7 +638,7 @@ class RollingStore(Store):
         """Which of these slots, with these generations, have a sample that can be read."""
         sound: npt.NDArray[np.bool_] = is_complete(generations)
         if self._checksums is not None:
-            found = sound & (generations <= 2 * self._words[_FIRST])
+            found = sound & (generations <= 2 * self._words[_BEFORE])
             for number in np.flatnonzero(found & (self.layout.columns["verified"].take(slots) == 0)).tolist():
                 sound[number] = self.is_sound(int(slots[number]))
         return sound
@@ -531,7 +664,7 @@ class RollingStore(Store):
     @property
     def appended(self) -> int:
         """Number of samples that came in this job, with the samples that are being written."""
-        return int(self._words[_APPENDED] - self._words[_FIRST])
+        return int(self._words[_APPENDED] - self._words[_BEFORE])
 
     @property
     def found(self) -> int:
@@ -546,13 +679,18 @@ class RollingStore(Store):
     @property
     def limit(self) -> int:
         """Number of slots for which there is memory, as far as that is known."""
-        return int(self._words[_MOST]) if isinstance(self.layout, Rows) else self.count
+        return self._most if isinstance(self.layout, Rows) else self.count
+
+    @property
+    def _most(self) -> int:
+        """Number of slots, or bytes of records, that the store may use."""
+        return int(self._words[_MOST]) or self._room
 
     @property
     def oldest_seconds(self) -> float:
         """Age of the oldest sample that can be read; 0 without samples."""
         slots = self.readable_slots()
-        return max(time.time_ns() - int(self._times[slots].min()), 0) / 1e9 if len(slots) else 0.0
+        return max(time.time_ns() - int(self.layout.columns["time"][slots].min()), 0) / 1e9 if len(slots) else 0.0
 
     @property
     def filled(self) -> int:
@@ -572,16 +710,45 @@ class RollingStore(Store):
     @property
     def capacity(self) -> int:
         """Number of samples for which there is room; of records, if the next are as large as those before."""
+        if self.refuses or self.segment.is_locked(self.count):
+            return max(self.filled, 1)
         if isinstance(self.layout, Rows):
             return self.limit
         live = self._live
         if live and self._words[_LAPPED]:
             return live
-        mean = int(self._words[_END]) / live if live >= KNOWN else aligned(max(self.codec.nbytes, 1))
-        return max(min(int(self._words[_MOST] / max(mean, 1)), self.count), 1)
+        mean = self._words[_END] / live if live >= KNOWN else aligned(max(self.codec.nbytes, 1))
+        return max(min(int(self._most / max(mean, 1)), self.count), 1)
+
+    # ---- fillers ----
+
+    def plan_draws(self, plan: int, *, goes_on: bool) -> bool:
+        """Note what the fillers draw. What the last job has drawn counts if it had the same plan and this job goes on.
+
+        Returns:
+            Whether this job goes on although the last one had another plan.
+        """
+        words, is_equal = self._words, self._words[_PLAN] == plan
+        is_other = goes_on and not is_equal and words[_PLAN] != 0
+        with suppress(OSError):  # a full disk
+            if not (goes_on and is_equal):
+                for filler in filter(self.drawn, range(FILLERS)):
+                    words[_DRAWN + filler] = 0
+            words[_PLAN] = plan
+        return is_other
+
+    def drawn(self, filler: int) -> int:
+        """The number of samples that a filler has drawn; of a stream, since its beginning."""
+        return int(self._words[_DRAWN + filler])
+
+    def note_drawn(self, filler: int, count: int) -> None:
+        """Note how many samples a filler has drawn, on a disk for the next job, too."""
+        with suppress(OSError):  # a full disk: some are drawn again
+            self._words[_DRAWN + filler] = count
 
     def drop_views(self) -> None:
         """Stop using the segment, which stays open."""
-        self.notes = np.empty((0, 0), dtype=np.int64)
-        self._words = self.generations = self._times = np.empty(0, dtype=np.int64)
+        self.generations = np.empty(0, dtype=np.int64)
+        self._states = self._words = memoryview(b"")
+        self._columns = {}
         super().drop_views()

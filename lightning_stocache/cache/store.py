@@ -30,8 +30,8 @@ lost is not looked up by this process any more, and `changes` moves, so that the
 disk is no error of the training: the slot stays empty. A file that is cut off while it is open is not read any more,
 because the mapping would raise SIGBUS. The next job restores the full length of the file.
 
-Bytes that are locked: behind one for each slot (`rolling`) one for the process that has warned of a shortage; far
-behind them one for `alone`, and those of seats.
+Bytes that are locked: one for each slot that is being written (`rolling`), and behind them one for the process that has
+warned of a shortage; far behind them one for `alone`, and those of seats.
 
 Any number can be an index: a negative index, and one outside of the dataset, has no place.
 """
@@ -54,7 +54,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.checksums import Checksums
-from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.codec import Lend, Memory
 from lightning_stocache.cache.disk_sync import DiskSync
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
@@ -66,7 +65,7 @@ from lightning_stocache.cache.shortage import Shortage, refused
 from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence
 
-__all__ = ["NO_PLACE", "PATIENCE", "UNREADABLE", "Store", "StoreHandle", "gathers", "slots_for"]
+__all__ = ["NO_PLACE", "PATIENCE", "RETRY_SECONDS", "UNREADABLE", "Store", "StoreHandle", "gathers", "slots_for"]
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +78,13 @@ NO_PLACE = NO_SLOT
 PATIENCE = 30.0
 """Seconds that a process waits, once, for a sample that another process loads."""
 
+RETRY_SECONDS = 10.0
+"""Length of the pause after a shortage: memory seldom comes back at once, and each try costs system calls."""
+
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 _STEP = 1 << 12  # slots that are looked at together for an empty one
 _WINDOW = 1 << 16  # slots that are looked at together for those that have a sample
 _ALONE = 1 << 40  # a byte behind those of all slots
-_RETRY_SECONDS = 10.0  # after a shortage: memory seldom comes back at once, and each try costs system calls
 _COPIED_BYTES = 1 << 22  # that `take_over` copies at once
 _LOST = "the disk has lost what it had taken"
 _DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most 1/28 of the granted bytes
@@ -135,7 +136,6 @@ class Store:
     def __init__(self, segment: Segment, codec: Any, arc: Arc, companion: Segment | None = None) -> None:
         self.segment, self.codec, self.arc, self._companion = segment, codec, arc, companion
         self.layout: Layout = layout_of(codec)(segment, codec, arc.slots, self._head(segment.on_disk))
-        self._claims = Claims(segment)
         self._checksums: Checksums | None = None
         self._sync: DiskSync | None = None
         if segment.on_disk:
@@ -601,7 +601,7 @@ class Store:
 
     def alone(self) -> AbstractContextManager[None]:
         """Exclude other processes that call `alone`. Claims on slots are not affected."""
-        return self._claims.waiting(_ALONE)
+        return self.segment.holding(_ALONE)
 
     def make_safe(self) -> bool:
         """Wait until a disk has what is stored now. Returns whether it has; see `disk_sync`."""
@@ -659,7 +659,7 @@ class Store:
                 f"{self.layout.count:,}",
                 short,
             )
-        self._retry_at = time.monotonic() + _RETRY_SECONDS
+        self._retry_at = time.monotonic() + RETRY_SECONDS
 
     # ---- size ----
 

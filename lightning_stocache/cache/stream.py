@@ -10,9 +10,11 @@ The first process that asks after every rank of the node has begun an epoch deci
 from (`decide`). `clear` precedes each epoch that is read again, so the counts are those of one epoch.
 
 There are two segments. The ledger has columns of int64: numbers for all shards, for each rank, and for each of the
-`MOST_WORKERS` shards of every rank. Writers lock bytes of its file: byte 0 for the epochs, byte 1 for the next
-number, byte 2 while deciding, and one byte per shard while its process stores a sample. A process that needs several
-locks takes them in the order 2, 0, shards, 1.
+`MOST_WORKERS` shards of every rank. Three bytes of its file are locked, which a process takes in this order:
+
+    deciding   by the process that decides
+    storing    shared by all that are storing a sample; alone by `clear`
+    counting   while numbers of the ledger are written
 
 The other segment has the samples. A sample takes the next number, which is its slot and its index. Besides the state, a
 slot has two columns: `mark`, by which a sample is found again, and `shard`. They are written through the mapping, so
@@ -27,14 +29,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_stocache.cache.claims import Claims
 from lightning_stocache.cache.layout import ONCE, READY, columns, layout_of, offsets
 from lightning_stocache.cache.placement import Arc, Integers
 from lightning_stocache.cache.records import RecordCodec, SampleCodec
@@ -52,7 +53,7 @@ Mode = Literal["stream", "cache", "pass"]
 
 _MODES: tuple[Mode, ...] = get_args(Mode)
 _RANKS, _NEXT, _RESERVED, _DECIDED, _MODE, _BROKEN, _WORDS = range(7)
-_ALL, _NUMBER, _DECISION, _ROWS = 0, 1, 2, 8  # bytes that are locked
+_DECIDING, _STORING, _COUNTING = range(3)  # bytes that are locked
 _UNCLAIMED = -1
 _BLOCK = 1 << 12  # slots whose columns get their memory together
 _SMALLER = 16  # how much smaller than the first samples the mean may be without running out of slots
@@ -84,7 +85,7 @@ class StreamLedger:
         >>> epoch = ledger.begin(shard)
         >>> ledger.decide(epoch, lambda late: "stream"), ledger.decide(epoch, lambda late: "cache")
         ('stream', 'stream')
-        >>> with ledger.numbering():
+        >>> with ledger.counting():
         ...     ledger.take_number(shard)
         0
         >>> ledger.end(shard, epoch)
@@ -97,7 +98,7 @@ class StreamLedger:
     """Seconds to wait for a rank that does not begin an epoch."""
 
     def __init__(self, segment: Segment) -> None:
-        self.segment, self._claims = segment, Claims(segment)
+        self.segment = segment
         self.words: npt.NDArray[np.int64] = columns(segment, {"words": np.int64}, _WORDS)["words"]
         self.ranks = int(self.words[_RANKS])
         self._numbers = {name: array[0] for name, array in columns(segment, _columns(self.ranks), 1).items()}
@@ -114,13 +115,13 @@ class StreamLedger:
 
     def announce(self, rank: int) -> int:
         """Begin the next epoch of a rank before its shards, which join that epoch. Returns the number of the epoch."""
-        with self._claims.waiting(_ALL):
+        with self.counting():
             return self._next_epoch(rank, _UNCLAIMED)
 
     def begin(self, shard: Shard) -> int:
         """Begin an epoch of a shard: the current or the next epoch of its rank. Returns the number of the epoch."""
         rank = shard.rank
-        with self._claims.waiting(_ALL):
+        with self.counting():
             epoch = int(self._numbers["epoch"][rank])
             if self._numbers["key"][rank] == _UNCLAIMED:
                 self._numbers["key"][rank] = shard.key
@@ -135,7 +136,7 @@ class StreamLedger:
 
     def end(self, shard: Shard, epoch: int) -> None:
         """Note that a shard has read its part to the end. Call it once per epoch."""
-        with self._claims.waiting(_ALL):
+        with self.counting():
             if self.is_current(shard, epoch):
                 self._numbers["ended"][shard.rank] += 1
                 if self._numbers["ended"][shard.rank] == shard.workers:
@@ -179,25 +180,30 @@ class StreamLedger:
         """
         start = time.monotonic()
         while not self._is_decided(epoch):
-            late = np.flatnonzero(self._numbers["epoch"] < epoch).tolist() if epoch > 1 else []
-            if (not late or time.monotonic() - start > self.patience) and self._claims.take(_DECISION):
-                try:
-                    if not self._is_decided(epoch):
-                        mode = choose(late)
-                        with self._claims.waiting(_ALL):
-                            if self.mode == "stream":
-                                self.words[_MODE] = _MODES.index(mode)
-                            self.words[_DECIDED] = epoch
-                finally:
-                    self._claims.release(_DECISION)
-            else:
+            if self._late(epoch) and time.monotonic() - start <= self.patience:
                 time.sleep(0.002)
+                continue
+            with self.segment.holding(_DECIDING):
+                if not self._is_decided(epoch):
+                    self._note_decision(epoch, choose(self._late(epoch)))
         return self.mode
+
+    def _late(self, epoch: int) -> list[int]:
+        """The ranks that have not begun an epoch. None is late in the first one."""
+        late: list[int] = np.flatnonzero(self._numbers["epoch"] < epoch).tolist() if epoch > 1 else []
+        return late
+
+    def _note_decision(self, epoch: int, mode: Mode) -> None:
+        with self.counting():
+            if self.mode == "stream":
+                self.words[_MODE] = _MODES.index(mode)
+            self.words[_DECIDED] = epoch
 
     def pass_by(self) -> Mode:
         """Store nothing from now on. Returns the decision before."""
-        with self._claims.waiting(_ALL):
-            before, self.words[_MODE] = self.mode, _MODES.index("pass")
+        with self.counting():
+            before = self.mode
+            self.words[_MODE] = _MODES.index("pass")
         return before
 
     def count_broken(self) -> int:
@@ -210,12 +216,12 @@ class StreamLedger:
 
     # ---- numbers ----
 
-    def numbering(self) -> AbstractContextManager[None]:
-        """Hold the lock of the next number."""
-        return self._claims.waiting(_NUMBER)
+    def counting(self) -> AbstractContextManager[None]:
+        """Exclude other processes and threads that count."""
+        return self.segment.holding(_COUNTING)
 
     def take_number(self, shard: Shard) -> int:
-        """Count a sample of a shard. Returns its number in the epoch. Needs `locked`, then `numbering`."""
+        """Count a sample of a shard. Returns its number in the epoch. Needs `storing`, then `counting`."""
         self.words[_NEXT] += 1
         self._numbers["passed"][shard.rank] += 1
         return self.count - 1
@@ -225,15 +231,13 @@ class StreamLedger:
         """Number of samples that have passed in this epoch."""
         return int(self.words[_NEXT])
 
-    def locked(self, shard: Shard) -> AbstractContextManager[None]:
-        """Hold the lock of a shard while its process stores a sample."""
-        return self._claims.waiting(_ROWS + shard.number)
+    def storing(self) -> AbstractContextManager[None]:
+        """Store a sample, beside other processes that do."""
+        return self.segment.holding(_STORING, shared=True)
 
     def clear(self, discard: Callable[[], None]) -> None:
-        """Call `discard` while no shard stores a sample, and begin with number 0 again."""
-        with ExitStack() as locks:
-            for row in range(self.ranks * MOST_WORKERS):
-                locks.enter_context(self._claims.waiting(_ROWS + row))
+        """Call `discard` while no process stores a sample, and begin with number 0 again."""
+        with self.segment.holding(_STORING):
             discard()
             self.words[_NEXT] = self.words[_RESERVED] = 0
             self._numbers["passed"][:] = 0
@@ -308,10 +312,10 @@ class StreamStore(Store):
         has_room = layout.has_room(codec.least_bytes(sample)) and ledger.count < layout.count
         contents = codec.contents(codec.encode(sample)) if has_room else ()
         nbytes, stored = layout.size(contents), False
-        with ledger.locked(shard):
+        with ledger.storing():
             if ledger.mode != "stream" or not ledger.is_current(shard, epoch):
                 return None
-            with ledger.numbering():
+            with ledger.counting():
                 number = ledger.take_number(shard)
                 has_room = has_room and self._has_columns(number)
             if has_room and self._has_memory(nbytes):

@@ -1,13 +1,13 @@
 """The processes that fill a rolling cache, and their supervision by the process that has started them.
 
-A filler draws its share (`draws`), loads each sample and appends it. Its notes lie in the store, beside the slots: how
-many samples it has drawn (of a stream: since its beginning), appended and failed to load, which sample it loads, and
-since when. So the notes show a filler that hangs, and a filler that is started again leaves out what was drawn before,
-the sample that killed it included. It has other seeds than before.
+A filler draws its share (`draws`), loads each sample and appends it. Its notes lie in memory that it shares with its
+parent: how many samples it has appended and failed to load, which sample it loads, and since when. So the notes show a
+filler that hangs. How many it has drawn (of a stream: since its beginning) stands in the store. A filler that is
+started again leaves out what was drawn before, the sample that killed it included. It has other seeds than before.
 
-On a disk the notes outlive the job. Where the pool is smaller than the source, the fillers of the next job go on behind
-what was drawn, if the draws are the same (`_PLAN`). Where the whole source has room, they draw it from its beginning,
-verify what is resident, and load the rest.
+On a disk what was drawn outlives the job. Where the pool is smaller than the source, the fillers of the next job go on
+behind it, if the draws are the same. Where the whole source has room, they draw it from its beginning, verify what is
+resident, and load the rest.
 
 A sample that cannot be loaded, or does not match the codec, is left out. The filler sends its first error with the
 traceback, and ends after `_MOST_FAILURES` failures in a row. A filler that dies is started again, at most
@@ -32,12 +32,14 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightning_stocache.cache.placement import NO_SLOT
 from lightning_stocache.cache.rolling import FILLERS, RollingStore
 from lightning_stocache.node.errors import trace_of
 from lightning_stocache.node.processes import end_with_parent
+from lightning_stocache.node.segment import Segment
 from lightning_stocache.source.draws import Draws, EndOfStreamError
 from lightning_stocache.torch_internals import become_worker
 
@@ -47,7 +49,7 @@ log = logging.getLogger(__name__)
 
 _MOST_FAILURES = 20  # in a row
 _MOST_RESTARTS = 3  # of one filler
-_DRAWN, _APPENDED, _FAILED, _SINCE, _INDEX, _STOP, _PLAN = range(7)  # the notes of a filler
+_NOTES = _APPENDED, _FAILED, _SINCE, _INDEX, _STOP = range(5)  # of a filler
 _END_SECONDS = 1.0  # that a filler has to end by itself
 _LONGEST = 8000  # characters of a traceback, which must fit into a pipe that is not read meanwhile
 
@@ -63,6 +65,7 @@ class Fillers:
 
     Raises:
         ValueError: `count` is too large.
+        OSError: there is no memory for the notes.
         Exception: the source cannot be pickled, and fillers are not forked.
     """
 
@@ -75,7 +78,10 @@ class Fillers:
         self._context: Any = multiprocessing.get_context(method)
         self._restarts = [0] * count
         self.last_error: str | None = None
-        self._begin_notes()
+        self._plan_draws()
+        size = 8 * count * len(_NOTES)
+        self._memory = Segment.create(size, reserved=size)
+        self._notes = _notes_in(self._memory, count)
         for number in range(count):
             self._start(number)
 
@@ -143,8 +149,7 @@ class Fillers:
         """End the fillers."""
         if os.getpid() != self._pid or not self._processes:
             return
-        if not self._store.closed:  # as by `pool.dataset.close()`: the fillers are killed then
-            self._notes[:, _STOP] = 1
+        self._notes[:, _STOP] = 1
         end = time.monotonic() + _END_SECONDS
         for process, reports in self._processes.values():
             process.join(max(end - time.monotonic(), 0))
@@ -155,29 +160,19 @@ class Fillers:
             process.close()
         self._processes.clear()
 
-    def _begin_notes(self) -> None:
-        """Clear the notes of the last job, except what was drawn, if the fillers can go on behind it."""
-        draws, notes = self._draws, self._store.notes
+    def _plan_draws(self) -> None:
+        """Forget what the last job has drawn, unless the fillers can go on behind it."""
+        draws = self._draws
         plan = zlib.crc32(repr((draws.seed, self._count, draws.length, draws.shuffle)).encode())
-        last = notes[: self._count].copy()
-        notes[:] = 0
-        self._notes[:, _PLAN] = plan
-        if draws.passes is None and draws.length is not None and last.any():
-            if (last[:, _PLAN] == plan).all():
-                self._notes[:, _DRAWN] = last[:, _DRAWN]
-            else:
-                log.warning(
-                    "the fillers draw from the beginning again: the last job had another source length, seed, shuffle "
-                    "or number of fillers"
-                )
-
-    @property
-    def _notes(self) -> Any:
-        return self._store.notes[: self._count]
+        if self._store.plan_draws(plan, goes_on=draws.passes is None and draws.length is not None):
+            log.warning(
+                "the fillers draw from the beginning again: the last job had another source length, seed, shuffle "
+                "or number of fillers"
+            )
 
     def _start(self, number: int) -> None:
         reports, theirs = self._context.Pipe(duplex=False)
-        work = (self._draws, self._store, self._count, number, self._restarts[number], theirs)
+        work = (self._draws, self._store, self._memory, self._count, number, self._restarts[number], theirs)
         process = self._context.Process(target=_fill, args=work, daemon=True, name=f"filler {number}")
         self._notes[number, _SINCE] = 0
         process.start()
@@ -193,7 +188,14 @@ def _sample_name(index: int) -> str:
     return "its next sample" if index < 0 else f"sample {index}"
 
 
-def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: int, reports: Connection) -> None:
+def _notes_in(memory: Segment, count: int) -> npt.NDArray[np.int64]:
+    """The notes of fillers, int64 `[fillers, notes]`, live."""
+    return np.frombuffer(memory.memory(0, memory.size), np.int64).reshape(count, len(_NOTES))
+
+
+def _fill(
+    draws: Draws, store: RollingStore, memory: Segment, count: int, number: int, restarts: int, reports: Connection
+) -> None:
     """Run a filler."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which ends its fillers
     end_with_parent()
@@ -201,16 +203,17 @@ def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: 
     seed = draws.seed + number + restarts * count
     random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
     become_worker(number, count, seed, draws.source)
-    notes, in_a_row = store.notes[number], 0
+    notes, in_a_row = _notes_in(memory, count)[number], 0
+    drawn = store.drawn(number)
     resident = None if draws.passes is None else store.slots_by_index(draws.length or 0)
-    for draw in draws.share(number, count, int(notes[_DRAWN])):
+    for draw in draws.share(number, count, drawn):
         if notes[_STOP]:
             return
+        drawn += 1
+        store.note_drawn(number, drawn)
         if resident is not None and (slot := int(resident[draw.index])) != NO_SLOT and store.is_sound(slot):
-            notes[_DRAWN] += 1
             continue
         notes[_INDEX], notes[_SINCE] = draw.index, time.monotonic_ns()
-        notes[_DRAWN] += 1
         task = "load"
         try:
             sample = draw.load()
@@ -218,9 +221,10 @@ def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: 
             while not store.append(sample, draw.index):
                 if notes[_STOP]:
                     return
-                time.sleep(0.001)  # the next slot is still being written
+                time.sleep(0.001)  # the next slot is still being written, or the system refuses samples for a while
         except EndOfStreamError:
-            notes[_SINCE] = notes[_DRAWN] = 0
+            notes[_SINCE] = drawn = 0
+            store.note_drawn(number, drawn)
         except Exception as error:  # the source is the user's, and may raise anything
             notes[_SINCE] = 0
             notes[_FAILED] += 1

@@ -22,7 +22,7 @@ class RollingWriter:
 
     Raises:
         OSError: (`attach`) this process cannot reach the cache, or the cache's process has ended; (`append`) there is
-            no memory for a single sample.
+            no memory for the very first sample.
         SampleMismatchError: (`append`, rows) a sample differs from the first ones in structure, dtype or shape.
 
     Example:
@@ -47,12 +47,14 @@ class RollingWriter:
     def append(self, sample: Any, index: int = -1) -> None:
         """Store a sample. When the budget is full, it replaces the oldest sample.
 
+        While the system refuses to store samples (a full disk), they are not stored, with one warning.
+
         Args:
             sample: matches the first samples of the cache.
             index: of the sample in its source, for messages, and on a disk for the next job; -1 without one.
         """
         for seconds in poll(pause=0.001):
-            if self._store.append(sample, index):
+            if self._store.append(sample, index) or self._store.refuses:
                 return
             if seconds:
                 words = "all are being written, or a process that writes is stopped"

@@ -84,9 +84,9 @@ def excludes(descriptor: int) -> bool:
         os.close(other)
 
 
-def lock(descriptor: int, byte: int, *, wait: bool = False) -> bool:
-    """Lock a byte. Returns False if another description has its lock; with `wait`, waits for it."""
-    return _set(descriptor, fcntl.F_WRLCK, byte, wait=wait)
+def lock(descriptor: int, byte: int, *, wait: bool = False, shared: bool = False) -> bool:
+    """Lock a byte, alone or `shared`. Returns False if another description has its lock; with `wait`, waits for it."""
+    return _set(descriptor, fcntl.F_RDLCK if shared else fcntl.F_WRLCK, byte, wait=wait)
 
 
 def unlock(descriptor: int, byte: int) -> None:

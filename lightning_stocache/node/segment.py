@@ -29,7 +29,7 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import context, reduction
@@ -133,6 +133,7 @@ class Segment:
         self._map: mmap.mmap | None = None
         self.closed = True  # in this process; an attribute, because a loader reads it for each batch
         self._threads = threading.Lock()  # of this process, which share the turn
+        self._held_here: dict[int, threading.Lock] = {}  # by byte, for those that threads hold one after the other
         self._is_late = False  # the turn was not to be had, and is tried once a call
         self._has_turns = locks.are_exclusive()
         self._finalizer = weakref.finalize(self, _release, file, self._own_paths, os.getpid())
@@ -212,7 +213,7 @@ class Segment:
         """Two int64 in the header, 0 at first; see `numbers_at`."""
         return self.numbers_at(NUMBERS_OFFSET - HEADER_BYTES, 2, "q")
 
-    def numbers_at(self, offset: int, count: int, kind: Literal["q", "l", "I"]) -> Numbers:
+    def numbers_at(self, offset: int, count: int, kind: Literal["q", "l", "I", "B"]) -> Numbers:
         """A live view of single numbers of the payload, to read and to write. Release it before `close`.
 
         `kind` is a format of the module struct. On a disk each write is a system call, and may raise OSError.
@@ -341,17 +342,8 @@ class Segment:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def map_writable(self) -> None:
-        """Map a disk writable in this process. A filesystem that copies on write must not become full then."""
-        if memoryview(self._check_open()).readonly:
-            self._map = _mapped(self.descriptor, HEADER_BYTES + self.size, writable=True)
-
-    def lock(self, byte: int, *, wait: bool = False) -> bool:
+    def lock(self, byte: int) -> bool:
         """Take the lock of one byte for this process. Returns False if another process has the lock.
-
-        Args:
-            byte: the number of the byte.
-            wait: whether to wait until the lock is free, and return True.
 
         All threads of a process share a lock. A forked child has none. The kernel frees a lock when its process dies.
         Where locks exclude nobody, only the process that made the segment gets one (`has_locks`).
@@ -359,7 +351,7 @@ class Segment:
         self._check_open()
         if not self._has_turns:
             return self.has_locks
-        return self.has_locks and locks.lock(self.descriptor, byte, wait=wait)
+        return self.has_locks and locks.lock(self.descriptor, byte)
 
     def unlock(self, byte: int) -> None:
         """Release the lock of one byte. `close` releases all locks."""
@@ -370,6 +362,27 @@ class Segment:
         """Whether another process has the lock of one byte."""
         self._check_open()
         return self._has_turns and locks.is_locked(self.descriptor, byte)
+
+    @contextlib.contextmanager
+    def holding(self, byte: int, *, shared: bool = False) -> Iterator[None]:
+        """Hold the lock of one byte, for one thread of one process, as soon as it is free. Not re-entrant.
+
+        Unlike the turn, it may be held for long. With `shared`, only those are excluded that hold it otherwise, and
+        other threads of this process.
+
+        Raises:
+            OSError: this process has no locks (ENOLCK).
+        """
+        self._check_open()
+        if not self.has_locks:
+            raise OSError(errno.ENOLCK, "this system has no locks between processes, or this process no descriptor")
+        with self._held_here.setdefault(byte, threading.Lock()):
+            try:
+                if self._has_turns:
+                    locks.lock(self.descriptor, byte, wait=True, shared=shared)
+                yield
+            finally:
+                self.unlock(byte)
 
     def in_turn(self, work: Callable[..., _T], *args: object) -> _T | None:
         """The result of `work(*args)`, while no other process or thread works in its turn.
@@ -419,7 +432,8 @@ class Segment:
 
     def leave_parent(self) -> None:
         """In a forked child: open the file anew, because what was inherited has the parent's locks."""
-        self._threads, self._is_late = threading.Lock(), False
+        self._threads, self._held_here = threading.Lock(), {}
+        self._is_late = False
         self.has_locks = False
         with contextlib.suppress(OSError):  # no descriptor is left: this process stores nothing
             anew = locks.open_anew(self.descriptor)

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from lightning_stocache.cache import rolling as rolling_module
 from tests.cache.stores import (
     ALL,
     HEADER_BYTES,
@@ -143,6 +144,8 @@ class Rolling(Machine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.lasting = pytest.MonkeyPatch()
+        self.lasting.setattr(rolling_module, "RETRY_SECONDS", 0)  # one that was refused tries again at once
         self.came: list[int] = []  # the last ones are resident
         self.number = 0
         self.refused = False
@@ -203,6 +206,10 @@ class Rolling(Machine):
         except (OSError, ValueError):  # too little memory for this sample, now that it may not grow
             assert self.refused
         self.number += 1
+
+    def teardown(self) -> None:
+        self.lasting.undo()
+        super().teardown()
 
 
 TestStores = Stores.TestCase

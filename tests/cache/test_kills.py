@@ -290,6 +290,36 @@ def test_who_is_killed_at_any_line_of_rolling_does_no_harm(layout: str, tmp_path
         assert resident(store)[-len(last) :] == last
 
 
+def opened_and_appended(disk: RollingDisk, number: int, moment: int, every_line: bool) -> None:
+    with (
+        signal_at_line(moment, ROOMS, changes_in(disk.directory, every_line=every_line)),
+        closing(disk.open()) as store,
+    ):
+        append(store, [number])
+
+
+@EVERY_LINE
+def test_who_is_killed_while_it_opens_rolling_does_no_harm(layout: str, tmp_path: Path, every_line: bool) -> None:
+    """Wherever a job dies that opens a store that has begun at its beginning again, the next one has its samples."""
+    disk = RollingDisk(tmp_path, layout)
+    number = 4 * disk.samples + 3
+    with closing(disk.open()) as store:
+        append(store, range(number))
+        before = resident(store)
+    content = disk.path.read_bytes()
+    for moment in itertools.count(1):
+        disk.path.write_bytes(content)
+        ended = ends_alive(opened_and_appended, disk, number, moment, every_line)
+        with closing(disk.open()) as store:
+            found = resident(store)
+        assert set(found) <= {*before, number}
+        assert found == list(range(found[0], found[-1] + 1))
+        assert len(found) > len(before) // 2, "only the oldest leave"
+        if ended:
+            break
+    assert moment > 4
+
+
 def put_stopped(job: Job, index: int, moment: int) -> Any:
     with job() as store:
         contents = encoded(store, index)

@@ -3,6 +3,9 @@
 On a disk the next job finds the samples, and serves none that is torn, damaged or another's.
 """
 
+import errno
+import faulthandler
+import logging
 import os
 import random
 import signal
@@ -20,6 +23,7 @@ import torch
 from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import StoreHandle
+from lightning_stocache.node.segment import Segment
 from tests.cache.stores import (
     HEADER_BYTES,
     LAYOUTS,
@@ -33,9 +37,11 @@ from tests.cache.stores import (
     gathered,
     number_of,
     power_cut,
+    refuse_stores,
     resident,
     sample,
 )
+from tests.jobs import Log, warnings
 from tests.processes import Child, ChildError, call, wait_until
 
 
@@ -123,6 +129,18 @@ def test_a_reader_waits_for_the_only_sample_while_it_is_replaced() -> None:
     store.close()
 
 
+def test_threads_keep_to_their_own_slots() -> None:
+    """A slot that a thread is writing is not taken by another one, whose turn comes round: it tries again."""
+    with closing(RollingStore.empty(codec_of("rows"), 2)) as store:
+        taken = store.take()
+        assert taken is not None
+        append(store, range(1))
+        assert store.take() is None
+        store.finish(taken)
+        append(store, range(1, 3))
+        assert resident(store) == [1, 2]
+
+
 # ---- other processes ----
 
 
@@ -142,6 +160,22 @@ def test_the_slot_of_a_killed_writer_is_taken_in_its_turn(store: RollingStore) -
     assert store.readable_slots().tolist() == [0, 1, 2, 4, 5, 6, 7]
     append(store, range(10, 12))
     assert resident(store) == list(range(4, 12))
+
+
+@pytest.mark.processes
+def test_a_refused_slot_shrinks_no_store(store: RollingStore, monkeypatch: Any, caplog: Any) -> None:
+    """Where the slot of a killed writer gets no memory in its turn, all other samples stay."""
+    append(store, range(3))
+    with pytest.raises(ChildError, match="SIGKILL"):
+        call(take_and_die, store.handle)
+    append(store, range(3, 10))
+    before = resident(store)
+    refuse_stores(monkeypatch)
+    assert not store.append(sample("rows", 10))
+    assert store.refuses
+    assert resident(store) == before == list(range(3, 10))
+    assert store.limit == 8
+    assert caplog.text.count("takes no new samples for now") == 1
 
 
 def grow_without_memory(layout: str) -> tuple[Any, ...]:
@@ -212,6 +246,100 @@ def test_a_sample_that_was_damaged_is_dropped(disk: RollingDisk) -> None:
             slot = store.readable_slots()[0] if slot == NO_PLACE else slot  # the newest sample was dropped already
             assert number not in [number_of(read) for read in store.read(np.full(9, slot))]
             assert store.filled == len(numbers) - 1
+
+
+def test_no_half_of_a_generation_looks_like_a_sample(disk: RollingDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader may see any bytes of a number that is being written to a disk. Then the slot is seen as being written,
+    or as it was, or as it will be."""
+    put, seen = Segment.put, 0
+
+    def checked(segment: Segment, offset: int, content: bytes) -> None:
+        nonlocal seen
+        if first <= offset < first + 8 * store.count:
+            before = segment.fetch(offset, len(content))
+            changed = [number for number, byte in enumerate(content) if byte != before[number]]
+            seen += 1
+            assert len(changed) == 1 or before[0] & content[0] & 1  # odd is being written
+        put(segment, offset, content)
+
+    with closing(disk.open()) as store:
+        first = store.layout.offset_in("state", 0)
+        append(store, range(100, 100 + 2 * store.count))
+        monkeypatch.setattr(Segment, "put", checked)
+        append(store, range(3 * store.count))
+        store.finish(store.take(10), is_whole=False)
+    assert seen > 3 * store.count
+
+
+def test_what_the_disk_refuses_is_not_stored(disk: RollingDisk, monkeypatch: Any, caplog: Any) -> None:
+    """Refused samples are one warning. What is resident stays. When others have made room, samples are stored."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with closing(disk.open()) as store:
+        append(store, range(100))
+        before = resident(store)
+        with monkeypatch.context() as patch:
+            refuse_stores(patch, errno.EROFS)
+            for number in range(100, 103):
+                assert not store.append(sample(disk.layout, number), number)
+                assert store.refuses
+                now[0] += number % 2 * 60
+            store.begin_epoch()
+        assert not store.append(sample(disk.layout, 103), 103), "it waits for a while"
+        assert resident(store) == before
+        assert store.capacity == len(before)
+        now[0] += 60
+        append(store, range(100, 110))
+        assert resident(store)[-10:] == list(range(100, 110))
+    [warning] = warnings(caplog)
+    assert "takes no new samples for now: the disk refuses more samples (Read-only file system)" in warning
+
+
+def test_the_first_sample_must_have_room(disk: RollingDisk, monkeypatch: Any) -> None:
+    """Without a single sample there is nothing to train on."""
+    with closing(disk.open()) as store:
+        refuse_stores(monkeypatch)
+        with pytest.raises(OSError, match="No space left"):
+            store.append(sample(disk.layout, 1), 1)
+
+
+def append_until_full(disk: Any, layout: str, samples: int, copies_on_write: bool) -> Any:
+    """What is resident on a disk that becomes full; for the next job; and what came when others have made room."""
+    faulthandler.disable()  # a SIGBUS is reported by its number alone
+    pool, log = RollingDisk(disk.directory, layout, samples), Log(logging.WARNING)
+    with closing(pool.open()) as store:
+        append(store, range(100))
+        before = len(resident(store))
+        disk.take_all()
+        came = [*range(100), *(n for n in range(100, 300) if store.append(sample(layout, n), n))]
+        left = resident(store)
+        assert left == came[-len(left) :]
+        assert len(left) >= before // 2
+        assert copies_on_write or samples < 100 or store.capacity <= before
+    try:
+        with closing(pool.open()) as store:
+            assert resident(store) == left
+    except OSError:
+        assert copies_on_write  # it cannot note what it has found
+    disk.make_room()
+    with closing(pool.open()) as store:
+        assert resident(store) == left
+        append(store, range(300, 320))
+        assert resident(store)[-20:] == list(range(300, 320))
+    return came[-1], log.lines
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("filesystem", "mib"), [("tmpfs", 96), ("ext4", 96), ("btrfs", 256)])
+@pytest.mark.parametrize("samples", [1000, 24])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_full_disk_ends_no_training(layout: str, samples: int, filesystem: str, mib: int, full_disk: Any) -> None:
+    """A store that grows stops growing, with one warning, and rolls on. A disk that copies on write (btrfs) has no room
+    for any write then: one warning, too, and what was resident stays. The next job goes on where it has room."""
+    copies_on_write = filesystem == "btrfs"
+    last, lines = full_disk(append_until_full, layout, samples, copies_on_write, filesystem=filesystem, mib=mib)
+    assert len(lines) == (copies_on_write or samples == 1000)
+    assert (last < 299) == copies_on_write
 
 
 def test_a_block_that_cannot_be_read_is_no_error(disk: RollingDisk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_stocache import CachedDataset, RollingCache
+from lightning_stocache import CachedDataset, RollingCache, RollingWriter
 from lightning_stocache.cache.layout import contents_of
 from lightning_stocache.node import processes
 from lightning_stocache.node.files import prefix
 from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.named_cache import CacheInUseError
+from tests.cache.stores import refuse_stores
 from tests.growing.pools import LENGTH, SPEC, Numbers, all_resident, epoch, fillers_end, row, write
 from tests.jobs import warnings
 from tests.processes import call, hanging, wait_until
@@ -168,6 +169,20 @@ def test_samples_that_cannot_be_compared_are_trusted_with_a_warning(on_disk, cap
         pool.close()
     assert not on_disk(make(), budget=LENGTH * EACH, fingerprint="v1").stats().disk_bytes
     assert caplog.text.count("taken for those of ") == 1
+
+
+@pytest.mark.processes
+def test_a_writer_goes_on_where_the_disk_refuses_samples(on_disk, monkeypatch, caplog):
+    """What it appends then is not stored, with one warning. The training goes on with what is resident."""
+    pool = on_disk(None, budget=20 * EACH + 2**14)
+    write(pool.handle, range(10))
+    refuse_stores(monkeypatch)
+    writer = RollingWriter.attach(pool.handle)
+    for number in range(10, 13):
+        writer.append(row(number), number)
+    writer.close()
+    assert epoch(pool) == list(range(10))
+    assert caplog.text.count("takes no new samples for now") == 1
 
 
 def record(index: int) -> Any:

@@ -22,7 +22,7 @@ from lightning_stocache.node import locks
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence_of
 from tests.odds import CROWD
-from tests.processes import call, call_many, context, descendants, hanging, idle_worker, wait_until
+from tests.processes import Child, call, call_many, context, descendants, hanging, idle_worker, wait_until
 
 BACKENDS: tuple[Backend, ...] = ("tmpfile", "memfd", "file")
 MIB = 2**20
@@ -354,6 +354,48 @@ def test_the_turn_ends_where_ctrl_c_strikes_in_a_hook(segment: Segment, monkeypa
     with closing(Segment.attach(segment.handle)) as other:
         assert struck
         assert other.in_turn(bool, 1) is True
+
+
+def hold(segment: Segment, shared: bool = False) -> str:
+    with segment.holding(3, shared=shared):
+        return "held"
+
+
+@pytest.mark.processes
+def test_what_one_thread_holds_others_wait_for(segment: Segment) -> None:
+    """Locks do not tell threads apart; `holding` does, also in a child that was forked meanwhile."""
+    seen, children = list[str](), list[Child]()
+    threads = [
+        threading.Thread(target=lambda: seen.append(hold(segment))),
+        threading.Thread(target=lambda: children.append(Child(hold, segment))),
+    ]
+    with segment.holding(3):
+        for thread in threads:
+            thread.start()
+        threads[1].join()
+        threads[0].join(0.05)
+        seen.append("released")
+    threads[0].join()
+    assert children[0].result() == "held"
+    assert seen == ["released", "held"]
+
+
+def test_what_is_held_as_shared_excludes_who_holds_it_alone(segment: Segment) -> None:
+    """Others that share it hold it meanwhile."""
+    other = Segment.attach(segment.handle)
+    with segment.holding(3, shared=True):
+        assert hold(other, shared=True) == "held"
+        assert not other.lock(3)
+    assert hold(other) == "held"
+    other.close()
+
+
+def test_nobody_waits_for_a_lock_that_no_process_gets(segment: Segment) -> None:
+    """Where a system has no locks between processes, what would be waited for is an error."""
+    segment.has_locks = False
+    assert not segment.lock(3)
+    with pytest.raises(OSError, match="no locks between processes"):
+        hold(segment)
 
 
 def lock_and_wait(number: int, segment: Segment) -> list[int]:
