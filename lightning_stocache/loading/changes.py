@@ -111,7 +111,7 @@ class Changes:
     def serve(self, opened: OpenCache) -> None:
         """Serve from another record of the same source."""
         self.opened, tail = opened, opened.tail
-        self.proof = Proof(opened.request.source, opened.source, tail) if isinstance(tail, Tail) else None
+        self.proof = Proof(opened.request.source, tail) if isinstance(tail, Tail) else None
 
     @property
     def source(self) -> Dataset[Any]:
@@ -258,12 +258,12 @@ class Changes:
         if not isinstance(tail, Tail):
             return True
         try:
-            source, anew = tail.cut.apply(self.source)
+            anew = tail.cut.apply(self.source)
         except (LookupError, AttributeError, TypeError, ValueError, UncuttableError):
             return False
         if anew.all_steps != tail.all_steps:
             return False
-        self.serve(replace(self.opened, source=source, tail=anew))
+        self.serve(replace(self.opened, source=anew.head, tail=anew))
         return True
 
     def give_up(self, cause: _Cause, what: str = "") -> None:

@@ -265,8 +265,8 @@ class _Reading:
         known = {} if again else {index: self._samples[index] for index in indices if index in self._samples}
         source, tail = parts_of(self.request.source, found)
         encoded = dict[int, list[bytes]]()
-        if isinstance(tail, Tail) and tail.is_blind:
-            source = Proof(self.request.source, source, tail)
+        if isinstance(tail, Tail) and tail.cut.is_blind:
+            source = Proof(self.request.source, tail)
         are_known = all(index in known for index in indices)
         with nullcontext() if are_known else Probe(source) as probe:  # which looks at all that the source reaches
             for index in indices:
@@ -315,7 +315,10 @@ def parts_of(source: Any, found: Finding) -> tuple[Any, Any]:
     if found.as_files:
         files = EncodedSource(source)
         return files, files
-    return (source, None) if found.cut is None else found.cut.apply(source)
+    if found.cut is None:
+        return source, None
+    tail = found.cut.apply(source)
+    return tail.head, tail
 
 
 def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
