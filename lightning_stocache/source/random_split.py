@@ -25,7 +25,6 @@ import math
 import os
 import random
 import statistics
-import threading
 import time
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,6 +56,7 @@ from lightning_stocache.source.transforms import (
     as_values,
     draws_by_itself,
     has_names,
+    reading,
     sites_of,
     steps_of,
     transform_at,
@@ -398,12 +398,10 @@ class _Recorder(Head):
         self._site = site
         self._noted = calls
         self._generators = generators
-        self._reading = threading.get_ident()
-        self.is_of_a_thread = False
 
     def __call__(self, *values: Any, **named: Any) -> Any:
-        if threading.get_ident() != self._reading:
-            self.is_of_a_thread = True  # an error would be that thread's
+        if not self.thread.is_reading:
+            self.is_strayed = True  # an error would be that thread's
             return self.transform(*values, **named)
         before, moved = len(self._noted), list[bool]()
         given = self.given(values, named)
@@ -440,8 +438,10 @@ def _recorded(source: Any, ends: Mapping[Site, int | None], original: Read, prob
         recorders.append(_Recorder(site, function, ends=ends, calls=calls, generators=probe.generators))
         return recorders[-1]
 
-    read = probe.read(with_transforms(source, ends, make), original.index, original.seed)
-    if any(recorder.is_of_a_thread for recorder in recorders):
+    recorded = with_transforms(source, ends, make)
+    with reading(recorders):
+        read = probe.read(recorded, original.index, original.seed)
+    if any(recorder.is_strayed for recorder in recorders):
         raise UncuttableError(_OF_A_THREAD)
     return read, calls
 
