@@ -40,10 +40,10 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.reader import Reader, Subject, start_method
 from lightning_stocache.source import looks
 from lightning_stocache.source.access import position_of
-from lightning_stocache.source.common_state import CommonState
 from lightning_stocache.source.looks import AT_ONCE, Due, Look, Schedule, judged, read_again
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import Bits, bits
+from lightning_stocache.source.snapshot import CommonState
 from lightning_stocache.source.transform_split import Tail
 from lightning_stocache.source.transforms import Head, UncuttableError, reading
 from lightning_stocache.source.witness import Difference, Witness
