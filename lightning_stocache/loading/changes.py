@@ -40,10 +40,10 @@ from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.reader import Reader, Subject, start_method
 from lightning_stocache.source import looks
 from lightning_stocache.source.access import position_of
-from lightning_stocache.source.common_state import CommonState
 from lightning_stocache.source.looks import AT_ONCE, Due, Look, Schedule, judged, read_again
 from lightning_stocache.source.proof import Proof
 from lightning_stocache.source.samples import Bits, bits
+from lightning_stocache.source.snapshot import CommonState
 from lightning_stocache.source.transform_split import Tail
 from lightning_stocache.source.transforms import Head, UncuttableError, reading
 from lightning_stocache.source.witness import Difference, Witness
@@ -112,7 +112,7 @@ class Changes:
     def serve(self, opened: OpenCache) -> None:
         """Serve from another record of the same source."""
         self.opened, tail = opened, opened.tail
-        self.proof = Proof(opened.request.source, opened.source, tail) if isinstance(tail, Tail) else None
+        self.proof = Proof(opened.request.source, tail) if isinstance(tail, Tail) else None
 
     @property
     def source(self) -> Dataset[Any]:
@@ -259,12 +259,12 @@ class Changes:
         if not isinstance(tail, Tail):
             return True
         try:
-            source, anew = tail.cut.apply(self.source)
+            anew = tail.cut.apply(self.source)
         except (LookupError, AttributeError, TypeError, ValueError, UncuttableError):
             return False
         if anew.all_steps != tail.all_steps:
             return False
-        self.serve(replace(self.opened, source=source, tail=anew))
+        self.serve(replace(self.opened, source=anew.head, tail=anew))
         return True
 
     def give_up(self, cause: _Cause, what: str = "") -> None:

@@ -28,7 +28,7 @@ from lightning_stocache.setup.reader import Reader, Subject, start_method
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.source.access import batch_reader, is_own_iterator
 from lightning_stocache.source.draws import Draws, EndOfStreamError
-from lightning_stocache.source.encoded import EncodedSource
+from lightning_stocache.source.encoded import access_to
 from lightning_stocache.source.generators import Generators
 from lightning_stocache.source.probe import FEW, MANY, Probe, Read, attributed, spread, why_random, words_of
 from lightning_stocache.source.proof import Proof
@@ -265,8 +265,8 @@ class _Reading:
         known = {} if again else {index: self._samples[index] for index in indices if index in self._samples}
         source, tail = parts_of(self.request.source, found)
         encoded = dict[int, list[bytes]]()
-        if isinstance(tail, Tail) and tail.is_blind:
-            source = Proof(self.request.source, source, tail)
+        if isinstance(tail, Tail) and tail.cut.is_blind:
+            source = Proof(self.request.source, tail)
         are_known = all(index in known for index in indices)
         with nullcontext() if are_known else Probe(source) as probe:  # which looks at all that the source reaches
             for index in indices:
@@ -313,9 +313,12 @@ def stream_difference(source: Any, known: Callable[[int], Iterable[Any]]) -> str
 def parts_of(source: Any, found: Finding) -> tuple[Any, Any]:
     """The part of a source that is cached, and the function that finishes a sample after the cache, or None."""
     if found.as_files:
-        files = EncodedSource(source)
+        files = access_to(source)
         return files, files
-    return (source, None) if found.cut is None else found.cut.apply(source)
+    if found.cut is None:
+        return source, None
+    tail = found.cut.apply(source)
+    return tail.head, tail
 
 
 def _find(request: CacheRequest, quick: int) -> tuple[Finding, dict[int, Any]]:
@@ -353,7 +356,7 @@ def _find_by(counters: MovedNumbers, request: CacheRequest, quick: int) -> tuple
             if request.strict:
                 raise FilesError(note)
     if form is not None and (request.store == "encoded" or parts.reason is not None):
-        kept = EncodedSource(source)
+        kept: Any = access_to(source)
         return Finding(form.codec, reads=reads, as_files=True), {index: kept[index] for index in parts.indices}
     if parts.reason is not None:
         return Finding(reason=f"{parts.reason}\n{_BY_HAND}", reads=parts.reads), {}

@@ -233,12 +233,12 @@ def look_at_files(
         domain: the indices that may be read; by default all.
         chosen: whether the user has chosen this form. Then no files of other indices are timed.
     """
-    if access_to(source) is None:
+    files = access_to(source)
+    if files is None:
         return (
             f"the files of a {type(unwrap(source)).__name__} are not known. Give it two methods: read(index), which "
             "returns what is to be kept (bytes), and decode(content, index), which makes the sample of it"
         )
-    files = EncodedSource(source)
     with Probe(source) as probe:
         try:
             for index in parts.indices[:FEW]:

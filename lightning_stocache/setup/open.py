@@ -54,7 +54,7 @@ from lightning_stocache.setup.request import BackendChoice, CacheRequest
 from lightning_stocache.setup.same_data import FingerprintError, check_pool, sample_digests, store_or_refuse
 from lightning_stocache.setup.segments import CacheMemoryError, make_and_attach
 from lightning_stocache.source.probe import MANY
-from lightning_stocache.source.witness import StateDigest, Sums, Witness, digest_of_state
+from lightning_stocache.source.witness import Sums, Witness, digest_of_state
 
 __all__ = ["drawn_by_any", "open_caches", "united"]
 
@@ -255,7 +255,9 @@ def _compare_states(openings: Sequence[_Opening], group: NodeGroup) -> None:
     if group.world == 1:
         return
     lengths = [opening.request.length if opening.request.by_index else None for opening in openings]
-    digests = [StateDigest("", "") if opening.witness is None else opening.witness.digest() for opening in openings]
+    digests = [
+        (digest_of_state(opening.state, "data"), digest_of_state(opening.state, "setting")) for opening in openings
+    ]
     facts = group.exchange((lengths, digests))
     first = facts[0][0]
     for rank, (lengths, _) in enumerate(facts):
@@ -266,8 +268,9 @@ def _compare_states(openings: Sequence[_Opening], group: NodeGroup) -> None:
             )
     for opening, of_ranks in zip(openings, zip(*(digests for _, digests in facts), strict=True), strict=True):
         asks = opening.witness is not None and opening.witness.asks_rank
-        opening.is_apart = len({digest.data for digest in of_ranks}) > 1
-        opening.is_doubtful = asks or len({digest.settings for digest in of_ranks}) > 1
+        data, settings = map(set, zip(*of_ranks, strict=True))
+        opening.is_apart = len(data) > 1
+        opening.is_doubtful = asks or len(settings) > 1
 
 
 def _look(opening: _Opening) -> Finding:

@@ -1,8 +1,8 @@
 """Samples kept as their files and decoded after the cache: many more samples per byte, where decoding is cheap.
 
 A source whose files are known can be taken apart into `read(index)`, which gives the file, and `decode(content,
-index)`, which makes the sample that the source would have returned, with its whole transform. `access_to` finds such an
-`EncodedAccess` for:
+index)`, which makes the sample that the source would have returned, with its whole transform. `access_to` gives an
+`EncodedSource` for:
 
 - a source of the user's with methods `read(index)` and `decode(content, index)`;
 - torchvision's `DatasetFolder` and its kin, with torchvision's loaders;
@@ -19,49 +19,50 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 from torch.utils.data import Dataset, Subset
 
 from lightning_stocache.source.access import unwrap
 from lightning_stocache.source.blob import EncodedFile, image_of
 
-__all__ = ["EncodedAccess", "EncodedSource", "access_to", "packed_reader"]
+__all__ = ["EncodedSource", "access_to", "packed_reader"]
 
 
-class EncodedAccess(NamedTuple):
-    """A source in two parts.
+class EncodedSource(Dataset[Any]):
+    """The files of a source. Called with a file and its index, it gives the sample.
 
     Args:
+        source: the source.
         read: gives the file of an index: bytes, or a tuple or dict that holds them.
         decode: makes the sample that the source would have returned, given a file and its index.
         packed: gives what `pack` writes for an index; None if such a source cannot be packed as files.
     """
 
-    read: Callable[[int], Any]
-    decode: Callable[[Any, int], Any]
-    packed: Callable[[int], Any] | None = None
-
-
-class EncodedSource(Dataset[Any]):
-    """The files of a source that has `access_to` them. Called with a file and its index, it gives the sample."""
-
-    def __init__(self, source: Dataset[Any]) -> None:
+    def __init__(
+        self,
+        source: Any,
+        read: Callable[[int], Any],
+        decode: Callable[[Any, int], Any],
+        packed: Callable[[int], Any] | None = None,
+    ) -> None:
         self._source = source
-        self._access = cast(EncodedAccess, access_to(source))
+        self._read = read
+        self._decode = decode
+        self.packed = packed
 
     def __reduce__(self) -> Any:
-        return EncodedSource, (self._source,)  # the functions of the access cannot be pickled
+        return access_to, (self._source,)  # the functions cannot be pickled
 
     def __len__(self) -> int:
-        return len(self._source)  # type: ignore[arg-type]
+        return len(self._source)
 
     def __getitem__(self, index: int) -> Any:
-        return self._access.read(index)
+        return self._read(index)
 
     def __call__(self, content: Any, index: int) -> Any:
         """The sample of a file."""
-        return self._access.decode(content, index)
+        return self._decode(content, index)
 
     @property
     def steps(self) -> list[Any]:
@@ -77,9 +78,9 @@ def packed_reader(source: Any) -> Callable[[int], Any]:
     Raises:
         ValueError: the files are not known.
     """
-    access = access_to(source)
-    if access is not None and access.packed is not None:
-        return access.packed
+    files = access_to(source)
+    if files is not None and files.packed is not None:
+        return files.packed
     raise ValueError(
         f"the files of {type(unwrap(source)).__name__} are not known; known are those of torchvision's ImageFolder and "
         "its kin with torchvision's loaders, and of a source with methods `read(index)` and `decode(content, index)`. "
@@ -87,18 +88,20 @@ def packed_reader(source: Any) -> Callable[[int], Any]:
     )
 
 
-def access_to(source: Any) -> EncodedAccess | None:
-    """How the files of a source are read and decoded; None if that is not known."""
+def access_to(source: Any) -> EncodedSource | None:
+    """The files of a source; None if it is not known how they are read and decoded."""
     if callable(getattr(source, "read", None)) and callable(getattr(source, "decode", None)):
-        return EncodedAccess(source.read, source.decode, source.read)
+        return EncodedSource(source, source.read, source.decode, source.read)
     if type(source) is Subset:
-        inner, indices = access_to(source.dataset), source.indices
+        inner = access_to(source.dataset)
+        indices = source.indices
         if inner is None:
             return None
-        read, decode, packed = inner
-        return EncodedAccess(
-            lambda index: read(indices[index]),
-            lambda content, index: decode(content, indices[index]),
+        packed = inner.packed
+        return EncodedSource(
+            source,
+            lambda index: inner[indices[index]],
+            lambda content, index: inner(content, indices[index]),
             None if packed is None else lambda index: packed(indices[index]),
         )
     for module, name, access in _KNOWN:
@@ -108,7 +111,7 @@ def access_to(source: Any) -> EncodedAccess | None:
     return None
 
 
-def _of_folder(source: Any) -> EncodedAccess | None:
+def _of_folder(source: Any) -> EncodedSource | None:
     """The files of torchvision's DatasetFolder, one per sample; `image_of` opens them as its `loader` does."""
     folder = sys.modules["torchvision.datasets.folder"]
     images = sys.modules.get("torchvision.io")
@@ -127,10 +130,10 @@ def _of_folder(source: Any) -> EncodedAccess | None:
     def decode(content: bytes, index: int) -> Any:
         return _twin(source, loader=lambda path: image_of(content, form))[index]
 
-    return EncodedAccess(read, decode, lambda index: (EncodedFile(read(index), form), source.samples[index][1]))
+    return EncodedSource(source, read, decode, lambda index: (EncodedFile(read(index), form), source.samples[index][1]))
 
 
-def _of_timm(source: Any) -> EncodedAccess:
+def _of_timm(source: Any) -> EncodedSource:
     """The files of timm's ImageDataset, whose reader gives open files."""
 
     def read(index: int) -> tuple[Any, ...]:
@@ -141,7 +144,7 @@ def _of_timm(source: Any) -> EncodedAccess:
     def decode(content: tuple[Any, ...], index: int) -> Any:
         return _twin(source, reader=_OneFile(source.reader, index, content))[index]
 
-    return EncodedAccess(read, decode)
+    return EncodedSource(source, read, decode)
 
 
 class _OneFile:
@@ -162,7 +165,7 @@ class _OneFile:
         return io.BytesIO(content), *others
 
 
-def _of_hugging_face(source: Any) -> EncodedAccess | None:
+def _of_hugging_face(source: Any) -> EncodedSource | None:
     """The files of a dataset of Hugging Face with columns of images or audio, with or without a transform."""
     library = sys.modules["datasets"]
     kinds = (library.Image, library.Audio)
@@ -193,7 +196,7 @@ def _of_hugging_face(source: Any) -> EncodedAccess | None:
         batch = source.format["format_kwargs"]["transform"]({name: [row[name]] for name in row if name in columns})
         return {name: values[0] for name, values in batch.items()}
 
-    return EncodedAccess(read, decode)
+    return EncodedSource(source, read, decode)
 
 
 _KNOWN: tuple[tuple[str, str, Any], ...] = (

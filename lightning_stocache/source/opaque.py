@@ -128,7 +128,7 @@ class BlindCall(NamedTuple):
     Args:
         head: stands for the transform.
         keys: the keys of its values.
-        shown: the objects in place of its results, by the keys of a `TailCall`'s parts.
+        shown: the objects in place of its results, by the keys of a `CutCall`'s parts.
         has_parts: whether a result is a container, or there are several, and code may expect None in its place.
     """
 
@@ -190,13 +190,13 @@ class BlindRead:
         calls, used = iter(self.calls), set[int]()
         for sample, heads in zip(samples, expected, strict=True):
             places = dict[Path, int]()
-            for head, _, parts in heads:
+            for head, cut_call in heads:
                 call = next(calls)
                 if call.head is not head:
                     return "the transforms are called in another order"
                 if head.form is not None:
                     used.update(map(id, call.shown.values()))
-                for key, path in parts:
+                for key, path in cut_call.parts:
                     places |= {(*path, *inner): id(leaf) for inner, leaf in self._shown_in(call.shown.get(key))}
             found = {path: id(leaf) for path, leaf in self._shown_in(sample)}
             if places != found and (self._shown == "opaque" or not places.items() <= found.items()):
@@ -276,7 +276,7 @@ def parts_held(
     """
     blind = BlindRead(tail, [index])
     [sample] = _samples_of(blind, lambda: [read()])
-    if [call.head for call in blind.calls] != [call.head for call in tail.calls(index)]:
+    if [call.head for call in blind.calls] != [head for head, _ in tail.calls(index)]:
         return None
     found = [(path, leaf) for path, leaf in walk(sample) if type(leaf) is Opaque]
     parts = (

@@ -61,9 +61,9 @@ _UNEQUAL = (
 class Proof:
     """Proves the cut of a source into head and tail, at set-up and while samples are served, in each process."""
 
-    def __init__(self, source: Any, head: Any, tail: Tail) -> None:
+    def __init__(self, source: Any, tail: Tail) -> None:
         self._source = source
-        self._head = head
+        self._head = tail.head
         self._tail = tail
         self._unproved: int | None = None  # until the first samples are loaded
         self._looked_at = 0  # samples at whose results code has looked
@@ -158,7 +158,7 @@ class Proof:
             UncuttableError: head and tail do not make the samples of the source.
             Exception: an error of the source.
         """
-        if self._tail.is_blind:
+        if self._tail.cut.is_blind:
             try:
                 return read_blindly(read, indices, self._tail)
             except LookedAtError as looked:
@@ -182,7 +182,7 @@ class Proof:
         """
         if self._unproved is None:
             info = get_worker_info()
-            self._unproved = -(-self._tail.unproved // (1 if info is None else info.num_workers))
+            self._unproved = -(-self._tail.cut.unproved // (1 if info is None else info.num_workers))
         if not self._unproved:
             return
         count = min(len(indices) // _SHARE + 1, self._unproved)
@@ -202,7 +202,7 @@ class Proof:
             UncuttableError: head and tail do not make the sample of the source.
             Exception: an error of the source.
         """
-        if not self._tail.is_blind:
+        if not self._tail.cut.is_blind:
             self._prove_served(index, _LOOKED)
         [sample], _ = self.read(lambda: [load_one(self._head, index)], [index])
         return sample
@@ -250,7 +250,8 @@ class Proof:
         for tried in range(seed, seed + _TRIED):
             probe.generators.seed(tried)
             try:
-                results[tried] = self._results(self._tail.finish(copy.deepcopy(sample), index), index)
+                whole = self._tail(copy.deepcopy(sample), index, has_usual_form=True)
+                results[tried] = self._results(whole, index)
             except UncuttableError:
                 raise
             except Exception:  # of the user's transform, or a class that cannot be copied
@@ -272,7 +273,7 @@ class Proof:
         return list(dict.fromkeys((*chosen, *results)))[:count]
 
     def _results(self, whole: Any, index: int) -> list[_Leaf]:
-        paths = [path for call in self._tail.calls(index) for _, path in call.parts]
+        paths = [path for _, call in self._tail.calls(index) for _, path in call.parts]
         parts = [node_at(whole, path) for path in dict.fromkeys(paths)] if paths else [whole]
         return [_leaf_of(node) for part in parts for _, node in walk(part)]
 

@@ -25,7 +25,6 @@ import math
 import os
 import random
 import statistics
-import threading
 import time
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,6 +56,7 @@ from lightning_stocache.source.transforms import (
     as_values,
     draws_by_itself,
     has_names,
+    reading,
     sites_of,
     steps_of,
     transform_at,
@@ -87,8 +87,7 @@ class Split:
             own object if it is deterministic or cannot be split.
         probed: one read of `source` per probed index, the first index first.
         reads: how many times the user's dataset was read.
-        tail: the random rest, applied to a sample after the cache; None if nothing is random.
-        cut: where the source was cut, for other processes; None if it was not cut.
+        tail: the random rest, applied to a sample after the cache; None if the source was not cut.
         reason: why a random source cannot be cached, else None.
     """
 
@@ -96,8 +95,12 @@ class Split:
     probed: tuple[Read, ...]
     reads: int
     tail: Tail | None = None
-    cut: Cut | None = None
     reason: str | None = None
+
+    @property
+    def cut(self) -> Cut | None:
+        """Where the source was cut, for other processes; None if it was not cut."""
+        return None if self.tail is None else self.tail.cut
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -165,8 +168,8 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None, passes: 
                 cut = _cut(source, pairs, probe, named)
                 if cut is None:
                     return Split(source, again, probe.reads)
-                head, tail = cut.apply(source)
-                proof = Proof(source, head, tail)
+                tail = cut.apply(source)
+                proof = Proof(source, tail)
                 heads = tuple(proof.prove_read(original, probe) for original in originals)
                 if batch_reader(source) is not None:
                     proof.prove_read(probe.read(source, [read.index for read in again[:2]], 0), probe)
@@ -177,8 +180,8 @@ def split(source: Any, *, quick: int = 0, domain: Domain | None = None, passes: 
                 else:
                     unproved = proof.prove_others(_others(len(source), domain), SOME - len(originals), probe)
                     cut = replace(cut, unproved=unproved)
-                head, tail = cut.apply(source)
-                return Split(head, heads, probe.reads, tail, cut)
+                tail = cut.apply(source)
+                return Split(tail.head, heads, probe.reads, tail)
             except UncuttableError as error:
                 reasons.append(str(error))
             except Exception as error:  # user code on a changed dataset may raise anything; the source itself did not
@@ -269,7 +272,7 @@ def _cut(source: Any, pairs: Sequence[_Pair], probe: Probe, named: bool) -> Cut 
         inside = [pair for pair in shifted if 0 <= pair[0].index < len(part)] or [probe.read_twice(part, 0)]
         cut = _cut(part, inside, probe, named) if any(why_random(*pair) for pair in inside) else None
         if cut is not None:
-            Proof(part, *cut.apply(part)).prove_read(inside[0][0], probe)
+            Proof(part, cut.apply(part)).prove_read(inside[0][0], probe)
         cuts.append(cut)
     return Cut(parts=tuple(cuts)) if any(cuts) else None
 
@@ -342,8 +345,8 @@ def _cut_apart(
         if count == before:
             break
         trial = Cut(tuple(CutCall(site, ends[site], (), (), by_site.get(site)) for site, _ in chain))
-        head, tail = trial.apply(source)
-        read = partial(probe.sample, head)
+        tail = trial.apply(source)
+        read = partial(probe.sample, tail.head)
         try:
             held = {parts_held(partial(read, first.index, first.seed), first.index, tail) for first, _ in pairs}
         except LookedAtError:
@@ -395,12 +398,10 @@ class _Recorder(Head):
         self._site = site
         self._noted = calls
         self._generators = generators
-        self._reading = threading.get_ident()
-        self.is_of_a_thread = False
 
     def __call__(self, *values: Any, **named: Any) -> Any:
-        if threading.get_ident() != self._reading:
-            self.is_of_a_thread = True  # an error would be that thread's
+        if not self.thread.is_reading:
+            self.is_strayed = True  # an error would be that thread's
             return self.transform(*values, **named)
         before, moved = len(self._noted), list[bool]()
         given = self.given(values, named)
@@ -437,8 +438,10 @@ def _recorded(source: Any, ends: Mapping[Site, int | None], original: Read, prob
         recorders.append(_Recorder(site, function, ends=ends, calls=calls, generators=probe.generators))
         return recorders[-1]
 
-    read = probe.read(with_transforms(source, ends, make), original.index, original.seed)
-    if any(recorder.is_of_a_thread for recorder in recorders):
+    recorded = with_transforms(source, ends, make)
+    with reading(recorders):
+        read = probe.read(recorded, original.index, original.seed)
+    if any(recorder.is_strayed for recorder in recorders):
         raise UncuttableError(_OF_A_THREAD)
     return read, calls
 

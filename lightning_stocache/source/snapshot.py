@@ -6,6 +6,8 @@ of libraries in C, but for the positions of files.
 `Copies` holds the copies: of containers, of arrays, and of single values. They are shallow, because each container
 that can be reached is noted by itself.
 
+`CommonState` finds what a sampler, a batch sampler or a `collate_fn` reaches, too.
+
 `MovedNumbers` finds the numbers that each read moves (`self.calls += 1`), and sets them far ahead.
 """
 
@@ -18,9 +20,10 @@ import stat
 import sys
 from ast import literal_eval
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,23 +33,28 @@ import torch
 from lightning_stocache.node.isolation import STANDARD, descriptors
 from lightning_stocache.source.places import array_of, same_value
 from lightning_stocache.source.walk import (
+    GENERATORS,
     MISSING,
     SCALARS,
     Variables,
     inside,
     items_of,
+    module_of,
+    node_dict,
     package_of,
     reachable,
+    read_code,
     variables_of,
 )
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Copies", "MovedNumbers", "Snapshot", "live_content"]
+__all__ = ["CommonState", "MovedNumbers", "Snapshot"]
 
 _MOST_BYTES = 64 << 20  # of copies of arrays
 _MOST_ITEMS = 100_000  # of a container in which counters are looked for
+_MOST_COMMON = 1 << 20  # items of a container that others reach, too
 _MOST_NUMBERS = 64  # of an array that one read moves
 _MOST_LENGTH = 1 << 20  # of a list that is made longer
 _MOST_STEP = 1e300
@@ -69,7 +77,7 @@ class Copies:
         self._copies = list[tuple[str, Any, Any]]()
         left = _MOST_BYTES
         for path, node in nodes:
-            live = live_content(node)
+            live = _live_content(node)
             nbytes = live.nbytes if isinstance(live, np.ndarray) else 0
             if nbytes <= left:
                 left -= nbytes
@@ -80,7 +88,7 @@ class Copies:
         """Put back what differs. Returns the first place that differed; None if there is none."""
         moved = list[str]()
         for path, node, before in self._copies:
-            live = live_content(node)
+            live = _live_content(node)
             if live is not None and not _is_same(live, before):
                 moved.append(path)
                 with suppress(Exception):  # what cannot be put back stays as the read has left it
@@ -145,6 +153,69 @@ class Snapshot:
             if descriptor not in self._descriptors and now.get(descriptor, before) != before:
                 return f"the position in {os.readlink(f'/proc/self/fd/{descriptor}')}"
         return None
+
+
+class CommonState:
+    """The arrays, containers and objects that a source and other code of the training both reach.
+
+    A read may write there (`self.visits[index] += 1`, for a sampler that draws what was seldom seen). A hit reads
+    nothing, so it would write nothing, and the other code would do something else than without a cache.
+
+    Args:
+        source: the dataset.
+        others: the other objects: samplers and functions. A dataset that such an object holds is not entered. Of it,
+            and of any other object, those attributes count that the code of these objects names.
+        datasets: the wrappers around the dataset.
+
+    Example:
+        >>> class Counting:
+        ...     def __init__(self, visits):
+        ...         self.visits = visits
+        >>> visits = [0, 0]
+        >>> state = CommonState(Counting(visits), [Counting(visits)])
+        >>> before = state.content()
+        >>> visits[1] += 1
+        >>> before.put_back()
+        'Counting.visits'
+        >>> visits
+        [0, 0]
+    """
+
+    def __init__(self, source: Any, others: Sequence[Any], datasets: Sequence[Any] = ()) -> None:
+        self._nodes: list[tuple[str, Any]] = []
+        known = set[int]()
+        named = set[str]()
+        wrappers = [source, *datasets]
+        holds_source = False
+        for other in others:
+            for _, node in reachable(other, skip=wrappers, arrays=True):
+                if any(node is wrapper for wrapper in wrappers):
+                    holds_source = True
+                elif type(node) is FunctionType:
+                    named.update(read_code(node.__code__).names)
+                elif _can_be_written(node) and not module_of(type(node)).startswith("torch.utils.data"):
+                    known.add(id(node))
+        self._named = named
+        own = node_dict(source) or {}
+        if holds_source:
+            known.update(id(own[name]) for name in named & own.keys())
+        if known:
+            nodes = reachable(source, arrays=True)
+            self._nodes = [(path, node) for path, node in nodes if id(node) in known and _can_be_written(node)]
+
+    def __bool__(self) -> bool:
+        return bool(self._nodes)
+
+    def content(self) -> Copies:
+        """Copies of what is there now."""
+        nodes = list[tuple[str, Any]]()
+        variables = list[Variables]()
+        for path, node in self._nodes:
+            live = _live_content(node)
+            if isinstance(live, np.ndarray) or (live is not None and len(live) <= _MOST_COMMON):
+                nodes.append((path, node))
+            variables += (found.only(self._named) for found in variables_of(path, node))
+        return Copies(nodes, variables)
 
 
 class MovedNumbers:
@@ -320,7 +391,7 @@ def _advanced(value: Any, step: Any) -> Any:
 # ---- contents ----
 
 
-def live_content(node: Any) -> Any:
+def _live_content(node: Any) -> Any:
     """A container itself, or a view of the memory of an array; None for an object that has neither."""
     kind = type(node)
     if issubclass(kind, dict | list | set | deque):
@@ -331,6 +402,13 @@ def live_content(node: Any) -> Any:
     return None
 
 
+def _can_be_written(node: Any) -> bool:
+    kind = type(node)
+    if issubclass(kind, (type, FunctionType, *GENERATORS)):
+        return False
+    return _live_content(node) is not None or (module_of(kind) != "builtins" and node_dict(node) is not None)
+
+
 def _own_array(value: Any) -> npt.NDArray[Any] | None:
     """A view of an array or a tensor of this process; None for anything else.
 
@@ -339,7 +417,7 @@ def _own_array(value: Any) -> npt.NDArray[Any] | None:
     kind = type(value)
     if kind not in (np.ndarray, torch.Tensor):
         return None
-    live: npt.NDArray[Any] | None = live_content(value)
+    live: npt.NDArray[Any] | None = _live_content(value)
     if live is None or (kind is torch.Tensor and value.is_shared()):
         return None
     owner: Any = live

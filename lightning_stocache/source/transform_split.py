@@ -18,9 +18,8 @@ from __future__ import annotations
 import copy
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import Subset
@@ -40,7 +39,7 @@ from lightning_stocache.source.transforms import (
 )
 from lightning_stocache.source.walk import same_object
 
-__all__ = ["OTHER_FORM", "Cut", "CutCall", "ResultPaths", "Tail", "TailCall", "format_of", "reads_as_library"]
+__all__ = ["OTHER_FORM", "Cut", "CutCall", "ResultPaths", "Tail", "format_of", "reads_as_library"]
 
 ValuePaths: TypeAlias = tuple[tuple[int | str, Path], ...]
 """Where the values of one call lie in a sample."""
@@ -49,18 +48,6 @@ ResultPaths: TypeAlias = tuple[tuple[Any, Path], ...]
 """Where the results of one call lie in a sample: `ValuePaths`, or of one that is taken apart its parts, by path."""
 
 OTHER_FORM = "the result of its transform, which the code behind takes apart, has another form from sample to sample"
-
-
-class MisfitError(UncuttableError):
-    """The result of a transform has another form than those that set-up has seen.
-
-    Args:
-        replay: makes the sample of this result.
-    """
-
-    def __init__(self, replay: Callable[[], Any]) -> None:
-        super().__init__(OTHER_FORM)
-        self.replay = replay
 
 
 class CutCall(NamedTuple):
@@ -105,44 +92,35 @@ class Cut:
             return of_parts.pop()
         return tuple(dict.fromkeys(path for call in self.calls for _, path in call.values))
 
-    def apply(self, source: Any) -> tuple[Any, Tail]:
-        """The deterministic copy of `source` and the tail, without a read.
+    def apply(self, source: Any) -> Tail:
+        """The tail of `source`, whose `head` is the deterministic copy, without a read.
 
         Raises:
             ValueError: `source` holds no transform that could be cut.
         """
         clone: Any
-        tail: Tail
         if type(source) is Subset:
+            tail = self.apply(source.dataset)
             clone = copy.copy(source)
-            clone.dataset, tail = self.apply(source.dataset)
+            clone.dataset = tail.head
+            tail.head = clone
             tail.subsets.insert(0, source.indices)
-        elif self.parts:
-            parts = zip(self.parts, source.datasets, strict=True)
-            heads, tails = zip(*[(part, None) if cut is None else cut.apply(part) for cut, part in parts], strict=True)
+            return tail
+        if self.parts:
+            tails = [
+                None if cut is None else cut.apply(part) for cut, part in zip(self.parts, source.datasets, strict=True)
+            ]
+            parts = zip(tails, source.datasets, strict=True)
             clone = copy.copy(source)
-            clone.datasets = list(heads)
-            tail = Tail(parts=tails, ends=source.cumulative_sizes)
-        elif (transform := format_of(source)) is not None:
+            clone.datasets = [part if tail is None else tail.head for tail, part in parts]
+            return Tail(self, clone, parts=tails, ends=source.cumulative_sizes)
+        if (transform := format_of(source)) is not None:
             clone = copy.copy(source)
             clone.set_transform(same_object, source.format["columns"], source.format["output_all_columns"])
-            tail = _FormatTail(transform, source.format["columns"])
-        else:
-            first = {call.site: Head(transform_at(source, call.site), call.end, call.form) for call in self.calls}
-            clone = with_transforms(source, first, lambda site, _: first[site])
-            tail = Tail([TailCall(first[call.site], call.values, call.parts) for call in self.calls])
-        tail.cut, tail.head = self, clone
-        tail.is_blind = self.is_blind
-        tail.unproved = self.unproved
-        return clone, tail
-
-
-class TailCall(NamedTuple):
-    """A call of a head for a sample: `CutCall.values` and `CutCall.parts`."""
-
-    head: Head
-    values: ValuePaths
-    parts: ResultPaths
+            return _FormatTail(self, clone, transform, source.format["columns"])
+        heads = {call.site: Head(transform_at(source, call.site), call.end, call.form) for call in self.calls}
+        clone = with_transforms(source, heads, lambda site, _: heads[site])
+        return Tail(self, clone, [(heads[call.site], call) for call in self.calls])
 
 
 class Tail:
@@ -152,34 +130,32 @@ class Tail:
     `split` has read; any other sample cannot be finished.
 
     Args:
-        calls: the calls of heads for each sample, in their order.
+        cut: where the source was cut.
+        head: the copy of the source.
+        calls: the heads that it calls for each sample, in their order, with the call that each stands for.
         parts: the tails of the parts of a ConcatDataset; None for a deterministic part.
         ends: the number of samples up to the end of each part.
 
     Attributes:
-        head: the copy of the source.
-        heads: the heads of all transforms in it.
+        heads: the heads of all transforms in the copy.
         steps: the steps that follow the heads.
         subsets: the indices of the Subsets around the dataset that was cut, the outermost first.
-        is_blind: `Cut.is_blind`.
-        unproved: `Cut.unproved`.
     """
-
-    cut: Cut
-    head: Any = None
-    is_blind = False
-    unproved = 0
 
     def __init__(
         self,
-        calls: Sequence[TailCall] = (),
+        cut: Cut,
+        head: Any,
+        calls: Sequence[tuple[Head, CutCall]] = (),
         parts: Sequence[Tail | None] = (),
         ends: Sequence[int] = (),
     ) -> None:
+        self.cut = cut
+        self.head = head
         self._calls = calls
         self._parts = parts
         self._ends = ends
-        self.heads = list(dict.fromkeys(call.head for call in calls))
+        self.heads = list(dict.fromkeys(head for head, _ in calls))
         self.steps = [step for head in self.heads for step in head.steps[head.end :]]
         self.subsets = list[Sequence[int]]()
         for part in parts:
@@ -201,38 +177,35 @@ class Tail:
         """Whether the copy returns a part of a result, which code behind a transform would not find in its head's."""
         return any(head.form is not None for head in self.heads)
 
-    def __call__(self, sample: Any, index: int) -> Any:
-        """Finish a sample of the split source."""
-        try:
-            return self.finish(sample, index)
-        except MisfitError as misfit:
-            return misfit.replay()
-
-    def finish(self, sample: Any, index: int) -> Any:
+    def __call__(self, sample: Any, index: int, *, has_usual_form: bool = False) -> Any:
         """Finish a sample of the split source.
 
+        If a result is taken apart and has another form than usual, the sample is read again around it.
+
         Raises:
-            MisfitError: a result has another form than usual.
+            UncuttableError: (`has_usual_form`) there is such a result.
         """
         if self._parts:
             part, inner = self._part(index)
-            return sample if part is None else part.finish(sample, inner)
+            return sample if part is None else part(sample, inner, has_usual_form=has_usual_form)
         results = list[Any]()
-        for head, values, parts in self._calls:
-            given = {key: node_at(sample, path) for key, path in values}
+        for head, call in self._calls:
+            given = {key: node_at(sample, path) for key, path in call.values}
             results.append(head.result(given))
             if head.form is None:
                 named = as_values(results[-1], given)
-                found = [(path, named[key]) for key, path in parts]
+                found = [(path, named[key]) for key, path in call.parts]
             elif head.form.fits(results[-1]):
-                found = [(path, node_at(results[-1], key)) for key, path in parts]
+                found = [(path, node_at(results[-1], key)) for key, path in call.parts]
+            elif has_usual_form:
+                raise UncuttableError(OTHER_FORM)
             else:
-                raise MisfitError(partial(self._replayed, results, index))
+                return self._read_around(results, index)
             for path, part in found:
                 sample = with_node(sample, path, part)
         return sample
 
-    def _replayed(self, results: list[Any], index: int) -> Any:
+    def _read_around(self, results: list[Any], index: int) -> Any:
         """The sample of an index for the results that its transforms have returned so far, and those to come."""
 
         def show(head: Head, values: Values, _: bool) -> Any:
@@ -245,8 +218,8 @@ class Tail:
         """Finish samples that the source loads in one call."""
         return list(map(self, samples, indices))
 
-    def calls(self, index: int) -> Sequence[TailCall]:
-        """The calls of heads for a sample, in their order."""
+    def calls(self, index: int) -> Sequence[tuple[Head, CutCall]]:
+        """The heads that the copy calls for a sample, in their order, with the call that each stands for."""
         if self._parts:
             part, inner = self._part(index)
             return () if part is None else part.calls(inner)
@@ -267,9 +240,10 @@ class Tail:
 class _FormatTail(Tail):
     """Calls the transform as `__getitems__` does, for one sample with a batch of one. It gets only these columns."""
 
-    def __init__(self, transform: Any, columns: Sequence[str]) -> None:
-        super().__init__()
-        self.steps, self._columns = [transform], frozenset(columns)
+    def __init__(self, cut: Cut, head: Any, transform: Any, columns: Sequence[str]) -> None:
+        super().__init__(cut, head)
+        self.steps = [transform]
+        self._columns = frozenset(columns)
 
     def finish_batch(self, samples: Sequence[Any], indices: Sequence[int]) -> list[Any]:
         """Finish the rows of a batch."""
@@ -281,7 +255,7 @@ class _FormatTail(Tail):
         count = len(batch[next(iter(batch))])
         return [{name: values[number] for name, values in batch.items()} for number in range(count)]
 
-    def finish(self, sample: Any, index: int) -> Any:
+    def __call__(self, sample: Any, index: int, *, has_usual_form: bool = False) -> Any:
         """Finish a row."""
         return self.finish_batch([sample], [index])[0]
 

@@ -57,7 +57,7 @@ from lightning_stocache.source.walk import (
     package_of,
 )
 
-__all__ = ["Difference", "Kind", "StateDigest", "Sums", "Witness", "digest_of_state", "same_state"]
+__all__ = ["Difference", "Kind", "Sums", "Witness", "digest_of_state", "same_state"]
 
 Kind = Literal["data", "setting", "unread", "machinery"]
 
@@ -85,13 +85,6 @@ class Difference(NamedTuple):
     kind: Kind
     indices: tuple[int, ...] | None = None
     is_filled: bool = False
-
-
-class StateDigest(NamedTuple):
-    """The state of a source in digests that other processes and other jobs can compare."""
-
-    data: str
-    settings: str
 
 
 class Witness:
@@ -443,16 +436,8 @@ class Witness:
 
     # ---- for other processes and jobs ----
 
-    def digest(self) -> StateDigest:
-        """Digests of the state now, without what reads move."""
-        moved = self._machinery | self._filled
-        sums = {path: content for path, content in self.sums().items() if not covers(moved, path)}
-        data = {path: content for path, content in sums.items() if content[0] == "data"}
-        settings = {path: content for path, content in sums.items() if path not in data}
-        return StateDigest(digest_of_state(data), digest_of_state(settings))
-
     def sums(self, length: int | None = None) -> Sums:
-        """A digest of each place now: what `digest` summarises.
+        """A digest of each place now, which other processes and other jobs can compare.
 
         Args:
             length: leave out the items from this one on, of places with an item for each sample: a source that only
@@ -515,11 +500,12 @@ class Witness:
             self._forget()
 
 
-def digest_of_state(sums: Sums) -> str:
-    """The digests of all places in one text."""
+def digest_of_state(sums: Sums, kind: Kind | None = None) -> str:
+    """The digests of all places in one text, or of the places of one kind alone."""
     digest = hashlib.blake2b(digest_size=16)
-    for path, (_, content) in sorted(sums.items()):
-        digest.update(path.encode(errors="replace") + b"\0" + content)
+    for path, (of_kind, content) in sorted(sums.items()):
+        if kind in (None, of_kind):
+            digest.update(path.encode(errors="replace") + b"\0" + content)
     return digest.hexdigest()
 
 

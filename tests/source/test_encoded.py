@@ -17,7 +17,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import read_image
 from torchvision.transforms import v2
 
-from lightning_stocache.source.encoded import EncodedSource, access_to
+from lightning_stocache.source.encoded import access_to
 from lightning_stocache.source.samples import bits
 from tests.sources import CountedFiles, write_photos
 
@@ -74,7 +74,7 @@ SOURCES = {
 def test_a_source_taken_apart_gives_its_samples(make: Any, folder: Path) -> None:
     """Bit for bit, and from the same draws, also in another process. What is kept is the file, and little more."""
     source = make(folder)
-    files = pickle.loads(pickle.dumps(EncodedSource(source)))
+    files = pickle.loads(pickle.dumps(access_to(source)))
     assert len(files) == len(source)
     record = pickle.dumps(files[0])
     contents = [content(0), *(path.read_bytes() for path in folder.rglob("*.jpg"))]

@@ -13,8 +13,8 @@ import torch
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.loading.dataset import CachedDataset
-from lightning_stocache.source.common_state import CommonState
 from lightning_stocache.source.looks import MOST, Due, Look, Schedule, judged, read_again
+from lightning_stocache.source.snapshot import CommonState
 from lightning_stocache.source.witness import Difference
 from tests.sources import Made
 

@@ -34,7 +34,7 @@ def test_code_that_does_not_look_is_cut_off(source: Any) -> None:
     """By construction: no comparison is left for epoch one."""
     parts = split(source)
     assert parts.tail is not None
-    assert (parts.tail.is_blind, parts.tail.unproved) == (True, 0)
+    assert (parts.tail.cut.is_blind, parts.tail.cut.unproved) == (True, 0)
     for index in range(len(source)):
         torch.manual_seed(index)
         whole = source[index]
@@ -49,7 +49,7 @@ def test_code_that_looks_in_vain_is_cut_off(name: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(proof, "PROVING_SECONDS", seconds)
         tail = split(LOOKING[name]).tail
         assert tail is not None
-        assert (tail.is_blind, tail.unproved) == (False, unproved)
+        assert (tail.cut.is_blind, tail.cut.unproved) == (False, unproved)
 
 
 def looking(looks: Any, *, at_a_dict: bool) -> Boxes:
@@ -75,10 +75,11 @@ def test_each_look_is_noted(looks: Any, at_a_dict: bool) -> None:
     """Whatever the code does with a result, and whatever errors it catches."""
     parts = split(Boxes(behind.hands_a_dict_on, behind.shift_dict) if at_a_dict else Boxes(hands_on, shift))
     source: Any = looking(looks, at_a_dict=at_a_dict)
-    head, tail = parts.cut.apply(source)  # type: ignore[union-attr]
+    tail = parts.cut.apply(source)  # type: ignore[union-attr]
+    head = tail.head
     with pytest.raises(LookedAtError, match="looks at the result"):
         read_blindly(lambda: [head[3]], [3], tail)
-    head.behind = parts.source.behind  # type: ignore[attr-defined]
+    head.behind = parts.source.behind
     samples, objection = read_blindly(lambda: [head[3]], [3], tail)
     assert objection is None
     assert same(samples, [parts.source[3]])
@@ -86,11 +87,12 @@ def test_each_look_is_noted(looks: Any, at_a_dict: bool) -> None:
 
 def test_a_result_that_is_kept_elsewhere_is_no_result_that_nobody_looks_at() -> None:
     """Code might look at it later, which is an error like others then."""
-    head, tail = split(Boxes(hands_on)).cut.apply(Boxes(behind.keeps_the_last))  # type: ignore[union-attr]
+    tail = split(Boxes(hands_on)).cut.apply(Boxes(behind.keeps_the_last))  # type: ignore[union-attr]
+    head = tail.head
     with pytest.raises(LookedAtError, match="keeps the result"):
         read_blindly(lambda: [head[3]], [3], tail)
     with pytest.raises(RuntimeError, match="has no content"):
-        len(head.last)  # type: ignore[attr-defined]
+        len(head.last)
 
 
 def test_results_at_other_places_cannot_be_finished() -> None:
@@ -103,7 +105,8 @@ def test_results_at_other_places_cannot_be_finished() -> None:
         lambda held, index: ({"views": [held.drawn(index), held.drawn(index)]}, index),
         lambda held, index: (held.boxes[index], index),
     ):
-        head, tail = parts.cut.apply(Boxes(sample_of))  # type: ignore[union-attr]
+        tail = parts.cut.apply(Boxes(sample_of))  # type: ignore[union-attr]
+        head = tail.head
         _, objection = read_blindly(lambda head=head: [head[3]], [3], tail)  # type: ignore[misc]
         assert objection is not None
 
@@ -354,4 +357,4 @@ def test_code_of_a_subclass_of_hugging_faces_dataset_is_compared(counts: bool) -
     parts = split(rows)
     assert (parts.tail is None) == counts
     if parts.tail is not None:
-        assert not parts.tail.is_blind
+        assert not parts.tail.cut.is_blind
