@@ -186,11 +186,11 @@ class Arena:
         """Bytes that a slot may keep: twice the median batch."""
         return 2 * int(statistics.median(self._sizes)) if self._sizes else self.stride
 
-    def trim(self) -> None:
-        """Give the memory of free slots back."""
+    def trim(self, most: int = 0) -> None:
+        """Give the memory of free slots beyond their first `most` bytes back."""
         if self.free_slots:
             for slot in self._free:
-                self.give_back(slot, 0)
+                self.give_back(slot, most)
 
     # ---- whoever has a slot ----
 

@@ -359,7 +359,7 @@ class Workers:
             self._finalizer()
         if self.arena is not None:
             self.arena.end_leases()
-            self.arena.trim()
+            self.arena.trim(self.arena.most_bytes)
 
 
 def _end(iterator: Any) -> None:

@@ -148,6 +148,29 @@ def test_later_epochs_take_no_new_memory(num_workers):
 
 
 @pytest.mark.epoch_one_reads_all
+@pytest.mark.processes
+@pytest.mark.parametrize("persistent", [False, True])
+def test_persistent_workers_write_later_epochs_to_the_same_memory(persistent):
+    """What an outlier has taken is given back. Workers that end, or that `close` ends, leave no memory."""
+    batches: Any = [[number] for number in range(12)] + [list(range(LENGTH))]
+    with closing(CachedDataset(Numbers(LENGTH, BIG), transform=to_float)) as dataset:
+        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=1, persistent_workers=persistent)
+        taken = []
+        for _ in range(3):
+            for batch in loader:
+                del batch
+            taken.append(sum(memory.allocated_bytes for memory in arenas()))
+        loader.close()
+        gc.collect()
+        sample_bytes = 4 * 3 * 64 * 64
+        if persistent:
+            assert sample_bytes < taken[0] < 5 * 3 * sample_bytes  # of five slots, with a little more than two samples
+            assert max(taken) <= taken[0] + 4 * 4096
+        else:
+            assert max(taken) <= 4096
+        assert all(memory.allocated_bytes <= 4096 for memory in arenas())
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "budget", "transform"),
     [*((CachedLoader, *way) for way in WAYS.values()), (DataLoader, {}, "auto", None)],
