@@ -286,15 +286,17 @@ class Workers:
             self._iterator = start_epoch(self._loader)
             self._finalizer = weakref.finalize(self, _end, self._iterator)
 
-    def receive(self) -> Reply:
-        """The next reply, with its batch unpacked.
+    def receive(self) -> Reply | None:
+        """The next reply, with its batch unpacked; None to a request of nothing.
 
         Raises:
             StopIteration: all requests are answered, and the sampler draws no more.
             Exception: an error of the sampler; or a time-out, or a killed worker.
         """
         with self._noting_death():
-            reply: Reply = next(self._iterator)
+            reply: Reply | None = next(self._iterator)
+        if reply is None:
+            return None
         # If no other slot is free, the next request would have none.
         reply.unpack(lend=self.arena is None or self.arena.free_slots > 0)
         if reply.is_refused and not self._has_warned:
@@ -347,9 +349,12 @@ class Workers:
             self.arena.end_lease(number)
 
     def trim(self) -> None:
-        """Give the memory of batches back that nobody holds. No request is under way."""
+        """After an epoch, give back what a few large batches have taken. Slots keep what the next epoch needs.
+
+        Fresh memory would cost 0.7 ms of CPU time per MB: 1.7 times an epoch of 16 batches of 38 MB.
+        """
         if self.arena is not None and self._pid == os.getpid():
-            self.arena.trim()
+            self.arena.trim(self.arena.most_bytes)
 
     def close(self) -> None:
         """End the workers, and wait for them."""
@@ -359,7 +364,7 @@ class Workers:
             self._finalizer()
         if self.arena is not None:
             self.arena.end_leases()
-            self.arena.trim(self.arena.most_bytes)
+            self.arena.trim()
 
 
 def _end(iterator: Any) -> None:

@@ -16,12 +16,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from lightning_stocache.loading import arena, draws, plans
+from lightning_stocache.loading import arena, plans
 from lightning_stocache.loading.arena import Arena
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.maker import Maker
 from lightning_stocache.loading.workers import Request, Requests
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
@@ -147,7 +148,6 @@ def test_later_epochs_take_no_new_memory(num_workers):
             assert sum(address - size * 270_000 not in addresses for address in addresses) == blocks
 
 
-@pytest.mark.epoch_one_reads_all
 @pytest.mark.processes
 @pytest.mark.parametrize("persistent", [False, True])
 def test_persistent_workers_write_later_epochs_to_the_same_memory(persistent):
@@ -171,6 +171,7 @@ def test_persistent_workers_write_later_epochs_to_the_same_memory(persistent):
         assert all(memory.allocated_bytes <= 4096 for memory in arenas())
 
 
+@pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
     ("kind", "arguments", "budget", "transform"),
     [*((CachedLoader, *way) for way in WAYS.values()), (DataLoader, {}, "auto", None)],
@@ -227,7 +228,7 @@ def test_iterators_of_persistent_workers_are_one(transform):
 def test_a_cache_may_end_in_the_middle_of_an_epoch(monkeypatch, arguments, budget, transform, event):
     """Closed or shared anew, warm or while it fills, the right batches come, and a new cache is filled."""
     monkeypatch.setattr(plans, "BLOCK_BYTES", 2 * 4 * SAMPLE_BYTES)
-    monkeypatch.setattr(draws, "DRAWN", 24)
+    monkeypatch.setattr(plans, "DRAWN", 24)
 
     def epochs(kind: Any, data: Any, happens: Any) -> tuple[Any, list[Any]]:
         seed_all()
@@ -480,6 +481,25 @@ def test_batches_may_come_in_any_order(arguments, budget, transform):
         assert totals(dataset).hits
 
 
+@pytest.mark.processes
+@pytest.mark.epoch_one_reads_all
+def test_batches_that_are_ready_by_their_turn_are_not_asked_for(monkeypatch):
+    """Of a sampler whose draws nobody can notice, which repeats indices: it is drawn from far ahead."""
+    requests: list[int] = []
+    request = Requests.request
+    monkeypatch.setattr(Requests, "request", lambda self, *asked: requests.append(asked[0]) or request(self, *asked))
+
+    def arguments() -> dict[str, Any]:
+        seed_all()
+        return {"sampler": RandomSampler(range(LENGTH), replacement=True, num_samples=2000), "num_workers": 2}
+
+    expected = list(DataLoader(Numbers(LENGTH), 4, **arguments()))
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        assert same([copied(batch) for batch in CachedLoader(dataset, 4, **arguments())], expected)
+        assert dataset.cache.full
+        assert len(requests) < len(expected) // 2
+
+
 class Failing(Sampler[int]):
     """A sampler that fails in the middle of its second epoch, or yields no batch there."""
 
@@ -539,15 +559,21 @@ def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: 
     """Bit for bit, wherever blocks and drawn stretches end; hits count when a batch is handed out."""
     order, block, size, drop_last = (case[name] for name in ("order", "block", "size", "drop_last"))
     monkeypatch.setattr(plans, "BLOCK_BYTES", block * SAMPLE_BYTES)
-    monkeypatch.setattr(draws, "DRAWN", 60)
+    monkeypatch.setattr(plans, "DRAWN", 60)
+    blocks: list[int] = []
+    make_block = Maker.block
+
+    def noting(self: Maker, cache: Any, places: Any, *arguments: Any) -> Any:
+        blocks.append(len(places))
+        return make_block(self, cache, places, *arguments)
+
+    monkeypatch.setattr(Maker, "block", noting)
     made: list[list[Any]] = []
     for kind, source in ((DataLoader, dataset.source), (CachedLoader, dataset)):
         torch.manual_seed(1)
         dealt = LocalitySampler(dataset, 1, 0, batch_size=size, ring=dataset.ring, nodes=((0,),))
         sampler = dealt if order == "locality" else None
         loader = kind(source, size, order == "shuffled", sampler, drop_last=drop_last)
-        if isinstance(loader, CachedLoader):  # by blocks, not batch by batch
-            monkeypatch.setattr(draws.EpochDraws, "draw", None)
         before, served = totals(dataset), 0
         made.append([])
         for batch in (batch for _ in range(2) for batch in loader):
@@ -556,5 +582,10 @@ def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: 
             moved = totals(dataset) - before
             assert (moved.hits, moved.bytes_from_cache, moved.served) == (served, served * SAMPLE_BYTES, served)
         made[-1].append(torch.rand(1))
+    most = max(block // size, 1) * size
+    drawn = max(60 // size, 1) * size
+    length = MANY // size * size if drop_last else MANY
+    stretches = [min(drawn, length - first) for first in range(0, length, drawn)]
+    assert blocks == 2 * [min(most, left - first) for left in stretches for first in range(0, left, most)]
     assert len(made[0]) > 1 or drop_last
     assert same(*made)
