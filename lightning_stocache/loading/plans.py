@@ -33,9 +33,10 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.loading.draws import ArrayBatches, ResumableBatches, as_indices
 from lightning_stocache.loading.loader_sampler import draws_unseen
+from lightning_stocache.loading.message import Reply, Request
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.serve import CachedSource
-from lightning_stocache.loading.workers import Reply, Request, under_way
+from lightning_stocache.loading.workers import under_way
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.sampling.residents import RollingSampler, StreamBatches
 

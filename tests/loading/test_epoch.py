@@ -23,7 +23,8 @@ from lightning_stocache.loading.arena import Arena
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.maker import Maker
-from lightning_stocache.loading.workers import Request, Requests
+from lightning_stocache.loading.message import Request
+from lightning_stocache.loading.workers import Requests
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.loading.twins import (
