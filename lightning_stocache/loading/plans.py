@@ -101,6 +101,7 @@ class Plans(Iterator["Request | None"]):
         if not is_stream:
             self._batches = (ArrayBatches if self._draws_arrays else ResumableBatches)(batches, state)
         self._drawing: Iterator[Any] = iter(())
+        self._is_full = False  # a question to the cache reads the states of all slots
         self._requests = 0
         dealt = sampler.num_replicas if isinstance(sampler, LocalitySampler) else 1  # each rank deals for all
         self._at_once = max(DRAWN // max(self.size * dealt, 1), 1)
@@ -110,7 +111,10 @@ class Plans(Iterator["Request | None"]):
     @property
     def are_local(self) -> bool:
         """Whether this process makes what is drawn from now on: the cache is full."""
-        return self.cache is not None and self._length <= self.cache.length and self.cache.full
+        if self.cache is None:
+            return False
+        self._is_full = self._is_full or (self._length <= self.cache.length and self.cache.full)
+        return self._is_full
 
     # ---- draw ----
 
