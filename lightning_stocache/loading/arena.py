@@ -52,6 +52,7 @@ _LEAST_STRIDE = 1 << 20
 _PART_OF_LIMIT = 8  # an arena takes at most this part of a limited address space
 _PAGE = mmap.PAGESIZE
 _KNOWN = 33  # batches whose median size is known
+_SMALL = 4096  # bytes; what is smaller travels in the message
 
 _arenas: weakref.WeakValueDictionary[bytes, Arena] = weakref.WeakValueDictionary()
 
@@ -104,9 +105,8 @@ class Arena:
             >>> arena.lease(0), arena.lease(1), arena.lease(2)
             (0, 1, None)
             >>> slot = Slot(arena, 0)
-            >>> offset, tensor = slot.room(3)
-            >>> _ = tensor.fill_(7)
-            >>> batch = torch.frombuffer(arena.lend(0, slot.end), dtype=torch.uint8, count=3, offset=offset)
+            >>> _ = slot.room(3).fill_(7)
+            >>> batch = torch.frombuffer(arena.lend(0, slot.end), dtype=torch.uint8, count=3)
             >>> batch.tolist(), arena.free_slots
             ([7, 7, 7], 0)
             >>> del batch
@@ -186,11 +186,11 @@ class Arena:
         """Bytes that a slot may keep: twice the median batch."""
         return 2 * int(statistics.median(self._sizes)) if self._sizes else self.stride
 
-    def trim(self) -> None:
-        """Give the memory of free slots back."""
+    def trim(self, most: int = 0) -> None:
+        """Give the memory of free slots beyond their first `most` bytes back."""
         if self.free_slots:
             for slot in self._free:
-                self.give_back(slot, 0)
+                self.give_back(slot, most)
 
     # ---- whoever has a slot ----
 
@@ -237,23 +237,22 @@ class Slot:
         self._number, self._promised = number or 0, promised
         self.end, self.is_refused = 0, False
 
-    def room(self, nbytes: int) -> tuple[int, torch.Tensor] | None:
-        """Memory for a tensor: its offset, and uint8 `[nbytes]`. None if there is none."""
+    def room(self, nbytes: int) -> torch.Tensor | None:
+        """Memory for a tensor, uint8 `[nbytes]`; None if there is none."""
         if self._arena is None or self.is_refused or not nbytes:
             return None
-        if not self._arena.reserve(self._number, self.end + nbytes, self._promised):
+        offset, end = self.end, self.end + nbytes
+        if not self._arena.reserve(self._number, end, self._promised):
             self.is_refused = True
             return None
-        offset = self.end
-        self.end += aligned(nbytes)
-        memory = self._arena.memory(self._number, offset + nbytes)
-        return offset, torch.frombuffer(memory, dtype=torch.uint8, offset=offset)
+        self.end = aligned(end)
+        return torch.frombuffer(self._arena.memory(self._number, end), dtype=torch.uint8, offset=offset)
 
     def take(self, sizes: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
         """Memory for the fields of a batch, uint8 `[size]` each; private where there is no room."""
-        rooms = [self.room(size) for size in sizes]
+        rooms = map(self.room, sizes)
         return [
-            np.empty(size, dtype=np.uint8) if room is None else room[1].numpy()
+            np.empty(size, dtype=np.uint8) if room is None else room.numpy()
             for size, room in zip(sizes, rooms, strict=True)
         ]
 
@@ -261,12 +260,22 @@ class Slot:
         """Give the memory out from its beginning again."""
         self.end = 0
 
-    def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Where a tensor lies in this memory; None if it lies elsewhere."""
+    def place(self, content: npt.NDArray[np.uint8]) -> int | None:
+        """The offset of some bytes in this memory, to which they are copied if they are large. None if they are not."""
+        offset = self._offset_of(content)
+        room = self.room(content.nbytes) if offset is None and content.nbytes > _SMALL else None
+        if room is None:
+            return offset
+        memory = room.numpy()
+        memory[:] = content
+        return self._offset_of(memory)
+
+    def _offset_of(self, content: npt.NDArray[np.uint8]) -> int | None:
+        """Where bytes lie in this memory; None if they lie elsewhere."""
         if self._arena is None or not self.end:
             return None
         first = torch.frombuffer(self._arena.memory(self._number, 1), dtype=torch.uint8).data_ptr()
-        offset = tensor.data_ptr() - first
+        offset = int(content.__array_interface__["data"][0]) - first
         return offset if 0 <= offset < self.end else None
 
 

@@ -12,22 +12,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from lightning_stocache.cache.codec import Memory, array_dtype, memory_of
+from lightning_stocache.cache.codec import Memory, array_dtype
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.loading.arena import Slot
 from lightning_stocache.source.samples import is_namedtuple, is_plain, rebuilt
 
-__all__ = ["Collator", "BatchRows", "unpacked"]
-
-_SMALL = 4096  # bytes; what is smaller travels in the message
+__all__ = ["BatchRows", "Collator", "is_dense"]
 
 
 class Collator:
@@ -129,21 +126,6 @@ class _Column:
         return part.view(self._dtype).view(end - first, *self._shape).data
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Replaces a tensor in a message.
-
-    Args:
-        content: the offset of the tensor in the memory of the batch, or its bytes.
-        dtype: the tensor's dtype.
-        shape: the tensor's shape.
-    """
-
-    content: int | npt.NDArray[np.uint8]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 class BatchRows:
     """The memory of a batch as its tensors, each with a row for every sample."""
 
@@ -181,63 +163,13 @@ class BatchRows:
         whole_room = self._room(first.dtype, (len(leaves), *first.shape))
         return torch.stack(leaves) if whole_room is None else torch.stack(leaves, out=whole_room)
 
-    def packed(self, batch: Any) -> Any:
-        """A batch as a message. Tensors lie in the memory of the batch while there is room, the others in the message.
-
-        Torch's own way to send a tensor takes fresh memory in /dev/shm, and dies of SIGBUS where there is none.
-        """
-        known: dict[int, Packed] = {}  # a tensor that comes twice stays one tensor
-
-        def packed(leaf: Any) -> Any:
-            if not is_dense(leaf) or not leaf.is_contiguous():  # torch's own way keeps its strides
-                return leaf
-            if id(leaf) not in known:
-                known[id(leaf)] = Packed(self._content(leaf), leaf.dtype, tuple(leaf.shape))
-            return known[id(leaf)]
-
-        return rebuilt(batch, packed)
-
-    def _content(self, tensor: torch.Tensor) -> int | npt.NDArray[np.uint8]:
-        """Where a tensor lies in the memory, to which it is copied if it is large; else its bytes."""
-        place = self._slot.offset_of(tensor) if tensor.nbytes else None
-        if place is not None:
-            return place
-        room = self._slot.room(tensor.nbytes) if tensor.nbytes > _SMALL else None
-        if room is None:
-            return memory_of(tensor)
-        offset, memory = room
-        memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        return offset
-
     def _room(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
         room = self._slot.room(dtype.itemsize * torch.Size(shape).numel())
-        return None if room is None else room[1].view(dtype).view(shape)
+        return None if room is None else room.view(dtype).view(shape)
 
     def _open(self, leaf: Any) -> None:
         room = self._room(leaf.dtype, (self._samples, *leaf.shape)) if is_dense(leaf) else None
         self._rooms.append(None if room is None else (room, room.unbind(0)))
-
-
-def unpacked(batch: Any, memory: memoryview | None, *, lend: bool) -> Any:
-    """A batch from a message of `BatchRows.packed`. Its tensors lie in lent memory, or are copies."""
-    known: dict[int, torch.Tensor] = {}  # a tensor that comes twice stays one tensor
-
-    def arrived(leaf: Any) -> Any:
-        if not isinstance(leaf, Packed):
-            return leaf
-        if id(leaf) not in known:
-            known[id(leaf)] = tensor_of(leaf)
-        return known[id(leaf)]
-
-    def tensor_of(leaf: Packed) -> torch.Tensor:
-        if not isinstance(leaf.content, int):
-            return torch.from_numpy(leaf.content).view(leaf.dtype).view(leaf.shape)
-        nbytes = leaf.dtype.itemsize * torch.Size(leaf.shape).numel()
-        content = torch.frombuffer(cast(memoryview, memory), dtype=torch.uint8, count=nbytes, offset=leaf.content)
-        tensor = content.view(leaf.dtype).view(leaf.shape)
-        return tensor if lend else tensor.clone()
-
-    return rebuilt(batch, arrived)
 
 
 def is_dense(leaf: Any) -> bool:

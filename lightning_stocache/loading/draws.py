@@ -1,16 +1,7 @@
-"""The draws of an epoch's indices, at the moments at which DataLoader makes them.
+"""What takes the place of a loader's batch sampler: it notes and resumes positions.
 
-A loader that draws its indices at other moments than DataLoader does gives other batches: samplers, the worker seed and
-the user's own code draw from the same generators. So every draw is made on the caller's thread, at the moment at which
-DataLoader makes it:
-
-- `iter(loader)`: `iter(sampler)`; the base seed of the workers; with workers, `iter(sampler)` once more, and the first
-  `prefetch_factor * num_workers` batches. A persistent loader's later epochs draw no base seed and call `iter` once.
-- `next(iterator)`: with workers, one batch, after the current one has come; without, the current one.
-
-A batch may be drawn ahead only if nobody can notice: by samplers that draw from a generator of their own. Not among
-them are a RandomSampler with a generator of the user's, which draws a second permutation when the first runs out, and a
-subclass with an `__iter__` of its own.
+The order of an epoch is drawn by the user's own samplers, at the moments at which DataLoader draws (`plans`). Here the
+states of their generators are noted before the first draw, and the beginning of a resumed epoch is left out.
 """
 
 from __future__ import annotations
@@ -24,90 +15,19 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.loading.loader_sampler import drawn_from, draws_unseen
+from lightning_stocache.loading.loader_sampler import drawn_from
 from lightning_stocache.loading.position import LoaderState, batches_left_out, samples_left_out
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
-from lightning_stocache.sampling.residents import RollingSampler, StreamBatches
 from lightning_stocache.source.generators import as_text, put_back, states_of
 from lightning_stocache.torch_internals import draws_all_once
 
-__all__ = ["END", "EpochDraws", "ResumableBatches"]
-
-END = object()
-"""What is drawn when an epoch is over: a sampler may give None."""
-
-DRAWN = 4096  # indices that are drawn, and looked up, at a time, where nobody can notice
-_ROLLING_BATCHES = 16  # batches of a RollingSampler, whose samples are replaced meanwhile
+__all__ = ["ArrayBatches", "ResumableBatches", "as_indices"]
 
 
-class EpochDraws:
-    """EpochDraws the index batches of one epoch.
-
-    Args:
-        loader: the loader, whose batch sampler is drawn from.
-        state: the position of the loader. Its epoch has begun; it notes the states of the generators.
-
-    Attributes:
-        are_unseen: whether nobody can notice that a batch is drawn ahead.
-        size: samples of a batch, of which the last may have fewer; 0 for a batch sampler of the user's own.
-    """
-
-    def __init__(self, loader: DataLoader[Any], state: LoaderState) -> None:
-        batches: Any = loader.batch_sampler
-        is_stream = type(batches) is StreamBatches
-        is_plain = type(batches) is BatchSampler
-        sampler = batches.sampler if is_plain else None  # not the loader's: the user may have given the BatchSampler
-        self.are_unseen = is_stream or draws_unseen(sampler)
-        self.size = batches.batch_size if is_stream or is_plain else 0
-        is_permutation = type(sampler) is RandomSampler and sampler.generator is None and draws_all_once(sampler)
-        self._makes_arrays = state.origin is None and (is_permutation or type(sampler) is SequentialSampler)
-        self._batches: Any = batches
-        if not is_stream:
-            self._batches = (_ArrayBatches if self._makes_arrays else ResumableBatches)(batches, state)
-        dealt = sampler.num_replicas if isinstance(sampler, LocalitySampler) else 1  # each rank deals for all
-        self._most = max(DRAWN // max(self.size * dealt, 1), 1)
-        if type(sampler) is RollingSampler:
-            self._most = _ROLLING_BATCHES
-        self._drawing: Iterator[Any] = iter(())
-        self._ahead: list[Any] = []  # drawn together with the batches before
-
-    def begin(self) -> None:
-        """Begin the sampler, as DataLoader does, perhaps twice."""
-        self._drawing = iter(self._batches)
-
-    def begin_alone(self, loader: DataLoader[Any], *, draws_seed: bool) -> None:
-        """Begin the sampler where no worker runs. A DataLoader would draw the base seed of its workers all the same."""
-        self.begin()
-        if draws_seed:
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            if loader.num_workers:
-                self.begin()
-
-    def draw(self) -> Any:
-        """The next batch of indices, int64 `[samples]`; END when the epoch is over.
-
-        Keys that only the source understands come as the sampler gave them.
-        """
-        batch = self._ahead.pop(0) if self._ahead else next(self._drawing, END)
-        return batch if batch is END or self._makes_arrays else _as_indices(batch)
-
-    def draw_many(self) -> Integers | None:
-        """The indices of the next batches, one after the other. Only where draws `are_unseen`.
-
-        Only the last batch may have fewer samples than `size`. None when the epoch is over.
-        """
-        drawn = self._ahead or list(islice(self._drawing, self._most))
-        if not drawn:
-            return None
-        smaller = next((number for number, batch in enumerate(drawn, 1) if len(batch) < self.size), len(drawn))
-        self._ahead = drawn[smaller:]
-        return np.concatenate(drawn[:smaller]).astype(np.int64, copy=False)
-
-
-class _ArrayBatches:
+class ArrayBatches:
     """The batches of a SequentialSampler, or of a RandomSampler that draws each index once, as arrays.
 
     Lists would cost 3 us per batch of 64, and a list of 10^8 numbers 4 GB.
@@ -115,6 +35,13 @@ class _ArrayBatches:
 
     def __init__(self, batches: BatchSampler, state: LoaderState) -> None:
         self._batches, self._state = batches, state
+
+    @staticmethod
+    def can_draw(sampler: Any, state: LoaderState) -> bool:
+        """Whether these are the batches of a sampler in the epoch that has begun."""
+        if type(sampler) is RandomSampler:
+            return state.origin is None and sampler.generator is None and draws_all_once(sampler)
+        return state.origin is None and type(sampler) is SequentialSampler
 
     def __iter__(self) -> Iterator[Integers]:
         size = self._batches.batch_size
@@ -225,7 +152,7 @@ def _without_first(drawing: Iterator[Any], left_out: int, drawn: int) -> Iterato
     return chain([deepcopy(item) for item in begun], drawing)  # the sampler may change a batch later
 
 
-def _as_indices(batch: Any) -> Any:
+def as_indices(batch: Any) -> Any:
     """A sampler's batch, which it may change later: a list of numbers as an array, other keys as a copy."""
     if isinstance(batch, torch.Tensor):
         return batch.clone()

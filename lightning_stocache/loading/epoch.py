@@ -33,16 +33,15 @@ from torch.utils.data import DataLoader
 from lightning_stocache.cache.counters import Counters, Served, count, noted, served_in
 from lightning_stocache.cache.gather_pool import GatherPool, gather_threads
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.loading.draws import EpochDraws
+from lightning_stocache.cache.store import Store
 from lightning_stocache.loading.loader_sampler import batches_of
 from lightning_stocache.loading.maker import Maker
-from lightning_stocache.loading.plans import Gatherer, Plan, Plans
+from lightning_stocache.loading.plans import Plan, Plans
 from lightning_stocache.loading.position import LoaderState
-from lightning_stocache.loading.prefetch import WORTHWHILE_NS, Job, Prefetcher
+from lightning_stocache.loading.prefetch import WORTHWHILE_NS, Prefetcher
 from lightning_stocache.loading.serve import CachedSource
-from lightning_stocache.loading.workers import Reply, Workers, under_way
+from lightning_stocache.loading.workers import Workers
 from lightning_stocache.source.looks import Look
-from lightning_stocache.torch_internals import pinned
 
 __all__ = ["Batches", "Epoch", "PlainEpoch"]
 
@@ -53,19 +52,24 @@ class Epoch(Iterator[Any]):
     Args:
         loader: the loader.
         cached: the cached source of its dataset.
-        gatherer: gathers batches in this process; None if workers make all.
+        maker: makes batches in this process.
+        cache: what blocks are gathered from; None if workers make all batches.
         workers: the workers, of which a persistent loader may have some that make no batch.
         state: the position of the loader.
         keep: called with workers that start in the middle of the epoch.
         asks: whether workers make batches.
         draws_seed: whether a DataLoader without a running worker would draw a base seed.
+
+    Attributes:
+        served: where the samples of the last batch came from.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
         cached: CachedSource,
-        gatherer: Gatherer | None,
+        maker: Maker,
+        cache: Store | None,
         workers: Workers | None,
         state: LoaderState,
         *,
@@ -73,56 +77,47 @@ class Epoch(Iterator[Any]):
         asks: bool,
         draws_seed: bool,
     ) -> None:
+        self.served: Served = (0, 0, 0)
         self._loader = loader
         self._cached = cached
-        self._waiting = state.ledger.waiting
-        self._keep = keep
-        self.served: Served = (0, 0, 0)
-        """Where the samples of the last batch came from."""
-        self._draws = EpochDraws(loader, state)
-        self._changes = 0 if gatherer is None else gatherer.cache.changes
-        self._plans = Plans(cached, self._draws, gatherer, len(cast(Any, loader.dataset)))
-        self._gatherer = gatherer
-        self._maker = Maker(loader.collate_fn, pinned=gatherer is not None and gatherer.pins)
+        self._maker = maker
         self._workers = workers
+        self._ledger = state.ledger
+        self._keep = keep
         self._asks = asks
+        self._plans = Plans(loader, cached, state, cache)
+        self._changes = 0 if cache is None else cache.changes
         self._batches: deque[Any] = deque()  # of the block that is handed out
         self._block: Integers = np.empty(0, dtype=np.int64)  # the indices of these batches
         self._due = cached.changes.begin_epoch()
         self._has_looked = False
-        self._has_begun = not asks
+        self._has_begun = False
         self._is_open = True
         self._failure: Exception | None = None  # of a worker that was to read samples again
         self._prefetcher = Prefetcher()
         self._gather_pool = GatherPool(gather_threads(cached.opened.group))
         self._finalizer = weakref.finalize(self, _end_threads, self._prefetcher, self._gather_pool)
-        if asks:
-            try:
-                self._begin()
-            except RuntimeError as error:
-                if self._has_looked:
-                    raise
-                self._failure = error  # DataLoader raises a time-out in `next`
+        if not asks:
+            self._plans.begin_alone(loader, draws_seed=draws_seed)
+            self._has_begun = True
             return
-        self._draws.begin_alone(loader, draws_seed=draws_seed)
-        if loader.num_workers:  # a DataLoader draws some batches at once
-            most = 1 if self._draws.are_unseen else under_way(loader)
-            while len(self._plans.queue) < most and self._plans.draw():
-                pass
+        try:
+            self._begin()
+        except RuntimeError as error:
+            if self._has_looked:
+                raise
+            self._failure = error  # DataLoader raises a time-out in `next`
 
     def _begin(self) -> None:
         """Begin an epoch of workers. Before its first request, one of them may read stored samples again."""
-        changes = self._cached.changes
-        plans = self._plans
         workers = cast(Workers, self._workers)
         if not self._has_looked:
-            if self._due.samples or self._due.is_compared:
-                changes.end(workers.look(self._due, plans.begin))
+            self._look()
             self._has_looked = True
-            if changes.are_heard:
-                plans.gather_no_more(self._block)
-        plans.request = workers.requests.request
-        workers.begin(plans.begin)
+            if self._cached.changes.are_heard:
+                self._plans.gather_no_more(self._block)
+        self._plans.request = workers.requests.request
+        workers.begin(self._plans.begin)
         self._has_begun = True
 
     def __next__(self) -> Any:
@@ -136,8 +131,10 @@ class Epoch(Iterator[Any]):
             self._begin()
         if not self._batches:
             self._draw()  # first: a sampler may change the source as it draws
-        self._look()
-        if self._plans.gathers and self._look_for_change():
+        if not self._has_looked:
+            self._has_looked = True
+            self._look()
+        if self._plans.cache is not None and self._has_changed(self._plans.cache):
             self._gather_no_more()
         if not self._batches:
             plan = self._next_plan()
@@ -178,22 +175,19 @@ class Epoch(Iterator[Any]):
         """Draw what the next batch needs, if it has not been drawn before it is asked for."""
         if self._plans.queue or not self._draws_here:
             return
-        if self._draws.are_unseen or not self._loader.num_workers:
+        if self._plans.are_unseen or not self._loader.num_workers:
             self._plans.draw()
 
     def _go_on(self) -> None:
         """Leave the first plan behind. With workers, another batch is drawn before the consumer gets this one."""
         self._plans.queue.popleft()
-        if self._draws_here and self._loader.num_workers and not self._draws.are_unseen:
+        if self._draws_here and self._loader.num_workers and not self._plans.are_unseen:
             self._plans.draw()
 
     # ---- look ----
 
     def _look(self) -> None:
         """Before the epoch's first batch: read some stored samples again where plain training would read them."""
-        if self._has_looked:
-            return
-        self._has_looked = True
         changes = self._cached.changes
         due = self._due
         if self._workers is not None:
@@ -211,50 +205,58 @@ class Epoch(Iterator[Any]):
         Raises:
             StopIteration: the epoch is over.
         """
-        queue = self._plans.queue
-        if queue:
-            return queue[0]
-        if self._draws_here:
-            self.close()
-            raise StopIteration
-        return Plan(None, number=0)  # DataLoader knows if another one comes
+        while (plan := self._plans.first()) is None:
+            if not self._draws_here:
+                self._receive(None)
+            elif not self._plans.draw():
+                self.close()
+                raise StopIteration
+        return plan
 
     def _make(self, plan: Plan) -> Any:
         """The batch of a plan, made by this process or by a worker.
 
         Raises:
-            StopIteration: workers have made all.
             Exception: an error of the source or of the sampler, which takes the place of the batch as in DataLoader.
         """
         if plan.number is None and not self._loader.num_workers:
-            gatherer = cast(Gatherer, self._gatherer)
             try:
-                batch = self._maker.make(self._cached, plan.indices, gatherer.pool)
+                batch = self._maker.make(self._cached, plan.indices)
             finally:
                 self._go_on()
             self.served = self._maker.served
-            return pinned(batch) if gatherer.pins else batch
+            return batch
         if plan.number is None:
             self._ask_workers()
-        reply = plan.reply or self._received()
+        while plan.reply is None:
+            self._receive(plan)
         self._plans.queue.popleft()
-        if reply.error is not None:
-            reply.error.reraise()  # type: ignore[no-untyped-call]
-        self.served = reply.served
-        return reply.batch
+        if plan.reply.error is not None:
+            plan.reply.error.reraise()  # type: ignore[no-untyped-call]
+        self.served = plan.reply.served
+        return plan.reply.batch
 
-    def _received(self) -> Reply:
+    def _receive(self, plan: Plan | None) -> None:
+        """Wait for the answer to the next request: the reply of a plan, or one that has no reply.
+
+        Raises:
+            StopIteration: the epoch is over.
+            Exception: an error of the sampler, a time-out, or a killed worker.
+        """
         workers, plans = cast(Workers, self._workers), self._plans
         plans.has_failed = False
         try:
-            return workers.receive()
+            reply = workers.receive()
         except StopIteration:
             self.close()
             raise
         except Exception:
-            if plans.has_failed:  # DataLoader has lost the reply
-                workers.end_lease(cast(int, plans.queue.popleft().number))
+            if plans.has_failed and plan is not None:  # DataLoader has lost the reply
+                workers.end_lease(cast(int, plan.number))
+                plans.queue.popleft()
             raise
+        if plan is not None:
+            plan.reply = reply
 
     def _ask_workers(self) -> None:
         """Have workers make what is planned. What they were asked for before keeps its turn."""
@@ -264,17 +266,16 @@ class Epoch(Iterator[Any]):
             workers = self._workers = Workers(self._loader, is_late=True)
             self._keep(workers)
         elif self._asks:
-            plans.pause()
+            plans.is_paused = True
             for plan in plans.queue:
-                if plan.number is not None and plan.reply is None:
-                    plan.reply = self._received()
+                while plan.number is not None and plan.reply is None:
+                    self._receive(plan)
         self._asks = True
         plans.request = workers.requests.request
         workers.begin(plans.resume)
 
     def _gather(self, plan: Plan) -> None:
-        job = plan.gather or self._gather_job(plan)
-        batches, gather_ns = job.result()
+        batches, gather_ns = self._prefetcher.result(self._gathering(plan))
         self._go_on()  # an error of the sampler takes the place of the batch
         self._batches = batches
         self._block = plan.indices
@@ -282,10 +283,10 @@ class Epoch(Iterator[Any]):
 
     def _next_of_block(self) -> Any:
         batch = self._batches.popleft()
-        size = self._draws.size or len(self._block)
+        size = self._plans.size or len(self._block)
         samples = len(self._block[:size])
         self._block = self._block[size:]
-        if not self._batches and self._waiting.last_away_ns > WORTHWHILE_NS:
+        if not self._batches and self._ledger.last_away_ns > WORTHWHILE_NS:
             self._prefetch()
         self._cached.count_hits(samples)
         self.served = samples, 0, 0
@@ -293,31 +294,29 @@ class Epoch(Iterator[Any]):
 
     def _prefetch(self) -> None:
         """Offer the next block to the thread."""
-        queue = self._plans.queue
-        if not queue and self._draws_here and self._draws.are_unseen:
+        if not self._plans.queue and self._draws_here and self._plans.are_unseen:
             self._plans.draw()
-        if queue and queue[0].places is not None and queue[0].gather is None:
-            queue[0].gather = self._gather_job(queue[0])
-            self._prefetcher.offer(queue[0].gather)
+        plan = self._plans.first()
+        if plan is not None and plan.places is not None:
+            self._prefetcher.offer(self._gathering(plan))
 
-    def _gather_job(self, plan: Plan) -> Job:
-        """The job that gathers a block. It does not refer to the iterator, which may end first."""
-        gatherer = cast(Gatherer, self._gatherer)
+    def _gathering(self, plan: Plan) -> Callable[[], tuple[deque[Any], int]]:
+        """What gathers a block. It does not refer to the iterator, which may end first."""
         places = cast(Integers, plan.places)
-        return Job(partial(gatherer.batches, places, self._draws.size or len(places), self._gather_pool))
+        size = self._plans.size or len(places)
+        return partial(self._maker.block, cast(Store, self._plans.cache), places, size, self._gather_pool)
 
     # ---- after a change ----
 
-    def _look_for_change(self) -> bool:
+    def _has_changed(self, cache: Store) -> bool:
         """Whether nothing more may be gathered. Workers compare the state of the source that they have."""
         changes = self._cached.changes
-        if changes.are_heard or cast(Gatherer, self._gatherer).cache.changes != self._changes:
+        if changes.are_heard or cache.changes != self._changes:
             return True
         queue = self._plans.queue
         is_gathered = bool(self._batches) or (bool(queue) and queue[0].places is not None)
         if is_gathered and not self._loader.num_workers and changes.look_for_change():
             return True
-        cache = cast(Gatherer, self._gatherer).cache
         return not self._batches and (self._cached.opened.cache is not cache or cache.closed)
 
     def _gather_no_more(self) -> None:
@@ -325,6 +324,7 @@ class Epoch(Iterator[Any]):
         self._cached.changes.refresh()
         self._plans.gather_no_more(self._block)
         self._batches.clear()
+        self._prefetcher.forget()
 
 
 def _end_threads(prefetcher: Prefetcher, gather_pool: GatherPool) -> None:
@@ -338,28 +338,26 @@ class PlainEpoch(Iterator[Any]):
     Args:
         batches: DataLoader's iterator.
         counters: of the dataset, if there are any.
-        sizes: without a cache: the numbers of samples in the batches that were drawn.
-        has_workers: whether workers make the batches.
+        sizes: of the batches that workers were asked for, if there is no cache; else empty.
     """
 
-    def __init__(self, batches: Iterator[Any], counters: Counters | None, sizes: deque[int], *, has_workers: bool):
+    def __init__(self, batches: Iterator[Any], counters: Counters | None, sizes: deque[int]) -> None:
         self._batches = batches
         self._counters = counters
         self._sizes = sizes
-        self._has_workers = has_workers
         self.served: Served = (0, 0, 0)
 
     @classmethod
     def none(cls) -> PlainEpoch:
         """An epoch that is over."""
-        return cls(iter(()), None, deque(), has_workers=False)
+        return cls(iter(()), None, deque())
 
     def __next__(self) -> Any:
         """The next batch."""
         with noted(self._counters) as note:
             batch = next(self._batches)
         self.served = served_in(note)
-        if self._has_workers and self._sizes:
+        if self._sizes:
             self.served = 0, 0, self._sizes.popleft()
         return batch
 
@@ -412,7 +410,7 @@ class Batches(Iterator[Any]):
             try:
                 if self._is_ending:  # a thread waits for its turn to end the epoch
                     raise StopIteration
-                with ledger.waiting:
+                with ledger:
                     batch = next(epoch)
             except StopIteration:
                 self._state.ended = True

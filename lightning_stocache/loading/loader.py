@@ -23,6 +23,7 @@ Differences:
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -40,7 +41,7 @@ from lightning_stocache.loading.loader_sampler import (
     set_epoch,
 )
 from lightning_stocache.loading.loader_tree import is_rolling, is_stream
-from lightning_stocache.loading.plans import Gatherer
+from lightning_stocache.loading.maker import Maker
 from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.loading.workers import InitOnSource, Workers, loader_like
@@ -102,9 +103,10 @@ class CachedLoader(DataLoader[Any]):
     gather: Gather = "auto"
     _started = False  # whether a persistent loader has drawn its base seed
     _workers: Workers | None = None  # persistent ones
-    _gatherer: Gatherer | None = None
+    _maker: Maker | None = None  # of batches in this process
     _current: weakref.ref[Batches] | None = None
     _plain: DataLoader[Any] | None = None  # what makes DataLoader's own epochs
+    _sizes: deque[int]  # of the batches that its workers are asked for, where there is no cache
     _in_memory: CachedLoader | None = None  # the loader of a stream once the whole stream is in memory
 
     def __init__(
@@ -141,9 +143,7 @@ class CachedLoader(DataLoader[Any]):
         in_memory = self._stream_in_memory(self.dataset) if is_stream(self.dataset) else None
         if in_memory is not None:
             return iter(in_memory)
-        ledger = self.position.ledger
-        ledger.begin()
-        with ledger.waiting.beginning():
+        with self.position.ledger.beginning():
             return self._begin()
 
     def _begin(self) -> Batches:
@@ -186,21 +186,22 @@ class CachedLoader(DataLoader[Any]):
         if cached is not None:
             self._end_unusable_workers(cached)
             workers = self._workers
-        gatherer = self._gatherer_of(cached) if cached is not None and route == "main" else None
+        cache = None if cached is None or route != "main" else self._gathers_from(cached)
         if workers is not None and cached is not None and cached.changes.are_heard:
             route = "worker"  # they go on, with the source that they have
-        if cached is None or route is None or (route == "main" and gatherer is None):
+        if cached is None or route is None or (route == "main" and cache is None):
             self._keep(None)
             return self._plain_epoch(cached, is_first=is_first)
         self._end_plain()
-        has_to_load = gatherer is None or not self._has_nothing_to_load(gatherer.cache)
+        has_to_load = cache is None or not self._has_nothing_to_load(cache)
         is_start = self.persistent_workers and workers is None  # they have a source of their own from now on
         asks = self.num_workers > 0 and (has_to_load or is_start)
         if asks and workers is None:
             workers = Workers(self, is_late=not is_first)
             self.keep(workers)
         self.position.ledger.is_known = True
-        return Epoch(self, cached, gatherer, workers, self.position, keep=self.keep, asks=asks, draws_seed=is_first)
+        maker = self._maker or Maker()
+        return Epoch(self, cached, maker, cache, workers, self.position, keep=self.keep, asks=asks, draws_seed=is_first)
 
     def _end_unusable_workers(self, cached: CachedSource) -> None:
         """End persistent workers of which one has ended, or that have another cache.
@@ -225,15 +226,12 @@ class CachedLoader(DataLoader[Any]):
         if before is not None and before is not workers:
             before.close()
 
-    def _gatherer_of(self, cached: CachedSource) -> Gatherer | None:
-        """What gathers batches from the cache; None if `default_collate` makes something else of its samples."""
+    def _gathers_from(self, cached: CachedSource) -> Store | None:
+        """The cache, if batches are gathered from it; None if `default_collate` makes something else of its samples."""
         cache = cast(Store, cached.cache)
-        if self._gatherer is None or self._gatherer.cache is not cache:
-            try:
-                self._gatherer = Gatherer(cache, pins=self.pin_memory and has_pinned_memory())
-            except (TypeError, RuntimeError):  # default_collate refuses these samples, or keeps a subclass
-                self._gatherer = None
-        return self._gatherer
+        if self._maker is None:
+            self._maker = Maker(pins=self.pin_memory and has_pinned_memory())
+        return None if self._maker.collator_of(cache) is None else cache
 
     def _has_nothing_to_load(self, cache: Store) -> bool:
         """Whether all samples that the loader's sampler can draw are known to be READY."""
@@ -246,24 +244,22 @@ class CachedLoader(DataLoader[Any]):
 
     def _plain_epoch(self, cached: CachedSource | None, *, is_first: bool) -> PlainEpoch:
         """DataLoader's own epoch, over a copy of the loader. A running persistent loader draws no base seed again."""
-        ledger = self.position.ledger
-        ledger.drawn.clear()
         if self._plain is None or not self.persistent_workers:
             self._plain = self._plain_loader(cached, is_first=is_first)
-        has_workers = self.num_workers > 0
+        self._sizes.clear()
         counters = None if cached is None else cached.opened.counters
-        ledger.is_known = cached is not None and (not has_workers or cached.cache is None)
-        return PlainEpoch(start_epoch(self._plain), counters, ledger.drawn, has_workers=has_workers)
+        self.position.ledger.is_known = cached is not None and (not self.num_workers or cached.cache is None)
+        return PlainEpoch(start_epoch(self._plain), counters, self._sizes)
 
     def _plain_loader(self, cached: CachedSource | None, *, is_first: bool) -> DataLoader[Any]:
-        """A DataLoader like this, whose batches are counted as they are drawn."""
+        """A DataLoader like this, whose keys are checked as they are drawn, or counted if there is no cache."""
         is_batched = self.batch_sampler is not None
-        sizes = self.position.ledger.drawn
+        sizes = self._sizes = deque[int]()
         check: Callable[[Any], None] | None = None
-        if cached is not None and cached.cache is None:
-            check = (lambda keys: sizes.append(len(keys))) if is_batched else lambda key: sizes.append(1)
-        elif cached is not None:
+        if cached is not None and cached.cache is not None:
             check = cached.check_keys if is_batched else lambda key: cached.check_keys([key])
+        elif cached is not None and self.num_workers:
+            check = (lambda keys: sizes.append(len(keys))) if is_batched else lambda key: sizes.append(1)
         draws = ResumableBatches(batches_of(self), self.position, check)
         return loader_like(
             self,
@@ -334,7 +330,7 @@ class CachedLoader(DataLoader[Any]):
         self._keep(None)
         self._end_plain()
         self._current = None
-        self._gatherer = None
+        self._maker = None
         self._started = False
         if self._in_memory is not None:
             self._in_memory.close()
@@ -402,7 +398,7 @@ class CachedLoader(DataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy, or a process that is sent the loader, starts with nothing.
-        nothing = dict.fromkeys(("_workers", "_gatherer", "_current", "_plain", "_in_memory"))
+        nothing = dict.fromkeys(("_workers", "_maker", "_current", "_plain", "_in_memory"))
         return self.__dict__ | nothing | {"_started": False, "position": LoaderState()}
 
 

@@ -1,60 +1,50 @@
 """The batches of an epoch that are still to come, planned as their indices are drawn.
 
+A loader that draws its indices at other moments than DataLoader does gives other batches: samplers, the worker seed and
+the user's own code draw from the same generators. So every draw is made on the caller's thread, at the moment at which
+DataLoader makes it:
+
+- `iter(loader)`: `iter(sampler)`; the base seed of the workers; with workers, `iter(sampler)` once more, and the first
+  `prefetch_factor * num_workers` batches. A persistent loader's later epochs draw no base seed and call `iter` once.
+- `next(iterator)`: with workers, one batch, after the current one has come; without, the current one.
+
+Batches may be drawn ahead only if nobody can notice: by samplers that draw from a generator of their own. Not among
+them are a RandomSampler with a generator of the user's, which draws a second permutation when the first runs out, and a
+subclass with an `__iter__` of its own. Where it is allowed, a few thousand indices are drawn and looked up together.
+
 A batch whose samples are all READY is planned together with those that follow, as a block that one gather makes. Any
-other batch is planned by itself, and a worker or this process makes it. Where nobody can notice that indices are drawn
-at once (`draws`), up to a few thousand are drawn and looked up together. With workers, these are then asked only for
-the batches that are not READY; and once the cache is full, for none.
+other batch is planned by itself, and a worker or this process makes it; it is looked up again when its turn comes. Once
+the cache is full, workers are asked for nothing more.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, islice
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_stocache.cache.gather_pool import GatherPool
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.store import NO_PLACE, Store
-from lightning_stocache.loading.batch_pool import BatchPool
-from lightning_stocache.loading.collate import Collator
-from lightning_stocache.loading.draws import END, EpochDraws
-from lightning_stocache.loading.prefetch import Job
+from lightning_stocache.loading.draws import ArrayBatches, ResumableBatches, as_indices
+from lightning_stocache.loading.loader_sampler import draws_unseen
+from lightning_stocache.loading.message import Reply, Request
+from lightning_stocache.loading.position import LoaderState
 from lightning_stocache.loading.serve import CachedSource
-from lightning_stocache.loading.workers import Reply, Request
+from lightning_stocache.loading.workers import under_way
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
+from lightning_stocache.sampling.residents import RollingSampler, StreamBatches
 
-__all__ = ["Gatherer", "Plan", "Plans"]
+__all__ = ["Plan", "Plans"]
 
+DRAWN = 4096  # indices that are drawn, and looked up, at a time, where nobody can notice
 BLOCK_BYTES = 2 << 20  # 7 us per batch of eight 3x32x32 images where a gather for each takes 80
-AHEAD = 64  # batches that are drawn in search of one for a worker
-
-
-class Gatherer:
-    """Gathers batches of READY samples out of a cache of rows, into page-locked memory if it `pins`.
-
-    Raises:
-        TypeError: (also RuntimeError) `default_collate` has another way to make batches than one tensor per field.
-    """
-
-    def __init__(self, cache: Store, *, pins: bool) -> None:
-        self.cache = cache
-        self.pins = pins
-        self.pool = BatchPool(pinned=pins)
-        self._collator = Collator(cache.codec, pins)
-
-    def batches(self, places: Integers, size: int, threads: GatherPool) -> tuple[deque[Any], int]:
-        """Batches of `size` samples each, of which the last may have fewer; and the nanoseconds that this took."""
-        start = time.perf_counter_ns()
-        samples = len(places)
-        memory = self.pool.take(self._collator.sizes(samples))
-        self.cache.gather(places, memory, threads)
-        with torch.inference_mode(False):  # a block may outlast the mode
-            batches = deque(self._collator.batches(memory, samples, size))
-        return batches, time.perf_counter_ns() - start
+_ROLLING_BATCHES = 16  # batches of a RollingSampler, whose samples are replaced meanwhile
 
 
 @dataclass
@@ -66,118 +56,166 @@ class Plan:
         places: int64 `[samples]`, if all are READY: the places to gather from.
         number: of the request, if a worker was asked.
         reply: the reply of a worker, if it has come before its turn.
-        gather: the job that the thread has been offered.
     """
 
     indices: Any
     places: Integers | None = None
     number: int | None = None
     reply: Reply | None = None
-    gather: Job | None = None
 
 
-class Plans(Iterator[Request]):
+class Plans(Iterator["Request | None"]):
     """The plans of an epoch. As an iterator it draws for the workers, whenever DataLoader would draw a batch.
 
     Args:
-        cached: the cached source.
-        draws: draws the indices.
-        gatherer: gathers what is READY; None if workers make all batches.
-        length: number of samples of the dataset.
+        loader: the loader, whose batch sampler is drawn from.
+        cached: the cached source of its dataset.
+        state: the position of the loader. Its epoch has begun; it notes the states of the generators.
+        cache: what READY batches are gathered from; None if workers make all batches.
 
     Attributes:
+        cache: as above; None once nothing may be gathered any more.
+        are_unseen: whether nobody can notice that a batch is drawn ahead.
+        size: samples of a batch, of which the last may have fewer; 0 for a batch sampler of the user's own.
         queue: the plans, in the order of the sampler.
         request: makes the request of a number for keys.
         has_failed: whether the last draw was an error.
+        is_paused: whether nothing is drawn when DataLoader asks.
     """
 
-    def __init__(self, cached: CachedSource, draws: EpochDraws, gatherer: Gatherer | None, length: int) -> None:
-        self._cached = cached
-        self._draws = draws
-        self._gatherer = gatherer
-        self._length = length
+    def __init__(self, loader: DataLoader[Any], cached: CachedSource, state: LoaderState, cache: Store | None) -> None:
+        batches: Any = loader.batch_sampler
+        is_stream = type(batches) is StreamBatches
+        is_plain = type(batches) is BatchSampler
+        sampler = batches.sampler if is_plain else None  # not the loader's: the user may have given the BatchSampler
+        self.cache = cache
+        self.are_unseen = is_stream or draws_unseen(sampler)
+        self.size = batches.batch_size if is_stream or is_plain else 0
         self.queue: deque[Plan] = deque()
         self.request: Callable[[int, Any], Request] = Request
-        self.has_failed = False
-        self._unasked: deque[Plan] = deque()  # for workers, before others are drawn
-        self._is_paused = False
-        self._is_full = False
+        self.has_failed = self.is_paused = False
+        self._cached = cached
+        self._length = len(cast(Any, loader.dataset))
+        self._draws_arrays = not is_stream and ArrayBatches.can_draw(sampler, state)
+        self._batches: Any = batches
+        if not is_stream:
+            self._batches = (ArrayBatches if self._draws_arrays else ResumableBatches)(batches, state)
+        self._drawing: Iterator[Any] = iter(())
+        self._is_full = False  # a question to the cache reads the states of all slots
         self._requests = 0
-
-    @property
-    def gathers(self) -> bool:
-        """Whether batches whose samples are READY are gathered."""
-        return self._gatherer is not None
+        dealt = sampler.num_replicas if isinstance(sampler, LocalitySampler) else 1  # each rank deals for all
+        self._at_once = max(DRAWN // max(self.size * dealt, 1), 1)
+        if type(sampler) is RollingSampler:
+            self._at_once = _ROLLING_BATCHES
 
     @property
     def are_local(self) -> bool:
         """Whether this process makes what is drawn from now on: the cache is full."""
-        if self._gatherer is not None and not self._is_full:
-            cache = self._gatherer.cache
-            self._is_full = self._length <= cache.length and cache.full
-        return self._gatherer is not None and self._is_full
+        if self.cache is None:
+            return False
+        self._is_full = self._is_full or (self._length <= self.cache.length and self.cache.full)
+        return self._is_full
 
-    # ---- for this process ----
+    # ---- draw ----
+
+    def begin(self) -> Plans:
+        """Begin the sampler, as DataLoader does, perhaps twice."""
+        drawing = iter(self._batches)
+        self._drawing = drawing if self._draws_arrays else map(as_indices, drawing)
+        return self
+
+    def begin_alone(self, loader: DataLoader[Any], *, draws_seed: bool) -> None:
+        """Begin the sampler where no worker is asked, and draw as many batches as DataLoader does at once.
+
+        A DataLoader would draw the base seed of its workers all the same.
+        """
+        self.begin()
+        if draws_seed:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            if loader.num_workers:
+                self.begin()
+        most = min(under_way(loader), 1) if self.are_unseen else under_way(loader)
+        while len(self.queue) < most and self.draw():
+            pass
 
     def draw(self) -> bool:
         """Plan the next batch, or the next few thousand indices where nobody can notice. Returns False at the end."""
-        if self._gatherer is None or not self._draws.are_unseen:
-            return self._draw_one() is not None
-        indices = self._draws.draw_many()
-        if indices is None:
-            return False
-        size = self._draws.size
-        cache = self._gatherer.cache
-        places = cache.lookup(indices)
-        firsts = np.arange(0, len(indices), size)
-        are_ready = np.logical_and.reduceat(places != NO_PLACE, firsts).tolist()
-        most = max(BLOCK_BYTES // max(size * cache.codec.nbytes, 1), 1)
-        first = 0
-        while first < len(firsts):
-            end = first + 1
-            while are_ready[first] and end < min(len(firsts), first + most) and are_ready[end]:
-                end += 1
-            block = slice(first * size, end * size)
-            self.queue.append(Plan(indices[block], places[block] if are_ready[first] else None))
-            first = end
-        return True
+        at_once = self._at_once if self.are_unseen and self.cache is not None else 1
+        drawn = list(islice(self._drawing, at_once))
+        if len(drawn) > 1 and all(isinstance(batch, np.ndarray) for batch in drawn):
+            self._plan_blocks(drawn)
+            return True
+        for batch in drawn:
+            if not isinstance(batch, np.ndarray):
+                self._cached.check_keys(batch)
+            self.queue.append(Plan(batch))
+            self._look_up(self.queue[-1])
+        return bool(drawn)
 
-    def _draw_one(self) -> Plan | None:
-        indices = self._draws.draw()
-        if indices is END:
+    def _plan_blocks(self, drawn: list[Integers]) -> None:
+        """Plan batches that are drawn together: those that are READY in blocks, each other by itself."""
+        cache = cast(Store, self.cache)
+        indices = np.concatenate(drawn)
+        places = cache.lookup(indices)
+        ends = list(accumulate(map(len, drawn)))
+        begins = [0, *ends[:-1]]
+        are_ready = np.logical_and.reduceat(places != NO_PLACE, begins).tolist()
+        most = max(BLOCK_BYTES // max(self.size * cache.codec.nbytes, 1), 1)
+        first = 0
+        while first < len(drawn):
+            last = first
+            stop = min(first + most, len(drawn)) - 1
+            # Only the last batch of a block may be smaller than the others.
+            while last < stop and are_ready[last] and are_ready[last + 1] and len(drawn[last]) == self.size:
+                last += 1
+            block = slice(begins[first], ends[last])
+            self.queue.append(Plan(indices[block], places[block] if are_ready[first] else None))
+            first = last + 1
+
+    def _look_up(self, plan: Plan) -> None:
+        """Plan to gather a batch if its samples are READY by now."""
+        if self.cache is None or not isinstance(plan.indices, np.ndarray) or not len(plan.indices):
+            return
+        places = self.cache.lookup(plan.indices)
+        if (places != NO_PLACE).all():
+            plan.places = places
+
+    def first(self) -> Plan | None:
+        """The plan of the next batch; None if the next batch is not drawn yet."""
+        if not self.queue:
             return None
-        plan = Plan(indices)
-        if not isinstance(indices, np.ndarray):
-            self._cached.check_keys(indices)
-        elif self._gatherer is not None and len(indices):
-            places = self._gatherer.cache.lookup(indices)
-            if (places != NO_PLACE).all():
-                plan.places = places
-        self.queue.append(plan)
+        plan = self.queue[0]
+        if plan.places is None and plan.number is None:
+            self._look_up(plan)
         return plan
 
     # ---- for workers ----
 
-    def begin(self) -> Plans:
-        """Begin the sampler, when DataLoader does."""
-        self._draws.begin()
-        return self
-
-    def __next__(self) -> Request:
-        if self._unasked:
-            return self._asked(self._unasked.popleft())
-        if self._is_paused or (self._draws.are_unseen and self.are_local):
+    def __next__(self) -> Request | None:
+        """The next request; None asks for nothing, and has DataLoader draw again: all that was drawn is READY."""
+        if self.is_paused:
             raise StopIteration
-        self.has_failed = True
-        for ahead in range(AHEAD):
-            plan = self._draw_one()
-            if plan is None or (plan.places is not None and self.are_local):
-                break  # not the end: DataLoader asks again, and then another batch is drawn
-            if plan.places is None or ahead + 1 == AHEAD or not self._draws.are_unseen:
-                self.has_failed = False
-                return self._asked(plan)
-        self.has_failed = False
-        raise StopIteration
+        plan = self._unasked()
+        has_more = not (self.are_unseen and self.are_local)
+        if plan is None and has_more:
+            self.has_failed = True
+            has_more = self.draw()
+            self.has_failed = False
+            plan = self._unasked()
+        if plan is not None:
+            return self._asked(plan)
+        if not has_more or self.are_local:
+            raise StopIteration  # not the end: DataLoader asks again, and then another batch is drawn
+        return None if self.are_unseen else self._asked(self.queue[-1])
+
+    def _unasked(self) -> Plan | None:
+        """The first plan of which a worker is still to be asked; None if there is none."""
+        for plan in self.queue:
+            if plan.places is None and plan.number is None:
+                self._look_up(plan)
+                if plan.places is None:
+                    return plan
+        return None
 
     def _asked(self, plan: Plan) -> Request:
         plan.places = None
@@ -185,14 +223,9 @@ class Plans(Iterator[Request]):
         self._requests += 1
         return self.request(plan.number, plan.indices)
 
-    def pause(self) -> None:
-        """Draw nothing when DataLoader asks, until `resume` is called."""
-        self._is_paused = True
-
     def resume(self) -> Plans:
         """Have workers make what nobody has made: first of all what is planned."""
-        self._is_paused = False
-        self._unasked = deque(plan for plan in self.queue if plan.number is None)
+        self.is_paused = False
         return self
 
     # ---- after a change ----
@@ -204,15 +237,15 @@ class Plans(Iterator[Request]):
             gathered: indices of batches that were gathered, and are to be made before all others.
         """
         plans, self.queue = self.queue, deque()
+        self.cache = None
         self._plan_each(gathered)
         for plan in plans:
             if plan.places is None:
                 self.queue.append(plan)
             else:
                 self._plan_each(plan.indices)
-        self._gatherer = None
 
     def _plan_each(self, indices: Integers) -> None:
-        size = self._draws.size or max(len(indices), 1)
+        size = self.size or max(len(indices), 1)
         for first in range(0, len(indices), size):
             self.queue.append(Plan(indices[first : first + size]))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import operator
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -26,45 +25,10 @@ from lightning_stocache.loading.loader_sampler import batches_of, drawn_from, re
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.source.generators import PROCESS_WIDE, as_text, put_back, states_of
 
-__all__ = ["Given", "Ledger", "LoaderState", "Waiting", "batches_left_out", "samples_left_out"]
+__all__ = ["Given", "Ledger", "LoaderState", "batches_left_out", "samples_left_out"]
 
 _VERSION = 1
 _KEYS = {"batches", "batch_size", "replicas", "length"}
-
-
-class Waiting:
-    """The time for which the consumer of a loader waits: a context around each `__next__` of its iterator.
-
-    Attributes:
-        waited_ns: nanoseconds in `__iter__`, which starts workers, and in `__next__`, of all epochs together.
-        away_ns: nanoseconds between two calls in one epoch, in which a plain loop computes.
-        last_away_ns: of these, the nanoseconds before the call under way; 0 in the first call of an epoch.
-    """
-
-    def __init__(self) -> None:
-        self.waited_ns = self.away_ns = self.last_away_ns = 0
-        self._entered_ns = 0
-        self._left_ns: int | None = None
-
-    @contextmanager
-    def beginning(self) -> Iterator[None]:
-        """Around `__iter__`, which begins an epoch: the time since the last call belongs to no epoch."""
-        self._left_ns, entered_ns = None, time.perf_counter_ns()
-        try:
-            yield
-        finally:
-            self.waited_ns += time.perf_counter_ns() - entered_ns
-
-    def __enter__(self) -> Waiting:
-        self._entered_ns = now = time.perf_counter_ns()
-        self.last_away_ns = 0 if self._left_ns is None else now - self._left_ns
-        self.away_ns += self.last_away_ns
-        return self
-
-    def __exit__(self, error: object, *_: object) -> None:
-        now = time.perf_counter_ns()
-        self.waited_ns += now - self._entered_ns
-        self._left_ns = now if error is None else None
 
 
 class Given(NamedTuple):
@@ -75,8 +39,8 @@ class Given(NamedTuple):
         hits: samples of them that came from their slot.
         misses: samples that have a slot here, and had to be loaded.
         bypasses: samples that have no slot here.
-        waited_ns: nanoseconds for which the consumer has waited.
-        away_ns: nanoseconds between two batches.
+        waited_ns: nanoseconds for which the consumer has waited in `__iter__` and `__next__`.
+        away_ns: nanoseconds between two batches, in which a plain loop computes.
     """
 
     batches: int = 0
@@ -96,30 +60,50 @@ class Given(NamedTuple):
 
 
 class Ledger:
-    """Counts what a loader gives to its consumer.
+    """Counts what a loader gives to its consumer, and times how long the consumer waits.
+
+    A context around each `__next__` of the loader's iterator.
 
     Attributes:
-        waiting: the waiting time of the consumer.
         begun: what had been given when the epoch under way began.
         begun_at: when that was, in seconds of `time.perf_counter`.
         is_known: whether it is known where the samples of this epoch's batches come from.
-        drawn: the sizes of batches that DataLoader's workers are asked for, where there is no cache.
+        last_away_ns: nanoseconds between the call under way and the one before; 0 in the first call of an epoch.
     """
 
     def __init__(self) -> None:
-        self.waiting = Waiting()
         self.begun = Given()
         self.begun_at = 0.0
         self.is_known = False
+        self.last_away_ns = 0
         self._sums = [0, 0, 0, 0]  # batches, hits, misses, bypasses
-        self.drawn = deque[int]()
         self._newest = (0, 0, 0, 0)
+        self._waited_ns = self._away_ns = 0
+        self._entered_ns = 0
+        self._left_ns: int | None = None
 
-    def begin(self) -> None:
-        """Begin an epoch."""
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Begin an epoch, around `__iter__`, which starts workers. The time since the last call belongs to no epoch."""
         self.begun = self.given()
         self.begun_at = time.perf_counter()
         self._newest = (0, 0, 0, 0)
+        self._left_ns, entered_ns = None, time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self._waited_ns += time.perf_counter_ns() - entered_ns
+
+    def __enter__(self) -> Ledger:
+        self._entered_ns = now = time.perf_counter_ns()
+        self.last_away_ns = 0 if self._left_ns is None else now - self._left_ns
+        self._away_ns += self.last_away_ns
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        now = time.perf_counter_ns()
+        self._waited_ns += now - self._entered_ns
+        self._left_ns = now if error is None else None
 
     def add(self, hits: int, misses: int, bypasses: int) -> None:
         """Count a batch that is handed out."""
@@ -134,7 +118,7 @@ class Ledger:
         """What has been given; perhaps without the newest batch, which the consumer has only fetched ahead."""
         left_out = self._newest if without_newest else (0, 0, 0, 0)
         batches, hits, misses, bypasses = map(operator.sub, self._sums, left_out)
-        return Given(batches, hits, misses, bypasses, self.waiting.waited_ns, self.waiting.away_ns)
+        return Given(batches, hits, misses, bypasses, self._waited_ns, self._away_ns)
 
 
 class LoaderState:

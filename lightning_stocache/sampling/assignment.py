@@ -15,7 +15,7 @@ computes all of it and takes its share, and no message is sent.
    first, then the last in the order of the batch. These, and the indices that no node has, are the misses of the batch;
    they take the free places. Any other deal of misses would take places from indices that are hits there.
 4. A node's misses, then its other indices, go to its ranks in turn, beginning with another rank in each batch. So the
-   misses of its ranks differ by one at most. Between all ranks the difference is `Deal.imbalance`.
+   misses of its ranks differ by one at most.
 """
 
 from __future__ import annotations
@@ -39,18 +39,10 @@ class Deal:
     Args:
         nodes: number of the node, for each position of the batch.
         misses: whether that node has no slot for the sample, for each position.
-        ranks: number of ranks of every node.
     """
 
     nodes: Integers
     misses: NDArray[np.bool_]
-    ranks: Integers
-
-    @property
-    def imbalance(self) -> int:
-        """The difference between the most and the fewest misses of a rank."""
-        misses = np.bincount(self.nodes[self.misses], minlength=len(self.ranks))
-        return int((-(-misses // self.ranks)).max() - (misses // self.ranks).min())
 
 
 class Dealer:
@@ -121,7 +113,7 @@ class Dealer:
             place = np.arange(len(lines)) - (load.cumsum() - load)[line_of]
             misses[lines[place >= np.append(places, len(batch))[line_of]]] = True
         nodes[misses] = np.repeat(np.arange(nowhere), np.maximum(places - load[:nowhere], 0))
-        return Deal(nodes, misses, self._ranks)
+        return Deal(nodes, misses)
 
     def share(self, deal: Deal, rank: int, turn: int = 0) -> Integers:
         """The positions in a dealt batch that a global rank trains on, rising; `turn` is the number of the batch."""

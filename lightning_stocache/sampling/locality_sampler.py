@@ -59,8 +59,6 @@ class LocalitySampler(DistributedSampler[int]):
     Attributes:
         skip: samples of this rank that the next iteration leaves out at its beginning, to resume in the middle of an
             epoch. It holds for one iteration, and the length stays that of the whole epoch.
-        imbalance: the difference between the most and the fewest misses of a rank in one global batch, the largest of
-            the latest iteration; counted by the ring, as if all caches were full.
 
     Raises:
         TypeError: `draws` has no length.
@@ -104,7 +102,6 @@ class LocalitySampler(DistributedSampler[int]):
         self.nodes = nodes
         self.draws = draws
         self.skip = 0
-        self.imbalance = 0
         self._dealer = None
         if ring is not None and len(nodes) > 1 and size > 0:
             self._dealer = Dealer(ring, nodes)
@@ -116,12 +113,11 @@ class LocalitySampler(DistributedSampler[int]):
         """This rank's part of each global batch: `batch_size` indices, int64, but in the last one."""
         # As in DistributedSampler, the order is drawn here, not with the first index: set_epoch may come in between.
         skip, self.skip = self.skip, 0
-        self.imbalance = 0
         order = self._order()
         step = self.batch_size * self.num_replicas
         begins = range(skip * self.num_replicas, self.total_size, step)
         parts = (partial(self._part, order, begin) for begin in begins)
-        return self._noted(_one_ahead(parts) if step >= _THREAD_INDICES else (part() for part in parts))
+        return _one_ahead(parts) if step >= _THREAD_INDICES else (part() for part in parts)
 
     def _order(self) -> Integers:
         """DistributedSampler's order of the epoch, before padding."""
@@ -132,24 +128,14 @@ class LocalitySampler(DistributedSampler[int]):
             order = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).numpy()
         return order if drawn is None else drawn[order]
 
-    def _part(self, order: Integers, begin: int) -> tuple[Integers, int]:
-        """This rank's part of the global batch that begins at a position, and the difference in misses of the ranks.
-
-        A thread may call it.
-        """
+    def _part(self, order: Integers, begin: int) -> Integers:
+        """This rank's part of the global batch that begins at a position. A thread may call it."""
         step = self.batch_size * self.num_replicas
         # Positions beyond the order are DistributedSampler's padding: the order over again.
         batch = order[np.arange(begin, min(begin + step, self.total_size)) % len(order)]
         if self._dealer is None or order.dtype == object:  # keys that only the source understands
-            return batch[self.rank :: self.num_replicas], 0
-        deal = self._dealer.deal(batch)
-        return batch[self._dealer.share(deal, self.rank, turn=begin // step)], deal.imbalance
-
-    def _noted(self, parts: Iterator[tuple[Integers, int]]) -> Iterator[Integers]:
-        """The indices of the parts. Notes the imbalance of each part that is handed out."""
-        for indices, imbalance in parts:
-            self.imbalance = max(self.imbalance, imbalance)
-            yield indices
+            return batch[self.rank :: self.num_replicas]
+        return batch[self._dealer.share(self._dealer.deal(batch), self.rank, turn=begin // step)]
 
 
 def _one_ahead(calls: Iterator[Callable[[], _T]]) -> Iterator[_T]:

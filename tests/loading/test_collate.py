@@ -20,7 +20,8 @@ from lightning_stocache.loading.arena import Arena
 from lightning_stocache.loading.collate import Collator
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.workers import Reply, Requested, Requests
+from lightning_stocache.loading.message import Reply
+from lightning_stocache.loading.workers import Requested, Requests
 from tests.loading.twins import assert_as_plain, default_device, same
 
 # ---- from fields
@@ -79,9 +80,11 @@ def test_numbers_under_a_default_device_have_no_short_cut(sample):
 # ---- by a worker
 
 
-def replied(samples: Any, arena: Arena | None, number: int = 0) -> Any:
+def replied(
+    samples: Any, arena: Arena | None, number: int = 0, collate_fn: Callable[[Any], Any] = default_collate
+) -> Any:
     """The batch of a worker that is asked for those samples, in the main process, after its way through a pipe."""
-    requested = Requested(CachedDataset(samples, defer=True), arena=arena)
+    requested = Requested(CachedDataset(samples, defer=True), collate_fn, arena)
     request = Requests(arena).request(number, np.arange(len(samples)))
     reply: Reply = pickle.loads(pickle.dumps(requested.__getitems__(request)))
     reply.unpack(lend=True)
@@ -93,6 +96,44 @@ def replied(samples: Any, arena: Arena | None, number: int = 0) -> Any:
 def through(samples: list[Any]) -> tuple[Any, Any]:
     """The batch as it comes without memory of its own, and then in it."""
     return replied(samples, None), replied(samples, Arena.create(1, workers=1))
+
+
+class OwnBatch:
+    """A user's batch, with an array beside its tensors."""
+
+    def __init__(self, samples: list[torch.Tensor]) -> None:
+        self.images = torch.stack(samples)
+        self.mean = self.images.numpy().mean(0)
+        self.both = [self.images, self.images]
+
+
+def test_a_batch_of_the_users_own_class_lies_in_the_memory_of_the_batch():
+    """Its large tensors and arrays do, for as long as somebody holds a part of one."""
+    samples = [torch.full((3, 64, 64), float(number)) for number in range(3)]
+    expected = OwnBatch(samples)
+    arena = Arena.create(1, workers=1)
+    assert arena is not None
+    batch = replied(samples, arena, collate_fn=OwnBatch)
+    assert same([batch.images, batch.both], [expected.images, expected.both])
+    assert batch.both[0] is batch.both[1] is batch.images
+    assert np.array_equal(batch.mean, expected.mean)
+    row = batch.mean[1]
+    del batch
+    assert arena.free_slots == 0
+    assert row.flags.writeable
+    assert np.array_equal(row, expected.mean[1])
+    del row
+    assert arena.free_slots == 1
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_in_its_place(monkeypatch):
+    """In a worker of DataLoader's nobody would hear of it, and the loader would wait for ever."""
+    monkeypatch.setattr(workers, "get_worker_info", lambda: SimpleNamespace(id=0))
+    arena = Arena.create(1, workers=1)
+    assert arena is not None
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        replied([torch.zeros(2)], arena, collate_fn=lambda samples: [samples, lambda: 0])
+    assert arena.free_slots == 1
 
 
 Pair = collections.namedtuple("Pair", "image label")

@@ -16,13 +16,15 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from lightning_stocache.loading import arena, draws, plans
+from lightning_stocache.loading import arena, plans
 from lightning_stocache.loading.arena import Arena
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.workers import Request, Requests
+from lightning_stocache.loading.maker import Maker
+from lightning_stocache.loading.message import Request
+from lightning_stocache.loading.workers import Requests
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from tests.loading.twins import (
@@ -147,6 +149,29 @@ def test_later_epochs_take_no_new_memory(num_workers):
             assert sum(address - size * 270_000 not in addresses for address in addresses) == blocks
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("persistent", [False, True])
+def test_persistent_workers_write_later_epochs_to_the_same_memory(persistent):
+    """What an outlier has taken is given back. Workers that end, or that `close` ends, leave no memory."""
+    batches: Any = [[number] for number in range(12)] + [list(range(LENGTH))]
+    with closing(CachedDataset(Numbers(LENGTH, BIG), transform=to_float)) as dataset:
+        loader = CachedLoader(dataset, batch_sampler=batches, num_workers=1, persistent_workers=persistent)
+        taken = []
+        for _ in range(3):
+            for batch in loader:
+                del batch
+            taken.append(sum(memory.allocated_bytes for memory in arenas()))
+        loader.close()
+        gc.collect()
+        sample_bytes = 4 * 3 * 64 * 64
+        if persistent:
+            assert sample_bytes < taken[0] < 5 * 3 * sample_bytes  # of five slots, with a little more than two samples
+            assert max(taken) <= taken[0] + 4 * 4096
+        else:
+            assert max(taken) <= 4096
+        assert all(memory.allocated_bytes <= 4096 for memory in arenas())
+
+
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize(
     ("kind", "arguments", "budget", "transform"),
@@ -204,7 +229,7 @@ def test_iterators_of_persistent_workers_are_one(transform):
 def test_a_cache_may_end_in_the_middle_of_an_epoch(monkeypatch, arguments, budget, transform, event):
     """Closed or shared anew, warm or while it fills, the right batches come, and a new cache is filled."""
     monkeypatch.setattr(plans, "BLOCK_BYTES", 2 * 4 * SAMPLE_BYTES)
-    monkeypatch.setattr(draws, "DRAWN", 24)
+    monkeypatch.setattr(plans, "DRAWN", 24)
 
     def epochs(kind: Any, data: Any, happens: Any) -> tuple[Any, list[Any]]:
         seed_all()
@@ -457,6 +482,25 @@ def test_batches_may_come_in_any_order(arguments, budget, transform):
         assert totals(dataset).hits
 
 
+@pytest.mark.processes
+@pytest.mark.epoch_one_reads_all
+def test_batches_that_are_ready_by_their_turn_are_not_asked_for(monkeypatch):
+    """Of a sampler whose draws nobody can notice, which repeats indices: it is drawn from far ahead."""
+    requests: list[int] = []
+    request = Requests.request
+    monkeypatch.setattr(Requests, "request", lambda self, *asked: requests.append(asked[0]) or request(self, *asked))
+
+    def arguments() -> dict[str, Any]:
+        seed_all()
+        return {"sampler": RandomSampler(range(LENGTH), replacement=True, num_samples=2000), "num_workers": 2}
+
+    expected = list(DataLoader(Numbers(LENGTH), 4, **arguments()))
+    with closing(CachedDataset(Numbers(LENGTH))) as dataset:
+        assert same([copied(batch) for batch in CachedLoader(dataset, 4, **arguments())], expected)
+        assert dataset.cache.full
+        assert len(requests) < len(expected) // 2
+
+
 class Failing(Sampler[int]):
     """A sampler that fails in the middle of its second epoch, or yields no batch there."""
 
@@ -516,15 +560,21 @@ def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: 
     """Bit for bit, wherever blocks and drawn stretches end; hits count when a batch is handed out."""
     order, block, size, drop_last = (case[name] for name in ("order", "block", "size", "drop_last"))
     monkeypatch.setattr(plans, "BLOCK_BYTES", block * SAMPLE_BYTES)
-    monkeypatch.setattr(draws, "DRAWN", 60)
+    monkeypatch.setattr(plans, "DRAWN", 60)
+    blocks: list[int] = []
+    make_block = Maker.block
+
+    def noting(self: Maker, cache: Any, places: Any, *arguments: Any) -> Any:
+        blocks.append(len(places))
+        return make_block(self, cache, places, *arguments)
+
+    monkeypatch.setattr(Maker, "block", noting)
     made: list[list[Any]] = []
     for kind, source in ((DataLoader, dataset.source), (CachedLoader, dataset)):
         torch.manual_seed(1)
         dealt = LocalitySampler(dataset, 1, 0, batch_size=size, ring=dataset.ring, nodes=((0,),))
         sampler = dealt if order == "locality" else None
         loader = kind(source, size, order == "shuffled", sampler, drop_last=drop_last)
-        if isinstance(loader, CachedLoader):  # by blocks, not batch by batch
-            monkeypatch.setattr(draws.EpochDraws, "draw", None)
         before, served = totals(dataset), 0
         made.append([])
         for batch in (batch for _ in range(2) for batch in loader):
@@ -533,5 +583,10 @@ def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: 
             moved = totals(dataset) - before
             assert (moved.hits, moved.bytes_from_cache, moved.served) == (served, served * SAMPLE_BYTES, served)
         made[-1].append(torch.rand(1))
+    most = max(block // size, 1) * size
+    drawn = max(60 // size, 1) * size
+    length = MANY // size * size if drop_last else MANY
+    stretches = [min(drawn, length - first) for first in range(0, length, drawn)]
+    assert blocks == 2 * [min(most, left - first) for left in stretches for first in range(0, left, most)]
     assert len(made[0]) > 1 or drop_last
     assert same(*made)

@@ -30,7 +30,7 @@ from lightning_stocache.loading.arena import Arena
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.interrupt import held_back
 from lightning_stocache.loading.loader import CachedLoader
-from lightning_stocache.loading.prefetch import Job, Prefetcher
+from lightning_stocache.loading.prefetch import PREFETCH_THREAD, Prefetcher
 from tests.cache.leaves import same
 from tests.jobs import job_environment
 from tests.loading.twins import (
@@ -257,7 +257,7 @@ def test_a_forked_process_goes_on_while_the_thread_gathers(monkeypatch: pytest.M
         gather = cache.gather
 
         def held(*arguments: Any) -> None:
-            if threading.current_thread().name == "stocache-prefetch":
+            if threading.current_thread().name.startswith(PREFETCH_THREAD):
                 begun.set()
                 go_on.wait(120)
             gather(*arguments)
@@ -557,7 +557,7 @@ def test_workers_that_are_being_started_are_somebodys(monkeypatch: pytest.Monkey
 # ---- the thread, and steps that are not interrupted ----
 
 
-def test_who_wants_a_job_that_is_under_way_waits_for_it() -> None:
+def test_who_wants_what_is_under_way_waits_for_it() -> None:
     """Nobody else does it, its error is the consumer's, and the thread may be stopped from anywhere, twice."""
     thread = Prefetcher()
     thread.stop()
@@ -572,23 +572,24 @@ def test_who_wants_a_job_that_is_under_way_waits_for_it() -> None:
         go_on.wait(120)
         return Batch()
 
-    job = Job(work)
-    thread.offer(job)
+    thread.offer(work)
     assert begun.wait(120)
     threading.Timer(0.05, go_on.set).start()
-    assert job.result() is job.result()
-    thread.offer(job)
+    reference = weakref.ref(thread.result(work))
     assert len(done_by) == 1
     assert done_by[0] != threading.get_ident()
-    reference = weakref.ref(job.result())
-    del job
-    broken = Job(lambda: 1 / 0)
-    thread.offer(broken)
     wait_until(lambda: reference() is None)
+    thread.result(work)  # which was not offered
+    assert done_by[1:] == [threading.get_ident()]
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    thread.offer(fail)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            broken.result()
-    thread.offer(Job(thread.stop))
+            thread.result(fail)
+    thread.offer(thread.stop)
     wait_until(lambda: prefetch_threads() == 0)
     thread.stop()
 

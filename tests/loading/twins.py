@@ -20,6 +20,7 @@ from torchvision.transforms import v2
 
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.prefetch import PREFETCH_THREAD
 from tests.cache.leaves import same
 from tests.sources import Made
 
@@ -150,7 +151,7 @@ def totals(dataset: Any) -> Any:
 
 def prefetch_threads() -> int:
     """The threads that gather ahead."""
-    return sum(thread.name == "stocache-prefetch" for thread in threading.enumerate())
+    return sum(thread.name.startswith(PREFETCH_THREAD) for thread in threading.enumerate())
 
 
 def copied(batch: Any) -> Any:

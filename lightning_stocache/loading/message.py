@@ -1,0 +1,143 @@
+"""Messages between a loader and its workers: requests for batches, and replies.
+
+A batch is sent as a pickle. Its large tensors and arrays lie beside the pickle, in the memory that the request names
+(`arena`), as far as there is room; its other tensors lie in the pickle. Torch's own way to send a tensor takes fresh
+memory in /dev/shm, and dies of SIGBUS where there is none. It is left for tensors that their bytes, dtype and shape do
+not describe (sparse ones, subclasses).
+
+An error comes in the reply: in torch's own way it would not say whose memory is free.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightning_stocache.cache.codec import memory_of
+from lightning_stocache.cache.counters import Served
+from lightning_stocache.loading.arena import Slot, arena_of
+from lightning_stocache.loading.collate import is_dense
+from lightning_stocache.torch_internals import ExceptionWrapper, pinned, wrapped_error
+
+__all__ = ["Reply", "Request"]
+
+
+class Request(NamedTuple):
+    """A request for a batch.
+
+    Args:
+        number: number of the request.
+        keys: indices, int64 `[samples]`, or a sampler's keys, which only the source understands.
+        slot: the slot for the batch, if there is one.
+        most_bytes: bytes that the slot may keep.
+    """
+
+    number: int
+    keys: Any
+    slot: int | None = None
+    most_bytes: int = 0
+
+
+class Reply:
+    """The reply to a request.
+
+    It is no tuple, because older versions of torch pin tuples item by item.
+
+    Args:
+        number: number of the request.
+        served: where the samples of the batch came from.
+        token: of the arena, if a slot is leased to the request.
+        error: what the worker has raised instead.
+
+    Attributes:
+        batch: the batch, once it is unpacked.
+        is_refused: whether there was no memory for the slot.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        served: Served = (0, 0, 0),
+        *,
+        token: bytes | None = None,
+        error: ExceptionWrapper | None = None,
+    ) -> None:
+        self.number = number
+        self.served = served
+        self.error = error
+        self.batch: Any = None
+        self.is_refused = False
+        self._token = token
+        self._pickle: bytes | None = None
+        self._spans: list[tuple[int, int]] = []  # offsets and sizes of the buffers in the slot
+        self._size = 0  # bytes of the slot that the batch takes
+
+    def pack(self, batch: Any, slot: Slot) -> None:
+        """In a worker: take a batch. What lies in the slot already stays there; what is large is copied to it."""
+
+        def is_in_pickle(buffer: pickle.PickleBuffer) -> bool:
+            content = buffer.raw()
+            offset = slot.place(np.frombuffer(content, dtype=np.uint8)) if content.nbytes else None
+            if offset is not None:
+                self._spans.append((offset, content.nbytes))
+            return offset is None
+
+        file = io.BytesIO()
+        _Packer(file, 5, True, is_in_pickle).dump(batch)
+        self._pickle = file.getvalue()
+        self._size, self.is_refused = slot.end, slot.is_refused
+
+    def unpack(self, *, lend: bool) -> None:
+        """Make the batch, once: over the memory of the slot if it is lent, else in memory of its own."""
+        token, self._token = self._token, None
+        packed, self._pickle = self._pickle, None
+        memory: Any = None
+        if token is not None and self._size:
+            memory = arena_of(token).lend(self.number, self._size)
+        elif token is not None:
+            arena_of(token).end_lease(self.number)
+        if packed is None:
+            return
+        try:
+            buffers = [_buffer(memory, offset, nbytes) for offset, nbytes in self._spans]
+            self.batch = pickle.loads(packed, buffers=buffers if lend else [buffer.copy() for buffer in buffers])
+        except Exception:  # of the user's classes
+            self.error = wrapped_error("where a batch of a worker is unpacked")
+
+    def pin_memory(self) -> Reply:
+        """The reply with its batch in page-locked memory. Torch's thread for that calls it."""
+        self.unpack(lend=True)  # the loan ends here
+        try:
+            self.batch = pinned(self.batch)
+        except Exception:
+            self.batch = None
+            self.error = wrapped_error("in the thread that pins batches")
+        return self
+
+
+class _Packer(ForkingPickler):
+    """Pickles a batch, and its dense tensors as buffers. A tensor that comes twice stays one tensor."""
+
+    def reducer_override(self, node: Any) -> Any:
+        """How a tensor is pickled; the strides of one that is not contiguous are kept in torch's own way."""
+        if not isinstance(node, torch.Tensor) or not is_dense(node) or not node.is_contiguous():
+            return NotImplemented
+        return _tensor, (pickle.PickleBuffer(cast(Any, memory_of(node))), node.dtype, tuple(node.shape))
+
+
+def _buffer(memory: memoryview, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Some bytes of lent memory. A slice of the view would not refer to the view, with which the loan ends."""
+    buffer: npt.NDArray[np.uint8] = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset).numpy()
+    return buffer
+
+
+def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not len(content):
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(shape)
