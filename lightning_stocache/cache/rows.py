@@ -406,7 +406,7 @@ def _assemble(node: _Branch | int, leaves: Sequence[Sequence[Any]], samples: int
 def _mismatch(index: int | None, path: str, expected: str, came: str) -> SampleMismatchError:
     sample = "a sample" if index is None else f"sample {index}"
     return SampleMismatchError(
-        f"{sample}: {named(path)} must be {expected}, as in the first sample; got {came}. "
+        f"{sample}: {named(path)} must be {expected}, as in all rows of this cache; got {came}. "
         "Rows have one structure, dtype and shape: convert, resize or pad them in the source, or keep records: "
         'layout="records" of CachedDataset, CachedStream or RollingCache'
     )

@@ -102,7 +102,8 @@ def _way_out(dataset: CachedDataset, all_datasets: Sequence[Any]) -> str:
     """The budget that holds all samples, of the sets that share it, too; or how to live with less memory."""
     opened, group = cached_source(dataset).opened, dataset.group
     request = opened.request
-    sets = [dataset, *(each for each in all_datasets if each.cache is not None and _shares_budget(each, dataset))]
+    sharing = [each for each in all_datasets if _shares_budget(each, dataset)]
+    sets = [dataset, *(each for each in sharing if each.cache is not None)]
     bytes_of = {id(each): _whole_bytes(each) for each in sets}
     evaluation = sum(bytes_of[id(each)] for each in sets if each is not dataset)
     # A validation set that opens first takes at most half.
@@ -124,8 +125,14 @@ def _way_out(dataset: CachedDataset, all_datasets: Sequence[Any]) -> str:
     written = format_bytes(math.ceil(10 * enough / unit) * unit // 10)
     with_val = ", with the other sets that share it" if len(sets) > 1 else ""
     where = " on each node" if len(group.nodes) > 1 else ""
+    empty_stages = {_stage(each) for each in sharing if cached_source(each).opened.request.budget.off}
     of_stage = f" for {request.pot!r}" if request.reader is not None and request.pot else ""
     sentence = f"a budget of {written}{of_stage}{where} would hold every sample{with_val}"
+    if empty_stages:  # others have left them nothing, so the size of their samples is unknown
+        stage, others = _stage(dataset), " and ".join(sorted(empty_stages))
+        sentence = (
+            f"budget={{{stage!r}: {written!r}}} would hold every sample{where}: {others} then has a budget of its own"
+        )
     if request.name is None:
         return sentence
     names = " ".join(cached_source(each).opened.request.name or "" for each in sets)
@@ -138,6 +145,12 @@ def _shares_budget(other: Any, dataset: CachedDataset) -> bool:
         return False
     requests = [cached_source(each).opened.request for each in (other, dataset)]
     return requests[0].pot == requests[1].pot and all(request.reader is not None for request in requests)
+
+
+def _stage(dataset: CachedDataset) -> str:
+    """The stage of the loader that reads a set of a Trainer's call."""
+    reader = cached_source(dataset).opened.request.reader
+    return "" if reader is None else reader.stage
 
 
 def _whole_bytes(dataset: CachedDataset) -> int:
