@@ -199,14 +199,18 @@ def _fill(draws: Draws, store: RollingStore, count: int, number: int, restarts: 
     end_with_parent()
     torch.set_num_threads(1)
     seed = draws.seed + number + restarts * count
-    random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
     become_worker(number, count, seed, draws.source)
-    notes, in_a_row = store.notes[number], 0
+    notes = store.notes[number]
+    in_a_row = 0
     resident = None if draws.passes is None else store.slots_by_index(draws.length or 0)
     for draw in draws.share(number, count, int(notes[_DRAWN])):
         if notes[_STOP]:
             return
-        if resident is not None and (slot := int(resident[draw.index])) != NO_SLOT and store.is_sound(slot):
+        slot = NO_SLOT if resident is None else int(resident[draw.index])
+        if slot != NO_SLOT and store.is_sound(slot):
             notes[_DRAWN] += 1
             continue
         notes[_INDEX], notes[_SINCE] = draw.index, time.monotonic_ns()

@@ -20,7 +20,7 @@ from lightning_stocache.setup.options import STAGES, Budgets, CacheOptions, know
 from lightning_stocache.setup.request import Form, check_flag
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
-from lightning_stocache.training.lightning_internals import data_sources, warn
+from lightning_stocache.training.lightning_internals import data_sources, put_first, skip_empty_hooks, warn
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.resume import ResumePoint
 
@@ -104,6 +104,7 @@ class StochasticCache(Callback):
         self.caches.verbose = verbose
         self.verbose = verbose
         self._calls: dict[int, _Call] = {}  # by the Trainer's id: a fit may validate by another Trainer
+        skip_empty_hooks(self)
 
     __init__.__doc__ = CacheOptions.__doc__  # for `help`, and the `--help` of LightningCLI
 
@@ -135,13 +136,12 @@ class StochasticCache(Callback):
         call.sources = list(sources.values())
         for name, source in sources.items():
             source.dataloader = partial(call.loaders, name)
-        self._move_to_front(trainer)  # a callback that raises in `on_exception` ends those behind it
+        put_first(trainer, self)  # a callback that raises in `on_exception` ends those behind it
         if not any(isinstance(callback, CacheMonitor) for callback in callbacks):
             monitor = self.monitor_class(hyperparameters=not self.is_guest, verbose=self.verbose)
             monitor.is_guest = self.is_guest
             call.callbacks.append(monitor)
-            trainer.callbacks = [monitor, *trainer.callbacks]  # type: ignore[attr-defined]
-            monitor.setup(trainer, pl_module, stage)
+            monitor.setup(trainer, pl_module, stage)  # it joins the callbacks, as the first
         self._tell_monitors(trainer, self.caches)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -161,15 +161,12 @@ class StochasticCache(Callback):
 
     def bring(self, trainer: Any) -> None:
         """Join the callbacks of a Trainer for one call, in front. A DataModule that is to be cached calls it."""
-        self._move_to_front(trainer)
+        put_first(trainer, self)
         self._call_of(trainer).callbacks.append(self)
 
     def is_brought_to(self, trainer: Any) -> bool:
         """Whether a DataModule has brought this callback to a Trainer."""
         return self in self._calls.get(id(trainer), _Call()).callbacks
-
-    def _move_to_front(self, trainer: Any) -> None:
-        trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
 
     def _tell_monitors(self, trainer: Any, caches: CallCaches | None) -> None:
         for callback in trainer.callbacks:
