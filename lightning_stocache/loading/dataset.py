@@ -5,7 +5,7 @@ bit and in the same order of random draws, cached or not; `CachedSource` serves 
 
 A name is read, written and deleted in the source, unless the class of the wrapper has it (`Forwarding`). The wrapper's
 own attributes begin with two underscores. Dunder names are never forwarded: a loader would find a `__getitems__` of the
-source, which reads past the cache. The doors of the Trainer put a `StandIn` in the place of the user's dataset, which
+source, which reads past the cache. Under a Trainer there is a `StandIn` in the place of the user's dataset, which
 has no name of its own.
 """
 
