@@ -13,6 +13,7 @@ If a version of Lightning lacks a name, the feature that needs it is off, with o
 from __future__ import annotations
 
 import logging
+import re
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -37,20 +38,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-_BATCH_HOOKS = (
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_test_batch_start",
-    "on_test_batch_end",
-    "on_predict_batch_start",
-    "on_predict_batch_end",
-)
+_BATCH_HOOKS = [name for name in dir(Callback) if re.match("on_(before|after)_|.*_batch_", name)]
 
 
 @rank_zero_only
